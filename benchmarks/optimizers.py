@@ -252,7 +252,9 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=int, help="steps, instead of the task's default")
     parser.add_argument("--optimizer", default="muon", choices=list(OPTIMIZERS))
     parser.add_argument("--lr", type=float, nargs="+", default=[0.02], help="highest learning rates")
-    parser.add_argument("--exchange", nargs="+", default=["dense", "updates"], choices=["dense", "gradients", "updates"])
+    parser.add_argument(
+        "--exchange", nargs="+", default=["dense", "updates"], choices=["dense", "gradients", "updates"]
+    )
     parser.add_argument("--method", default="quantized", help="how updates are exchanged")
     parser.add_argument("--values", nargs="+", default=["1bit"], help="formats of a value of an update")
     parser.add_argument("--density", type=float, default=1.0, help="density of a sparse method for updates")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -32,11 +33,13 @@ from tritoncomm.step.model import (
     names_of,
     rest_of,
 )
+from tritoncomm.step.optimizer_list import OptimizerList, parts_of
 from tritoncomm.step.optimizer_proxy import OptimizerProxy
 from tritoncomm.step.options import (
     WrapOptions,
     check_group,
     check_optimizer,
+    check_outer_lr,
     is_alone,
     is_dense,
     log_choice,
@@ -44,10 +47,20 @@ from tritoncomm.step.options import (
     with_density,
     with_warmup_and_nodes,
 )
-from tritoncomm.step.parameters import KnownParameters, exchange_of
+from tritoncomm.step.parameters import KnownParameters, Part, exchange_of
 from tritoncomm.step.replicas import Replica
+from tritoncomm.step.rules import exchanges_updates
+from tritoncomm.step.shards import local
 from tritoncomm.step.torch_internals import without_compile
-from tritoncomm.step.update import OptimizerStep, StepState, coupled_decay
+from tritoncomm.step.update import (
+    OptimizerStep,
+    OptimizerSteps,
+    StepState,
+    coupled_decay,
+    restore_rules,
+    saved_state,
+)
+from tritoncomm.step.updates import LocalSteps
 from tritoncomm.step.vector import ErrorFeedback, VectorExchange
 from tritoncomm_kernels.devices import is_asynchronous
 
@@ -73,39 +86,63 @@ class SparseOptimizer(OptimizerProxy):
         process_group: dist.ProcessGroup | None,
         options: WrapOptions,
         *,
+        updates_recipe: Recipe,
         broadcast_parameters: bool = False,
         model: nn.Module | None = None,
     ) -> None:
-        self._bind(optimizer, recipe, with_clipping(options, optimizer), process_group, names_of(model))
+        options = with_clipping(options, optimizer)
+        self._bind(optimizer, recipe, updates_recipe, options, process_group, names_of(model))
         self._others, buffers = rest_of(model, optimizer)
         self._exchange = self._build(process_group)
         exchange_state.warn_about_lost_residual(optimizer)
         self._compare(self._exchange, others=self._others, buffers=buffers, broadcast=broadcast_parameters)
+        if broadcast_parameters and self._local is not None:
+            self._local.accept()
         if is_distributed():
-            vectors = self._exchange.vectors
-            first, parts = vectors[0], [vector.part for vector in vectors]
-            log_choice(first.recipe, first.rank, first.world_size, parts, on_gpu=is_asynchronous(first.device))
+            for recipe_of_vectors in dict.fromkeys(vector.recipe for vector in self._exchange.vectors):
+                vectors = [vector for vector in self._exchange.vectors if vector.recipe == recipe_of_vectors]
+                first, parts = vectors[0], [vector.part for vector in vectors]
+                log_choice(first.recipe, first.rank, first.world_size, parts, on_gpu=is_asynchronous(first.device))
         elif int(os.environ.get("WORLD_SIZE", "1")) > 1:
             logger.warning("WORLD_SIZE is set, but torch.distributed is not initialized: nothing will be exchanged")
-        self._optimizer_step.guard()
+        self._guard()
 
     def _bind(
         self,
         optimizer: torch.optim.Optimizer,
         recipe: Recipe,
+        updates_recipe: Recipe,
         options: WrapOptions,
         process_group: dist.ProcessGroup | None,
         names: Mapping[int, str],
     ) -> None:
         self._stand_for(optimizer)
-        self.recipe = recipe
         self._options = options
-        self._optimizer_step = OptimizerStep(
-            optimizer, options, delayed=not is_dense(recipe), alone=is_alone(process_group), group=process_group
-        )
+        self._names = dict(names)
+        local = [each for each in parts_of(optimizer) if exchanges_updates(each, options)]
+        self._local = LocalSteps(local, options, names) if local else None
+        self._parts = [Part(each, recipe) for each in parts_of(optimizer) if not exchanges_updates(each, options)]
+        # What exchanges gradients: the optimizer of an anchor takes the place of those that step locally.
+        self._exchanged = optimizer
+        if self._local is not None:
+            self._parts.insert(0, Part(self._local.outer, updates_recipe, is_anchor=True))
+            self._exchanged = OptimizerList([part.optimizer for part in self._parts])
+        self.recipe = self._parts[-1].recipe
+        alone = is_alone(process_group)
+        steps = [
+            OptimizerStep(part.optimizer, options, delayed=not is_dense(part.recipe), alone=alone)
+            for part in self._parts
+        ]
+        self._optimizer_step = OptimizerSteps(steps, options)
         self._optimizer_step.check()
         self._step_state = StepState()
-        self._parameters = KnownParameters(optimizer, names)
+        anchor_names = {} if self._local is None else self._local.names
+        self._parameters = KnownParameters(self._exchanged, self._names | anchor_names)
+
+    def _guard(self) -> None:
+        self._optimizer_step.guard()
+        if self._local is not None:
+            self._local.guard()
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
@@ -142,10 +179,11 @@ class SparseOptimizer(OptimizerProxy):
         return {
             "optimizer": self.optimizer,
             "recipe": self.recipe,
+            "updates recipe": self._parts[0].recipe,
             "options": self._options,
-            "names": self._parameters.names,
+            "names": [self._names.get(id(parameter), "") for parameter, _ in agree.named_parameters(self.optimizer)],
             "skipped": self._exchange.skipped,
-            "exchange": exchange_state.saved(self._exchange),
+            "exchange": exchange_state.saved(self._exchange, self._local),
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -158,29 +196,33 @@ class SparseOptimizer(OptimizerProxy):
         return clone
 
     def _restore(self, state: dict[str, Any], group: dist.ProcessGroup | None) -> None:
-        groups = state["optimizer"].param_groups
-        every = [id(parameter) for each in groups for parameter in each["params"]]
+        every = [id(parameter) for parameter, _ in agree.named_parameters(state["optimizer"])]
         names = dict(zip(every, state["names"], strict=True))
-        self._bind(state["optimizer"], state["recipe"], state["options"], group, names)
+        self._bind(state["optimizer"], state["recipe"], state["updates recipe"], state["options"], group, names)
         self._exchange = self._build(group)
         saved = state["exchange"]
-        exchange_state.resume(self._exchange, exchange_state.loaded(self._exchange, saved), saved)
+        exchange_state.resume(self._exchange, exchange_state.loaded(self._exchange, saved), saved, self._local)
         self._exchange.skipped = state["skipped"]
-        self._optimizer_step.guard()
+        self._guard()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add the same parameter group on all ranks. Residuals are kept. If this raises, nothing has changed."""
         self._check_no_pending_step("add_param_group()")
-        before, exchange = len(self.param_groups), self._exchange
+        before, exchange, local_steps = len(self.param_groups), self._exchange, self._local
+        anchors = 0 if local_steps is None else len(local_steps.anchors)
         try:
             with agree.propagate_errors(self.process_group, self._device):
                 self.optimizer.add_param_group(param_group)
+                if local_steps is not None:
+                    local_steps.add_new_parameters()
                 self.recipe.check_optimizer(self.optimizer)
                 self._optimizer_step.check()
                 exchange = self._build(self.process_group)
             self._compare(exchange)
         except BaseException:
             del self.param_groups[before:]
+            if local_steps is not None:
+                local_steps.remove_new_parameters(anchors)
             self._parameters.note()
             raise
         self._exchange = exchange_state.continued(exchange, self._exchange)
@@ -194,12 +236,17 @@ class SparseOptimizer(OptimizerProxy):
         """
         self._check_no_pending_step("set_density()")
         with agree.propagate_errors(self._everybody, self._device):
-            recipe = with_density(self.recipe, density)
+            changed = {self.recipe: with_density(self.recipe, density)}
         if is_distributed():
             agree.compare({"density": density}, self._everybody, self._device)
-        for vector, before in self._exchange.replace_vectors(recipe, self.process_group):
+        recipes = [changed.get(vector.recipe, vector.recipe) for vector in self._exchange.vectors]
+        for vector, before in self._exchange.replace_vectors(recipes, self.process_group):
             exchange_state.across_density(vector, before)
-        self.recipe = recipe
+        self._replace_recipes(changed)
+
+    def _replace_recipes(self, changed: Mapping[Recipe, Recipe]) -> None:
+        self._parts = [part._replace(recipe=changed.get(part.recipe, part.recipe)) for part in self._parts]
+        self.recipe = self._parts[-1].recipe
 
     def reset_process_group(
         self,
@@ -246,8 +293,16 @@ class SparseOptimizer(OptimizerProxy):
                 self._apply(untouched=False)
         self._step_state.reset()
         with agree.propagate_errors(process_group, self._device):
-            flat = self.recipe.recipe if isinstance(self.recipe, Hierarchical) else self.recipe
-            recipe = with_warmup_and_nodes(flat, 0, node_group, process_group, self._options.small)
+            recipes = {
+                part.recipe: with_warmup_and_nodes(
+                    part.recipe.recipe if isinstance(part.recipe, Hierarchical) else part.recipe,
+                    0,
+                    node_group,
+                    process_group,
+                    self._options.small,
+                )
+                for part in self._parts
+            }
             step.alone = is_alone(process_group)
             check_optimizer(self.optimizer, alone=step.alone)
             step.check()
@@ -256,7 +311,7 @@ class SparseOptimizer(OptimizerProxy):
         agree.compare_setup(
             self.optimizer,
             self._parameters.trained,
-            recipe,
+            recipes[self.recipe],
             self._options,
             exchange.steps,
             process_group,
@@ -264,14 +319,17 @@ class SparseOptimizer(OptimizerProxy):
         )
         exchange.restart()
         self._inspected = False
-        for vector, before in exchange.replace_vectors(recipe, process_group):
+        of_vectors = [recipes[vector.recipe] for vector in exchange.vectors]
+        for vector, before in exchange.replace_vectors(of_vectors, process_group):
             exchange_state.across_groups(vector, before)
-        self.recipe = recipe
+        self._replace_recipes(recipes)
         return caught_up
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients, and throw away averaged gradients that :meth:`step` has not used."""
         self.optimizer.zero_grad(set_to_none=set_to_none)
+        if self._local is not None:
+            self._local.withdraw()
         self._exchange.discard()
         self._step_state.reset()
         self._local_changes.forget()
@@ -307,11 +365,42 @@ class SparseOptimizer(OptimizerProxy):
         if self._optimizer_step.is_synthetic():
             self._optimizer_step.initialize_state(self._exchange.parameters)
             return loss
+        if self._local is None:
+            self._exchange_and_apply()
+            return loss
+        if not self.is_synchronized:
+            if self._local.is_pending:
+                raise RuntimeError("the exchange after the last step has not been completed: call merge() first")
+            self._exchange.check_complete()
+            self._exchange.check_group()
+            self._take_local_step(self._local)
+        if self._local.is_due:
+            self.merge()
+        return loss
+
+    def _take_local_step(self, local_steps: LocalSteps) -> None:
+        """Let the optimizers that exchange updates step by this worker's gradients."""
+        if self._optimizer_step.alone and local_steps.are_outdated:  # a single worker trains what it is given
+            local_steps.add_new_parameters()
+        scale, found = self._scaler
+        found = self._step_state.found_in_unscale if found is None else found
+        local_steps.take(scale, found)
+        if scale is not None:  # they are exchanged without the scale, and a rank's overflow is an Inf
+            others = [part.optimizer for part in self._parts if not part.is_anchor]
+            rest = [p.grad for each in others for p, _ in agree.named_parameters(each)]
+            for gradient in (local(each) for each in rest if each is not None):
+                gradient.div_(scale.to(gradient.device))
+            self.grad_scale = None
+        if not local_steps.is_due:
+            self._step_state.reset()
+
+    def _exchange_and_apply(self) -> None:
+        step_state = self._step_state
         scale, found = self._scaler
         untouched = not self.is_synchronized  # nobody sees .grad between the exchange and the step
         if untouched:
             self._local_changes.warn(scaled=scale is not None)
-            self.synchronize()
+            self._synchronize()
         elif scale is not None and step_state.scale is None:
             raise RuntimeError("synchronize() has averaged scaled gradients: call scaler.unscale_(optimizer) first")
         step_state.check_unchanged(self._exchange.gradients)
@@ -321,7 +410,59 @@ class SparseOptimizer(OptimizerProxy):
         else:
             self._apply(untouched=untouched)
         step_state.reset()
-        return loss
+
+    @torch.no_grad()
+    def merge(self) -> None:
+        """Exchange what local steps have changed now, on all ranks alike, however many there were.
+
+        Call it at the end of training if the number of steps is no multiple of ``local_steps``, and after an exchange
+        that has failed. Without optimizers that exchange updates, nothing is pending, and nothing happens.
+
+        Raises:
+            ExchangeError: A peer was lost, or a wait timed out. Nothing has changed. For other errors see :meth:`step`.
+        """
+        local_steps = self._local
+        if local_steps is None:
+            return
+        if not self.is_synchronized:
+            if self._is_mixed and not local_steps.taken:
+                return  # gradients of the others were exchanged in the same step
+            bare = all(vector.keeps_gradient() for vector in self._exchange.vectors if vector.options.is_anchor)
+            local_steps.give(alone=bare)
+        try:
+            self._exchange_and_apply()
+        except BaseException as error:
+            self._note_failure(error)
+            raise
+        local_steps.is_pending = False
+
+    @property
+    def _is_mixed(self) -> bool:
+        """True if some optimizers exchange updates, and others gradients."""
+        return self._local is not None and len(self._parts) > 1
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Let the parameters be those that all workers have in common, and this worker's own again after the context.
+
+        Use it to evaluate, and to save the model, between two exchanges of updates. Elsewhere it changes nothing.
+        """
+        with nullcontext() if self._local is None else self._local.averaged():
+            yield
+
+    @property
+    def outer_lr(self) -> float:
+        """Rate of the step of the common parameters by the mean update. All ranks set the same."""
+        if self._local is None:
+            raise AttributeError("outer_lr: no optimizer exchanges updates")
+        return float(self._local.outer.param_groups[0]["lr"])
+
+    @outer_lr.setter
+    def outer_lr(self, rate: float) -> None:
+        if self._local is None:
+            raise AttributeError("outer_lr: no optimizer exchanges updates")
+        check_outer_lr(rate)
+        self._local.outer.param_groups[0]["lr"] = rate
 
     @property
     def _decays_in_vector(self) -> bool:
@@ -338,12 +479,19 @@ class SparseOptimizer(OptimizerProxy):
         self._optimizer_step.alone = all(vector.is_bare for vector in exchange.vectors)
         delivered, clip = exchange.delivered or [], not exchange.is_flush
         decayed, steps = self._decays_in_vector, exchange.steps
+        update = exchange.update() if self._local is None else self._settling(self._local)
         try:
-            self._optimizer_step.step(delivered, exchange.update(), clip=clip, untouched=untouched, decayed=decayed)
+            self._optimizer_step.step(delivered, update, clip=clip, untouched=untouched, decayed=decayed)
         except Exception:
             if exchange.steps > steps:  # a hook after the update: a repeated call does not take the step again
                 exchange.skip()
             raise
+
+    @contextmanager
+    def _settling(self, local_steps: LocalSteps) -> Iterator[None]:
+        gain = self._exchange.vectors[0].gain
+        with self._exchange.update(), local_steps.settling(gain):
+            yield
 
     def _note_failure(self, error: BaseException) -> None:
         """Note that a step has failed. Unless a signal has ended it, it can be repeated if its update has not begun."""
@@ -356,24 +504,38 @@ class SparseOptimizer(OptimizerProxy):
         """Record the overflow flag of a scaler that has unscaled the gradients. Nonzero ``found`` skips the step."""
         self._step_state.found_in_unscale = found
 
-    @without_compile
     @torch.no_grad()
     def synchronize(self) -> None:
         """Replace every ``.grad`` by the mean over ranks now, for example to clip it before :meth:`step`.
 
         The next :meth:`step` does not exchange again. A missing gradient counts as zero, and is created if another rank
         has one. The staleness-aware step reads ``.grad`` at the delivered coordinates only. With a ``GradScaler``, call
-        ``scaler.unscale_(optimizer)`` first.
+        ``scaler.unscale_(optimizer)`` first. An optimizer that exchanges updates keeps this worker's gradients.
 
         Raises:
-            RuntimeError: The gradients were exchanged already. For other errors see :meth:`step`.
+            RuntimeError: The gradients were exchanged already, or some optimizers of a list exchange updates: what is
+                clipped together would then differ between ranks. For other errors see :meth:`step`.
         """
+        if self._local is None:
+            self._synchronize()
+        elif self._is_mixed:
+            raise RuntimeError(
+                "synchronize(): some optimizers of the list exchange updates, and their gradients stay local. To clip, "
+                "pass max_grad_norm= to wrap() and remove the line that clips"
+            )
+        else:
+            self._local.say_gradients_are_local()
+
+    @without_compile
+    @torch.no_grad()
+    def _synchronize(self) -> None:
         if self._optimizer_step.alone and self._parameters.are_outdated:  # a single worker trains what it is given
             self._exchange = exchange_state.continued(self._build(self.process_group), self._exchange)
         exchange, step_state, policy = self._exchange, self._step_state, self._options.on_nonfinite
         scale, found = self._scaler
         self._local_changes.forget()
-        inspect = None if self._inspected else partial(check_not_reduced, self.process_group)
+        owners = {} if self._local is None else self._local.owners
+        inspect = None if self._inspected else partial(check_not_reduced, self.process_group, owners)
         found = step_state.found_in_unscale if found is None else found
         try:
             exchange.exchange(
@@ -381,7 +543,7 @@ class SparseOptimizer(OptimizerProxy):
                 scale=1.0 if scale is None else float(scale),
                 overflowed=found is not None and bool(found),
                 zero=policy == "zero" and found is None,
-                decay=coupled_decay(self.optimizer) if self._decays_in_vector else {},
+                decay=coupled_decay(self._exchanged) if self._decays_in_vector else {},
                 inspect=inspect,
             )
             self._inspected = True
@@ -400,10 +562,14 @@ class SparseOptimizer(OptimizerProxy):
         gradients are discarded.
         """
         self._check_no_pending_step("flush()")
+        local_steps = self._local
+        if local_steps is not None:
+            local_steps.fold(self._exchange.vectors[0].residuals_by_parameter())
         self._exchange.flush()
         self._step_state.written = self._exchange.gradients
         try:
-            self._apply(untouched=False)
+            with nullcontext() if local_steps is None else local_steps.without_momentum():
+                self._apply(untouched=False)
         except BaseException as error:
             self._note_failure(error)
             raise
@@ -418,11 +584,18 @@ class SparseOptimizer(OptimizerProxy):
         ``longest_wait`` (in steps) and ``share_without_delivery`` (of tensors, for 100 steps) are computed by this
         call. ``grad_norm`` (with ``max_grad_norm``) is the norm of the averaged gradient before clipping.
         """
+        figures = figures_of(self._exchange)
+        if self._local is not None:
+            inner = self._local.metrics()
+            each = figures["bytes_sent_total"] / max(inner["inner_steps"], 1.0)
+            figures |= inner | {"exchanges": figures["steps"], "bytes_per_step": each}
         if self._options.max_grad_norm is None:
-            return figures_of(self._exchange)
+            return figures
+        if self._local is not None:
+            return figures | {"grad_norm": self._local.grad_norm}
         by_gradient = self._options.gradient_limit is not None and not self._optimizer_step.alone
         norm, own = self._exchange.gradient_norm if by_gradient else None, self._optimizer_step.grad_norm
-        return figures_of(self._exchange) | {"grad_norm": own if norm is None else float(norm)}
+        return figures | {"grad_norm": own if norm is None else float(norm)}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the original optimizer, and under ``"tritoncomm"`` this rank's residual and method state.
@@ -436,8 +609,8 @@ class SparseOptimizer(OptimizerProxy):
         """
         self._run_hooks_before_saving()
         self._check_saveable("state_dict()")
-        own = exchange_state.saved(self._exchange)
-        return self._after_saving(self._optimizer_step.saved() | {"tritoncomm": own})
+        own = exchange_state.saved(self._exchange, self._local)
+        return self._after_saving(saved_state(self.optimizer) | {"tritoncomm": own})
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any], *, residuals: str = "restore") -> None:
@@ -465,11 +638,11 @@ class SparseOptimizer(OptimizerProxy):
         if is_distributed():
             exchange_state.compare(inner, saved, feedbacks, self.process_group, self._everybody, self._device)
         self.optimizer.load_state_dict(inner)
-        self._optimizer_step.restore(inner)
+        restore_rules(self.optimizer, inner)
         self._exchange.restart()
         self._inspected = False
         if saved is not None:
-            exchange_state.resume(self._exchange, feedbacks, saved)
+            exchange_state.resume(self._exchange, feedbacks, saved, self._local)
         else:
             self._exchange.restore(feedbacks)
             # No warning: torch.distributed.checkpoint loads the residuals by themselves, with ResidualState.
@@ -487,6 +660,7 @@ class SparseOptimizer(OptimizerProxy):
         saved = state_dict.get("tritoncomm")
         if saved is None:
             return [vector.feedback for vector in self._exchange.vectors]
+        exchange_state.check_local(saved, self._local)
         return exchange_state.loaded(self._exchange, saved)
 
     def _build(self, group: dist.ProcessGroup | None) -> GradientExchange:
@@ -495,9 +669,11 @@ class SparseOptimizer(OptimizerProxy):
         trained, before = self._parameters.trained, vars(self).get("_exchange")
         parameters = [parameter for parameter, _ in trained]
         check_clipping(self._options.gradient_limit, parameters)
-        self._local_changes = LocalChanges([] if self._optimizer_step.alone else parameters)
-        exchange = exchange_of(self.optimizer, trained, self.recipe, self._options, group, before=before)
-        exchange.replica = Replica(self.optimizer, self._parameters.names, self._others)
+        anchors = set() if self._local is None else set(map(id, self._local.anchors))
+        changed_by_exchange = [each for each in parameters if id(each) not in anchors]
+        self._local_changes = LocalChanges([] if self._optimizer_step.alone else changed_by_exchange)
+        exchange = exchange_of(self._exchanged, self._parts, trained, self._options, group, before=before)
+        exchange.replica = Replica(self._exchanged, self._parameters.names, self._others)
         return exchange
 
     def _compare(self, exchange: GradientExchange, **fields: Any) -> None:
@@ -523,6 +699,8 @@ class SparseOptimizer(OptimizerProxy):
         tritoncomm, put ``model.module`` into a new one, and drop the old one.
         """
         self._optimizer_step.unguard()
+        if self._local is not None:
+            self._local.unguard()
 
     def _check_no_pending_step(self, action: str) -> None:
         self._check_saveable(action)

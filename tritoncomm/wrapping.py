@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -15,8 +16,10 @@ from tritoncomm.optimizer import SparseOptimizer
 from tritoncomm.scheduler.process_group import is_distributed
 from tritoncomm.step import agree
 from tritoncomm.step.model import check_model, checked_module, compare_buffers, group_of, keep_gradients_local, names_of
+from tritoncomm.step.optimizer_list import OptimizerList
 from tritoncomm.step.options import (
     DEFAULT_ALGO,
+    DEFAULT_UPDATES,
     DENSE_BELOW,
     WrapOptions,
     check_group,
@@ -27,19 +30,20 @@ from tritoncomm.step.options import (
     resolved_small,
 )
 from tritoncomm.step.private_group import numbered_groups
+from tritoncomm.step.rules import check_exchange, exchanges_updates
 
 __all__ = ["wrap"]
 
 
 def wrap(
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
     algo: str | Recipe = DEFAULT_ALGO,
     *,
     density: float | None = None,
     process_group: dist.ProcessGroup | None = None,
     node_group: dist.ProcessGroup | None = None,
     warmup_steps: int | None = None,
-    staleness: str = "aware",
+    staleness: str | None = None,
     select_by: str = "auto",
     max_catch_up: float = 20.0,
     max_relative_update: float = 0.05,
@@ -51,6 +55,12 @@ def wrap(
     small: str | None = None,
     broadcast_parameters: bool = False,
     model: nn.Module | None = None,
+    exchange: str = "auto",
+    updates_algo: str | Recipe | None = None,
+    local_steps: int = 1,
+    match_length: bool | None = None,
+    outer_lr: float = 1.0,
+    outer_momentum: float = 0.0,
     **recipe_fields: Any,
 ) -> SparseOptimizer:
     """Wrap ``optimizer`` so that its steps use gradients that a sparse exchange has averaged over all ranks.
@@ -59,6 +69,10 @@ def wrap(
     added to its next gradient (error feedback). Adam and AdamW take a staleness-aware step: a coordinate that is
     delivered after tau steps catches up, which means that its delivery counts for tau steps, or for ``max_catch_up`` or
     3 sqrt(tau) if that is less.
+
+    Optimizers without such a rule, like Muon, exchange *updates*: each rank takes the optimizer's own step by its own
+    gradients, and what the step has changed is exchanged in one bit per value, with error feedback. So does every
+    optimizer with ``local_steps``, which are taken between two exchanges. See :doc:`/explanation/updates`.
 
     Gradients stay local to each rank until ``step()``, which exchanges them. Pass the module as ``model``. A module in
     ``DistributedDataParallel`` then averages no gradients any more, and still broadcasts parameters and buffers. With
@@ -70,7 +84,7 @@ def wrap(
     worker takes the original optimizer's steps, to the bit.
 
     Args:
-        optimizer: Optimizer to wrap.
+        optimizer: Optimizer to wrap, or a list of optimizers of different parameters, which are stepped as one.
         algo: Name of a method from :func:`tritoncomm.algorithms`, or a recipe. Default: ``"oktopk"``.
         density: Fraction of entries to deliver per step, in (0, 1]. If the learning rate bounds how far parameters get,
             take 0.1: 300 steps at 0.03 left 1.46 times the distance of dense on a linear regression. Default: None,
@@ -83,7 +97,7 @@ def wrap(
         warmup_steps: Number of dense exchanges before the first sparse one. Default: None, which is 20 for a method,
             and 0 for a dense one or a recipe that wraps another.
         staleness: ``"aware"``: Adam and AdamW take the staleness-aware step. ``"off"``: the optimizer takes its own
-            step. Default: ``"aware"``.
+            step. Default: None, which is ``"aware"``.
         select_by: Criterion by which methods compare entries. ``"gradient"``: the gradient. ``"update"``: the gradient
             over the root of its second moment, which is proportional to Adam's update. ``"auto"``: ``"update"`` with
             the staleness-aware step, else ``"gradient"``. Default: ``"auto"``.
@@ -114,6 +128,16 @@ def wrap(
         model: The module that ``optimizer`` trains. With DDP, several optimizers may be wrapped with the same module,
             and one that is not wrapped cannot step its parameters any more. Default: None, for a plain module. Nobody
             then sees whether buffers, and parameters that the optimizer does not hold, differ between ranks.
+        exchange: What travels. ``"gradients"``, ``"updates"``, or ``"auto"``: gradients of SGD, Adam, AdamW and Lion,
+            updates of all other optimizers, and of all with ``local_steps``. Default: ``"auto"``.
+        updates_algo: How updates are exchanged: the name of a method, or a recipe. Nothing of them travels dense, and
+            no step at the start does. ``algo`` is for gradients. Default: None, which is ``"quantized"``, one bit.
+        local_steps: Number of steps between two exchanges of updates. Default: 1.
+        match_length: Whether the mean of updates is lengthened to the mean of their lengths. A mean of several updates
+            is shorter, because their noise cancels. Its length is estimated from 2 KB that all ranks sum. Default:
+            None, which is True without ``local_steps``.
+        outer_lr: Rate of the step of the common parameters by the mean update. Default: 1, the mean itself.
+        outer_momentum: Nesterov momentum of this step, in [0, 1). Default: 0.
         **recipe_fields: Further fields of the recipe of ``algo``. Methods that send entries have ``values``, the format
             of a value on the wire: ``"fp32"``, ``"bf16"``, ``"8bit"``, ``"4bit"``, ``"3bit"``, ``"2bit"`` or
             ``"1bit"``. What rounding takes away stays in the residual. Here its default is ``"4bit"``. Rounded
@@ -129,19 +153,22 @@ def wrap(
         ConfigMismatchError: Ranks are configured differently, or an argument is invalid on another rank.
     """
     check_group("process_group", process_group)
-    device = agree.device_of(optimizer)
+    listed: list[torch.optim.Optimizer] = [*optimizer] if isinstance(optimizer, Sequence) else [optimizer]
+    device = agree.device_of(listed[0]) if listed else None
     with agree.propagate_errors(process_group, device):
         model = checked_module(model)
     group = group_of(model, process_group)
     with agree.propagate_errors(group, device):
-        check_optimizer(optimizer, alone=is_alone(group), names=names_of(model))
-        if isinstance(optimizer, SparseOptimizer):
+        whole = OptimizerList(listed) if isinstance(optimizer, Sequence) else listed[0]
+        for each in listed:
+            check_optimizer(each, alone=is_alone(group), names=names_of(model))
+        if any(isinstance(each, SparseOptimizer) for each in listed):
             raise ConfigurationError("optimizer is wrapped already: pass the original optimizer")
         if not isinstance(broadcast_parameters, bool):
             raise ConfigurationError(f"broadcast_parameters={broadcast_parameters!r}: must be True or False")
         check_model(model, group)
         options = WrapOptions(
-            staleness=staleness,
+            staleness=staleness or "aware",
             select_by=select_by,
             max_catch_up=max_catch_up,
             max_relative_update=max_relative_update,
@@ -151,13 +178,39 @@ def wrap(
             timeout=timeout,
             dense_below=dense_below,
             small=resolved_small(small),
+            exchange=exchange,
+            local_steps=local_steps,
+            match_length=match_length,
+            outer_lr=outer_lr,
+            outer_momentum=outer_momentum,
         )
+        given = {
+            "algo": None if algo == DEFAULT_ALGO else algo,
+            "density": density,
+            **recipe_fields,
+            "updates_algo": updates_algo,
+            "staleness": staleness,
+        }
+        check_exchange(whole, options, {name: value for name, value in given.items() if value is not None})
         chosen = resolve_recipe(
-            algo, density, warmup_steps, recipe_fields, node_group, group, small=options.small, function=wrap
+            algo,
+            density,
+            warmup_steps,
+            recipe_fields,
+            node_group,
+            group,
+            small=options.small,
+            function=wrap,
         )
-        chosen.check_optimizer(optimizer)
+        for_updates = chosen
+        if any(exchanges_updates(each, options) for each in listed):
+            algo = updates_algo or DEFAULT_UPDATES
+            for_updates = resolve_recipe(algo, None, 0, {}, node_group, group, small=options.small, function=wrap)
+        for each in listed:
+            (for_updates if exchanges_updates(each, options) else chosen).check_optimizer(each)
         if not is_alone(group):
-            check_trained(optimizer, names_of(model))
+            for each in listed:
+                check_trained(each, names_of(model))
     if is_distributed():
         told: dict[str, Any] = {"model": None if model is None else type(model).__name__}
         if isinstance(chosen, Hierarchical):
@@ -165,9 +218,15 @@ def wrap(
         agree.compare(told, group, device)
     with agree.propagate_errors(group, device):
         wrapped = SparseOptimizer(
-            optimizer, chosen, group, options, broadcast_parameters=broadcast_parameters, model=model
+            whole,
+            chosen,
+            group,
+            options,
+            updates_recipe=for_updates,
+            broadcast_parameters=broadcast_parameters,
+            model=model,
         )
         keep_gradients_local(model)
     if not broadcast_parameters:
-        compare_buffers(model, optimizer, group)
+        compare_buffers(model, whole, group)
     return wrapped

@@ -115,6 +115,14 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: 
         optimizer.step()
 
 
+def reports(function, world_size: int, *args) -> dict[int, tuple]:
+    """Run the workers and return the report of each rank."""
+    heard: list[tuple] = []
+    with suppress(local_workers.WorkerError):  # a worker may fail to end normally
+        run_workers(function, world_size, *args, listen=heard.append, grace=timedelta(seconds=30))
+    return {report[0]: report[1:] for report in heard}
+
+
 def run_situations(situations: list[Callable[..., None]], world_size: int) -> None:
     """Run situations one after the other in the same worker processes, because starting them is slow. All must end."""
     ended: list[str] = []

@@ -7,25 +7,14 @@ import re
 import signal
 import subprocess
 import sys
-from contextlib import suppress
-from datetime import timedelta
 from pathlib import Path
 
 import failure_workers
 import pytest
 import recovery_workers
-from helpers import run_workers
-from tritoncomm.scheduler.local_workers import WorkerError
+from helpers import reports
 
 from processes import end_soon, is_running
-
-
-def reports(function, world_size: int, *args) -> dict[int, tuple]:
-    """Run the workers and return the report of each rank."""
-    heard: list[tuple] = []
-    with suppress(WorkerError):  # a worker may fail to end normally
-        run_workers(function, world_size, *args, listen=heard.append, grace=timedelta(seconds=30))
-    return {report[0]: report[1:] for report in heard}
 
 
 @pytest.mark.parametrize("algo", ["oktopk", "spardl", "exdyna", "topk_allgather", "dense", "hierarchical"])
@@ -204,7 +193,7 @@ def test_frozen_on_one_rank() -> None:
 
 LAUNCHER = """
 from failure_workers import asleep
-from helpers import run_workers
+from helpers import reports, run_workers
 if __name__ == "__main__":
     run_workers(asleep, 2, listen=lambda number: print(number, flush=True))
 """

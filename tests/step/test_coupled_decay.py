@@ -29,7 +29,7 @@ def decayed(kind: str, **fields) -> torch.Tensor:
     parameter = Parameter(torch.ones(64, 64))
     optimizer = make([parameter], weight_decay=0.1, **options)
     if fields:
-        optimizer = tritoncomm.wrap(optimizer, warmup_steps=0, **fields)
+        optimizer = tritoncomm.wrap(optimizer, warmup_steps=0, exchange="gradients", **fields)
     generator = torch.Generator().manual_seed(0)
     for _ in range(200):
         optimizer.zero_grad()

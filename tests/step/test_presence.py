@@ -63,7 +63,9 @@ def test_nothing_of_it_changes(kind: str, algo: str) -> None:
     p, q = pair()
     make = MAKERS[kind] if algo != "dgc" else lambda ps: torch.optim.SGD(ps, lr=0.1)
     fields = {"values": "8bit"} if algo == "oktopk" else {}
-    optimizer = tritoncomm.wrap(make([p, q]), algo, density=0.1, warmup_steps=2, small="8bit", **fields)
+    optimizer = tritoncomm.wrap(
+        make([p, q]), algo, exchange="gradients", density=0.1, warmup_steps=2, small="8bit", **fields
+    )
     take(optimizer, p, q, 8, using=lambda _: True)
 
     def held() -> tuple[Any, ...]:
@@ -155,12 +157,12 @@ def test_synchronize_and_rollback() -> None:
 def test_resume(kind: str) -> None:
     """Saved, loaded and continued is never stopped, bit for bit, while a parameter waits."""
     p, q = pair()
-    optimizer = tritoncomm.wrap(MAKERS[kind]([p, q]), density=0.1)
+    optimizer = tritoncomm.wrap(MAKERS[kind]([p, q]), density=0.1, exchange="gradients")
     take(optimizer, p, q, 4, using=lambda _: True)
     take(optimizer, p, q, 2, using=lambda _: False)
     state = copy.deepcopy(optimizer.state_dict())
     others = tuple(Parameter(each.detach().clone()) for each in (p, q))
-    resumed = tritoncomm.wrap(MAKERS[kind](others), density=0.1)
+    resumed = tritoncomm.wrap(MAKERS[kind](others), density=0.1, exchange="gradients")
     resumed.load_state_dict(state)
     copied_p, copied_q, copied = copy.deepcopy((p, q, optimizer))
     for own, *tensors in ((optimizer, p, q), (resumed, *others), (copied, copied_p, copied_q)):

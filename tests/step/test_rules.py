@@ -9,9 +9,10 @@ import pytest
 import torch
 import tritoncomm
 from torch import nn
-from tritoncomm.step import update
+from tritoncomm import ConfigurationError
 from tritoncomm.step.adam import StalenessAwareAdam
-from tritoncomm.step.update import RULES, find_rule
+from tritoncomm.step.options import WrapOptions
+from tritoncomm.step.rules import RULES, exchanges_updates, find_rule
 
 from prepared_launcher import PreparedLauncher
 
@@ -68,7 +69,8 @@ def test_subclass_is_found_before_and_after_torch_wraps_its_step(launcher: Prepa
     script.write_text("""
 import os
 import torch
-from tritoncomm.step.update import find_rule
+from tritoncomm.step.options import WrapOptions
+from tritoncomm.step.rules import find_rule
 class Renamed(torch.optim.AdamW): pass
 class Overriding(torch.optim.AdamW):
     def step(self, closure=None): return super().step(closure)
@@ -119,42 +121,36 @@ def named(name: str) -> torch.optim.Optimizer:
     return type(name, (torch.optim.RMSprop,), {})(parameters())
 
 
-@pytest.mark.parametrize(
-    ("name", "gap"),
-    [
-        ("Muon", "ended 33 % above dense"),
-        ("Lion", "ended 31 % above dense"),
-        ("Adafactor", "ended 5 % above dense"),
-        ("AdamWScheduleFree", "ended 13 % above dense"),
-        ("Another", "ended 5 to 33 % above dense"),
-    ],
-)
-def test_warnings_have_a_figure_and_an_advice(name: str, gap: str, caplog: pytest.LogCaptureFixture) -> None:
-    """The warning about an optimizer without a rule says what was measured, and what to do."""
+def test_what_travels() -> None:
+    """Linear optimizers and those with a rule exchange gradients, all others updates. Local steps are updates."""
+    adamw, sgd = torch.optim.AdamW(parameters()), torch.optim.SGD(parameters(), lr=0.1, momentum=0.9)
+    others = [named("Muon"), named("AdamWScheduleFree"), Overriding(parameters(), lr=0.1)]
+    auto = WrapOptions()
+    assert [exchanges_updates(each, auto) for each in (adamw, sgd, *others)] == [False, False, True, True, True]
+    assert all(exchanges_updates(each, WrapOptions(local_steps=2)) for each in (adamw, sgd))
+    assert not any(exchanges_updates(each, WrapOptions(exchange="gradients")) for each in others)
+    assert all(exchanges_updates(each, WrapOptions(exchange="updates")) for each in (adamw, *others))
+
+
+def test_nothing_is_promised_to_end_above_dense(caplog: pytest.LogCaptureFixture) -> None:
+    """No optimizer gets a warning at its defaults. Who asks for gradients without a rule is told of updates."""
+    for optimizer in (named("Muon"), torch.optim.SGD(parameters(), lr=0.1, momentum=0.9)):
+        tritoncomm.wrap(optimizer)
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
     with caplog.at_level(logging.INFO, logger="tritoncomm"):
-        tritoncomm.wrap(named(name))
-    (record,) = [record for record in caplog.records if "staleness-aware" in record.getMessage()]
-    assert record.levelno == logging.WARNING
-    assert record.getMessage().startswith(f"{name} is not staleness-aware")
-    assert gap in record.getMessage()
-    assert "use AdamW, a higher density, or more dense warm-up steps" in record.getMessage()
+        tritoncomm.wrap(named("Muon"), exchange="gradients")
+    assert "Muon exchanges gradients, and has no rule for late ones" in caplog.text
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_only_the_first_rank_warns(rank: int, caplog: pytest.LogCaptureFixture, monkeypatch) -> None:
-    """Other ranks of the process group log nothing."""
-    monkeypatch.setattr(update, "is_distributed", lambda: True)
-    monkeypatch.setattr(update.dist, "get_rank", lambda group: rank)
-    update.log_missing_rule(named("Lion"), None)
-    assert ("Lion is not staleness-aware" in caplog.text) == (rank == 0)
-
-
-def test_sgd_gets_no_warning(caplog: pytest.LogCaptureFixture) -> None:
-    """SGD without momentum logs nothing. With momentum, the figures are logged as information."""
-    with caplog.at_level(logging.INFO, logger="tritoncomm"):
-        tritoncomm.wrap(torch.optim.SGD(parameters(), lr=0.1))
-        assert "staleness-aware" not in caplog.text
-        tritoncomm.wrap(torch.optim.SGD(parameters(), lr=0.1, momentum=0.9))
-    (record,) = [record for record in caplog.records if "staleness-aware" in record.getMessage()]
-    assert record.levelno == logging.INFO
-    assert "4.5 % above dense, and 13 % above with gradients clipped" in record.getMessage()
+def test_arguments_without_effect(caplog: pytest.LogCaptureFixture) -> None:
+    """An argument that is for the other kind of exchange is an error, or a warning that says what to write."""
+    with pytest.raises(ConfigurationError, match="outer_lr is for optimizers that exchange updates, and AdamW"):
+        tritoncomm.wrap(torch.optim.AdamW(parameters()), outer_lr=0.5)
+    with pytest.raises(ConfigurationError, match="updates_algo is for optimizers that exchange updates"):
+        tritoncomm.wrap(torch.optim.AdamW(parameters()), updates_algo="dense")
+    with pytest.raises(ConfigurationError, match="local_steps=2 needs the exchange of updates"):
+        tritoncomm.wrap(torch.optim.AdamW(parameters()), local_steps=2, exchange="gradients")
+    with pytest.raises(ConfigurationError, match="staleness='aware' with local_steps=2"):
+        tritoncomm.wrap(torch.optim.AdamW(parameters()), local_steps=2, staleness="aware")
+    tritoncomm.wrap(named("Muon"), algo="spardl", density=0.1)
+    assert "algo='spardl' and density=0.1 is for optimizers that exchange gradients" in caplog.text

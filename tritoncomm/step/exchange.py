@@ -219,7 +219,7 @@ class GradientExchange:
         self.presence.begin(self.parameters)
         self._decay = decay
         try:
-            reasons = [gradients.read(vector, 1.0 if vector.options.is_anchor else scale) for vector in vectors]
+            reasons = [gradients.read(vector, scale) for vector in vectors]
             local_error = next((reason for reason in reasons if reason is not None), local_error)
             zeroed = [vector.zero_non_finite() if zero else 0 for vector in vectors]
             self.zeroed += sum(zeroed)
@@ -299,6 +299,12 @@ class GradientExchange:
             self._drop()
             self._move("discard")
 
+    def check_group(self) -> None:
+        """Raise if the process group has failed before."""
+        for vector in self.vectors:
+            if vector.scheduler is not None:
+                vector.scheduler.check()
+
     def check_complete(self) -> None:
         """Raise :class:`RuntimeError` if an update has stopped."""
         if self.state in (State.MEANS, State.STOPPED):  # a signal leaves MEANS between two lines
@@ -337,9 +343,7 @@ class GradientExchange:
         """Begin a step."""
         if self.state is State.READY:
             raise RuntimeError("gradients were exchanged already: call step() or zero_grad() first")
-        for vector in self.vectors:  # a group that has failed raises, and a suspended step is kept
-            if vector.scheduler is not None:
-                vector.scheduler.check()
+        self.check_group()  # raises if it has failed, and a suspended step is kept
         if self.state is State.MEANS:  # a signal came between the confirmation and the next line
             self.stop()
         self._drop()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterable, MutableMapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -222,15 +222,18 @@ def _check_replicas(shards: Iterable[int], group: dist.ProcessGroup) -> None:
     )
 
 
-def check_not_reduced(group: dist.ProcessGroup | None, vectors: Sequence[VectorExchange]) -> None:
+def check_not_reduced(
+    group: dist.ProcessGroup | None, owners: Mapping[int, torch.Tensor], vectors: Sequence[VectorExchange]
+) -> None:
     """Raise :class:`~tritoncomm.ConfigurationError` if a DDP module has averaged gradients before the exchange.
 
     Averaged gradients are equal on all ranks of ``group``. Only then does this look for a DDP module. All ranks call
-    this together, while every ``.grad`` is still the rank's own. Zeros say nothing.
+    this together, while every ``.grad`` is still the rank's own. Zeros say nothing. ``owners`` are the parameters for
+    which others are exchanged, by the ids of these.
     """
     if not is_distributed() or dist.get_world_size(group) == 1:
         return
-    parameters = [parameter for vector in vectors for parameter in vector.parameters]
+    parameters = [owners.get(id(each), each) for vector in vectors for each in vector.parameters]
     digests = [_digest(parameter.grad) for parameter in parameters]
     equal = vectors[0].equal_on_all_ranks(digests)
     averaged = {id(p) for p, digest, same in zip(parameters, digests, equal, strict=True) if digest and same}

@@ -48,12 +48,12 @@ class OptimizerList(torch.optim.Optimizer):
         super().__setstate__({})  # only hooks and profiling: parameters and state stay where they are
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
         """The parameter groups of all optimizers, in order. The list is a new one, its entries are not."""
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
     @property
-    def state(self) -> Any:
+    def state(self) -> Any:  # type: ignore[override]
         """The states of the parameters of all optimizers. The dict is a new one, its entries are not."""
         found: defaultdict[Any, Any] = defaultdict(dict)
         for optimizer in self.optimizers:

@@ -15,8 +15,8 @@ from tritoncomm.step import options as defaults
 from tritoncomm.step.exchange import GradientExchange
 from tritoncomm.step.options import WrapOptions
 from tritoncomm.step.private_group import scheduler_of_all_shards
-from tritoncomm.step.shards import by_split, local, mesh_ranks
 from tritoncomm.step.rules import selects_by_update
+from tritoncomm.step.shards import by_split, local, mesh_ranks
 from tritoncomm.step.vector import ExchangeOptions, VectorExchange
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -11,8 +12,11 @@ from tritoncomm.algorithms import Recipe
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.step.adam import StalenessAwareAdam
 from tritoncomm.step.flat import FlatDelivery
+from tritoncomm.step.optimizer_list import parts_of
 from tritoncomm.step.options import WrapOptions, is_dense
 from tritoncomm.step.torch_internals import has_own_step
+
+logger = logging.getLogger("tritoncomm")
 
 
 class AwareStep(Protocol):
@@ -81,6 +85,8 @@ RULES: tuple[type[AwareStep], ...] = (StalenessAwareAdam,)
 
 # Optimizers whose update is linear in the gradient. A delayed delivery only delays the update.
 _LINEAR = (torch.optim.SGD,)
+
+
 def is_linear(optimizer: torch.optim.Optimizer) -> bool:
     """Return True if the update of ``optimizer`` is linear in the gradient."""
     return isinstance(optimizer, _LINEAR)
@@ -101,6 +107,51 @@ def exchanges_updates(optimizer: torch.optim.Optimizer, options: WrapOptions) ->
     if options.local_steps > 1 or options.exchange != "auto":
         return options.local_steps > 1 or options.exchange == "updates"
     return not is_linear(optimizer) and find_rule(optimizer) is None
+
+
+def check_exchange(optimizer: torch.optim.Optimizer, options: WrapOptions, given: Mapping[str, Any]) -> None:
+    """Check that the arguments of ``wrap`` fit what the optimizers exchange.
+
+    Args:
+        optimizer: The optimizer, or the list of them.
+        options: The options of ``wrap``.
+        given: Those other arguments that the user has given, by name.
+
+    Raises:
+        ConfigurationError: An argument would have no effect, or asks for what is not possible.
+    """
+    kinds = {each: exchanges_updates(each, options) for each in parts_of(optimizer)}
+    names = " and ".join(type(each).__name__ for each in kinds)
+    if options.local_steps > 1 and given.get("staleness") == "aware":
+        raise ConfigurationError(
+            f"staleness='aware' with local_steps={options.local_steps}: updates are exchanged, which have no late "
+            "gradients; leave out staleness"
+        )
+    without = [each for each in kinds if not is_linear(each) and find_rule(each) is None]
+    if without and options.exchange == "gradients":
+        logger.info(
+            "%s exchanges gradients, and has no rule for late ones: it treats a sum of several as one gradient. "
+            "exchange='updates' needs no rule",
+            " and ".join(type(each).__name__ for each in without),
+        )
+    if not any(kinds.values()):
+        plain = {"match_length": None, "outer_lr": 1.0, "outer_momentum": 0.0}
+        unused = [name for name, default in plain.items() if getattr(options, name) != default]
+        unused += [name for name in given if name == "updates_algo"]
+        if unused:
+            raise ConfigurationError(
+                f"{unused[0]} is for optimizers that exchange updates, and {names} exchanges gradients: pass "
+                "exchange='updates' or local_steps, or leave it out"
+            )
+    elif all(kinds.values()):
+        unused = [name for name in given if name not in ("staleness", "updates_algo")]
+        if unused:
+            logger.warning(
+                "%s is for optimizers that exchange gradients, and has no effect, because %s exchanges updates: pass a "
+                "recipe as updates_algo, or exchange='gradients'",
+                " and ".join(f"{name}={given[name]!r}" for name in unused),
+                names,
+            )
 
 
 def takes_aware_step(optimizer: torch.optim.Optimizer, options: WrapOptions) -> bool:

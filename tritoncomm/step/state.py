@@ -16,11 +16,12 @@ from tritoncomm.step import agree
 from tritoncomm.step.exchange import GradientExchange
 from tritoncomm.step.shards import bytes_of, local
 from tritoncomm.step.stages import Scale
+from tritoncomm.step.updates import LocalSteps
 from tritoncomm.step.vector import ErrorFeedback, VectorExchange
 
 logger = logging.getLogger("tritoncomm")
 
-SCHEMA = 5
+SCHEMA = 6
 _Methods = Sequence[Mapping[str, Any]]  # the state of the method of each vector
 _FIELDS = (
     "schema",
@@ -32,6 +33,7 @@ _FIELDS = (
     "algorithm",
     "steps",
     "absent",
+    "local",
     "checksum",
 )
 
@@ -126,6 +128,7 @@ def reshard(states: Sequence[Mapping[str, Any]], world_size: int) -> list[dict[s
             raise ConfigurationError(f"the states of ranks 0 and {rank} are from steps {steps}: a save was interrupted")
         if [len(each) for each in state["residuals"]] != [len(each) for each in states[0]["residuals"]]:
             raise ConfigurationError(f"the states of ranks 0 and {rank} belong to models with other parameters")
+    states = [_folded(state) for state in states]
     resharded = []
     for rank in range(world_size):
         own = states[rank::world_size]
@@ -180,11 +183,27 @@ def taken_over(
         migrated={"states": list(methods), "share": share, "common": common},
         steps=first["steps"],
         absent=first["absent"],
+        local=None if first["local"] is None else first["local"] | {"parameters": [], "taken": 0},
     )
 
 
-def saved(exchange: GradientExchange) -> dict[str, Any]:
-    """Return this rank's state: residuals in the order of the parameters, and the state of each vector's method."""
+def _folded(state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return ``state`` as if its worker had called :meth:`LocalSteps.fold` before it was saved."""
+    own = state["local"]
+    if own is None or not own["parameters"]:
+        return state
+    residuals = list(state["residuals"])
+    for position, (anchor, parameter) in enumerate(zip(own["anchors"], own["parameters"], strict=True)):
+        rounded = anchor.to(parameter.dtype).to(anchor.dtype)
+        residuals[position] = residuals[position] + (rounded - parameter).reshape(-1)
+    return {**state, "residuals": residuals, "local": own | {"parameters": [], "taken": 0}}
+
+
+def saved(exchange: GradientExchange, local_steps: LocalSteps | None = None) -> dict[str, Any]:
+    """Return this rank's state: residuals in the order of the parameters, and the state of each vector's method.
+
+    If updates are exchanged, the anchor and the parameters of this worker are a part of it.
+    """
     first = exchange.vectors[0]
     residuals: dict[torch.Tensor, torch.Tensor] = {}
     for vector in exchange.vectors:
@@ -192,13 +211,18 @@ def saved(exchange: GradientExchange) -> dict[str, Any]:
     return with_checksum(
         rank=first.rank,
         world_size=first.world_size,
-        recipe=first.recipe.name,
+        recipe=_names(exchange),
         settings=_settings_of_vectors(exchange),
         residuals=[residuals[parameter].clone() for parameter in exchange.parameters],
         algorithm=[vector.feedback.algorithm.state_dict() for vector in exchange.vectors],
         steps=exchange.steps,
         absent=exchange.presence.positions(exchange.parameters),
+        local=None if local_steps is None else local_steps.saved(),
     )
+
+
+def _names(exchange: GradientExchange) -> str:
+    return " and ".join(dict.fromkeys(vector.recipe.name for vector in exchange.vectors))
 
 
 def loaded(exchange: GradientExchange, state: Mapping[str, Any]) -> list[ErrorFeedback]:
@@ -210,7 +234,7 @@ def loaded(exchange: GradientExchange, state: Mapping[str, Any]) -> list[ErrorFe
         ConfigurationError: The state is damaged, or belongs to another rank, world size, method or model.
     """
     first = exchange.vectors[0]
-    check(state, rank=first.rank, world_size=first.world_size, recipe=first.recipe.name)
+    check(state, rank=first.rank, world_size=first.world_size, recipe=_names(exchange))
     if [len(each) for each in state["residuals"]] != [local(parameter).numel() for parameter in exchange.parameters]:
         raise ConfigurationError("this checkpoint belongs to a model with other parameters")
     residuals = dict(zip(exchange.parameters, state["residuals"], strict=True))
@@ -239,8 +263,28 @@ def loaded(exchange: GradientExchange, state: Mapping[str, Any]) -> list[ErrorFe
     return feedbacks
 
 
-def resume(exchange: GradientExchange, feedbacks: Sequence[ErrorFeedback], state: Mapping[str, Any]) -> None:
+def check_local(state: Mapping[str, Any], local_steps: LocalSteps | None) -> None:
+    """Raise :class:`~tritoncomm.ConfigurationError` if ``state`` and ``local_steps`` do not fit together."""
+    own = state.get("local")
+    if (own is None) != (local_steps is None):
+        kinds = ("gradients", "updates") if own is None else ("updates", "gradients")
+        raise ConfigurationError(
+            f"this checkpoint was written by an exchange of {kinds[0]}, and here {kinds[1]} are exchanged: pass the "
+            "optimizers, exchange and local_steps that it was saved with"
+        )
+    if local_steps is not None:
+        local_steps.check_loadable(own)  # type: ignore[arg-type]
+
+
+def resume(
+    exchange: GradientExchange,
+    feedbacks: Sequence[ErrorFeedback],
+    state: Mapping[str, Any],
+    local_steps: LocalSteps | None = None,
+) -> None:
     """Continue ``exchange`` from ``state``, of which :func:`loaded` has returned the ``feedbacks``."""
+    if local_steps is not None:
+        local_steps.load(state["local"])
     exchange.restore(feedbacks)
     exchange.steps = state["steps"]
     exchange.presence.set(exchange.parameters, state["absent"])

@@ -344,23 +344,26 @@ class OptimizerSteps:
         for part, (_, after) in zip(self.parts, hooks, strict=True):
             _run(after, part.optimizer)
 
-    def saved(self) -> dict[str, Any]:
-        """Return the state of all optimizers, which any sharding can load."""
-        states = []
-        for optimizer in self._optimizers:
-            rule, state = find_rule(optimizer), optimizer.state_dict()
-            states.append(state if rule is None else rule.saved(optimizer, state))
-        return join(states)
 
-    def restore(self, state_dict: dict[str, Any]) -> None:
-        """Restore the entries of the staleness-aware steps after ``load_state_dict(state_dict)``.
+def saved_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return the state of ``optimizer``, which any sharding can load."""
+    states = []
+    for part in parts_of(optimizer):
+        rule, state = find_rule(part), part.state_dict()
+        states.append(state if rule is None else rule.saved(part, state))
+    return join(states)
 
-        The optimizer casts its state to the dtype of the parameter, which may not hold step counts exactly.
-        """
-        for optimizer, own in zip(self._optimizers, split(state_dict, self._optimizers), strict=True):
-            rule = find_rule(optimizer)
-            if rule is not None:
-                rule.restore(optimizer, own)
+
+def restore_rules(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+    """Restore the entries of the staleness-aware steps after ``optimizer.load_state_dict(state_dict)``.
+
+    The optimizer casts its state to the dtype of the parameter, which may not hold step counts exactly.
+    """
+    parts = parts_of(optimizer)
+    for part, own in zip(parts, split(state_dict, parts), strict=True):
+        rule = find_rule(part)
+        if rule is not None:
+            rule.restore(part, own)
 
 
 @torch.no_grad()

@@ -6,8 +6,8 @@ parameters, called the anchor, then take a step by the mean, and all workers con
 in what travels, whatever the optimizer does.
 
 The anchor is trained by ``torch.optim.SGD``, as in "DiLoCo: Distributed Low-Communication Training of Language Models"
-(A. Douillard et al., 2023). So the exchange sees ordinary parameters with ordinary gradients: the anchor, and the anchor
-minus the parameters of this worker.
+(A. Douillard et al., 2023). The exchange therefore sees ordinary parameters with ordinary gradients: the anchor, and
+what this worker has changed.
 """
 
 from __future__ import annotations
@@ -52,7 +52,9 @@ class LocalSteps:
     ) -> None:
         self._optimizers = list(optimizers)
         self._options = options
-        self._steps = OptimizerSteps([OptimizerStep(each, options, delayed=False, alone=True) for each in optimizers])
+        self._steps = OptimizerSteps(
+            [OptimizerStep(each, options, delayed=False, alone=True) for each in optimizers], options
+        )
         self._known = [KnownParameters(each, names) for each in optimizers]
         self.parameters: list[torch.Tensor] = []
         self.anchors: list[torch.Tensor] = []
@@ -65,8 +67,7 @@ class LocalSteps:
         self.taken = self.total = self.dropped = 0
         self.is_pending = False
         self.delta_norm = torch.zeros(())
-        self._poisoned = False
-        self._swapped = False
+        self._poisoned = self._swapped = self._has_said = False
 
     def _extend(self) -> list[torch.Tensor]:
         """Make an anchor for each parameter that has none yet, and return the new ones."""
@@ -120,6 +121,21 @@ class LocalSteps:
                 raise error
         if self._swapped:
             raise RuntimeError("step() inside averaged(): leave the context before the next step")
+
+    def say_gradients_are_local(self) -> None:
+        """Log once that nothing is averaged before a step."""
+        if not self._has_said:
+            self._has_said = True
+            logger.info(
+                "synchronize() has left gradients alone, because %s exchanges updates: what changes .grad before "
+                "step() changes the gradients of this worker, and clipping limits their norm",
+                " and ".join(type(each).__name__ for each in self._optimizers),
+            )
+
+    @property
+    def are_outdated(self) -> bool:
+        """True if a parameter of the original optimizers requires gradients now that did not, or was not there."""
+        return any(known.are_outdated for known in self._known)
 
     def add_new_parameters(self) -> None:
         """Make anchors for the parameters that were added to the original optimizers."""
@@ -229,7 +245,7 @@ class LocalSteps:
 
     @contextmanager
     def settling(self, gain: torch.Tensor | None) -> Iterator[None]:
-        """Multiply the means by ``gain`` first. Behind the body, which steps the anchor, all workers continue from it."""
+        """Multiply the means by ``gain``. The body steps the anchor, from which all workers continue afterwards."""
         if gain is not None:
             for anchor in self.anchors:
                 if anchor.grad is not None:
@@ -313,8 +329,7 @@ class LocalSteps:
 
     def check_loadable(self, state: Mapping[str, Any]) -> None:
         """Raise :class:`~tritoncomm.ConfigurationError` if :meth:`load` cannot load ``state``."""
-        sizes = [local(parameter).numel() for parameter in self.parameters]
-        if [each.numel() for each in state["anchors"]] != sizes:
+        if [each.numel() for each in state["anchors"]] != [local(each).numel() for each in self.parameters]:
             raise ConfigurationError("this checkpoint belongs to a model with other parameters")
 
     @torch.no_grad()
@@ -336,17 +351,6 @@ class LocalSteps:
         self.is_pending = self.is_due
 
 
-def folded(state: Mapping[str, Any], residuals: Sequence[torch.Tensor], first: int) -> list[torch.Tensor]:
-    """Return ``residuals`` with what :meth:`LocalSteps.saved` says that a worker has changed.
-
-    ``first`` is the position of the first anchor among the parameters that are exchanged.
-    """
-    found = list(residuals)
-    for position, (anchor, own) in enumerate(zip(state["anchors"], state["parameters"], strict=False)):
-        found[first + position] = found[first + position] + _rounded(anchor, own).sub_(own)
-    return found
-
-
 def _anchor_of(parameter: torch.Tensor) -> torch.Tensor:
     own = local(parameter.detach())
     dtype = torch.promote_types(own.dtype, torch.float32)
@@ -360,7 +364,8 @@ def _rounded(anchor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 
 def _all_finite(tensors: Sequence[torch.Tensor]) -> bool:
     """Return True if no tensor has a NaN or Inf. The host waits for a GPU once."""
-    found = [each for each in tensors if each.numel()]
+    dense = [each if each.layout is torch.strided else each.coalesce().values() for each in tensors]
+    found = [each for each in dense if each.numel()]
     return not found or bool(torch.stack([(each * 0).sum() for each in found]).isfinite().all())
 
 

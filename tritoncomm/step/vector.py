@@ -22,7 +22,7 @@ from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.primitives.verdict import Verdict
 from tritoncomm.scheduler.meter import Meter
 from tritoncomm.scheduler.process_group import ProcessGroupScheduler, is_distributed
-from tritoncomm.scheduler.rounds import AllGather, Pattern, Result
+from tritoncomm.scheduler.rounds import AllGather, AllReduce, Pattern, Result
 from tritoncomm.scheduler.simulated import SimulatedScheduler
 from tritoncomm.scheduler.span import Span
 from tritoncomm.scheduler.together import Running
@@ -236,6 +236,7 @@ class VectorExchange:
         self.feedback = self.new_feedback()
         self._without_residual: ErrorFeedback | None = None
         self._signs: torch.Tensor | None = None
+        self.gain: torch.Tensor | None = None
         self.meter = Meter()
         self.last: dict[str, float] = {}
         self.waiting = Waiting(self.layout, self.name_of, warns=self.rank == 0)
@@ -355,6 +356,9 @@ class VectorExchange:
         ``dense`` delivers all entries, whatever the recipe. ``first`` is a pattern that runs before that of the method.
         ``waiting`` are ids of parameters whose residual takes no part.
         """
+        self.gain = None
+        if self.options.matches_length and not (dense or self.is_bare):
+            first = self._measuring() if first is None else _after(first, self._measuring())
         algorithm = Dense().build(self.layout.numel) if dense or self.is_bare else None
         pattern = self.feedback.begin(self.flat, self.rank, self.world_size, algorithm, self._slices(waiting))
         if first is not None:
@@ -369,6 +373,13 @@ class VectorExchange:
         except BaseException:
             self.feedback.rollback()
             raise
+
+    def _measuring(self) -> Pattern[None]:
+        """Find out how much longer the vectors of the ranks are than their mean, whose length is estimated."""
+        lengths = torch.linalg.vector_norm(self.flat).reshape(1)
+        total = yield AllReduce("length of updates", torch.cat([self.sketch(), lengths]))
+        ratio = total[-1] / torch.linalg.vector_norm(total[:-1])
+        self.gain = ratio.nan_to_num(1.0).clamp(1.0, math.sqrt(self.world_size))
 
     def confirm(self, state: str, others: Sequence[VectorExchange], *, raises: bool) -> tuple[bool, bool]:
         """Wait until every rank has the mean, and return whether all are in the same ``state``.

@@ -1,0 +1,413 @@
+"""Worker processes of tests/distributed/test_local_steps.py: the laws of the exchange of updates."""
+
+from __future__ import annotations
+
+import copy
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+import tritoncomm
+from helpers import flat, same_everywhere, total
+from recovery_workers import BEHIND, LOST, TIMEOUT, not_confirmed
+from torch import nn
+from tritoncomm import NonFiniteError, OkTopk, PeerLostError, TopkAllgather
+from tritoncomm.scheduler import failure_report
+
+METHODS = {
+    "1 bit": tritoncomm.OkTopk(density=0.3),
+    "2 bits": tritoncomm.OkTopk(density=0.3),
+    "8 bits": tritoncomm.OkTopk(density=0.3),
+    "oktopk": OkTopk(density=0.1),
+    "oktopk, 4 bits": OkTopk(density=0.1, values="4bit"),
+    "topk": TopkAllgather(density=0.2),
+    "spardl": tritoncomm.recipe("spardl", density=0.2),
+    "exdyna": tritoncomm.recipe("exdyna", density=0.2),
+    "dense": tritoncomm.Dense(),
+}
+SHAPES = [(16, 16), (40,), (8, 8, 2)]
+
+
+def parameters_of(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
+    """Return parameters that are small integers, the same on all ranks."""
+    generator = torch.Generator().manual_seed(5)
+    return [nn.Parameter(torch.randint(-8, 9, shape, generator=generator).to(dtype)) for shape in SHAPES]
+
+
+def give(parameters: list[nn.Parameter], step: int, rank: int, world_size: int) -> None:
+    """Give every parameter a gradient of small integers that are multiples of the number of workers."""
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    for parameter in parameters:
+        drawn = torch.randint(-8, 9, parameter.shape, generator=generator)
+        parameter.grad = (drawn * world_size).to(parameter.dtype)
+
+
+def wrapped(parameters: list[nn.Parameter], recipe, **settings) -> tritoncomm.SparseOptimizer:
+    """Return SGD that changes parameters by their gradients, and exchanges updates."""
+    inner = torch.optim.SGD(parameters, lr=1.0)
+    return tritoncomm.wrap(inner, exchange="updates", updates_algo=recipe, **{"match_length": False, **settings})
+
+
+def vector(parameters) -> torch.Tensor:
+    """Return the values of tensors in one vector."""
+    return torch.cat([p.detach().reshape(-1).float() for p in parameters])
+
+
+def residual(optimizer: tritoncomm.SparseOptimizer) -> torch.Tensor:
+    """Return the residual of this worker, in the order of the parameters."""
+    return torch.cat(list(optimizer._exchange.vectors[0].residuals_by_parameter().values()))
+
+
+def conserved(rank: int, world_size: int, send) -> None:
+    """Per coordinate, residuals and changes before = world size x mean + residuals after, to the bit, and all agree."""
+    for name, recipe in METHODS.items():
+        for local_steps in (1, 3):
+            parameters = parameters_of()
+            optimizer = wrapped(parameters, recipe, local_steps=local_steps)
+            for step in range(6):
+                before, anchor = residual(optimizer).clone(), vector(optimizer._local.anchors)
+                give(parameters, step, rank, world_size)
+                gradient = vector([p.grad for p in parameters])
+                own = vector(parameters)
+                optimizer.step()
+                if (step + 1) % local_steps:
+                    assert torch.equal(vector(parameters), own - gradient), (name, step)
+                    continue
+                delta = anchor - (own - gradient)
+                mean = anchor - vector(optimizer._local.anchors)
+                left = total(before + delta) - world_size * mean - total(residual(optimizer))
+                assert not left.any(), (name, local_steps, step)
+                assert same_everywhere(vector(parameters).tolist()), (name, step)
+                assert torch.equal(vector(parameters), vector(optimizer._local.anchors))
+
+
+def free_between_exchanges(rank: int, world_size: int, send) -> None:
+    """Between exchanges nothing is sent, and parameters are what the bare optimizer makes of this worker's gradients."""
+    torch.manual_seed(0)
+    bare = nn.Linear(8, 8)
+    model = copy.deepcopy(bare)
+    own = torch.optim.AdamW(bare.parameters(), lr=0.1)
+    inner = torch.optim.AdamW(model.parameters(), lr=0.1)
+    optimizer = tritoncomm.wrap(inner, local_steps=3, updates_algo=OkTopk(density=0.2), model=model)
+    generator = torch.Generator().manual_seed(rank)
+    for step in range(9):
+        rows = torch.randn(4, 8, generator=generator)
+        sent = optimizer.metrics()["bytes_sent_total"]
+        for module, each in ((bare, own), (model, optimizer)):
+            each.zero_grad()
+            module(rows).square().mean().backward()
+            each.step()
+        exchanged = step % 3 == 2
+        assert (optimizer.metrics()["bytes_sent_total"] > sent) == exchanged
+        assert optimizer.metrics()["steps_until_exchange"] == 3 - (step + 1) % 3
+        if exchanged:
+            assert same_everywhere(flat(model))
+            with torch.no_grad():
+                for mine, new in zip(bare.parameters(), model.parameters(), strict=True):
+                    mine.copy_(new)
+        else:
+            assert flat(bare) == flat(model)
+        with optimizer.averaged():
+            assert same_everywhere(flat(model))
+        assert exchanged or not same_everywhere(flat(model))
+
+
+def dense_is_averaging(rank: int, world_size: int, send) -> None:
+    """With dense exchanges and the outer rate 1, the parameters after an exchange are the mean of all workers'."""
+    parameters = [nn.Parameter(torch.randn(50, generator=torch.Generator().manual_seed(1)))]
+    optimizer = tritoncomm.wrap(torch.optim.RMSprop(parameters, lr=0.1), local_steps=2, updates_algo="dense")
+    bare = [nn.Parameter(parameters[0].detach().clone())]
+    own = torch.optim.RMSprop(bare, lr=0.1)
+    generator = torch.Generator().manual_seed(rank)
+    for step in range(6):
+        gradient = torch.randn(50, generator=generator)
+        parameters[0].grad, bare[0].grad = gradient.clone(), gradient
+        optimizer.step()
+        own.step()
+        if step % 2:
+            mean = total(bare[0].detach()) / world_size
+            torch.testing.assert_close(parameters[0].detach(), mean, rtol=0, atol=1e-6)
+            bare[0].data.copy_(parameters[0].data)
+
+
+def like_gradients_of_sgd(rank: int, world_size: int, send) -> None:
+    """With SGD, a constant rate and one local step, the exchange of updates ends where that of gradients does."""
+    for recipe in (OkTopk(density=0.2), TopkAllgather(density=0.2)):
+        one, other = parameters_of(), parameters_of()
+        updates = tritoncomm.wrap(
+            torch.optim.SGD(one, lr=0.25), exchange="updates", updates_algo=recipe, match_length=False
+        )
+        gradients = tritoncomm.wrap(torch.optim.SGD(other, lr=0.25), algo=recipe, dense_below=0, warmup_steps=0)
+        for step in range(8):
+            for parameters, optimizer in ((one, updates), (other, gradients)):
+                give(parameters, step, rank, world_size)
+                optimizer.step()
+        torch.testing.assert_close(vector(one), vector(other), rtol=0, atol=1e-4)
+
+
+def outer_step(rank: int, world_size: int, send) -> None:
+    """The anchor takes Nesterov steps of SGD by the means, as the published formula says."""
+    parameters = parameters_of()
+    optimizer = wrapped(parameters, "dense", local_steps=2, outer_lr=0.5, outer_momentum=0.5)
+    anchor, momentum = vector(parameters), torch.zeros(len(vector(parameters)))
+    for step in range(6):
+        give(parameters, step, rank, world_size)
+        optimizer.step()
+        if step % 2:
+            deltas = []
+            for each in (step - 1, step):
+                mine = parameters_of()
+                give(mine, each, rank, world_size)
+                deltas.append(vector([p.grad for p in mine]))
+            mean = total(sum(deltas)) / world_size
+            momentum = 0.5 * momentum + mean
+            anchor = anchor - 0.5 * (mean + 0.5 * momentum)
+            torch.testing.assert_close(vector(parameters), anchor, rtol=1e-5, atol=1e-4)
+
+
+def length_is_matched(rank: int, world_size: int, send) -> None:
+    """The mean of independent updates gets the length of one of them, and that of equal updates keeps its length."""
+    parameters = [nn.Parameter(torch.zeros(20_000))]
+    for seed, expected in ((rank, world_size**0.5), (0, 1.0)):
+        before = parameters[0].detach().clone()
+        optimizer = wrapped(parameters, "dense", match_length=None)
+        gradient = torch.randn(20_000, generator=torch.Generator().manual_seed(seed))
+        parameters[0].grad = gradient.clone()
+        optimizer.step()
+        mean = total(gradient) / world_size
+        ratio = float((before - parameters[0].detach()).norm() / mean.norm())
+        assert abs(ratio / expected - 1) < 0.1, ratio
+        assert same_everywhere(parameters[0].tolist())
+        optimizer.release()
+
+
+def rounded_parameters(rank: int, world_size: int, send) -> None:
+    """The anchor of bf16 parameters is not rounded, and rounding is not exchanged as if it were progress."""
+    parameters = [nn.Parameter(torch.full((64,), 256.0, dtype=torch.bfloat16))]
+    optimizer = wrapped(parameters, "dense")
+    expected = torch.full((64,), 256.0)
+    for _ in range(5):  # the mean update is below the precision of bf16, so that rounding hides it at first
+        gradient = 1.0 if rank == 0 else 0.0
+        parameters[0].grad = torch.full((64,), gradient, dtype=torch.bfloat16)
+        optimizer.step()
+        rounded = expected.bfloat16()
+        expected = expected - (rounded - (rounded - 1.0)).float() / world_size
+        (anchor,) = optimizer._local.anchors
+        torch.testing.assert_close(anchor.detach(), expected, rtol=0, atol=1e-4)
+        assert torch.equal(parameters[0].detach(), anchor.detach().bfloat16())
+    assert float(expected[0]) < 256.0 - 4 / world_size
+
+
+def resumed(rank: int, world_size: int, send) -> None:
+    """A run that is saved and loaded, at any number of local steps, continues to the bit."""
+    for recipe in (METHODS["2 bits"], METHODS["oktopk"]):
+        for saved_after in (3, 4, 5):  # no, one and two local steps since the last exchange
+            states: list[list[int]] = []
+            for resumes in (False, True):
+                torch.manual_seed(0)
+                model = nn.Linear(8, 8)
+                optimizer = adam_of(model, recipe)
+                for step in range(10):
+                    if resumes and step == saved_after:
+                        state = copy.deepcopy(optimizer.state_dict())
+                        whole = copy.deepcopy(model.state_dict())
+                        dist.broadcast_object_list(weights := [whole], src=0)  # everybody loads the model of rank 0
+                        model = nn.Linear(8, 8)
+                        model.load_state_dict(weights[0])
+                        optimizer = adam_of(model, recipe)
+                        optimizer.load_state_dict(state)
+                    train(model, optimizer, step, rank)
+                states.append(flat(model))
+            assert states[0] == states[1], (recipe, saved_after)
+
+
+def adam_of(model: nn.Module, recipe, **settings) -> tritoncomm.SparseOptimizer:
+    """Return Adam with three local steps and outer momentum."""
+    inner = torch.optim.Adam(model.parameters(), lr=0.05)
+    options = {"local_steps": 3, "outer_lr": 0.8, "outer_momentum": 0.6, "updates_algo": recipe, **settings}
+    return tritoncomm.wrap(inner, model=model, **options)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, step: int, rank: int) -> None:
+    """Take a step by a batch of this worker."""
+    rows = torch.randn(4, 8, generator=torch.Generator().manual_seed(100 * step + rank))
+    optimizer.zero_grad()
+    (model(rows) - rows).square().mean().backward()
+    optimizer.step()
+
+
+def merged_and_flushed(rank: int, world_size: int, send) -> None:
+    """``merge()`` exchanges at any time, and ``flush()`` leaves no residual, no local step and equal ranks."""
+    torch.manual_seed(0)
+    model = nn.Linear(8, 8)
+    optimizer = adam_of(model, METHODS["oktopk"])
+    for step in range(4):
+        train(model, optimizer, step, rank)
+    assert not same_everywhere(flat(model))
+    optimizer.merge()
+    assert same_everywhere(flat(model))
+    assert optimizer.metrics()["exchanges"] == 2
+    assert optimizer.metrics()["steps_until_exchange"] == 3
+    train(model, optimizer, 4, rank)
+    train(model, optimizer, 5, rank)
+    assert optimizer.metrics()["exchanges"] == 2
+    owed = total(residual(optimizer) + vector(optimizer._local.anchors) - vector(model.parameters())) / world_size
+    expected = vector(optimizer._local.anchors) - 0.8 * owed
+    optimizer.flush()
+    assert same_everywhere(flat(model))
+    assert not residual(optimizer).any()
+    torch.testing.assert_close(vector(model.parameters()), expected)
+
+
+def refused(rank: int, world_size: int, send) -> None:
+    """A NaN leaves out the step of one rank, or refuses the exchange on all and changes nothing, as is asked for."""
+    for policy in ("skip", "zero", "raise"):
+        parameters = parameters_of()
+        optimizer = wrapped(parameters, METHODS["oktopk"], on_nonfinite=policy)
+        give(parameters, 0, rank, world_size)
+        before, anchor = vector(parameters), vector(optimizer._local.anchors)
+        if rank == 1:
+            parameters[0].grad[0, 0] = float("nan")
+        if policy == "raise":
+            with pytest.raises(NonFiniteError):
+                optimizer.step()
+            own = vector([p.grad for p in parameters]) if rank != 1 else 0
+            assert torch.equal(vector(parameters), before - own)
+            assert torch.equal(vector(optimizer._local.anchors), anchor)
+            assert not residual(optimizer).any()
+            with pytest.raises(RuntimeError, match="call merge"):
+                optimizer.step()
+            optimizer.merge()
+        else:
+            optimizer.step()
+        assert same_everywhere(vector(parameters).tolist())
+        assert not torch.equal(vector(parameters), before)
+        assert vector(parameters).isfinite().all()
+
+
+def broken_parameters(rank: int, world_size: int, send) -> None:
+    """A rank whose parameters become NaN gives nothing, forgets the state of its optimizer, and continues with all."""
+    torch.manual_seed(0)
+    model = nn.Linear(8, 8)
+    optimizer = adam_of(model, METHODS["2 bits"])
+    for step in range(2):
+        train(model, optimizer, step, rank)
+    if rank == 1:
+        model.weight.data[0, 0] = float("inf")
+    train(model, optimizer, 2, rank)
+    assert same_everywhere(flat(model))
+    assert vector(model.parameters()).isfinite().all()
+    assert optimizer.metrics()["dropped_deltas"] == (rank == 1)
+    assert bool(optimizer.optimizer.state) == (rank != 1)
+    for step in range(3, 6):
+        train(model, optimizer, step, rank)
+    assert same_everywhere(flat(model))
+
+
+def within_budget(rank: int, world_size: int, send) -> None:
+    """An exchange sends and receives what the method predicts at most, besides the estimate of the length."""
+    for name, recipe in METHODS.items():
+        parameters = [nn.Parameter(torch.zeros(64, 64))]
+        optimizer = wrapped(parameters, recipe, local_steps=2)
+        for step in range(4):
+            forecast = optimizer._exchange.vectors[0].feedback.algorithm.predicted_traffic(world_size)
+            give(parameters, step, rank, world_size)
+            optimizer.step()
+            if step % 2:
+                meter = optimizer._exchange.vectors[0].meter
+                assert meter.received.bytes <= forecast.received.bytes + 100 * world_size, name  # and the confirmation
+
+
+def several_optimizers(rank: int, world_size: int, send) -> None:
+    """Muon and AdamW are one optimizer: Muon's updates and AdamW's gradients travel in one exchange."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
+    hidden = [p for p in model.parameters() if p.dim() == 2]
+    rest = [p for p in model.parameters() if p.dim() != 2]
+    parts = [torch.optim.Muon(hidden, lr=0.02), torch.optim.AdamW(rest, lr=0.01)]
+    for settings in ({}, {"local_steps": 2}):
+        optimizer = tritoncomm.wrap(parts, model=model, max_grad_norm=1.0, **settings)
+        assert [group["params"] for group in optimizer.param_groups] == [hidden, rest]
+        assert all(own is each.param_groups[0] for own, each in zip(optimizer.param_groups, parts, strict=True))
+        first = None
+        for step in range(6):
+            train(model, optimizer, step, rank)
+            first = first or optimizer.metrics()
+        assert same_everywhere(flat(model))
+        assert set(optimizer.state_dict()["state"]) == set(range(4))
+        if settings:
+            assert optimizer._exchange.steps == 3
+        else:
+            assert optimizer._exchange.steps == 6
+            with pytest.raises(RuntimeError, match="max_grad_norm"):
+                optimizer.synchronize()
+        optimizer.release()
+    with pytest.raises(tritoncomm.ConfigurationError, match=r"entries 0 \(SGD\) and 1 \(AdamW\)"):
+        tritoncomm.wrap([torch.optim.SGD(hidden, lr=1.0), torch.optim.AdamW(hidden)])
+
+
+def lost(rank: int, world_size: int, send) -> None:
+    """If a worker is lost in an exchange, nothing has changed on the others, which repeat it without that worker."""
+    failure_report._CLOSED_SECONDS, failure_report._SILENT_SECONDS = 1.0, 2.5
+    parameters = parameters_of()
+    optimizer = wrapped(parameters, METHODS["oktopk"], local_steps=2, timeout=TIMEOUT)
+    for step in range(3):
+        give(parameters, step, rank, world_size)
+        optimizer.step()
+    if rank == LOST:
+        os._exit(0)
+    before, anchor, owed = vector(parameters), vector(optimizer._local.anchors), residual(optimizer).clone()
+    give(parameters, 3, rank, world_size)
+    gradient = vector([p.grad for p in parameters])
+    with pytest.raises(PeerLostError):
+        optimizer.step()
+    assert torch.equal(vector(parameters), before - gradient)
+    assert torch.equal(vector(optimizer._local.anchors), anchor)
+    assert torch.equal(residual(optimizer), owed)
+    group = dist.new_group([0, 1], timeout=TIMEOUT, use_local_synchronization=True)
+    assert not optimizer.reset_process_group(group)
+    torch.testing.assert_close(residual(optimizer), owed * 2 / world_size)
+    with pytest.raises(RuntimeError, match="call merge"):
+        optimizer.step()
+    kept = residual(optimizer) + anchor - vector(parameters)
+    dist.all_reduce(kept, group=group)
+    optimizer.merge()
+    left = residual(optimizer).clone()
+    dist.all_reduce(left, group=group)
+    mean = anchor - vector(optimizer._local.anchors)
+    torch.testing.assert_close(kept, 2 * mean + left, rtol=0, atol=1e-3)
+    for step in range(4, 8):
+        give(parameters, step, rank, 2)
+        optimizer.step()
+    assert same_everywhere(vector(parameters).tolist(), group)
+    send((rank, "trained to the end"))
+    os._exit(0)
+
+
+def lost_in_confirmation(rank: int, world_size: int, send) -> None:
+    """A worker that could not confirm an exchange that another one has applied applies it in the new group."""
+    failure_report._CLOSED_SECONDS, failure_report._SILENT_SECONDS = 1.0, 2.5
+    parameters = parameters_of()
+    optimizer = wrapped(parameters, METHODS["oktopk"], local_steps=2, outer_momentum=0.5, timeout=TIMEOUT)
+    for step in range(3):
+        give(parameters, step, rank, world_size)
+        optimizer.step()
+    give(parameters, 3, rank, world_size)
+    if rank == BEHIND:
+        not_confirmed(optimizer._exchange)
+        with pytest.raises(PeerLostError):
+            optimizer.step()
+    else:
+        optimizer.step()
+    if rank == LOST:
+        os._exit(0)
+    group = dist.new_group([0, 1], timeout=TIMEOUT, use_local_synchronization=True)
+    assert optimizer.reset_process_group(group) == (rank == BEHIND)
+    assert same_everywhere(vector(parameters).tolist(), group)
+    for step in range(5, 9):
+        give(parameters, step, rank, 2)
+        optimizer.step()
+    assert same_everywhere(vector(parameters).tolist(), group)
+    send((rank, "trained to the end"))
+    os._exit(0)

@@ -1,0 +1,37 @@
+"""The exchange of updates, and of several optimizers together, on real gloo processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import local_steps_workers as workers
+import pytest
+from helpers import reports, run_situations
+
+SITUATIONS = [
+    workers.conserved,
+    workers.free_between_exchanges,
+    workers.dense_is_averaging,
+    workers.like_gradients_of_sgd,
+    workers.outer_step,
+    workers.length_is_matched,
+    workers.rounded_parameters,
+    workers.resumed,
+    workers.merged_and_flushed,
+    workers.refused,
+    workers.broken_parameters,
+    workers.within_budget,
+    workers.several_optimizers,
+]
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 5])
+def test_situations(world_size: int) -> None:
+    """Each situation passes."""
+    run_situations(SITUATIONS, world_size)
+
+
+@pytest.mark.parametrize("situation", [workers.lost, workers.lost_in_confirmation])
+def test_lost_worker(situation: Callable[..., None]) -> None:
+    """The other two workers repeat or complete the exchange, and train to the end."""
+    assert reports(situation, 3) == dict.fromkeys((0, 1), ("trained to the end",))
