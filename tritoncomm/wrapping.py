@@ -208,9 +208,7 @@ def wrap(
             for_updates = resolve_recipe(algo, None, 0, {}, node_group, group, small=options.small, function=wrap)
         for each in listed:
             (for_updates if exchanges_updates(each, options) else chosen).check_optimizer(each)
-        if not is_alone(group):
-            for each in listed:
-                check_trained(each, names_of(model))
+            check_trained(each, names_of(model), alone=is_alone(group))
     if is_distributed():
         told: dict[str, Any] = {"model": None if model is None else type(model).__name__}
         if isinstance(chosen, Hierarchical):

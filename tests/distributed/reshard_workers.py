@@ -11,21 +11,20 @@ from checkpoint_workers import wrap as wrap_plain
 from fsdp_models import Net, bits, sharded, train
 from helpers import adamw, same_everywhere, tiny_model
 from helpers import train as train_plain
+from saved_run import OF_ADAM, SavedRun, lists
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 from tritoncomm import ConfigurationError
 from tritoncomm.checkpoint import ResidualState
 from tritoncomm.checkpoint import save as save_by_rank
 
 STEPS = 5
-OF_ADAM = ("step", "exp_avg", "exp_avg_sq")
 ENTRIES = (*OF_ADAM, "last_delivered", "param_rms")
 
 
-class Run:
+class Run(SavedRun):
     """A sharded model with a wrapped optimizer."""
 
     def __init__(self, shape: tuple[int, int], names: tuple[str, str] = ("replicate", "shard")) -> None:
@@ -41,55 +40,13 @@ class Run:
             optimizer, model=model, process_group=self.group, density=0.2, dense_below=0, warmup_steps=4
         )
 
-    def content(self, **fields) -> dict:
-        """Return what is saved and loaded."""
-        model, optimizer = get_state_dict(self.model, self.optimizer)
-        return {"model": model, "optimizer": optimizer, "residuals": ResidualState(self.optimizer, **fields)}
-
-    def load(self, path: str, **fields) -> None:
-        """Resume as docs/how-to/fsdp.md shows."""
-        content = self.content(**fields)
-        dcp.load(content, checkpoint_id=path)
-        parts = {"model_state_dict": content["model"], "optim_state_dict": content["optimizer"]}
-        set_state_dict(self.model, self.optimizer, **parts)
-
-    def pending(self) -> dict[str, torch.Tensor]:
-        """Return the pending update of each whole parameter: the mean of the residuals over the replicas."""
-        names = {parameter: name for name, parameter in self.model.named_parameters()}
-        found = {}
-        for vector in self.optimizer._exchange.vectors:
-            for parameter, residual in vector.residuals_by_parameter().items():
-                found[names[parameter]] = _whole(residual.view(parameter.to_local().shape).clone(), parameter)
-        for update in found.values():
-            dist.all_reduce(update, group=self.group)
-        return {name: update / dist.get_world_size(self.group) for name, update in found.items()}
-
-    def state(self) -> dict[str, torch.Tensor]:
-        """Return the optimizer's state, whole."""
-        return {
-            f"{name} {entry}": value.full_tensor() if isinstance(value, DTensor) else value
-            for name, parameter in self.model.named_parameters()
-            for entry, value in self.optimizer.state[parameter].items()
-            if entry in ENTRIES
-        }
-
-
-def _whole(shard: torch.Tensor, parameter: DTensor) -> torch.Tensor:
-    fields = {"shape": parameter.shape, "stride": parameter.stride()}
-    return DTensor.from_local(shard, parameter.device_mesh, parameter.placements, **fields).full_tensor()
-
-
-def lists(values: dict[str, torch.Tensor]) -> dict[str, list]:
-    """Return ``values`` without tensors, to send them."""
-    return {name: value.flatten().tolist() for name, value in sorted(values.items())}
-
 
 def save(rank: int, world_size: int, send, folder: str, shape: tuple[int, int]) -> None:
     """Train, save, and send the pending update and the optimizer's state."""
     run = Run(shape)
     train(run.model, run.optimizer, rank, range(STEPS))
     dcp.save(run.content(), checkpoint_id=folder)
-    found = lists(run.pending()), lists(run.state())
+    found = lists(run.pending()), lists(run.state(ENTRIES))
     if rank == 0:
         send(found)
 
@@ -99,7 +56,7 @@ def load(rank: int, world_size: int, send, folder: str, shapes: list) -> None:
     for shape in shapes:
         run = Run(shape)
         run.load(folder, checkpoint_id=folder)
-        found = lists(run.pending()), lists(run.state())
+        found = lists(run.pending()), lists(run.state(ENTRIES))
         assert run.optimizer.metrics()["steps"] == STEPS
         train(run.model, run.optimizer, rank, range(STEPS, STEPS + 3))
         assert same_everywhere(bits(run.model), run.group)
@@ -143,7 +100,7 @@ def from_one_replica(rank: int, world_size: int, send, folder: str) -> None:
     dcp.load(content, checkpoint_id=folder)
     set_state_dict(model, optimizer, model_state_dict=parts, optim_state_dict=states)
     run.wrap(model, optimizer)
-    found = lists(run.pending()), lists(run.state())
+    found = lists(run.pending()), lists(run.state(ENTRIES))
     train(run.model, run.optimizer, rank, range(STEPS, STEPS + 6))
     assert same_everywhere(bits(run.model), run.group)
     assert run.optimizer.metrics()["density_delivered"] < 0.6
@@ -165,7 +122,7 @@ def order_of_dimensions(rank: int, world_size: int, send, folder: str) -> None:
     """On a mesh whose dimensions have the other order, ranks swap shards. Each gets the residual of its own."""
     run = Run((2, 2), names=("shard", "replicate"))
     run.load(folder, checkpoint_id=folder)
-    found = lists(run.pending()), lists(run.state())
+    found = lists(run.pending()), lists(run.state(ENTRIES))
     if rank == 0:
         send(found)
 

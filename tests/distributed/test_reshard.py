@@ -8,7 +8,8 @@ from typing import NamedTuple
 import pytest
 import reshard_workers
 from helpers import run_workers
-from reshard_workers import ENTRIES, OF_ADAM
+from reshard_workers import ENTRIES
+from saved_run import OF_ADAM
 
 
 class Saved(NamedTuple):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import reshard_kind_workers as workers
 from helpers import run_workers
-from reshard_kind_workers import OF_ADAM
+from saved_run import OF_ADAM
 
 Found = tuple[dict[str, list], dict[str, list]]
 SAVED = [("plain", 1), ("ddp", 1), ("fsdp", 2)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import logging
 import math
 from collections.abc import Callable
 
@@ -445,14 +444,3 @@ def test_counts_of_two_calls_are_kept() -> None:
         kept.append(list(aware._counts.values()))
     assert [type(counts) for counts in kept[-1]] == [StepCounts] * 2
     assert all(now is then for now, then in zip(kept[2], kept[4], strict=True))
-
-
-def test_unsupported_optimizers_are_logged(caplog: pytest.LogCaptureFixture) -> None:
-    """wrap() warns about an optimizer without a staleness-aware step, but not about SGD and Adam."""
-    parameters = [nn.Parameter(torch.ones(2))]
-    with caplog.at_level(logging.WARNING, logger="tritoncomm"):
-        tritoncomm.wrap(torch.optim.SGD(parameters, lr=0.1))
-        tritoncomm.wrap(torch.optim.Adam(parameters))
-        assert not caplog.records
-        tritoncomm.wrap(torch.optim.RMSprop(parameters))
-    assert "RMSprop is not staleness-aware" in caplog.text

@@ -395,11 +395,13 @@ def check_optimizer(
             )
 
 
-def check_trained(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> None:
+def check_trained(optimizer: torch.optim.Optimizer, names: Mapping[int, str], *, alone: bool) -> None:
     """Raise :class:`~tritoncomm.ConfigurationError` if all parameters of ``optimizer`` are frozen.
 
-    ``names`` are those of parameters, by id.
+    ``names`` are those of parameters, by id. A single worker, ``alone``, may have nothing to train.
     """
+    if alone:
+        return
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if not any(parameter.requires_grad for parameter in parameters):
         first = f", the first of them {_named(parameters[0], names)}" if parameters else ""

@@ -1,0 +1,309 @@
+"""The set-up of a wrapped optimizer: what it exchanges, how, and with whom. It is compared, changed and copied here."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tritoncomm.algorithms import Hierarchical, Recipe
+from tritoncomm.errors import ConfigMismatchError
+from tritoncomm.scheduler.process_group import is_distributed
+from tritoncomm.step import agree
+from tritoncomm.step import state as exchange_state
+from tritoncomm.step.clipping import check_clipping, with_clipping
+from tritoncomm.step.exchange import GradientExchange, State
+from tritoncomm.step.local_changes import LocalChanges
+from tritoncomm.step.model import Named, check_model, keep_gradients_local, names_of, rest_of
+from tritoncomm.step.optimizer_list import OptimizerList, parts_of
+from tritoncomm.step.optimizer_proxy import OptimizerProxy
+from tritoncomm.step.options import (
+    WrapOptions,
+    check_optimizer,
+    is_alone,
+    is_dense,
+    log_choice,
+    with_density,
+    with_warmup_and_nodes,
+)
+from tritoncomm.step.parameters import KnownParameters, Part, exchange_of
+from tritoncomm.step.replicas import Replica
+from tritoncomm.step.rules import exchanges_updates
+from tritoncomm.step.update import OptimizerStep, OptimizerSteps, StepState
+from tritoncomm.step.updates import LocalSteps
+from tritoncomm.step.vector import VectorExchange
+from tritoncomm_kernels.devices import is_asynchronous
+
+logger = logging.getLogger("tritoncomm")
+
+
+class OptimizerSetup(OptimizerProxy):
+    """An optimizer with the exchange of its gradients: its parameters, method, options and process group.
+
+    :class:`~tritoncomm.SparseOptimizer` adds the steps.
+    """
+
+    _inspected = False  # True once an exchange has found that nothing else averages the gradients
+    _others: Named = []  # noqa: RUF012 - of the model, which copies do not know
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        recipe: Recipe,
+        process_group: dist.ProcessGroup | None,
+        options: WrapOptions,
+        *,
+        updates_recipe: Recipe,
+        broadcast_parameters: bool = False,
+        model: nn.Module | None = None,
+    ) -> None:
+        options = with_clipping(options, optimizer)
+        self._bind(optimizer, recipe, updates_recipe, options, process_group, names_of(model))
+        self._others, buffers = rest_of(model, optimizer)
+        self._exchange = self._build(process_group)
+        exchange_state.warn_about_lost_residual(optimizer)
+        self._compare(self._exchange, others=self._others, buffers=buffers, broadcast=broadcast_parameters)
+        if broadcast_parameters and self._local is not None:
+            self._local.accept()
+        if is_distributed():
+            for recipe_of_vectors in dict.fromkeys(vector.recipe for vector in self._exchange.vectors):
+                vectors = [vector for vector in self._exchange.vectors if vector.recipe == recipe_of_vectors]
+                first, parts = vectors[0], [vector.part for vector in vectors]
+                log_choice(first.recipe, first.rank, first.world_size, parts, on_gpu=is_asynchronous(first.device))
+        elif int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            logger.warning("WORLD_SIZE is set, but torch.distributed is not initialized: nothing will be exchanged")
+        self._guard()
+
+    def _bind(
+        self,
+        optimizer: torch.optim.Optimizer,
+        recipe: Recipe,
+        updates_recipe: Recipe,
+        options: WrapOptions,
+        process_group: dist.ProcessGroup | None,
+        names: Mapping[int, str],
+    ) -> None:
+        self._stand_for(optimizer)
+        self._options = options
+        self._names = dict(names)
+        local = [each for each in parts_of(optimizer) if exchanges_updates(each, options)]
+        self._local = LocalSteps(local, options, names) if local else None
+        self._parts = [Part(each, recipe) for each in parts_of(optimizer) if not exchanges_updates(each, options)]
+        # What exchanges gradients: the optimizer of an anchor takes the place of those that step locally.
+        self._exchanged = optimizer
+        if self._local is not None:
+            self._parts.insert(0, Part(self._local.outer, updates_recipe, is_anchor=True))
+            self._exchanged = OptimizerList([part.optimizer for part in self._parts])
+        self.recipe = self._parts[-1].recipe
+        alone = is_alone(process_group)
+        steps = [
+            OptimizerStep(part.optimizer, options, delayed=not is_dense(part.recipe), alone=alone)
+            for part in self._parts
+        ]
+        self._optimizer_step = OptimizerSteps(steps, options)
+        self._optimizer_step.check()
+        self._step_state = StepState()
+        anchor_names = {} if self._local is None else self._local.names
+        self._parameters = KnownParameters(self._exchanged, self._names | anchor_names)
+
+    def _guard(self) -> None:
+        self._optimizer_step.guard()
+        if self._local is not None:
+            self._local.guard()
+
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """The process group of the exchange. None is the default process group."""
+        return self._exchange.options.group
+
+    @property
+    def _everybody(self) -> dist.ProcessGroup | None:
+        """The ranks that must change alike: those of the exchange, or those of all shards."""
+        all_shards = self._exchange.all_shards
+        return self.process_group if all_shards is None else all_shards.group
+
+    @property
+    def has_shards(self) -> bool:
+        """True if this optimizer exchanges shards of DTensors, within several groups of ranks."""
+        return self._exchange.all_shards is not None
+
+    @property
+    def is_synchronized(self) -> bool:
+        """True after :meth:`synchronize`, until the next :meth:`step` or :meth:`zero_grad`."""
+        return self._exchange.state is State.READY
+
+    @property
+    def _vector(self) -> VectorExchange:
+        """The flat vector of an optimizer that has one."""
+        (vector,) = self._exchange.vectors
+        return vector
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._check_saveable("copying")
+        return {
+            "optimizer": self.optimizer,
+            "recipe": self.recipe,
+            "updates recipe": self._parts[0].recipe,
+            "options": self._options,
+            "names": [self._names.get(id(parameter), "") for parameter, _ in agree.named_parameters(self.optimizer)],
+            "skipped": self._exchange.skipped,
+            "exchange": exchange_state.saved(self._exchange, self._local),
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._restore(state, None)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> OptimizerSetup:
+        clone = self.__class__.__new__(self.__class__)
+        memo[id(self)] = clone
+        clone._restore(copy.deepcopy(self.__getstate__(), memo), self.process_group)  # noqa: SLF001 - same class
+        return clone
+
+    def _restore(self, state: dict[str, Any], group: dist.ProcessGroup | None) -> None:
+        every = [id(parameter) for parameter, _ in agree.named_parameters(state["optimizer"])]
+        names = dict(zip(every, state["names"], strict=True))
+        self._bind(state["optimizer"], state["recipe"], state["updates recipe"], state["options"], group, names)
+        self._exchange = self._build(group)
+        saved = state["exchange"]
+        exchange_state.resume(self._exchange, exchange_state.loaded(self._exchange, saved), saved, self._local)
+        self._exchange.skipped = state["skipped"]
+        self._guard()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add the same parameter group on all ranks. Residuals are kept. If this raises, nothing has changed."""
+        self._check_no_pending_step("add_param_group()")
+        before, exchange, local_steps = len(self.param_groups), self._exchange, self._local
+        anchors = 0 if local_steps is None else len(local_steps.anchors)
+        try:
+            with agree.propagate_errors(self.process_group, self._device):
+                self.optimizer.add_param_group(param_group)
+                if local_steps is not None:
+                    local_steps.add_new_parameters()
+                self.recipe.check_optimizer(self.optimizer)
+                self._optimizer_step.check()
+                exchange = self._build(self.process_group)
+            self._compare(exchange)
+        except BaseException:
+            del self.param_groups[before:]
+            if local_steps is not None:
+                local_steps.remove_new_parameters(anchors)
+            self._parameters.note()
+            raise
+        self._exchange = exchange_state.continued(exchange, self._exchange)
+
+    def set_density(self, density: float) -> None:
+        """Deliver the fraction ``density`` of the entries from now on, the same on all ranks. Residuals are kept.
+
+        Raises:
+            ConfigurationError: The density is not in (0, 1]. Nothing has changed.
+            ConfigMismatchError: Ranks pass different densities, or an invalid one. Nothing has changed.
+        """
+        self._check_no_pending_step("set_density()")
+        with agree.propagate_errors(self._everybody, self._device):
+            changed = {self.recipe: with_density(self.recipe, density)}
+        if is_distributed():
+            agree.compare({"density": density}, self._everybody, self._device)
+        recipes = [changed.get(vector.recipe, vector.recipe) for vector in self._exchange.vectors]
+        for vector, before in self._exchange.replace_vectors(recipes, self.process_group):
+            exchange_state.across_density(vector, before)
+        self._replace_recipes(changed)
+
+    def _replace_recipes(self, changed: Mapping[Recipe, Recipe]) -> None:
+        self._parts = [part._replace(recipe=changed.get(part.recipe, part.recipe)) for part in self._parts]
+        self.recipe = self._parts[-1].recipe
+
+    def _continue_in(
+        self,
+        process_group: dist.ProcessGroup | None,
+        node_group: dist.ProcessGroup | None,
+        module: nn.Module | None,
+        *,
+        caught_up: bool,
+    ) -> None:
+        """Exchange in ``process_group`` from now on. Residuals are scaled. All its ranks call this.
+
+        ``caught_up`` is True if some ranks have just applied a step that the others had applied before.
+        """
+        exchange, step = self._exchange, self._optimizer_step
+        with agree.propagate_errors(process_group, self._device):
+            recipes = {
+                part.recipe: with_warmup_and_nodes(
+                    part.recipe.recipe if isinstance(part.recipe, Hierarchical) else part.recipe,
+                    0,
+                    node_group,
+                    process_group,
+                    self._options.small,
+                )
+                for part in self._parts
+            }
+            step.alone = is_alone(process_group)
+            check_optimizer(self.optimizer, alone=step.alone)
+            step.check()
+            check_model(module, process_group)
+            keep_gradients_local(module)
+        trained, options = self._parameters.trained, self._options
+        agree.compare_setup(
+            self.optimizer, trained, recipes[self.recipe], options, exchange.steps, process_group, caught_up=caught_up
+        )
+        exchange.restart()
+        self._inspected = False
+        of_vectors = [recipes[vector.recipe] for vector in exchange.vectors]
+        for vector, before in exchange.replace_vectors(of_vectors, process_group):
+            exchange_state.across_groups(vector, before)
+        self._replace_recipes(recipes)
+
+    def _build(self, group: dist.ProcessGroup | None) -> GradientExchange:
+        """Return an exchange of the gradients of all parameters that require them."""
+        self._parameters.note()
+        trained, before = self._parameters.trained, vars(self).get("_exchange")
+        parameters = [parameter for parameter, _ in trained]
+        check_clipping(self._options.gradient_limit, parameters)
+        anchors = set() if self._local is None else set(map(id, self._local.anchors))
+        changed_by_exchange = [each for each in parameters if id(each) not in anchors]
+        self._local_changes = LocalChanges([] if self._optimizer_step.alone else changed_by_exchange)
+        exchange = exchange_of(self._exchanged, self._parts, trained, self._options, group, before=before)
+        exchange.replica = Replica(self._exchanged, self._parameters.names, self._others)
+        return exchange
+
+    def _compare(self, exchange: GradientExchange, **fields: Any) -> None:
+        trained, group, all_shards = self._parameters.trained, exchange.options.group, exchange.all_shards
+        try:
+            agree.compare_setup(self.optimizer, trained, self.recipe, self._options, exchange.steps, group, **fields)
+        except ConfigMismatchError as error:
+            if all_shards is not None:
+                agree.propagate_error(str(error), all_shards.group, self._device)
+            raise
+        if all_shards is not None:  # replicas of other shards may differ
+            agree.compare({}, all_shards.group, self._device)
+        exchange.agree_on_exchange_id()
+
+    @property
+    def _device(self) -> torch.device | None:
+        return agree.device_of(self.optimizer)
+
+    def release(self) -> None:
+        """Allow ``step()`` of the original optimizer again. Residuals stay in this one, and are not applied.
+
+        A ``DistributedDataParallel`` module that was passed to :func:`wrap` still averages nothing: to train without
+        tritoncomm, put ``model.module`` into a new one, and drop the old one.
+        """
+        self._optimizer_step.unguard()
+        if self._local is not None:
+            self._local.unguard()
+
+    def _check_no_pending_step(self, action: str) -> None:
+        self._check_saveable(action)
+        if self.is_synchronized:
+            raise RuntimeError(f"a step was skipped, or a hook failed after it: call zero_grad() before {action}")
+
+    def _check_saveable(self, action: str) -> None:
+        """Raise unless residuals and parameters belong to the same step."""
+        self._exchange.check_complete()
+        if self.is_synchronized and self._exchange.delivered is not None:
+            raise RuntimeError(f"the exchanged gradients have not been used yet: call step() before {action}")
