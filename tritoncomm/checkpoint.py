@@ -271,6 +271,9 @@ class ResidualState:
     the same sharding, training continues to the bit. Otherwise the pending update, ``sum(residual) / replicas``, is
     kept, and methods determine thresholds and partitions from scratch. Without sharding, every rank is a replica.
 
+    Where updates are exchanged, call ``optimizer.merge()`` first. The state of an optimizer that steps locally differs
+    between ranks, and ``get_optimizer_state_dict`` keeps that of one, so that such a run does not continue to the bit.
+
     ``torch.distributed.checkpoint`` would treat the tensors of one rank as those of all ranks. The state of each rank
     is therefore stored under its rank, and the residuals of a replica under its first rank.
 
@@ -299,9 +302,15 @@ class ResidualState:
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state. ``dcp.save`` writes it, and ``dcp.load`` replaces its content."""
         here, parameters = self._here, self.optimizer._exchange.parameters  # noqa: SLF001 - no setting
-        rest, residuals = split(self.optimizer.state_dict()["tritoncomm"], parameters, here)
+        state = self.optimizer.state_dict()["tritoncomm"]
+        rest, residuals = split(state, parameters, here)
         rank, size = _rank()
         if self._saved is None:
+            if state["local"] is not None and state["local"]["taken"]:
+                raise ConfigurationError(
+                    "updates were not exchanged since the last local steps, so parameters differ between ranks, and "
+                    "dcp.save() keeps those of one: call optimizer.merge() before, on all ranks"
+                )
             key = f"rank {rank} of {size}, replica {here.replica} of {here.replicas} ({_HINT})"
             return {key: _pack(rest), _replica(here.first_rank): residuals}
         return dict.fromkeys(self._saved.ranks_for(here, rank, size), b"") | {

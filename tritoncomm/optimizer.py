@@ -22,7 +22,7 @@ from tritoncomm.step.model import check_not_reduced, checked_module, group_of
 from tritoncomm.step.optimizer_setup import OptimizerSetup
 from tritoncomm.step.options import check_group, check_outer_lr, is_dense, one_of
 from tritoncomm.step.shards import local
-from tritoncomm.step.torch_internals import without_compile
+from tritoncomm.step.torch_internals import creates_state, without_compile
 from tritoncomm.step.update import coupled_decay, restore_rules, saved_state
 from tritoncomm.step.updates import LocalSteps
 from tritoncomm.step.vector import ErrorFeedback
@@ -126,8 +126,10 @@ class SparseOptimizer(OptimizerSetup):
                 step_state.note_versions(self._exchange.gradients)
             with torch.enable_grad():
                 loss = closure()
-        if self._optimizer_step.is_synthetic():
+        if creates_state(self.optimizer):  # nothing may be exchanged, because other ranks may not take this step
             self._optimizer_step.initialize_state(self._exchange.parameters)
+            if self._local is not None:
+                self._local.initialize_state()
             return loss
         if self._local is None:
             self._exchange_and_apply()

@@ -5,20 +5,24 @@ from __future__ import annotations
 import copy
 import os
 
+import fsdp_models
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import tritoncomm
 from helpers import flat, same_everywhere, total
 from recovery_workers import BEHIND, LOST, TIMEOUT, not_confirmed
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from tritoncomm import NonFiniteError, OkTopk, PeerLostError, TopkAllgather
+from tritoncomm.checkpoint import ResidualState
 from tritoncomm.scheduler import failure_report
 
 METHODS = {
-    "1 bit": tritoncomm.OkTopk(density=0.3),
-    "2 bits": tritoncomm.OkTopk(density=0.3),
-    "8 bits": tritoncomm.OkTopk(density=0.3),
+    "1 bit": tritoncomm.recipe("quantized", values="1bit"),
+    "2 bits": tritoncomm.recipe("quantized", values="2bit"),
+    "8 bits": tritoncomm.recipe("quantized", values="8bit"),
     "oktopk": OkTopk(density=0.1),
     "oktopk, 4 bits": OkTopk(density=0.1, values="4bit"),
     "topk": TopkAllgather(density=0.2),
@@ -83,7 +87,7 @@ def conserved(rank: int, world_size: int, send) -> None:
 
 
 def free_between_exchanges(rank: int, world_size: int, send) -> None:
-    """Between exchanges nothing is sent, and parameters are what the bare optimizer makes of this worker's gradients."""
+    """Between exchanges nothing is sent, and parameters are what the bare optimizer makes of own gradients."""
     torch.manual_seed(0)
     bare = nn.Linear(8, 8)
     model = copy.deepcopy(bare)
@@ -411,3 +415,137 @@ def lost_in_confirmation(rank: int, world_size: int, send) -> None:
     assert same_everywhere(vector(parameters).tolist(), group)
     send((rank, "trained to the end"))
     os._exit(0)
+
+
+def kinds_of_models(rank: int, world_size: int, send) -> None:
+    """A plain module and one in DDP end with the same bits, and buffers are broadcast as by DDP."""
+    ends = []
+    for kind in ("plain", "ddp"):
+        torch.manual_seed(0)
+        model = nn.Linear(8, 8)
+        trained = nn.parallel.DistributedDataParallel(model) if kind == "ddp" else model
+        optimizer = tritoncomm.wrap(
+            torch.optim.RMSprop(model.parameters(), lr=0.01),
+            model=trained,
+            local_steps=2,
+            updates_algo=METHODS["2 bits"],
+        )
+        for step in range(6):
+            train(trained, optimizer, step, rank)
+        assert same_everywhere(flat(model))
+        ends.append(flat(model))
+    assert ends[0] == ends[1]
+    torch.manual_seed(0)
+    model = nn.Linear(8, 8)
+    trained = nn.parallel.DistributedDataParallel(model)  # it averages, because wrap() does not know it
+    optimizer = tritoncomm.wrap(torch.optim.RMSprop(model.parameters(), lr=0.01))
+    with pytest.raises(tritoncomm.ConfigurationError, match="pass model=ddp_model"):
+        train(trained, optimizer, 0, rank)
+
+
+def scaled(rank: int, world_size: int, send) -> None:
+    """Scales of a ``GradScaler`` may differ between ranks: an overflow leaves out a step of one rank alone."""
+    ends = []
+    for enabled in (False, True):
+        torch.manual_seed(0)
+        model = nn.Linear(8, 8)
+        optimizer = adam_of(model, METHODS["2 bits"])
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, enabled=enabled)
+        for step in range(6):
+            rows = torch.randn(4, 8, generator=torch.Generator().manual_seed(100 * step + rank))
+            optimizer.zero_grad()
+            scaler.scale((model(rows) - rows).square().mean()).backward()
+            if step == 4 and rank == 1:
+                model.weight.grad[0, 0] = float("inf")
+            scaler.step(optimizer)
+            scaler.update()
+        assert same_everywhere(flat(model))
+        ends.append(vector(model.parameters()))
+        assert not enabled or scaler.get_scale() == 2.0 ** (9 if rank == 1 else 10)
+    torch.testing.assert_close(*ends, rtol=0, atol=1e-6)
+
+
+def copied(rank: int, world_size: int, send) -> None:
+    """A deep copy and an unpickled optimizer continue to the bit, also between two exchanges."""
+    torch.manual_seed(0)
+    model = nn.Linear(8, 8)
+    optimizer = adam_of(model, METHODS["oktopk"])
+    for step in range(4):
+        train(model, optimizer, step, rank)
+    twin, twins = copy.deepcopy((model, optimizer))
+    for step in range(4, 8):
+        train(model, optimizer, step, rank)
+        train(twin, twins, step, rank)
+    assert flat(model) == flat(twin)
+    assert torch.equal(residual(optimizer), residual(twins))
+
+
+def resharded(rank: int, world_size: int, send) -> None:
+    """States for another number of workers conserve what is owed, with what was not exchanged yet."""
+    torch.manual_seed(0)
+    model = nn.Linear(8, 8)
+    optimizer = adam_of(model, METHODS["oktopk"])
+    for step in range(5):
+        train(model, optimizer, step, rank)
+    own = optimizer.state_dict()["tritoncomm"]
+    states: list = [None] * world_size
+    dist.all_gather_object(states, own)
+    anchor = vector(optimizer._local.anchors)
+    owed = total(residual(optimizer) + anchor - vector(model.parameters())) / world_size
+    for size in (1, world_size + 1):
+        converted = tritoncomm.checkpoint.reshard(states, size)
+        found = sum(torch.cat(state["residuals"]) for state in converted) / size
+        torch.testing.assert_close(found, owed)
+        assert all(state["local"]["taken"] == 0 for state in converted)
+
+
+def sharded(rank: int, world_size: int, send, folder: str) -> None:
+    """With FSDP2, replicas exchange the updates of their shards. ``torch.distributed.checkpoint`` resumes them."""
+    over = fsdp_models.mesh()
+    replicas = over["replicate"].get_group()
+
+    def made() -> tuple[nn.Module, tritoncomm.SparseOptimizer]:
+        model = fsdp_models.sharded(fsdp_models.Net(), over["shard"])
+        inner = torch.optim.AdamW(model.parameters(), lr=0.01)
+        return model, tritoncomm.wrap(
+            inner,
+            model=model,
+            process_group=replicas,
+            local_steps=2,
+            updates_algo=METHODS["oktopk"],
+            outer_momentum=0.5,
+        )
+
+    model, optimizer = made()
+    fsdp_models.train(model, optimizer, rank, range(4))
+    assert same_everywhere(fsdp_models.bits(model), replicas)
+    path = f"{folder}/checkpoint"
+    _save(model, optimizer, path)
+    again, resumed = made()
+    _load(again, resumed, path)
+    assert fsdp_models.bits(again) == fsdp_models.bits(model)
+    assert torch.equal(residual(resumed), residual(optimizer))
+    fsdp_models.train(again, resumed, rank, range(4, 8))
+    assert same_everywhere(fsdp_models.bits(again), replicas)
+    plain = fsdp_models.Net()
+    inner = torch.optim.AdamW(plain.parameters(), lr=0.01)
+    options = {"model": plain, "local_steps": 2, "updates_algo": METHODS["oktopk"], "outer_momentum": 0.5}
+    other = tritoncomm.wrap(inner, **options)
+    _load(plain, other, path, checkpoint_id=path)
+    fsdp_models.train(plain, other, rank, range(4, 8))
+    assert same_everywhere(flat(plain))
+    fsdp_models.train(model, optimizer, rank, range(4, 5))
+    with pytest.raises(tritoncomm.ConfigurationError, match=r"call optimizer\.merge\(\) before"):
+        ResidualState(optimizer).state_dict()
+
+
+def _save(model: nn.Module, optimizer: tritoncomm.SparseOptimizer, path: str) -> None:
+    weights, state = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optimizer": state, "residuals": ResidualState(optimizer)}, checkpoint_id=path)
+
+
+def _load(model: nn.Module, optimizer: tritoncomm.SparseOptimizer, path: str, **fields) -> None:
+    weights, state = get_state_dict(model, optimizer)
+    content = {"model": weights, "optimizer": state, "residuals": ResidualState(optimizer, **fields)}
+    dcp.load(content, checkpoint_id=path)
+    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import local_steps_workers as workers
 import pytest
-from helpers import reports, run_situations
+from helpers import reports, run_situations, run_workers
 
 SITUATIONS = [
     workers.conserved,
@@ -22,6 +23,10 @@ SITUATIONS = [
     workers.broken_parameters,
     workers.within_budget,
     workers.several_optimizers,
+    workers.kinds_of_models,
+    workers.scaled,
+    workers.copied,
+    workers.resharded,
 ]
 
 
@@ -35,3 +40,8 @@ def test_situations(world_size: int) -> None:
 def test_lost_worker(situation: Callable[..., None]) -> None:
     """The other two workers repeat or complete the exchange, and train to the end."""
     assert reports(situation, 3) == dict.fromkeys((0, 1), ("trained to the end",))
+
+
+def test_shards(tmp_path: Path) -> None:
+    """Two replicas of two shards each train, stop and resume."""
+    run_workers(workers.sharded, 4, str(tmp_path))

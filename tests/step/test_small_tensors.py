@@ -137,3 +137,22 @@ def test_residuals_stay_with_their_parameters() -> None:
         assert torch.equal(a, b)
         assert a.any()
     assert second._vector.feedback.algorithm.state_dict()["inner"]["step"] == 0
+
+
+@pytest.mark.parametrize("exchange", ["gradients", "updates"])
+def test_groups_that_are_dense(exchange: str) -> None:
+    """A parameter whose group says ``dense=True`` travels whole in each step, whatever its size."""
+    torch.manual_seed(0)
+    table, matrix = nn.Parameter(torch.zeros(64, 64)), nn.Parameter(torch.zeros(64, 64))
+    inner = torch.optim.SGD([{"params": [table], "dense": True}, {"params": [matrix]}], lr=1.0)
+    fields = {"algo": "oktopk"} if exchange == "gradients" else {"updates_algo": OkTopk(density=0.03)}
+    optimizer = tritoncomm.wrap(inner, exchange=exchange, warmup_steps=0, small="fp32", **fields)
+    for parameter in (table, matrix):
+        parameter.grad = torch.randn(64, 64)
+    gradient = table.grad.clone()
+    optimizer.step()
+    assert torch.equal(table, -gradient)
+    assert 0 < int((matrix != 0).sum()) < 200
+    inner.param_groups[0]["dense"] = "yes"
+    with pytest.raises(ConfigurationError, match="a parameter group has dense='yes'"):
+        tritoncomm.wrap(inner)

@@ -18,7 +18,11 @@ from tritoncomm_kernels.devices import is_asynchronous
 
 
 def split_by_size(
-    parameters: Sequence[torch.Tensor], dense_below: int, *, flattened: bool | None = None
+    parameters: Sequence[torch.Tensor],
+    dense_below: int,
+    *,
+    flattened: bool | None = None,
+    dense: Container[int] = (),
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Split ``parameters`` into large ones, which are worth a sparse exchange, and small ones. The order is kept.
 
@@ -30,6 +34,7 @@ def split_by_size(
         dense_below: Number of elements. 0 makes no parameter small.
         flattened: Whether the model has one-dimensional shards only. Then the number of dimensions does not matter.
             None decides this from ``parameters``, which may be a part of the model.
+        dense: Ids of parameters that count as small, whatever their size.
 
     Returns:
         The large parameters and the small parameters.
@@ -38,6 +43,8 @@ def split_by_size(
         flattened = all(parameter.dim() <= 1 for parameter in parameters)
 
     def is_small(parameter: torch.Tensor) -> bool:
+        if id(parameter) in dense:
+            return True
         return local(parameter).numel() < dense_below or (dense_below > 0 and parameter.dim() <= 1 and not flattened)
 
     small = [is_small(parameter) for parameter in parameters]

@@ -32,7 +32,7 @@ from tritoncomm.step.options import (
     with_density,
     with_warmup_and_nodes,
 )
-from tritoncomm.step.parameters import KnownParameters, Part, exchange_of
+from tritoncomm.step.parameters import KnownParameters, Part, dense_ids, exchange_of
 from tritoncomm.step.replicas import Replica
 from tritoncomm.step.rules import exchanges_updates
 from tritoncomm.step.update import OptimizerStep, OptimizerSteps, StepState
@@ -267,7 +267,10 @@ class OptimizerSetup(OptimizerProxy):
         anchors = set() if self._local is None else set(map(id, self._local.anchors))
         changed_by_exchange = [each for each in parameters if id(each) not in anchors]
         self._local_changes = LocalChanges([] if self._optimizer_step.alone else changed_by_exchange)
-        exchange = exchange_of(self._exchanged, self._parts, trained, self._options, group, before=before)
+        dense = dense_ids(self.optimizer)
+        if self._local is not None:
+            dense |= {anchor for anchor, owner in self._local.owners.items() if id(owner) in dense}
+        exchange = exchange_of(self._exchanged, self._parts, trained, self._options, group, dense=dense, before=before)
         exchange.replica = Replica(self._exchanged, self._parameters.names, self._others)
         return exchange
 

@@ -40,7 +40,7 @@ from tritoncomm_kernels.devices import is_asynchronous
 logger = logging.getLogger("tritoncomm")
 
 DEFAULT_ALGO = "oktopk"
-DEFAULT_UPDATES = "topk_allgather"  # how updates are exchanged
+DEFAULT_UPDATES = "quantized"  # how updates are exchanged
 _LONGEST_TIMEOUT = timedelta(days=365)  # gloo waits for ever with some longer ones
 # The format of values and of small tensors, and a density that brings the loss to that of dense or below. Measured:
 # benchmarks/results/training.json

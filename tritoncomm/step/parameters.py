@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -106,6 +106,7 @@ def exchange_of(
     options: WrapOptions,
     group: dist.ProcessGroup | None,
     *,
+    dense: Collection[int],
     before: GradientExchange | None,
 ) -> GradientExchange:
     """Return an exchange of the gradients of the parameters ``trained``, each given with its name.
@@ -116,6 +117,7 @@ def exchange_of(
         trained: Their parameters that require gradients, in the order of ``parts``.
         options: The options of ``wrap``.
         group: Process group of the exchange. None is the default group.
+        dense: Ids of the parameters that travel dense, whatever their size.
         before: The exchange that this one replaces, if any.
     """
     parameters = [parameter for parameter, _ in trained]
@@ -125,7 +127,11 @@ def exchange_of(
         held = agree.parameter_ids(part.optimizer)
         own = [(parameter, name) for parameter, name in trained if id(parameter) in held]
         if own or not trained:
-            vectors += _vectors(own, _options_of(part, options, group, flattened=flattened), options.on_nonfinite)
+            vectors += _vectors(
+                own,
+                _options_of(part, options, group, flattened=flattened, dense=frozenset(dense)),
+                options.on_nonfinite,
+            )
     all_shards = None
     if check_shards(parameters, group):
         all_shards = None if before is None else before.all_shards
@@ -138,22 +144,37 @@ def exchange_of(
 
 
 def _options_of(
-    part: Part, options: WrapOptions, group: dist.ProcessGroup | None, *, flattened: bool
+    part: Part, options: WrapOptions, group: dist.ProcessGroup | None, *, flattened: bool, dense: frozenset[int]
 ) -> ExchangeOptions:
     """Return the settings of the vectors of ``part``."""
     optimizer, recipe, is_anchor = part
     common: dict[str, Any] = {"recipe": recipe, "group": group, "timeout": options.timeout, "flattened": flattened}
+    common |= {"dense": dense, "small": options.small}
     common["single_worker_selects"] = defaults.SINGLE_WORKER_SELECTS
     if is_anchor:
         return ExchangeOptions(**common, is_anchor=True, matches_length=options.matches_length)
     return ExchangeOptions(
         **common,
         dense_below=options.dense_below,
-        small=options.small,
         max_gradient_norm=options.gradient_limit,
         by_update=selects_by_update(optimizer, recipe, options),
         epsilon=min((float(each["eps"]) for each in optimizer.param_groups if "eps" in each), default=0.0),
     )
+
+
+def dense_ids(optimizer: torch.optim.Optimizer) -> set[int]:
+    """Return the ids of the parameters whose group says ``dense=True``.
+
+    Raises:
+        ConfigurationError: A group says something else than True or False.
+    """
+    found: set[int] = set()
+    for group in optimizer.param_groups:
+        chosen = group.get("dense", False)
+        if not isinstance(chosen, bool):
+            raise ConfigurationError(f"a parameter group has dense={chosen!r}: it must be True or False")
+        found.update(map(id, group["params"]) if chosen else ())
+    return found
 
 
 def _vectors(

@@ -7,6 +7,7 @@ rest of the state belongs to one rank.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -16,6 +17,8 @@ import torch.distributed as dist
 from tritoncomm.scheduler.process_group import is_distributed
 from tritoncomm.step import state as exchange_state
 from tritoncomm.step.shards import like_parameter, local, mesh_ranks, place
+
+logger = logging.getLogger("tritoncomm")
 
 
 class ShardOfReplica(NamedTuple):
@@ -85,12 +88,13 @@ def resharded(
         present: The present state of this rank.
     """
     common, methods = states[0]["algorithm"], []
-    if here.is_whole and held_by(states[0]).is_whole:
+    is_whole = here.is_whole and held_by(states[0]).is_whole
+    if is_whole:
         methods = [state["algorithm"] for state in states if held_by(state).replica % here.replicas == here.replica]
     else:
         common = [_without_entries(each) for each in common]
     return exchange_state.taken_over(
-        states[0],
+        {**states[0], "local": _local_of(states, is_whole=is_whole)},
         rank=here.replica,
         world_size=here.replicas,
         saved_by=held_by(states[0]).replicas,
@@ -99,6 +103,18 @@ def resharded(
         methods=methods,
         common=common,
     )
+
+
+def _local_of(states: Sequence[Mapping[str, Any]], *, is_whole: bool) -> dict[str, Any] | None:
+    """Return the state of local steps that a rank of another number of ranks, or with other shards, continues from."""
+    local: dict[str, Any] | None = states[0]["local"]
+    if local is None or is_whole:
+        return local
+    if local["momentum"]:
+        logger.warning(
+            "the checkpoint has other shards: the outer momentum of the exchange of updates starts from zero"
+        )
+    return local | {"anchors": [], "momentum": []}
 
 
 def _without_entries(method: Mapping[str, Any]) -> dict[str, Any]:

@@ -22,7 +22,6 @@ from tritoncomm.step.options import WrapOptions
 from tritoncomm.step.rules import AwareStep, find_rule
 from tritoncomm.step.shards import local
 from tritoncomm.step.torch_internals import (
-    creates_state,
     has_own_step,
     mark_stepped,
     step_hooks,
@@ -306,13 +305,6 @@ class OptimizerSteps:
                     rule.step_flat(each.flat(read_gradients=reads))
 
         self._apply(aware, clipping(), decayed=decayed)
-
-    def is_synthetic(self) -> bool:
-        """Return True inside the step by which ``torch.distributed.checkpoint`` makes an optimizer create its state.
-
-        Nothing may be exchanged in this step, because other ranks may not take it.
-        """
-        return all(creates_state(optimizer) for optimizer in self._optimizers)
 
     def initialize_state(self, parameters: Iterable[torch.Tensor]) -> None:
         """Create the optimizer's state by a step that changes no parameter: learning rates and gradients are zero."""

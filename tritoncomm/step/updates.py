@@ -67,7 +67,7 @@ class LocalSteps:
         self.taken = self.total = self.dropped = 0
         self.is_pending = False
         self.delta_norm = torch.zeros(())
-        self._poisoned = self._swapped = self._has_said = False
+        self._poisoned = self._swapped = self._has_said = self._is_stale = False
 
     def _extend(self) -> list[torch.Tensor]:
         """Make an anchor for each parameter that has none yet, and return the new ones."""
@@ -122,6 +122,10 @@ class LocalSteps:
         if self._swapped:
             raise RuntimeError("step() inside averaged(): leave the context before the next step")
 
+    def initialize_state(self) -> None:
+        """Create the state of the original optimizers by a step that changes no parameter."""
+        self._steps.initialize_state(self.parameters)
+
     def say_gradients_are_local(self) -> None:
         """Log once that nothing is averaged before a step."""
         if not self._has_said:
@@ -162,6 +166,8 @@ class LocalSteps:
             found: Overflow flag of a ``GradScaler``. None without one.
         """
         self.check()
+        if self._is_stale:
+            self.accept()
         overflowed = found is not None and bool(found)
         gradients = [local(parameter.grad) for parameter in self.parameters if parameter.grad is not None]
         if scale is not None and not overflowed:
@@ -266,6 +272,7 @@ class LocalSteps:
         """Let the anchor be the parameters of this worker."""
         for anchor, parameter in zip(self.anchors, self.parameters, strict=True):
             local(anchor.detach()).copy_(local(parameter.detach()))
+        self._is_stale = False
 
     @torch.no_grad()
     def fold(self, residuals: Mapping[torch.Tensor, torch.Tensor]) -> None:
@@ -329,21 +336,28 @@ class LocalSteps:
 
     def check_loadable(self, state: Mapping[str, Any]) -> None:
         """Raise :class:`~tritoncomm.ConfigurationError` if :meth:`load` cannot load ``state``."""
-        if [each.numel() for each in state["anchors"]] != [local(each).numel() for each in self.parameters]:
+        if state["anchors"] and [each.numel() for each in state["anchors"]] != [
+            local(each).numel() for each in self.parameters
+        ]:
             raise ConfigurationError("this checkpoint belongs to a model with other parameters")
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Any]) -> None:
-        """Load what :meth:`saved` returned. Between two exchanges, parameters become those of this worker."""
+        """Load what :meth:`saved` returned. Between two exchanges, parameters become those of this worker.
+
+        A state without anchors, of other shards, takes the parameters for the anchor when the next step begins.
+        """
         self.withdraw()
-        for anchor, own in zip(self.anchors, state["anchors"], strict=True):
+        self._is_stale = not state["anchors"]
+        for anchor, own in zip(self.anchors, state["anchors"], strict=False):
             _write(anchor, own)
         self.outer.state.clear()
         for anchor, own in zip(self.anchors, state["momentum"], strict=False):
             buffer = torch.empty_like(anchor)
             _write(buffer, own)
             self.outer.state[anchor]["momentum_buffer"] = buffer
-        self.settle()
+        if not self._is_stale:
+            self.settle()
         for parameter, own in zip(self.parameters, state["parameters"], strict=False):
             _write(parameter, own)
         self.outer.param_groups[0]["lr"] = state["outer_lr"]

@@ -152,6 +152,7 @@ class ExchangeOptions:
             :func:`~tritoncomm.step.flat.split_by_size`.
         small: Format in which small tensors travel, ``"fp32"`` or ``"8bit"``. See
             :class:`~tritoncomm.step.stages.Staged`.
+        dense: Ids of parameters that travel dense, whatever their size.
         flattened: Whether the model has one-dimensional shards only. None decides this for each vector.
         max_gradient_norm: Maximum norm of the mean of the gradients of all vectors, before they are added to the
             residual. None does not limit it.
@@ -168,6 +169,7 @@ class ExchangeOptions:
     timeout: timedelta | None = None
     dense_below: int = 0
     small: str = "fp32"
+    dense: frozenset[int] = frozenset()
     flattened: bool | None = None
     max_gradient_norm: float | None = None
     by_update: bool = False
@@ -217,7 +219,7 @@ class VectorExchange:
         self.parameters = list(parameters)
         self.names = list(names)
         self._by_id = dict(zip(map(id, parameters), names, strict=True))
-        large, small = split_by_size(parameters, options.dense_below, flattened=options.flattened)
+        large, small = split_by_size(parameters, options.dense_below, flattened=options.flattened, dense=options.dense)
         self.large = large
         self.layout = BucketLayout([*large, *small])
         self.dense_numel = self.layout.bounds[-1] - self.layout.bounds[len(large)]
