@@ -38,8 +38,8 @@ from tritoncomm.step.options import (
     check_group,
     check_optimizer,
     is_alone,
-    is_dense,
     log_choice,
+    never_delays,
     one_of,
     with_density,
     with_warmup_and_nodes,
@@ -100,7 +100,7 @@ class SparseOptimizer(OptimizerProxy):
         self.recipe = recipe
         self._options = options
         self._optimizer_step = OptimizerStep(
-            optimizer, options, delayed=not is_dense(recipe), alone=is_alone(process_group), group=process_group
+            optimizer, options, delayed=not never_delays(recipe), alone=is_alone(process_group), group=process_group
         )
         self._optimizer_step.check()
         self._step_state = StepState()
@@ -329,7 +329,7 @@ class SparseOptimizer(OptimizerProxy):
         It is then delivered late, like every part of the gradient, and reaches all coordinates. A single worker and a
         dense exchange leave it to the optimizer.
         """
-        return not (self._exchange.vectors[0].is_bare or self.recipe.delivers_all() or is_dense(self.recipe))
+        return not (self._exchange.vectors[0].is_bare or self.recipe.delivers_all())
 
     def _apply(self, *, untouched: bool) -> None:
         """Take the optimizer's step over what is delivered. If a hook of the user fails before it, nothing is lost."""

@@ -20,7 +20,7 @@ from tritoncomm.scheduler.process_group import is_distributed
 from tritoncomm.step.adam import StalenessAwareAdam
 from tritoncomm.step.flat import Delivered, FlatDelivery
 from tritoncomm.step.guard import check_inside, optimizers_inside, refuse, stepping
-from tritoncomm.step.options import WrapOptions, is_dense
+from tritoncomm.step.options import WrapOptions
 from tritoncomm.step.shards import local
 from tritoncomm.step.torch_internals import (
     creates_state,
@@ -214,7 +214,7 @@ def takes_aware_step(optimizer: torch.optim.Optimizer, options: WrapOptions) -> 
 
 def selects_by_update(optimizer: torch.optim.Optimizer, recipe: Recipe, options: WrapOptions) -> bool:
     """Return True if ``recipe`` selects entries by their update, False if by their gradient."""
-    if options.select_by == "gradient" or is_dense(recipe) or recipe.density == 1:
+    if options.select_by == "gradient" or recipe.delivers_all():
         return False
     if options.select_by == "update" and not recipe.compares_entries():
         raise ConfigurationError(
