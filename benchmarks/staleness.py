@@ -20,6 +20,7 @@ from pathlib import Path
 
 import torch
 import tritoncomm
+from tritoncomm.algorithms import at_density
 from tritoncomm.demo.model import ByteGPT, Shape
 from tritoncomm.demo.text import Text, batch, standard_library, validation_batches
 from tritoncomm.step.adam import StalenessAwareAdam
@@ -169,7 +170,7 @@ def main() -> None:
     dense = measure("dense", tritoncomm.Dense(), None)
     for algo in options.algo:
         for density in options.density:
-            inner = tritoncomm.recipe(algo, density=density)
+            inner = at_density(algo, density)
             for name in options.variants:
                 label = f"{algo} {density:.3%}: {name}"
                 measure(label, tritoncomm.Warmup(recipe=inner, steps=warmup), VARIANTS[name])

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 import tritoncomm
 from torch import Tensor, nn
-from tritoncomm.algorithms import field_names
+from tritoncomm.algorithms import at_density, field_names
 from tritoncomm.primitives.quantized_mean import DENSE_FORMATS
 from tritoncomm.scheduler import wire
 from tritoncomm.step.adam import StalenessAwareAdam
@@ -331,7 +331,7 @@ def configured(algo: str, density: float, values: str, *, packed: bool, teams: i
         fields["teams"] = teams
     if "packed" in known and (packed or values != "fp32"):
         fields["packed"] = True
-    return tritoncomm.recipe(algo, density=density, **fields)
+    return at_density(algo, density, **fields)
 
 
 def described(name: str, task: Task, recipe: Compressor, step: str, small: str, options: argparse.Namespace) -> Run:

@@ -13,6 +13,7 @@ from tritoncomm import (
     ExDyna,
     MiCRO,
     OkTopk,
+    Quantized,
     RandomBlock,
     Recipe,
     SparDL,
@@ -22,7 +23,7 @@ from tritoncomm import (
     algorithms,
     recipe,
 )
-from tritoncomm.algorithms import Hierarchical
+from tritoncomm.algorithms import Hierarchical, at_density
 from tritoncomm.algorithms.base import IndexRecipe
 from tritoncomm.scheduler.wire import Encoding
 from tritoncomm.step.stages import Staged
@@ -157,6 +158,11 @@ def _packed_or_rounded(density: float) -> dict[str, Recipe]:
             tail=20,
             small="8bit",
         ),
+        **{f"quantized-{bits}bit": Quantized(values=f"{bits}bit") for bits in (2, 3, 8)},
+        "quantized-warmup": Warmup(recipe=Quantized(), steps=2),
+        "quantized-warmup-8bit": Warmup(recipe=Quantized(values="4bit"), steps=2, values="8bit"),
+        "quantized-hierarchical": Hierarchical(recipe=Quantized(), node_size=2),
+        "dense-tail-8bit-quantized": Staged(recipe=Quantized(values="2bit"), tail=20, small="8bit"),
         "random-block-8bit": RandomBlock(density=density, values="8bit", reduced_lr=True, alignment=4),
         "random-block-4bit": RandomBlock(density=density, values="4bit", mode="wrap", reduced_lr=True),
     }
@@ -169,6 +175,8 @@ def _static_forms(density: float) -> dict[str, Recipe]:
         "topk-allgather-static-packed": always_packed(TopkAllgather(density=density, static=True)),
         "topk-allgather-static-4bit": TopkAllgather(density=density, static=True, values="4bit"),
         "random-block-static-4bit": RandomBlock(density=density, static=True, values="4bit", reduced_lr=True),
+        "quantized-static": Quantized(static=True),
+        "quantized-static-5bit": Quantized(values="5bit", static=True),
         "spardl-static": SparDL(density=density, static=True),
         "spardl-static-packed": always_packed(SparDL(density=density, static=True)),
         "spardl-static-4bit": SparDL(density=density, static=True, values="4bit"),
@@ -205,7 +213,7 @@ def _static_forms(density: float) -> dict[str, Recipe]:
 @cache
 def under_test(density: float) -> Mapping[str, Recipe]:
     """Return the recipes by the name that the test report shows. test_pinned.py depends on their order."""
-    named = {name: recipe(name, density=density, **FIELDS.get(name, {})) for name in algorithms()}
+    named = {name: at_density(name, density, **FIELDS.get(name, {})) for name in algorithms()}
     for further in (_settings_of_methods, _around_others, _packed_or_rounded, _static_forms):
         named |= further(density)
     named["dense-tail-warmup"] = Staged(recipe=Warmup(recipe=OkTopk(density=density), steps=1), tail=3)

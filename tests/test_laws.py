@@ -128,7 +128,7 @@ def test_small_tensors_in_8_bits_around_every_method(name: str, world_size: int)
     assert quantized == [world_size > 1 and name != "dense" and number > 0 for number in range(4)]
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", [name for name in METHODS if name != "quantized"])  # it has no density, and rounds
 @given(case=laws.cases())
 @example(case=BIG[0])
 @example(case=BIG[1])

@@ -19,7 +19,7 @@ def test_public_names() -> None:
         "ConfigMismatchError", "ConfigurationError", "DGC", "Dense", "ExDyna", "ExchangeError",
         "ExchangeTimeoutError", "GTopk", "GaussianK",
         "HardThreshold", "Hierarchical", "MiCRO", "NonFiniteError", "OkTopk",
-        "PeerLostError", "ProtocolMismatchError", "RandomBlock", "RandomK",
+        "PeerLostError", "ProtocolMismatchError", "Quantized", "RandomBlock", "RandomK",
         "Recipe", "SIDCo", "SimulatedWorld", "SparDL", "SparseOptimizer", "SparseVector", "TopkAllgather", "TopkDSA",
         "TritoncommError", "Warmup", "__version__", "algorithms", "recipe", "trace", "wrap",
     ]  # fmt: skip

@@ -6,6 +6,7 @@ import pytest
 import torch
 import tritoncomm
 from tritoncomm import ConfigurationError, OkTopk, SimulatedWorld
+from tritoncomm.algorithms import at_density
 
 
 @pytest.mark.parametrize(("arguments", "named"), [((0, 5), "world_size=0"), ((2, -1), "numel=-1")])
@@ -18,7 +19,7 @@ def test_impossible_sizes_are_rejected(arguments: tuple[int, int], named: str) -
 def test_empty_vector() -> None:
     """Every method accepts an empty vector."""
     for name in tritoncomm.algorithms():
-        world = SimulatedWorld(tritoncomm.recipe(name, density=0.1), 3, 0)
+        world = SimulatedWorld(at_density(name, 0.1), 3, 0)
         assert world.step(torch.empty(3, 0))[0].to_dense().numel() == 0
 
 

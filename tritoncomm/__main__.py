@@ -18,6 +18,7 @@ from typing import Any
 import torch.distributed as dist
 
 import tritoncomm
+from tritoncomm import Quantized, Recipe
 from tritoncomm.demo import report
 from tritoncomm.demo.train import REPLICAS, Run, Settings, compare
 from tritoncomm.errors import ConfigurationError
@@ -126,7 +127,8 @@ def _add_values(command: argparse.ArgumentParser, default: str = DEFAULT_VALUES)
 def _demo(options: argparse.Namespace) -> int:
     if options.values is not None:
         tritoncomm.recipe(options.algo, values=options.values)  # raises if the method has no such field
-    values = options.values or default_fields(options.algo, {}).get("values", "fp32")
+    by_default = {"values": Quantized().values} if options.algo == Quantized.name else default_fields(options.algo, {})
+    values = options.values or by_default.get("values", "fp32")
     settings = Settings(
         algo=options.algo,
         density=options.density,
@@ -198,9 +200,7 @@ def _add_simulate(commands: argparse._SubParsersAction[argparse.ArgumentParser])
 
 def _simulate(options: argparse.Namespace) -> int:
     methods = [(name, {}) for name in tritoncomm.algorithms()] if "all" in options.algo else options.algo
-    recipes = [
-        replace(planner.at(name, options.density, options.values or "fp32"), **fields) for name, fields in methods
-    ]
+    recipes = [replace(_at(name, options.density, options.values, "fp32"), **fields) for name, fields in methods]
     if options.trace and len(recipes) * len(options.workers) != 1:
         raise ConfigurationError(
             f"--trace writes the timeline of one method and one number of workers, got {len(recipes)} methods and "
@@ -228,6 +228,12 @@ def _simulate(options: argparse.Namespace) -> int:
             steps=options.steps,
         )  # fmt: skip
     return 0
+
+
+def _at(name: str, density: float, values: str | None, otherwise: str) -> Recipe:
+    """Return the recipe of the method ``name``. Without ``values``, entries have the format ``otherwise``."""
+    found = planner.at(name, density, values or otherwise)
+    return replace(found, values=values) if values and isinstance(found, Quantized) else found
 
 
 def _method(text: str) -> str | tuple[str, dict[str, Any]]:
@@ -360,7 +366,7 @@ def _measure(options: argparse.Namespace) -> int:
     try:
         diagnosis = diagnose(
             options.numel,
-            lambda density: planner.at(options.algo, density, options.values or DEFAULT_VALUES),
+            lambda density: _at(options.algo, density, options.values, DEFAULT_VALUES),
             options.density,
             options.step_ms / 1e3,
             link=options.link,

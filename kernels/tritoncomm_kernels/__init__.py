@@ -14,6 +14,7 @@ from tritoncomm_kernels.compact import (
 )
 from tritoncomm_kernels.expand import expand
 from tritoncomm_kernels.mark import Marks, mark
+from tritoncomm_kernels.midrise import read_parts, round_mean, round_parts
 from tritoncomm_kernels.padded import (
     Padded,
     add_rows,
@@ -93,9 +94,12 @@ __all__ = [
     "quantize_mean",
     "quantize_parts",
     "reaching",
+    "read_parts",
     "rebalance",
     "root_mean_square",
     "root_mean_squares",
+    "round_mean",
+    "round_parts",
     "scatter_add",
     "scatter_add_lists",
     "select",

@@ -12,7 +12,7 @@ from tritoncomm import ConfigurationError, OkTopk
 def test_recipes_by_name() -> None:
     """Recipes are listed, baselines last, and found by name. The error for an unknown name or field lists the known."""
     assert tritoncomm.algorithms() == [
-        "dense", "exdyna", "micro", "oktopk", "random_block", "spardl", "topk_allgather",
+        "dense", "exdyna", "micro", "oktopk", "quantized", "random_block", "spardl", "topk_allgather",
         "dgc", "gaussiank", "gtopk", "hard_threshold", "random_k", "sidco", "topk_dsa",
     ]  # fmt: skip
     assert tritoncomm.recipe("oktopk", density=0.02) == OkTopk(density=0.02)

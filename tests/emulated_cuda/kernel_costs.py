@@ -175,6 +175,9 @@ _TABLE: dict[Callable[..., Any], tuple[Callable[..., Cost], tuple[str, ...]]] = 
     _N.quantize_parts: (lambda result, a: Cost(1), ()),
     _N.quantize_mean: (lambda result, a: Cost(1), ("left",)),
     _N.dequantize_parts: (lambda result, a: Cost(1), ()),
+    _N.round_parts: (lambda result, a: Cost(1), ("values",)),
+    _N.round_mean: (lambda result, a: Cost(1), ("values",)),
+    _N.read_parts: (lambda result, a: Cost(1), ()),
     section_rows.write_rows: (lambda result, a: _write_rows(a["layout"], a["entries"].values), ()),
     section_rows.read_rows: (
         # Counts, positions, join, refusal.

@@ -17,6 +17,8 @@ from tritoncomm_kernels import (
     block_float_triton,
     expand_triton,
     mark_triton,
+    midrise,
+    midrise_triton,
     padded_triton,
     quantize_triton,
     rebalance_triton,
@@ -181,6 +183,23 @@ def quantized_mean() -> list[Case]:
         "dequantize parts": mean.dequantize_parts_kernel,
     }
     return [Case(f"{name}, {bits} bits", it, {"BITS": bits}, **size) for name, it in kernels.items() for bits in (8, 4)]
+
+
+def midrise_mean() -> list[Case]:
+    """Return the cases of a mean whose values travel in 1 to 8 bits, without a level for zero."""
+    mean, words = midrise_triton, {"words_ptr": "*i32", "messages_ptr": "*i32"}
+    types = {**words, "halves_ptr": "*i16", "message_halves_ptr": "*i16"}
+    size = {"warps": mean.WARPS, "types": types, "elements": mean.TILE * midrise.BLOCK, "aligned": False}
+    kernels = {
+        "round parts": mean.round_parts_kernel,
+        "round mean": mean.round_mean_kernel,
+        "read parts": mean.read_parts_kernel,
+    }
+    return [
+        Case(f"{name}, {bits} bits", it, {"BITS": bits, "TILE": mean.TILE}, **size)
+        for name, it in kernels.items()
+        for bits in (1, 2, 4, 8)
+    ]
 
 
 def padding() -> list[Case]:
@@ -411,6 +430,7 @@ def cases() -> list[Case]:
         *packing(),
         *packing_rows(),
         *quantized_mean(),
+        *midrise_mean(),
         *root_mean_squares(),
         *rebalancing(),
         *adam_in_halves(),

@@ -95,6 +95,7 @@ def test_launches_have_compiled_cases(monkeypatch: pytest.MonkeyPatch) -> None:
         "compact",
         "expand",
         "mark",
+        "midrise",
         "padded",
         "rebalance",
     )
@@ -179,6 +180,10 @@ def static_form(rows: int) -> None:
         messages, left = kernels.quantize_parts(out, rows, width)
         kernels.quantize_mean(messages, out, left, 1, width)
         kernels.dequantize_parts(messages, out.numel(), width)
+    for width in (1, 2, 4, 8):
+        messages = kernels.round_parts(out, rows, 1, width)
+        kernels.round_mean(messages, out, 1, width)
+        kernels.read_parts(messages, out.numel(), width)
     for width in (32, 4):
         layout = Layout.of(1000, 64_000, width)
         words, _ = write_rows(layout, bounds[1:], entries, workspace=held)
@@ -195,7 +200,7 @@ def test_launches_do_not_depend_on_rows(monkeypatch: pytest.MonkeyPatch) -> None
             return func(*args, **(kwargs or {}))
 
     monkeypatch.setattr(triton.runtime.jit.JITFunction, "run", lambda self, *_, **__: launched.append(self.__name__))
-    for module in ("block_float", "mark", "padded", "section_rows"):
+    for module in ("block_float", "mark", "midrise", "padded", "section_rows"):
         monkeypatch.setattr(importlib.import_module(f"tritoncomm_kernels.{module}"), "triton_runs", lambda tensor: True)
     found = []
     for rows in (2, 2, 64):  # the first call also makes constants

@@ -130,6 +130,10 @@ def _quantized() -> dict[str, Any]:
     return {"values": values, "messages": kernels.quantize_parts(values, 3, 4)[0], "bits": 4}
 
 
+def _rounded() -> dict[str, Any]:
+    return {"messages": kernels.round_parts(vector(), 3, 1, 1), "bits": 1}
+
+
 def _sections(bits: int) -> dict[str, Any]:
     return {"layout": Layout.of(60, N, bits), "lows": _ints(0, 0), "entries": _rows(), "workspace": kernels.Workspace()}
 
@@ -219,6 +223,9 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]]]] = {
         kernels.dequantize_parts,
         lambda: {"messages": _quantized()["messages"], "numel": N, "bits": 4},
     ),
+    "round_parts": (kernels.round_parts, lambda: {"values": vector(), "parts": 3, "part": 1, "bits": 2}),
+    "round_mean": (kernels.round_mean, lambda: {**_rounded(), "values": vector(), "part": 1}),
+    "read_parts": (kernels.read_parts, lambda: {**_rounded(), "numel": N}),
     **{f"write_rows of {bits} bits": (write_rows, lambda bits=bits: _sections(bits)) for bits in (0, 4, 16, 32)},
     "read_rows": (
         read_rows,

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import test_block_float_triton as block_float
+import test_midrise_triton as midrise
 import test_padded_triton as padded
 import test_rms_triton as rms
 import test_section_rows_triton as section_rows
@@ -221,6 +222,47 @@ AVERAGING = {
         "block_float", "(within < length) & (at < count)", "within < length", block_float.test_steps
     ),
 }
+MIDRISE = {
+    "no code for a zero with a minus": Mutant(
+        "midrise",
+        "negative = (values.to(tl.int32, bitcast=True) >> 31) & 1",
+        "negative = (values < 0).to(tl.int32)",
+        midrise.test_every_width,
+        {"bits": 1},
+    ),
+    "scales rounded down": Mutant("midrise", "rounding = (1 << dropped) - 1", "rounding = 0", midrise.test_steps),
+    "scales of a mean rounded towards zero": Mutant(
+        "midrise", "rounding = 1 << (dropped - 1)", "rounding = 0", midrise.test_steps
+    ),
+    "values behind the last one counted": Mutant(
+        "midrise", "total = tl.where(inside, total, 0.0)", "total = total + 0.0", midrise.test_steps
+    ),
+    "the own part rounded twice": Mutant(
+        "midrise",
+        "tl.where(row == part, own, (levels * scales[:, None]).to(tl.float64))",
+        "(levels * scales[:, None]).to(tl.float64)",
+        midrise.test_steps,
+    ),
+    "the own part sent": Mutant("midrise", "tl.where(row == part, 0, count)", "count", midrise.test_steps),
+    "messages in another order": Mutant(
+        "midrise", "tl.cast(row, tl.int64) * size", "tl.cast(parts - 1 - row, tl.int64) * size", midrise.test_steps
+    ),
+    "rest of the mean in units of the mean": Mutant(
+        "midrise", "total - ranks.to(tl.float64) * sent", "total - sent", midrise.test_steps
+    ),
+    "a step beyond the top": Mutant(
+        "midrise", "tl.minimum(level, top)", "level", midrise.test_every_width, {"bits": 4}
+    ),
+    "any scale accepted": Mutant(
+        "midrise", "(scales >= 0) & (scales <= 2 * LIMIT)", "scales == scales", midrise.test_steps
+    ),
+    "planes of codes in another order": Mutant(
+        "midrise", "(flat >> bit) & 1", "(flat >> (BITS - 1 - bit)) & 1", midrise.test_every_width, {"bits": 2}
+    ),
+    "the half behind the last scale not written": Mutant(
+        "midrise", "number < 2 * (size - held)", "number * WIDTH < length", midrise.test_steps
+    ),
+}
 MEASURING = {
     "only the first programs": Mutant(
         "rms", "start += tl.num_programs(0) * BLOCK", "start += 1 << 30", rms.test_many_tensors
@@ -232,7 +274,7 @@ MEASURING = {
         "rms", "tl.maximum(key.to(tl.int32), LEAST_KEY)", "key.to(tl.int32)", rms.test_many_tensors
     ),
 }
-MUTANTS = SELECTING | SCATTERING | PACKING | ROWS | AVERAGING | MEASURING
+MUTANTS = SELECTING | SCATTERING | PACKING | ROWS | AVERAGING | MIDRISE | MEASURING
 
 
 def mutated(module: str, old: str, new: str, folder: Path) -> ModuleType:
@@ -269,11 +311,22 @@ def test_mutant_is_caught(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
             derandomize=True,
         )
         monkeypatch.setattr(check, "_hypothesis_internal_use_settings", quick)
-    users = ("accumulate", "adam", "adam_many", "block_float", "expand", "mark", "padded", "rebalance", "scatter")
+    users = (
+        "accumulate",
+        "adam",
+        "adam_many",
+        "block_float",
+        "expand",
+        "mark",
+        "midrise",
+        "padded",
+        "rebalance",
+        "scatter",
+    )
     for user in (*users, "rms", "section_rows", "sections", "threshold"):
         # The package's functions of these names hide the modules.
         monkeypatch.setattr(importlib.import_module(f"tritoncomm_kernels.{user}"), "kernel", kernel)
-    for tests in (select, sections, padded, block_float, rms):
+    for tests in (select, sections, padded, block_float, midrise, rms):
         monkeypatch.setattr(tests, "kernel", kernel)
     with pytest.raises((AssertionError, FlakyFailure)):
         check("cpu", **options)

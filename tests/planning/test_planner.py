@@ -151,9 +151,11 @@ def test_plan_prints_everything_on_request(capsys: pytest.CaptureFixture[str]) -
     assert rows[: len(short)] == short
     assert {row[0] for row in rows} == set(algorithms())
     # First all methods at the same density, and only then other densities.
-    densities = [row[1] for row in rows if row[0] != "dense"]
-    assert densities[: len(algorithms()) - 1] == ["3%"] * (len(algorithms()) - 1)
-    assert sorted(densities[len(algorithms()) - 1 :]) == ["0.1%", "0.1%", "1%", "1%", "5%", "5%"]
+    densities = [row[1] for row in rows if row[0] not in ("dense", "quantized")]
+    assert densities[: len(algorithms()) - 2] == ["3%"] * (len(algorithms()) - 2)
+    assert sorted(densities[len(algorithms()) - 2 :]) == ["0.1%", "0.1%", "1%", "1%", "5%", "5%"]
+    # A method without a density has rows for several numbers of bits.
+    assert [row[1] for row in rows if row[0] == "quantized"] == ["1bit", "2bit", "4bit"]
 
 
 def test_plan_at_another_density(capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,13 +17,14 @@ from tritoncomm.algorithms.dense import Dense
 from tritoncomm.algorithms.exdyna import ExDyna, MiCRO
 from tritoncomm.algorithms.hierarchical import Hierarchical
 from tritoncomm.algorithms.ok_topk import OkTopk
+from tritoncomm.algorithms.quantized import Quantized
 from tritoncomm.algorithms.random_block import RandomBlock
 from tritoncomm.algorithms.spardl import SparDL
 from tritoncomm.algorithms.topk_allgather import TopkAllgather
 from tritoncomm.algorithms.warmup import Warmup
 from tritoncomm.errors import ConfigurationError
 
-_RECIPES: tuple[type[Recipe], ...] = (Dense, ExDyna, MiCRO, OkTopk, RandomBlock, SparDL, TopkAllgather)
+_RECIPES: tuple[type[Recipe], ...] = (Dense, ExDyna, MiCRO, OkTopk, Quantized, RandomBlock, SparDL, TopkAllgather)
 _BASELINES: tuple[type[Recipe], ...] = (DGC, GaussianK, GTopk, HardThreshold, RandomK, SIDCo, TopkDSA)
 _BY_NAME = {kind.name: kind for kind in (*_RECIPES, *_BASELINES)}
 
@@ -38,6 +39,7 @@ __all__ = [
     "Hierarchical",
     "MiCRO",
     "OkTopk",
+    "Quantized",
     "RandomBlock",
     "RandomK",
     "Recipe",
@@ -47,7 +49,9 @@ __all__ = [
     "TopkDSA",
     "Warmup",
     "algorithms",
+    "at_density",
     "recipe",
+    "takes_density",
 ]
 
 
@@ -70,6 +74,19 @@ def recipe(name: str, **fields: Any) -> Recipe:
             f"{name!r} has no field {with_suggestions(unknown, known)}: its fields are {', '.join(known)}"
         )
     return _BY_NAME[name](**fields)
+
+
+def at_density(name: str, density: float, **fields: Any) -> Recipe:
+    """Return the recipe called ``name`` at ``density``. A method that has no density is returned without one.
+
+    Raises the errors of :func:`recipe`.
+    """
+    return recipe(name, density=density, **fields) if takes_density(name) else recipe(name, **fields)
+
+
+def takes_density(name: str) -> bool:
+    """Return False for the name of a method that always delivers every entry, in few bits, and has no density."""
+    return not isinstance(name, str) or name not in _BY_NAME or _BY_NAME[name].has_density
 
 
 def field_names(name: str) -> list[str]:

@@ -156,11 +156,13 @@ class Recipe(ABC):
     """A method and its settings. ``density`` is the share of entries to deliver, in (0, 1].
 
     ``averages_when_dense`` says that a step at density 1 delivers the mean and has no other effect. Only then may the
-    dense steps of a warm-up be quantized.
+    dense steps of a warm-up be quantized. ``has_density`` is False for a method that always delivers every entry, and
+    whose density must therefore be 1.
     """
 
     name: ClassVar[str]
     averages_when_dense: ClassVar[bool] = False
+    has_density: ClassVar[bool] = True
     density: float = 0.01
 
     def __post_init__(self) -> None:
@@ -192,8 +194,16 @@ class Recipe(ABC):
         return True
 
     def delivers_all(self) -> bool:
-        """Return True if every step delivers every entry."""
+        """Return True if every step delivers every entry, so that none of them is late."""
+        return self.always_dense()
+
+    def always_dense(self) -> bool:
+        """Return True if every step delivers the exact mean of every entry."""
         return self.density == 1
+
+    def dense_form(self) -> Recipe:
+        """Return the recipe of the dense steps of a warm-up: the same method at density 1."""
+        return dataclasses.replace(self, density=1.0)
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:  # noqa: B027 - most accept any
         """Raise :class:`ConfigurationError` if ``optimizer`` conflicts with the method."""

@@ -29,7 +29,7 @@ class Dense(Recipe):
         """See :meth:`Recipe.compares_entries`. All entries are delivered."""
         return False
 
-    def delivers_all(self) -> bool:
+    def always_dense(self) -> bool:
         return True
 
     def build(self, numel: int) -> DenseAlgorithm:

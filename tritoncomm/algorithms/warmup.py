@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from tritoncomm.algorithms.base import Algorithm, check, check_at_least
+from tritoncomm.algorithms.base import Algorithm, Recipe, check, check_at_least
 from tritoncomm.algorithms.wrapper import WrapperAlgorithm, WrapperRecipe
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.primitives.accumulator import Accumulator
@@ -91,20 +91,21 @@ class WarmupAlgorithm(WrapperAlgorithm):
             densities = self.recipe.densities()
             last = stage == len(densities) - 1
             recipe = self.recipe.recipe
-            chosen = recipe if last else dataclasses.replace(recipe, density=densities[stage])
+            chosen = recipe if last else _at(recipe, densities[stage])
             built = {number: algorithm for number, algorithm in self._built.items() if number == stage - 1}
             self._built = built | {stage: chosen.build(self.numel)}
         return self._built[stage]
 
     @property
     def is_dense(self) -> bool:
-        """True if the next step delivers every entry because of the warm-up."""
-        return self.recipe.densities()[self.recipe.stage(self._taken)] == 1
+        """True if the next step is dense: because of the warm-up, or because all steps are."""
+        stage, densities = self.recipe.stage(self._taken), self.recipe.densities()
+        return densities[stage] == 1 if stage < len(densities) - 1 else self.recipe.always_dense()
 
     @property
     def quantizes(self) -> bool:
         """True if :attr:`is_dense` holds, and the values of this step are quantized."""
-        return self.recipe.values != "fp32" and self._taken < self.recipe.steps and not self.recipe.delivers_all()
+        return self.recipe.values != "fp32" and self._taken < self.recipe.steps and not self.recipe.always_dense()
 
     @property
     def has_shared_verdict(self) -> bool:
@@ -196,6 +197,10 @@ class WarmupAlgorithm(WrapperAlgorithm):
         taken = int(state["taken"])
         self._algorithm(self.recipe.stage(taken)).load_state_dict(state["inner"])
         self._taken = taken
+
+
+def _at(recipe: Recipe, density: float) -> Recipe:
+    return recipe.dense_form() if density == 1 else dataclasses.replace(recipe, density=density)
 
 
 def warmup_of(algorithm: Algorithm) -> WarmupAlgorithm | None:

@@ -42,6 +42,9 @@ class WrapperRecipe(Recipe):
     def delivers_all(self) -> bool:
         return self.recipe.delivers_all()
 
+    def always_dense(self) -> bool:
+        return self.recipe.always_dense()
+
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         self.recipe.check_optimizer(optimizer)
 

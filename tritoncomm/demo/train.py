@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import tritoncomm
-from tritoncomm.algorithms import field_names
+from tritoncomm.algorithms import field_names, takes_density
 from tritoncomm.demo.model import ByteGPT, Shape
 from tritoncomm.demo.text import Text, batch, standard_library, validation_batches
 from tritoncomm.scheduler.local_workers import Send
@@ -89,7 +89,7 @@ def compare(rank: int, world_size: int, send: Send, settings: Settings) -> list[
     dense = _train("dense", rank, world_size, send, replace(settings, door="wrap"), text, {"algo": "dense"})
     chosen = {
         "algo": settings.algo,
-        "density": settings.density,
+        **({"density": settings.density} if takes_density(settings.algo) else {}),
         **({"values": settings.values} if "values" in field_names(settings.algo) else {}),
         "warmup_steps": settings.warmup,
         "staleness": settings.staleness,

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from tritoncomm.algorithms import Dense, RandomBlock, Recipe, Warmup, algorithms, recipe
+from tritoncomm.algorithms import Dense, Quantized, RandomBlock, Recipe, Warmup, algorithms, at_density
 from tritoncomm.algorithms.base import EntryRecipe
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.scheduler.cost import Link
@@ -21,6 +21,7 @@ from tritoncomm.step.options import DEFAULT_ALGO, DEFAULT_DENSITY, DEFAULT_SMALL
 DENSITIES = (0.001, 0.01, 0.05)
 # The methods that are recommended, because they are known to train well: benchmarks/results/training.json
 TRUSTED = ("oktopk", "spardl")
+BITS = ("2bit", "4bit")  # further formats of the method whose values alone are compressed
 # A sparse step must be predicted to take less than this fraction of a dense step: a margin for what is not counted.
 WORTH_IT = 0.95
 # The backward pass is about two thirds of a step's computation. Most of it follows the first bucket.
@@ -119,7 +120,7 @@ def at(name: str, density: float, values: str = "fp32") -> Recipe:
     """Return the recipe of the method ``name`` at ``density``. ``values`` applies to methods that send entries."""
     if name == RandomBlock.name:  # a plan needs no warning about the learning rate
         return RandomBlock(density=density, reduced_lr=True)
-    found = recipe(name, density=density)
+    found = at_density(name, density)
     return replace(found, values=values) if isinstance(found, EntryRecipe) else found
 
 
@@ -172,7 +173,8 @@ def _table(setting: Setting, density: float, dense: Estimate, *, everything: boo
     groups = [first]
     if everything:
         others = [name for name in algorithms() if name not in (*TRUSTED, Dense.name)]
-        groups.append([setting.estimate(setting.at(name, density)) for name in others])
+        found = [setting.at(name, density) for name in others]
+        groups.append([setting.estimate(each) for each in (*found, *(Quantized(values=values) for values in BITS))])
         densities = [other for other in DENSITIES if other != density]
         groups.append([setting.estimate(setting.at(name, other)) for name in TRUSTED for other in densities])
     lines = [
@@ -186,7 +188,10 @@ def _table(setting: Setting, density: float, dense: Estimate, *, everything: boo
 
 
 def _row(estimate: Estimate, dense: Estimate) -> str:
-    density = "" if estimate.is_dense else f"{100 * estimate.recipe.density:.3g}%"
+    method = estimate.recipe
+    density = "" if estimate.is_dense else f"{100 * method.density:.3g}%"
+    if isinstance(method, Quantized):
+        density = method.values
     ratio = estimate.step / dense.step if dense.step else 1.0
     times = f"{1e3 * estimate.exchange:14.2f}{1e3 * estimate.step:12.2f}"
     return f"{estimate.recipe.name:16}{density:>9}{times}{ratio:9.2f}x"

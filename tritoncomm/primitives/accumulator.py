@@ -137,6 +137,12 @@ class Accumulator:
         self._add()
         return self._scratch
 
+    def edit(self, work: Callable[[torch.Tensor], Answer]) -> Answer:
+        """Return the result of ``work``, which gets the whole sum (fp32 ``[n]``) and replaces it by what remains."""
+        self._add()
+        self.selected = self.numel
+        return self._timed(lambda: work(self._scratch))
+
     def part(self, start: int, stop: int) -> Accumulator:
         """Return an accumulator for the coordinates from ``start`` up to ``stop``, which shares memory with this one.
 

@@ -1,11 +1,16 @@
-"""The mean over ranks of a dense vector whose values travel in 8 or 4 bits, with error feedback.
+"""The mean over ranks of a dense vector whose values travel in 1 to 8 bits, with error feedback.
 
-A reduce-scatter and an all-gather, both of quantized values. Each rank owns one part of the vector. It returns what
-quantization cut off, for the residual: of its own values, and of the mean that it sends as an owner. Compressing both
+A reduce-scatter and an all-gather, both of quantized values. Each rank owns one part of the vector. What quantization
+cuts off stays in the residual: of a rank's own values, and of the mean that it sends as an owner. Compressing both
 directions with an error at the worker and one at the server follows "DoubleSqueeze" (H. Tang et al., ICML 2019).
+
+There are two formats. In block floating point (:mod:`tritoncomm_kernels.block_float`), 0 stays 0. The mid-rise format
+(:mod:`tritoncomm_kernels.midrise`) has no level for zero, and therefore works with a single bit.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 
@@ -18,7 +23,7 @@ from tritoncomm.primitives.verdict import Verdict
 from tritoncomm.scheduler import cost
 from tritoncomm.scheduler.cost import Flow, both
 from tritoncomm.scheduler.rounds import AllGather, AllToAll, Inbox, Pattern
-from tritoncomm_kernels import Padded, block_float
+from tritoncomm_kernels import Padded, block_float, midrise
 
 FORMATS = ("fp32", "8bit", "4bit")
 DENSE_FORMATS = ("fp32", "8bit")  # of small tensors and of whole vectors
@@ -51,18 +56,34 @@ def quantized_mean(
     if world_size == 1 or not values.numel():
         return _checked(values.clone(), verdict), torch.zeros_like(values)
     messages, left = kernels.quantize_parts(values, world_size, bits)
-    if collective:
-        arrived = yield AllToAll(f"{phase}-scatter", messages)
-    else:
-        arrived = yield from _scattered(messages, rank, world_size, f"{phase}-scatter")
-    block = kernels.quantize_mean(arrived, values, left, rank, bits)
-    if collective:
-        blocks = yield AllGather(f"{phase}-gather", block)
-    else:
-        lengths = [messages.shape[1]] * world_size
-        blocks = torch.stack((yield from bruck_all_gather(block, lengths, rank, world_size, phase=f"{phase}-gather")))
+
+    def average(arrived: torch.Tensor) -> torch.Tensor:
+        return kernels.quantize_mean(arrived, values, left, rank, bits)
+
+    blocks = yield from _both_ways(messages, average, rank, world_size, phase, collective)
     mean = kernels.dequantize_parts(blocks, values.numel(), bits)
     return _checked(mean, verdict), left
+
+
+def _both_ways(
+    messages: torch.Tensor,
+    average: Callable[[torch.Tensor], torch.Tensor],
+    rank: int,
+    world_size: int,
+    phase: str,
+    collective: bool,
+) -> Pattern[torch.Tensor]:
+    """Send row r of ``messages`` (int32 ``[world_size, words]``) to rank r, which averages what arrives from all ranks.
+
+    Return what all ranks have made of it, by rank, ``[world_size, words]``.
+    """
+    if collective:
+        arrived = yield AllToAll(f"{phase}-scatter", messages)
+        gathered: torch.Tensor = yield AllGather(f"{phase}-gather", average(arrived))
+        return gathered
+    arrived = yield from _scattered(messages, rank, world_size, f"{phase}-scatter")
+    lengths, block = [messages.shape[1]] * world_size, average(arrived)
+    return torch.stack((yield from bruck_all_gather(block, lengths, rank, world_size, phase=f"{phase}-gather")))
 
 
 def _scattered(messages: torch.Tensor, rank: int, world_size: int, phase: str) -> Pattern[torch.Tensor]:
@@ -124,14 +145,47 @@ def deliver_all_quantized(
     return SparseVector.full(mean)
 
 
-def traffic(numel: int, world_size: int, *, bits: int, phase: str, collective: bool = False) -> dict[str, Flow]:
+def deliver_all_midrise(
+    acc: Accumulator, rank: int, world_size: int, *, bits: int, phase: str, collective: bool = False
+) -> Pattern[SparseVector]:
+    """Return the mean over ranks at every coordinate in 1 to 8 ``bits``, and leave the residual in ``acc``.
+
+    Each value becomes a level of :mod:`tritoncomm_kernels.midrise`, and the rest stays with the rank that has rounded
+    it. The owner of a part adds what arrives in the order of ranks, in fp64, and rounds in units of the mean. Residuals
+    are exact if sums and differences fit into fp32, otherwise each step rounds once. A rank's values in its own part
+    are not quantized. A single worker sends nothing and has no residual. See :func:`quantized_mean` for ``collective``
+    and errors.
+    """
+    if world_size == 1 or not acc.numel:
+        mean = _checked(acc.dense().clone(), acc.verdict)
+        acc.clear_all()
+    else:
+        messages = acc.edit(lambda values: kernels.round_parts(values, world_size, rank, bits))
+
+        def average(arrived: torch.Tensor) -> torch.Tensor:
+            return acc.edit(lambda values: kernels.round_mean(arrived, values, rank, bits))
+
+        blocks = yield from _both_ways(messages, average, rank, world_size, phase, collective)
+        _checked(midrise.scales_of(blocks, acc.numel, bits).view(-1), acc.verdict)
+        mean = kernels.read_parts(blocks, acc.numel, bits)
+    if acc.verdict is not None:
+        yield from acc.verdict.settle(world_size)
+    return SparseVector.full(mean)
+
+
+def traffic(
+    numel: int, world_size: int, *, bits: int, phase: str, collective: bool = False, midrise_format: bool = False
+) -> dict[str, Flow]:
     """Return the traffic of :func:`quantized_mean` for ``numel`` values by phase. It is exact.
 
-    ``collective`` is as in :func:`quantized_mean`.
+    ``collective`` is as in :func:`quantized_mean`. ``midrise_format`` says that it is :func:`deliver_all_midrise`.
     """
     if world_size == 1 or not numel:
         return {}
-    words = block_float.words(-(-numel // world_size), bits)
+    if midrise_format:
+        words = midrise.words(midrise.part_length(numel, world_size), bits)
+    else:
+        words = block_float.words(-(-numel // world_size), bits)
     peers = world_size - 1
     if collective:
         each = both(cost.all_gather(words, cost.WORD, world_size))
@@ -147,7 +201,8 @@ def _checked(mean: torch.Tensor, verdict: Verdict | None) -> torch.Tensor:
         verdict.check_result(mean)
     elif kernels.has_non_finite(mean):
         raise NonFiniteError(
-            "a gradient, or the mean of the gradients, has a NaN or Inf, or is about 2**112 or larger, which 8 bits "
-            "cannot hold; nothing was applied. For finite gradients as large as that, pass small='fp32'"
+            "a gradient, or the mean of the gradients, has a NaN or Inf, or is about 2**104 or larger, which quantized "
+            "values cannot hold; nothing was applied. For finite gradients as large as that, pass small='fp32' and "
+            "values='fp32'"
         )
     return mean

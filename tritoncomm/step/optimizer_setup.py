@@ -27,8 +27,8 @@ from tritoncomm.step.options import (
     WrapOptions,
     check_optimizer,
     is_alone,
-    is_dense,
     log_choice,
+    never_delays,
     with_density,
     with_warmup_and_nodes,
 )
@@ -103,7 +103,7 @@ class OptimizerSetup(OptimizerProxy):
         self.recipe = self._parts[-1].recipe
         alone = is_alone(process_group)
         steps = [
-            OptimizerStep(part.optimizer, options, delayed=not is_dense(part.recipe), alone=alone)
+            OptimizerStep(part.optimizer, options, delayed=not never_delays(part.recipe), alone=alone)
             for part in self._parts
         ]
         self._optimizer_step = OptimizerSteps(steps, options)

@@ -23,6 +23,7 @@ from tritoncomm.algorithms import (
     Recipe,
     Warmup,
     algorithms,
+    at_density,
     field_names,
     recipe,
     with_suggestions,
@@ -210,9 +211,11 @@ def resolve_recipe(
     check_keywords(function, algo, fields)
     if not isinstance(algo, Recipe):
         _check_packed(fields)
-        chosen = recipe(
-            algo, density=DEFAULT_DENSITY if density is None else density, **{**default_fields(algo, fields), **fields}
-        )
+        fields = {**default_fields(algo, fields), **fields}
+        if density is None:
+            chosen = at_density(algo, DEFAULT_DENSITY, **fields)
+        else:
+            chosen = recipe(algo, density=density, **fields)
     else:
         given = sorted(fields) + ([] if density in (None, algo.density) else ["density"])
         if given:
@@ -291,8 +294,7 @@ def with_warmup_and_nodes(
         ConfigMismatchError: Nodes differ in size.
     """
     if warmup_steps is None:
-        delivers_all = is_dense(chosen) or chosen.density == 1
-        warmup_steps = 0 if delivers_all or isinstance(chosen, WrapperRecipe) else DEFAULT_WARMUP
+        warmup_steps = 0 if chosen.delivers_all() or isinstance(chosen, WrapperRecipe) else DEFAULT_WARMUP
     if warmup_steps != 0:
         values = small if chosen.averages_when_dense else "fp32"
         chosen = Warmup(recipe=chosen, steps=warmup_steps, values=values)
@@ -364,6 +366,11 @@ def is_alone(group: dist.ProcessGroup | None) -> bool:
 def is_dense(chosen: Recipe) -> bool:
     """Return True if ``chosen`` is :class:`~tritoncomm.Dense`, or a wrapper around it. No entry is delayed then."""
     return isinstance(chosen.layers[-1], Dense)
+
+
+def never_delays(chosen: Recipe) -> bool:
+    """Return True if ``chosen`` delivers every entry in every step, whatever density it is given later."""
+    return is_dense(chosen) or not chosen.layers[-1].has_density
 
 
 def check_optimizer(
@@ -477,7 +484,7 @@ def log_choice(
     if small and not is_dense(recipe):
         text += f", of which {small:,} in small tensors are sent dense"
     text += f"; each rank receives {readable_size(received)} per step"
-    dense_chosen = is_dense(recipe) or recipe.density == 1
+    dense_chosen = recipe.always_dense()
     if received < dense:
         text += f", {dense / received:.3g} times less than the {readable_size(dense)} of a dense all-reduce"
     elif not dense_chosen:

@@ -13,7 +13,7 @@ from tritoncomm.errors import ConfigurationError
 from tritoncomm.step.adam import StalenessAwareAdam
 from tritoncomm.step.flat import FlatDelivery
 from tritoncomm.step.optimizer_list import parts_of
-from tritoncomm.step.options import WrapOptions, is_dense
+from tritoncomm.step.options import WrapOptions
 from tritoncomm.step.torch_internals import has_own_step
 
 logger = logging.getLogger("tritoncomm")
@@ -161,7 +161,7 @@ def takes_aware_step(optimizer: torch.optim.Optimizer, options: WrapOptions) -> 
 
 def selects_by_update(optimizer: torch.optim.Optimizer, recipe: Recipe, options: WrapOptions) -> bool:
     """Return True if ``recipe`` selects entries by their update, False if by their gradient."""
-    if options.select_by == "gradient" or is_dense(recipe) or recipe.density == 1:
+    if options.select_by == "gradient" or recipe.delivers_all():
         return False
     if options.select_by == "update" and not recipe.compares_entries():
         raise ConfigurationError(

@@ -86,7 +86,7 @@ class Staged(WrapperRecipe):
             fix = f"have {matrices.numel} elements, but the vector has {numel - tail}: give the shapes of all tensors"
             check(self, "shapes", matrices.numel == numel - tail, fix)
             scale = Scale(matrices, self.decay, self.renew_every, self.epsilon)
-        bits = None if self.small == "fp32" or self.delivers_all() else BITS[self.small]
+        bits = None if self.small == "fp32" or self.always_dense() else BITS[self.small]
         return StagedAlgorithm(self.recipe.build(numel - tail), tail, bits, scale)
 
 

@@ -1,0 +1,224 @@
+"""Mid-rise quantization: levels, scales, exact remainders, and the words of a message, against plain Python."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import tritoncomm_kernels as kernels
+from depth import examples
+from tritoncomm_kernels import midrise, quantize
+
+LENGTHS = (1, 2, 31, 33, 63, 64, 65, 129, 700)
+WIDTHS = list(midrise.WIDTHS)
+words_of = st.lists(st.integers(-(2**31), 2**31 - 1), min_size=1, max_size=300)
+
+
+def rounded(value: Fraction, bits: int, *, up: bool) -> Fraction:
+    """Return a positive ``value`` with that many significant bits, to nearest or upwards."""
+    if not value:
+        return value
+    exponent = max(value.numerator.bit_length() - value.denominator.bit_length() - 1, -127)
+    while Fraction(2) ** (exponent + 1) <= value:
+        exponent += 1
+    unit = Fraction(2) ** (max(exponent, -126) - bits + 1)
+    return unit * (math.ceil(value / unit) if up else math.floor(value / unit + Fraction(1, 2)))
+
+
+def expected(values: list[float], bits: int, divisor: int = 1) -> list[Fraction]:
+    """Return what a receiver gets for one block of ``values``, from the description of the format alone."""
+    kept = quantize.scale_bits(divisor)
+    magnitudes = [abs(Fraction(value)) for value in values]
+    if bits == 1:
+        scale = rounded(sum(magnitudes) / len(values), kept, up=False)
+    else:
+        scale = rounded(max(magnitudes) / 2**bits, kept, up=True)
+    levels = []
+    for value, magnitude in zip(values, magnitudes, strict=True):
+        step = min(magnitude // (2 * scale) if scale else 0, 2 ** (bits - 1) - 1)
+        levels.append((2 * step + 1) * scale * (-1 if math.copysign(1, value) < 0 else 1))
+    return levels
+
+
+def sent_of(values: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the message that another rank gets of ``values`` as the first of two parts, its values, and the rest."""
+    both = torch.cat([values, torch.zeros(-len(values) % midrise.BLOCK + midrise.part_length(len(values), 1))])
+    left = both.clone()
+    message = kernels.round_parts(left, 2, 1, bits)
+    return message, kernels.read_parts(message, len(both), bits)[: len(values)], left[: len(values)]
+
+
+@pytest.mark.parametrize("bits", WIDTHS)
+@pytest.mark.parametrize("exponent", [-140, -20, 0, 60])
+def test_levels_are_those_of_the_description(bits: int, exponent: int) -> None:
+    """What is received is what plain Python makes of the description, for whole blocks of integers and halves."""
+    generator = torch.Generator().manual_seed(bits)
+    values = torch.randint(-2000, 2000, (3, midrise.BLOCK), generator=generator).float() / 2
+    values[1] = values[1].clamp(-1, 1)  # ties
+    values[2, 5:] = 0.0
+    values[2, 9] = -0.0
+    values = values * 2.0**exponent
+    _, received, _ = sent_of(values.view(-1), bits)
+    for block, found in zip(values, received.view(3, -1), strict=True):
+        assert [Fraction(level) for level in found.tolist()] == expected(block.tolist(), bits)
+
+
+@pytest.mark.parametrize("bits", WIDTHS)
+@given(words=words_of)
+@examples(20)
+def test_rest_is_rounded_once(bits: int, words: list[int]) -> None:
+    """The rest is the value minus what is received, rounded once, for any bits. It is exact unless it must be rounded.
+
+    With two bits or more, it is at most the scale, which is half of a step.
+    """
+    values = torch.tensor(words, dtype=torch.int32).view(torch.float32)
+    values = torch.where(values.abs() < 2.0**100, values, 1.0)
+    message, received, left = sent_of(values, bits)
+    scales = midrise.scales_of(message, 2 * midrise.part_length(len(values), 1), bits)[0].tolist()
+    for place, (value, level, rest) in enumerate(zip(*map(torch.Tensor.tolist, (values, received, left)), strict=True)):
+        exact = Fraction(value) - Fraction(level)
+        assert Fraction(rest) == Fraction(float(torch.tensor(float(exact), dtype=torch.float32)))
+        if bits > 1:
+            assert abs(exact) <= max(Fraction(scales[place // midrise.BLOCK]), Fraction(2) ** -133)
+
+
+@pytest.mark.parametrize("bits", WIDTHS)
+def test_zeros_have_a_sign(bits: int) -> None:
+    """Zeros become the lowest level, with the sign of the zero. A block of zeros stays zero."""
+    values = torch.zeros(2 * midrise.BLOCK)
+    values[1], values[2] = -0.0, 8.0
+    _, received, left = sent_of(values, bits)
+    scale = float(expected([0.0, 8.0] + [0.0] * 62, bits)[0])
+    assert received[:2].tolist() == [scale, -scale]
+    assert left[:2].tolist() == [-scale, scale]
+    assert not received[midrise.BLOCK :].any()
+    assert not left[midrise.BLOCK :].any()
+
+
+def test_words_of_a_message() -> None:
+    """A message has the announced length and these words: signs and steps in planes of 32 values, then bf16 scales."""
+    for bits in WIDTHS:
+        for numel in LENGTHS:
+            for parts in (1, 2, 5):
+                length = midrise.part_length(numel, parts)
+                assert length % midrise.BLOCK == 0
+                assert parts * length >= numel > 0
+                message = kernels.round_parts(torch.ones(numel), parts, 0, bits)
+                assert message.shape == (parts, midrise.words(length, bits))
+                assert not message[0].any()
+    assert midrise.words(128, 1) == 4 + 1
+    assert midrise.words(64, 3) == 6 + 1
+    values = torch.ones(64)
+    values[0] = values[33] = -1.0
+    message, _, _ = sent_of(values, 1)
+    assert message[0].tolist() == [1, 2, 0x3F80]
+    # The largest magnitude is 8, so the scale is 2, and the levels are 2 and 6, of either sign.
+    message, received, _ = sent_of(torch.tensor([8.0, -8.0, 1.0, -5.0]), 2)
+    assert received.tolist() == [6.0, -6.0, 2.0, -6.0]
+    # The code of 6 is 00, of 2 it is 01, of -2 it is 10, and of -6 it is 11. The other values are zeros: 01.
+    assert message[0].tolist() == [~0b0001, 0b1010, ~0, 0, 0x4000]
+
+
+@pytest.mark.parametrize("bits", WIDTHS)
+@pytest.mark.parametrize("parts", [2, 3, 5, 17, 64, 1000])
+def test_products_with_the_number_of_ranks_are_exact(bits: int, parts: int) -> None:
+    """A level of the mean times the number of ranks is exact in fp32, and nothing is lost."""
+    generator = torch.Generator().manual_seed(parts)
+    values = torch.randint(-3000, 3000, (64 * parts,), generator=generator).float()
+    given = values[: midrise.BLOCK].clone()
+    length = midrise.part_length(values.numel(), parts)
+    received = torch.zeros((parts, midrise.words(length, bits)), dtype=torch.int32)
+    message = kernels.round_mean(received, values, 0, bits)
+    mean = kernels.read_parts(message.repeat(parts, 1), values.numel(), bits)[: midrise.BLOCK]
+    assert torch.equal((mean * parts).double(), mean.double() * parts)
+    assert torch.equal(mean.double() * parts + values[: midrise.BLOCK].double(), given.double())
+
+
+@pytest.mark.parametrize("bits", WIDTHS)
+@pytest.mark.parametrize("parts", [2, 3, 7])
+@pytest.mark.parametrize("held", [64, 60, 1])
+def test_means_are_added_in_order(bits: int, parts: int, held: int) -> None:
+    """The owner adds what it reads and its own values in the order of ranks, in fp64.
+
+    A part that holds fewer values than its block does not count what the messages have behind them.
+    """
+    generator = torch.Generator().manual_seed(parts)
+    ranks = torch.randint(-40, 40, (parts, 64 * (parts - 1) + held), generator=generator).float()
+    own, total = parts - 1, torch.zeros(held, dtype=torch.float64)
+    sent = [values.clone() for values in ranks]
+    messages = torch.stack([kernels.round_parts(left, parts, rank, bits)[own] for rank, left in enumerate(sent)])
+    for rank, values in enumerate(ranks):
+        part = slice(64 * own, 64 * own + held)
+        total += (values if rank == own else values - sent[rank])[part].double()
+    before = sent[own].clone()
+    message = kernels.round_mean(messages, sent[own], own, bits)
+    mean = kernels.read_parts(message.repeat(parts, 1), 64 * parts, bits)[:held]
+    assert torch.equal(sent[own][64 * own :].double(), total - parts * mean.double())
+    assert torch.equal(sent[own][: 64 * own], before[: 64 * own])  # other parts stay
+    expected_levels = expected((total.float() / parts).tolist(), bits, parts)
+    assert [Fraction(level) for level in mean.tolist()] == expected_levels
+
+
+@pytest.mark.parametrize("bits", WIDTHS)
+def test_not_finite_blocks_are_marked(bits: int) -> None:
+    """A block with NaN, Inf or a magnitude that is too large becomes NaN as a whole, and other blocks do not."""
+    for bad in (math.nan, -math.nan, math.inf, -math.inf, 3e38, -(2.0**113)):
+        values = torch.ones(256)
+        values[70] = bad
+        message, received, _ = sent_of(values, bits)
+        assert received[64:128].isnan().all()
+        assert received[:64].isfinite().all()
+        assert received[128:].isfinite().all()
+        assert midrise.scales_of(message, 512, bits)[0].isnan().tolist() == [False, True, False, False]
+    _, received, left = sent_of(torch.full((64,), 2.0**103), bits)
+    assert received.isfinite().all()
+    assert left.isfinite().all()
+
+
+@pytest.mark.parametrize("bits", WIDTHS)
+def test_hostile_messages_can_be_read(bits: int) -> None:
+    """Values of random words are NaN or below a known magnitude, and their scales say which."""
+    generator, numel, parts = torch.Generator().manual_seed(bits), 20_000, 7
+    words = midrise.words(midrise.part_length(numel, parts), bits)
+    messages = torch.randint(-(2**31), 2**31, (parts, words), generator=generator).to(torch.int32)
+    values = kernels.read_parts(messages, numel, bits)
+    assert (values.isnan() | (values.abs() <= 2 * midrise.LIMIT * 2**bits)).all()
+    of_values = midrise.scales_of(messages, numel, bits).view(-1)[: -(-numel // 64)].repeat_interleave(64)[:numel]
+    assert torch.equal(of_values.isnan(), values.isnan())
+    mine = torch.ones(numel)
+    assert kernels.round_mean(messages, mine, 3, bits).shape == (words,)
+
+
+@pytest.mark.parametrize("bits", WIDTHS)
+@pytest.mark.parametrize("numel", [1000, 6000])
+def test_chunks_change_nothing(bits: int, numel: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values at once and in chunks of two blocks have the same messages, means and remainders."""
+    start = torch.randn(numel, generator=torch.Generator().manual_seed(numel))
+
+    def everything() -> list[torch.Tensor]:
+        values = start.clone()
+        messages = kernels.round_parts(values, 3, 1, bits)
+        block = kernels.round_mean(messages[:1].repeat(3, 1), values, 1, bits)
+        return [messages, block, values, kernels.read_parts(block.repeat(3, 1), numel, bits)]
+
+    whole = everything()
+    monkeypatch.setattr(midrise, "_CHUNK", 4 * midrise.BLOCK)
+    assert all(map(torch.equal, everything(), whole))
+
+
+def test_arguments() -> None:
+    """Other dtypes and shapes, no values, and other widths are errors that name the argument."""
+    with pytest.raises(ValueError, match="values has dtype torch.float64"):
+        kernels.round_parts(torch.ones(5, dtype=torch.float64), 2, 0, 1)
+    with pytest.raises(ValueError, match="no values"):
+        kernels.round_parts(torch.ones(0), 2, 0, 1)
+    for bits in (0, 9):
+        with pytest.raises(ValueError, match=f"bits={bits} is not one of 1 to 8"):
+            kernels.round_mean(torch.zeros(2, 3, dtype=torch.int32), torch.ones(5), 0, bits)
+        with pytest.raises(ValueError, match=f"bits={bits} is not one of 1 to 8"):
+            kernels.read_parts(torch.zeros(2, 3, dtype=torch.int32), 5, bits)
