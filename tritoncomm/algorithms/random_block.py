@@ -41,8 +41,8 @@ class RandomBlock(StaticRecipe):
     elements. ``seed`` must be the same on all workers.
 
     ``values`` is the format in which values travel: ``"fp32"``, ``"8bit"`` or ``"4bit"``. What quantization cuts off
-    stays in the residuals. A coordinate whose mean is rounded to zero is not delivered. The static form is that of
-    :class:`RandomK`.
+    stays in the residuals. A coordinate whose mean is rounded to zero is not delivered. Messages always have a fixed
+    length. The static form sends quantized values by collectives.
 
     The gradients of a waiting coordinate accumulate and arrive as one large update. With error feedback, gradient
     descent is therefore stable only up to a lower learning rate. For ``perm`` the limit is about ``density`` times that

@@ -13,6 +13,7 @@ import torch
 from tritoncomm.errors import ConfigurationError, NonFiniteError
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.step.shards import local, local_gradient
+from tritoncomm.step.torch_internals import gradient_dtype
 from tritoncomm_kernels import Padded, constant
 from tritoncomm_kernels.devices import is_asynchronous
 
@@ -265,8 +266,7 @@ def _write(entries: Entries, out: torch.Tensor) -> None:
 def _zeros(parameter: torch.Tensor) -> torch.Tensor:
     """Return zeros with the shape and sharding of ``parameter``, in the dtype of its gradients."""
     held = local(parameter)
-    dtype = getattr(parameter, "grad_dtype", None) or held.dtype  # older releases of PyTorch have no grad_dtype
-    shard = torch.zeros_like(held, dtype=dtype)
+    shard = torch.zeros_like(held, dtype=gradient_dtype(parameter) or held.dtype)
     if not hasattr(parameter, "placements"):
         return shard
     from torch.distributed.tensor import DTensor  # noqa: PLC0415 - importing it takes a while

@@ -1,6 +1,7 @@
-"""What PyTorch has no public function for, up to 2.13: private names, the call stack, all objects of a class.
+"""What depends on the release of PyTorch, and what it has no public function for up to 2.13, such as private names.
 
-Each has its reason beside it. Nothing else in the library does such things.
+Each has its reason beside it. Nothing else in ``step/`` does such things. In ``scheduler/``, process groups have no
+public functions for some of what it needs, and the lines that use others say so.
 """
 
 from __future__ import annotations
@@ -24,6 +25,11 @@ without_compile = torch._disable_dynamo  # type: ignore[attr-defined]  # noqa: S
 def version_of(tensor: torch.Tensor | None) -> int:
     """Return a number that grows whenever ``tensor``, or this rank's shard of a DTensor, is changed in place."""
     return -1 if tensor is None else int(getattr(tensor, "_local_tensor", tensor)._version)  # noqa: SLF001
+
+
+def gradient_dtype(parameter: torch.Tensor) -> torch.dtype | None:
+    """Return the dtype that the gradient of ``parameter`` must have. None is any, or that PyTorch does not know yet."""
+    return getattr(parameter, "grad_dtype", None)
 
 
 def backward_pass() -> int:
