@@ -1,12 +1,12 @@
 """Train with several optimizers, and compare the exchange of gradients, the exchange of updates, and dense.
 
-Four simulated workers train the byte-level GPT of ``training.py``, or the model of the demo. The score is the validation
-loss in nats per byte. Rates follow a linear warm-up and half a cosine. Bytes are those that the busiest worker sends per
-step, over the whole run.
+Four simulated workers train the byte-level GPT of ``training.py``, or the model of the demo. The score is the
+validation loss in nats per byte. Rates follow a linear warm-up and half a cosine. Bytes are those that the busiest
+worker sends per step, over the whole run.
 
-``dense`` averages gradients. ``gradients`` exchanges them by Ok-Topk, as :func:`tritoncomm.wrap` does for optimizers with
-a rule. ``updates`` lets every worker take ``--local-steps`` steps of its own optimizer, and exchanges what they have
-changed (:mod:`tritoncomm.step.updates`). With a single local step, the AdamW beside a Muon exchanges gradients.
+``dense`` averages gradients. ``gradients`` exchanges them by Ok-Topk, as :func:`tritoncomm.wrap` does for optimizers
+with a rule. ``updates`` lets every worker take ``--local-steps`` steps of its own optimizer, and exchanges what they
+have changed (:mod:`tritoncomm.step.updates`). With a single local step, the AdamW beside a Muon exchanges gradients.
 
 Every finished run is added to the file of ``--json``, and is not repeated.
 """
@@ -62,8 +62,8 @@ Named = list[tuple[str, nn.Parameter]]
 
 def muon(named: Named, lr: float) -> list[torch.optim.Optimizer]:
     """Return Muon for the matrices inside the blocks, and AdamW for all others."""
-    hidden = [p for name, p in named if p.dim() == 2 and name.startswith("blocks.")]
-    rest = [p for name, p in named if not (p.dim() == 2 and name.startswith("blocks."))]
+    hidden = [p for name, p in named if p.dim() > 1 and name.startswith("blocks.")]
+    rest = [p for name, p in named if not (p.dim() > 1 and name.startswith("blocks."))]
     return [torch.optim.Muon(hidden, lr=lr, weight_decay=0.1), _adamw(rest, lr * ADAMW_SHARE)]
 
 
@@ -144,7 +144,7 @@ class Gradients:
         else:
             self.rule.step(first.parameters, [entries.indices for entries in delivered])
         for other in others:
-            torch._foreach_copy_(other.parameters, first.parameters)  # noqa: SLF001 - as torch's optimizers do
+            torch._foreach_copy_(other.parameters, first.parameters)
 
 
 class Updates:

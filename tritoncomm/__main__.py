@@ -1,4 +1,4 @@
-"""The command line: ``python -m tritoncomm demo | simulate | plan | doctor``."""
+"""The command line: ``python -m tritoncomm demo | simulate | plan | doctor | optimizers``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tritoncomm import Quantized, Recipe
 from tritoncomm.demo import report
 from tritoncomm.demo.train import REPLICAS, Run, Settings, compare
 from tritoncomm.errors import ConfigurationError
-from tritoncomm.planning import planner
+from tritoncomm.planning import optimizers, planner
 from tritoncomm.planning.comparison import Row, Source, compare_methods, picture, table, timeline
 from tritoncomm.planning.doctor import diagnose
 from tritoncomm.planning.synthetic_gradients import (
@@ -47,7 +47,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tritoncomm", description=tritoncomm.__doc__)
     parser.add_argument("--version", action="version", version=tritoncomm.__version__)
     commands = parser.add_subparsers(dest="command", required=True)
-    for add in (_add_demo, _add_simulate, _add_plan, _add_doctor):
+    for add in (_add_demo, _add_simulate, _add_plan, _add_doctor, _add_optimizers):
         add(commands)
     options = parser.parse_args(arguments)
     if getattr(options, "plot", None) and importlib.util.find_spec("matplotlib") is None:
@@ -107,6 +107,18 @@ def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         help="wrap: a plain module; ddp: DistributedDataParallel; fsdp: FSDP2 with two replicas, whose bytes between "
         "the replicas are counted",
     )
+    demo.add_argument(
+        "--optimizer",
+        default=defaults.optimizer,
+        choices=("adamw", "muon"),
+        help="of both runs; muon: Muon for matrices, whose updates are exchanged, and AdamW for other parameters",
+    )
+    demo.add_argument(
+        "--local-steps",
+        type=_positive,
+        default=defaults.local_steps,
+        help="steps of the second run between two exchanges of updates; the method is then the default one for updates",
+    )
     demo.add_argument("--json", type=_writable, metavar="FILE", help="write the figures to this file")
     demo.add_argument("--plot", type=_writable, metavar="FILE", help="write a PNG to this file (requires matplotlib)")
     demo.add_argument(
@@ -139,8 +151,13 @@ def _demo(options: argparse.Namespace) -> int:
         staleness=options.staleness,
         small=options.small,
         door=options.door,
+        optimizer=options.optimizer,
+        local_steps=options.local_steps,
         record=options.record,
     )
+    if settings.record is not None and (settings.optimizer, settings.local_steps) != ("adamw", 1):
+        print("--record needs gradients that are exchanged: choose --optimizer adamw --local-steps 1", file=sys.stderr)
+        return 2
     if settings.door == "fsdp" and settings.workers % REPLICAS:
         print(f"--door fsdp needs an even number of workers, got {settings.workers}", file=sys.stderr)
         return 2
@@ -159,6 +176,20 @@ def _demo(options: argparse.Namespace) -> int:
         report.write_json(figures, options.json)
     if options.plot:
         report.plot(figures, runs, options.plot)
+    return 0
+
+
+def _add_optimizers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    listed = commands.add_parser(
+        "optimizers",
+        help="list what each optimizer exchanges by default",
+        description="List for each optimizer of torch, and for others, whether gradients or updates are exchanged.",
+    )
+    listed.set_defaults(run=_optimizers)
+
+
+def _optimizers(_: argparse.Namespace) -> int:
+    print(optimizers.table())
     return 0
 
 

@@ -83,7 +83,7 @@ def test_options_reach_wrap(
     monkeypatch.setattr(train, "_train", lambda *arguments: given.append(arguments[6]))
     assert main(["demo", *arguments]) == 1
     assert "nothing was trained" in capsys.readouterr().err
-    assert given[0] == {"algo": "dense"}
+    assert given[0] == {"algo": "dense", "exchange": "gradients"}
     assert given[1].items() >= fields.items()
     assert ("values" in given[1]) == ("values" in fields)
 
@@ -124,3 +124,17 @@ def test_model_and_text() -> None:
     assert len(validation_batches(text.validation, 4, 64, 3)) == 3
     torch.manual_seed(0)
     assert ByteGPT(Shape())(first).item() == pytest.approx(5.55, abs=0.15)
+
+
+@pytest.mark.parametrize("arguments", [["--local-steps", "3"], []])
+def test_muon(arguments: list[str], launcher: PreparedLauncher, tmp_path: Path) -> None:
+    """Both runs train with Muon and AdamW. The second one exchanges updates, after several local steps if asked for."""
+    script, file = tmp_path / "command.py", tmp_path / "figures.json"
+    script.write_text(COMMAND)
+    options = ["--optimizer", "muon", "--steps", "4", "--workers", "2", "--json", str(file), *arguments]
+    done = launcher.run(script, "demo", *options, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(file.read_text())
+    assert 0 < figures["val_loss"] < 5.6
+    assert figures["bytes_per_step"] < 0.25 * figures["dense_bytes_per_step"]
+    assert ("updates of 3 local steps" if arguments else "muon, updates; adamw, oktopk") in done.stdout

@@ -23,6 +23,8 @@ def summary(settings: Settings, dense: Run, chosen: Run) -> dict[str, Any]:
     after = chosen.bytes_sent[-1] - (chosen.bytes_sent[settings.warmup - 1] if settings.warmup else 0)
     return {
         "algo": settings.algo,
+        "label": settings.label,
+        "described": settings.described,
         "density": settings.density,
         "values": settings.values,
         "workers": settings.workers,
@@ -31,6 +33,8 @@ def summary(settings: Settings, dense: Run, chosen: Run) -> dict[str, Any]:
         "staleness": settings.staleness,
         "small": settings.small,
         "door": settings.door,
+        "optimizer": settings.optimizer,
+        "local_steps": settings.local_steps,
         "warmup_steps": settings.warmup,
         "numel": dense.numel,
         "loss": statistics.fmean(chosen.losses[-SMOOTH:]),
@@ -77,7 +81,7 @@ def table(figures: dict[str, Any]) -> str:
     """Return a text table of both runs, side by side."""
     ratio = figures["dense_bytes_per_step"] / (figures["bytes_per_step"] or 1.0)
     rows = [
-        ("", "dense", figures["algo"]),
+        ("", "dense", figures["label"]),
         ("validation loss, final", _loss(figures, "dense_val_loss"), _loss(figures, "val_loss")),
         ("validation loss, best", _loss(figures, "dense_best_val_loss"), _loss(figures, "best_val_loss")),
         ("training loss, final", _loss(figures, "dense_loss"), _loss(figures, "loss")),
@@ -88,13 +92,9 @@ def table(figures: dict[str, Any]) -> str:
         ("seconds in exchange", f"{figures['dense_seconds_exchange']:.1f}", f"{figures['seconds_exchange']:.1f}"),
         ("seconds in total", f"{figures['dense_seconds']:.1f}", f"{figures['seconds']:.1f}"),
     ]
-    values = "" if figures["values"] == "fp32" else f" with {figures['values']} values"
     gap = figures["val_loss"] / figures["dense_val_loss"] - 1
     lines = [f"{label:26}{dense:>14}{chosen:>18}" for label, dense, chosen in rows]
-    lines += [
-        "",
-        f"{figures['algo']} at density {figures['density']:.3%}{values}: validation loss {gap:+.1%} relative to dense",
-    ]
+    lines += ["", f"{figures['described']}: validation loss {gap:+.1%} relative to dense"]
     return "\n".join(lines)
 
 
@@ -115,7 +115,7 @@ def plot(figures: dict[str, Any], runs: list[Run], path: Path) -> None:
             steps = [step for step, _ in run.validations]
             losses = [loss for _, loss in run.validations]
             megabytes = [run.bytes_sent[step - 1] / 1e6 for step in steps]
-            label = run.method if run is runs[0] else f"{run.method}, density {figures['density']:.1%}"
+            label = run.method if run is runs[0] else figures["described"]
             by_step.plot(steps, losses, "o-", color=color, label=label, markersize=4)
             by_bytes.plot(megabytes, losses, "o-", color=color, label=label, markersize=4)
         by_step.set(xlabel="step", ylabel="validation loss (nats per byte)")

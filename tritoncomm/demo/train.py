@@ -20,6 +20,7 @@ from tritoncomm.step.options import DEFAULT_DENSITY, DEFAULT_SMALL, DEFAULT_VALU
 
 ROWS = 8
 LEARNING_RATE, BETAS, WEIGHT_DECAY = 1e-3, (0.9, 0.95), 0.1
+MUON_RATE, RATE_BESIDE_MUON = 0.02, 2e-3  # of --optimizer muon, for matrices in blocks and for the other parameters
 LEARNING_RATE_WARMUP_SHARE = 0.1  # fraction of the steps; linear, in both runs
 VALIDATIONS = 10  # evaluations of the validation loss per run
 VALIDATION_BATCHES, VALIDATION_ROWS = 32, 32
@@ -42,12 +43,30 @@ class Settings:
     staleness: str = "aware"
     small: str = DEFAULT_SMALL
     door: str = "wrap"
+    optimizer: str = "adamw"
+    local_steps: int = 1
     record: Path | None = None
 
     @property
     def warmup(self) -> int:
-        """Number of dense steps at the start of the sparse run."""
-        return int(self.steps * WARMUP_SHARE)
+        """Number of dense steps at the start of the sparse run. An exchange of updates alone has none."""
+        return int(self.steps * WARMUP_SHARE) if self.local_steps == 1 else 0
+
+    @property
+    def label(self) -> str:
+        """A short name of the second run."""
+        if self.local_steps > 1:
+            return f"{self.local_steps} local steps"
+        return self.algo if self.algo != "dense" else "dense, again"
+
+    @property
+    def described(self) -> str:
+        """What the second run exchanges."""
+        if self.local_steps > 1:
+            return f"{self.optimizer}, updates of {self.local_steps} local steps"
+        values = "" if self.values == "fp32" else f" with {self.values} values"
+        gradients = f"{self.algo} at density {self.density:.3%}{values}"
+        return gradients if self.optimizer == "adamw" else f"muon, updates; adamw, {gradients}"
 
     @property
     def lr_warmup(self) -> int:
@@ -86,7 +105,15 @@ class Run:
 def compare(rank: int, world_size: int, send: Send, settings: Settings) -> list[Run]:
     """Train with dense exchange, then with the chosen method, as one of ``world_size`` workers. Return both runs."""
     text = standard_library()
-    dense = _train("dense", rank, world_size, send, replace(settings, door="wrap"), text, {"algo": "dense"})
+    dense = _train(
+        "dense",
+        rank,
+        world_size,
+        send,
+        replace(settings, door="wrap"),
+        text,
+        {"algo": "dense", "exchange": "gradients"},
+    )
     chosen = {
         "algo": settings.algo,
         **({"density": settings.density} if takes_density(settings.algo) else {}),
@@ -95,9 +122,10 @@ def compare(rank: int, world_size: int, send: Send, settings: Settings) -> list[
         "staleness": settings.staleness,
         "small": settings.small,
     }
+    if settings.local_steps > 1:  # updates are exchanged, by their default method
+        chosen = {"local_steps": settings.local_steps}
     record = settings.record
-    label = settings.algo if settings.algo != "dense" else "dense, again"
-    return [dense, _train(label, rank, world_size, send, settings, text, chosen, record)]
+    return [dense, _train(settings.label, rank, world_size, send, settings, text, chosen, record)]
 
 
 def _train(
@@ -110,16 +138,14 @@ def _train(
     held_out = validation_batches(text.validation, VALIDATION_ROWS, context, VALIDATION_BATCHES)
     run = Run(label, sum(p.numel() for p in plain.parameters()))
     model, options = opened(settings.door, plain, world_size, options)
-    optimizer = tritoncomm.wrap(
-        torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=BETAS, weight_decay=WEIGHT_DECAY),
-        **options,
-    )
+    optimizer = tritoncomm.wrap(optimizers(settings.optimizer, model), **options)
+    rates = [group["lr"] for group in optimizer.param_groups]
     every = max(1, settings.steps // VALIDATIONS)
     recording: list[tuple[torch.Tensor, torch.Tensor]] = []
     started = time.perf_counter()
     for step in range(settings.steps):
-        for group in optimizer.param_groups:
-            group["lr"] = LEARNING_RATE * min(1.0, (step + 1) / settings.lr_warmup)
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate * min(1.0, (step + 1) / settings.lr_warmup)
         optimizer.zero_grad()
         loss = model(batch(text.train, ROWS, context, settings.seed, step, rank))
         loss.backward()
@@ -131,8 +157,11 @@ def _train(
         run.bytes_sent.append(metrics["bytes_sent_total"])
         run.densities.append(metrics["density_delivered"])
         run.seconds_exchange += metrics["seconds_exchange"]
+        if step + 1 == settings.steps:
+            optimizer.merge()
         if (step + 1) % every == 0 or step + 1 == settings.steps:
-            run.validations.append((step + 1, _validate(model, held_out, rank, world_size)))
+            with optimizer.averaged():
+                run.validations.append((step + 1, _validate(model, held_out, rank, world_size)))
         if rank == 0:
             send(Progress(run.method, step + 1, run.losses[-1], run.bytes_sent[-1]))
     run.seconds = time.perf_counter() - started
@@ -141,6 +170,20 @@ def _train(
     run.losses = _mean_over_ranks(run.losses)
     run.bytes_sent = _mean_over_ranks(run.bytes_sent)
     return run
+
+
+def optimizers(name: str, model: nn.Module) -> torch.optim.Optimizer | list[torch.optim.Optimizer]:
+    """Return AdamW, or for ``"muon"`` a Muon for the matrices in blocks, and AdamW for the other parameters."""
+    if name == "adamw":
+        return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=BETAS, weight_decay=WEIGHT_DECAY)
+    named = list(model.named_parameters())
+    hidden = [parameter for key, parameter in named if ".blocks." in f".{key}" and parameter.dim() > 1]
+    chosen = {id(parameter) for parameter in hidden}
+    rest = [parameter for _, parameter in named if id(parameter) not in chosen]
+    return [
+        torch.optim.Muon(hidden, lr=MUON_RATE, weight_decay=WEIGHT_DECAY),
+        torch.optim.AdamW(rest, lr=RATE_BESIDE_MUON, betas=BETAS, weight_decay=WEIGHT_DECAY),
+    ]
 
 
 def opened(door: str, model: ByteGPT, world_size: int, options: dict[str, Any]) -> tuple[nn.Module, dict[str, Any]]:

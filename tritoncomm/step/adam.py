@@ -83,6 +83,7 @@ class StalenessAwareAdam:
     )
 
     owned_entries: ClassVar[tuple[str, ...]] = ("last_delivered", "last_aware", "param_rms")
+    others: ClassVar[tuple[str, ...]] = ()
 
     @staticmethod
     def fits(optimizer: torch.optim.Optimizer) -> bool:

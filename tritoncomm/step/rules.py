@@ -35,9 +35,11 @@ class AwareStep(Protocol):
 
     Attributes:
         owned_entries: Names of the entries that the rule adds to the state of each parameter.
+        others: Names of optimizers outside torch to which the rule applies, for a list.
     """
 
     owned_entries: ClassVar[tuple[str, ...]]
+    others: ClassVar[tuple[str, ...]]
 
     @staticmethod
     def fits(optimizer: torch.optim.Optimizer) -> bool:
