@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+from collections.abc import Callable
 
 import fsdp_models
 import pytest
@@ -18,6 +19,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from tritoncomm import NonFiniteError, OkTopk, PeerLostError, TopkAllgather
 from tritoncomm.checkpoint import ResidualState
 from tritoncomm.scheduler import failure_report
+from tritoncomm.step import updates
+from tritoncomm.step.updates import LocalSteps
 
 METHODS = {
     "1 bit": tritoncomm.recipe("quantized", values="1bit"),
@@ -268,7 +271,7 @@ def refused(rank: int, world_size: int, send) -> None:
     """A NaN leaves out the step of one rank, or refuses the exchange on all and changes nothing, as is asked for."""
     for policy in ("skip", "zero", "raise"):
         parameters = parameters_of()
-        optimizer = wrapped(parameters, METHODS["oktopk"], on_nonfinite=policy)
+        optimizer = wrapped(parameters, METHODS["oktopk"], on_nonfinite=policy, outer_momentum=0.5)
         give(parameters, 0, rank, world_size)
         before, anchor = vector(parameters), vector(optimizer._local.anchors)
         if rank == 1:
@@ -280,6 +283,7 @@ def refused(rank: int, world_size: int, send) -> None:
             assert torch.equal(vector(parameters), before - own)
             assert torch.equal(vector(optimizer._local.anchors), anchor)
             assert not residual(optimizer).any()
+            assert not optimizer._local.outer.state
             with pytest.raises(RuntimeError, match="call merge"):
                 optimizer.step()
             optimizer.merge()
@@ -549,3 +553,50 @@ def _load(model: nn.Module, optimizer: tritoncomm.SparseOptimizer, path: str, **
     content = {"model": weights, "optimizer": state, "residuals": ResidualState(optimizer, **fields)}
     dcp.load(content, checkpoint_id=path)
     set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
+
+
+def keeps_in_parameters() -> None:
+    """Leave the parameters of a worker where they are, so that what is in the residual counts twice."""
+
+    def settle(self: LocalSteps) -> None:
+        self.withdraw()
+        self.taken, self.is_pending = 0, False
+
+    LocalSteps.settle = settle
+
+
+def delta_of_whole_anchor() -> None:
+    """Take what was changed against the anchor with all its bits, so that rounding counts as progress."""
+    updates._rounded = lambda anchor, parameter: anchor.clone()
+
+
+def momentum_of_a_failed_exchange() -> None:
+    """Step the outer momentum before the exchange is known to succeed."""
+    give_delta = LocalSteps.give
+
+    def give(self: LocalSteps, **fields) -> None:
+        give_delta(self, **fields)
+        for anchor in self.anchors:
+            self.outer.state[anchor]["momentum_buffer"] = anchor.grad.clone()
+
+    LocalSteps.give = give
+
+
+def counts_on_after_merge() -> None:
+    """Do not begin to count local steps from zero when they were exchanged."""
+    settle_all = LocalSteps.settle
+
+    def settle(self: LocalSteps) -> None:
+        taken = self.taken
+        settle_all(self)
+        self.taken = taken % self._options.local_steps
+
+    LocalSteps.settle = settle
+
+
+def broken(rank: int, world_size: int, send, breaks: Callable[[], None], situation: Callable[..., None]) -> None:
+    """With this change of the library, the situation fails on every rank."""
+    breaks()
+    with pytest.raises((AssertionError, tritoncomm.ProtocolMismatchError)):
+        situation(rank, world_size, send)
+    send((rank, "found"))

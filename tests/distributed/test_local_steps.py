@@ -45,3 +45,18 @@ def test_lost_worker(situation: Callable[..., None]) -> None:
 def test_shards(tmp_path: Path) -> None:
     """Two replicas of two shards each train, stop and resume."""
     run_workers(workers.sharded, 4, str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("breaks", "situation"),
+    [
+        (workers.keeps_in_parameters, workers.conserved),
+        (workers.delta_of_whole_anchor, workers.rounded_parameters),
+        (workers.momentum_of_a_failed_exchange, workers.refused),
+        (workers.counts_on_after_merge, workers.merged_and_flushed),
+    ],
+    ids=lambda each: each.__name__,
+)
+def test_planted_bugs(breaks: Callable[[], None], situation: Callable[..., None]) -> None:
+    """The situation that should find a bug finds it, on every rank."""
+    assert reports(workers.broken, 2, breaks, situation) == dict.fromkeys((0, 1), ("found",))

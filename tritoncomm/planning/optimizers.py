@@ -41,7 +41,7 @@ _NO_RULE = "it has no rule for late gradients"
 
 def _row(kind: type[torch.optim.Optimizer]) -> Row:
     parameter = torch.nn.Parameter(torch.zeros(2, 2))
-    optimizer = kind([parameter])  # type: ignore[call-arg] - all of torch have default options
+    optimizer = kind([parameter])  # type: ignore[call-arg]
     try:
         check_optimizer(optimizer, alone=False)
     except ConfigurationError as error:
