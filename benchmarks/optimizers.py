@@ -18,6 +18,7 @@ import copy
 import itertools
 import json
 import math
+import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
@@ -264,6 +265,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--match-length", action="store_true", help="restore the length of the mean")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--json", type=Path, help="read finished runs from this file, and add new ones")
+    parser.add_argument("--plot", type=Path, help="write a PNG of loss against bytes of the runs in the file of --json")
     parser.add_argument("--smoke", action="store_true", help="a few steps: only checks that the script runs")
     return parser
 
@@ -298,6 +300,44 @@ def read(path: Path | None) -> dict[Run, dict[str, float]]:
     }
 
 
+def label(run: Run) -> str:
+    """Return the name of the group of runs that differ from ``run`` in their seeds alone."""
+    if run.exchange == "dense":
+        return f"{run.optimizer}, dense"
+    if run.exchange == "gradients":
+        return f"{run.optimizer}, gradients, {run.method} at {run.density:.0%}"
+    steps = "" if run.local_steps == 1 else f", {run.local_steps} local steps"
+    outer = "" if run.outer_momentum == 0 else f", outer {run.outer_lr:g} and {run.outer_momentum:g}"
+    how = run.values if run.method == "quantized" else run.method
+    return f"{run.optimizer}, updates, {how}{steps}{outer}"
+
+
+def picture(results: dict[Run, dict[str, float]], path: Path) -> None:
+    """Write a PNG of the mean loss of each group of runs against the bytes that a worker sends per step."""
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    groups: dict[str, list[dict[str, float]]] = {}
+    for run, outcome in results.items():
+        groups.setdefault(label(run), []).append(outcome)
+    with mpl.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
+        figure = Figure(figsize=(8, 4.6), layout="constrained")
+        axes = figure.subplots()
+        for name, outcomes in sorted(groups.items(), key=lambda pair: -pair[1][0]["kilobytes"]):
+            scores = [outcome["score"] for outcome in outcomes]
+            mean, kilobytes = statistics.fmean(scores), statistics.fmean(each["kilobytes"] for each in outcomes)
+            if name.endswith(", dense"):
+                axes.axhline(mean, color="0.6", linewidth=0.8, linestyle="--")
+                axes.annotate(name, (kilobytes, mean), fontsize=8, ha="right", va="bottom")
+                continue
+            spread = [[mean - min(scores)], [max(scores) - mean]]
+            axes.errorbar(kilobytes, mean, yerr=spread, fmt="o", markersize=5, label=name)
+        axes.set(xscale="log", xlabel="kB per step and worker", ylabel="validation loss (nats per byte)")
+        axes.legend(frameon=False, fontsize=8)
+        axes.grid(alpha=0.25)
+        figure.savefig(path, dpi=130, format="png")
+
+
 def main() -> None:
     """Train, print each row when it is done, and write the requested file."""
     options = arguments().parse_args()
@@ -312,6 +352,8 @@ def main() -> None:
         if options.json:
             rows: list[Any] = [asdict(each) | found for each, found in (read(options.json) | {run: outcome}).items()]
             options.json.write_text(json.dumps({"workers": WORKERS, "rows": rows}, indent=1) + "\n")
+    if options.plot:
+        picture(read(options.json), options.plot)
 
 
 if __name__ == "__main__":

@@ -60,3 +60,8 @@ def test_shards(tmp_path: Path) -> None:
 def test_planted_bugs(breaks: Callable[[], None], situation: Callable[..., None]) -> None:
     """The situation that should find a bug finds it, on every rank."""
     assert reports(workers.broken, 2, breaks, situation) == dict.fromkeys((0, 1), ("found",))
+
+
+def test_every_optimizer_trains() -> None:
+    """torch's optimizers, and some that are not torch's, train at the defaults."""
+    run_situations([workers.trains_like_dense], 4)

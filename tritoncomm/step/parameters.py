@@ -158,8 +158,13 @@ def _options_of(
         dense_below=options.dense_below,
         max_gradient_norm=options.gradient_limit,
         by_update=selects_by_update(optimizer, recipe, options),
-        epsilon=min((float(each["eps"]) for each in optimizer.param_groups if "eps" in each), default=0.0),
+        epsilon=min((float(each["eps"]) for each in optimizer.param_groups if _has_epsilon(each)), default=0.0),
     )
+
+
+def _has_epsilon(group: Mapping[str, Any]) -> bool:
+    """Return True if ``eps`` is a number. Adafactor has two."""
+    return isinstance(group.get("eps"), (int, float, torch.Tensor))
 
 
 def dense_ids(optimizer: torch.optim.Optimizer) -> set[int]:
