@@ -25,6 +25,7 @@ PARTS = {  # of other scripts
     "demo_compressor.py",
     "doors_trainer.py",
     "half_precision.py",
+    "lion.py",
     "namespaces.py",
     "power_sgd.py",
     "race_methods.py",

@@ -31,6 +31,7 @@ def states(residuals: Sequence[torch.Tensor]) -> list[dict[str, object]]:
             algorithm=[{"taken": 3}],
             steps=5,
             absent=[1],
+            local=None,
         )
         for rank, residual in enumerate(residuals)
     ]
