@@ -213,7 +213,7 @@ def test_chunks_change_nothing(bits: int, numel: int, monkeypatch: pytest.Monkey
 
 def test_arguments() -> None:
     """Other dtypes and shapes, no values, and other widths are errors that name the argument."""
-    with pytest.raises(ValueError, match="values has dtype torch.float64"):
+    with pytest.raises(ValueError, match=r"values has dtype torch\.float64"):
         kernels.round_parts(torch.ones(5, dtype=torch.float64), 2, 0, 1)
     with pytest.raises(ValueError, match="no values"):
         kernels.round_parts(torch.ones(0), 2, 0, 1)
