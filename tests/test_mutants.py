@@ -9,6 +9,7 @@ from typing import ClassVar
 import pytest
 import torch
 from tritoncomm.algorithms.ok_topk import OkTopk, OkTopkAlgorithm
+from tritoncomm.algorithms.quantized import Quantized, QuantizedAlgorithm
 from tritoncomm.algorithms.topk_allgather import TopkAllgather, TopkAllgatherAlgorithm
 from tritoncomm.primitives.collectives import bruck_all_gather
 from tritoncomm.primitives.sparse_vector import SparseVector
@@ -19,10 +20,11 @@ from tritoncomm.step.stages import Staged, StagedAlgorithm
 
 import laws
 import tritoncomm_kernels as kernels
-from tritoncomm_kernels import block_float
+from tritoncomm_kernels import block_float, midrise
 
 CASE = laws.Case(5, 90, ("random",) * 6, seed=3)
 THREE = laws.Case(3, 90, ("random",) * 6, seed=3)
+LONG = laws.Case(5, 700, ("random", "ties", "one-region", "random"), seed=3)  # every rank owns a part
 FLOATS = laws.Case(5, 90, ("random",) * 6, seed=3, exact=False)
 
 
@@ -234,6 +236,99 @@ def rounded(values: torch.Tensor) -> torch.Tensor:
     return block_float.encode(values[None], 8)[1][0].float()
 
 
+class BrokenQuantized(QuantizedAlgorithm):
+    """Runs the intact method with ``broken`` in place of a step on one device."""
+
+    def reduce(self, acc, rank, world_size):
+        pattern, edits, edit = super().reduce(acc, rank, world_size), [], acc.edit
+
+        def edited(work):
+            edits.append(work)
+            return self.broken(edit, work, acc, rank, world_size, number=len(edits))
+
+        acc.edit = edited
+        return (yield from pattern)
+
+
+class ForgetsWhatItRounds(BrokenQuantized):
+    """Sends rounded values, and keeps nothing of what it cut off."""
+
+    def broken(self, edit, work, acc, rank, world_size, number):
+        def zeroed(values):
+            result, own = work(values), midrise.part_length(acc.numel, world_size)
+            if number == 1:
+                values[: own * rank] = 0.0
+                values[own * (rank + 1) :] = 0.0
+            return result
+
+        return edit(zeroed)
+
+
+class ForgetsAsAnOwner(BrokenQuantized):
+    """Sends a rounded mean, and keeps nothing of what it cut off."""
+
+    def broken(self, edit, work, acc, rank, world_size, number):
+        def zeroed(values):
+            result, own = work(values), midrise.part_length(acc.numel, world_size)
+            if number == 2:
+                values[own * rank : own * (rank + 1)] = 0.0
+            return result
+
+        return edit(zeroed)
+
+
+class OwesTheMean(BrokenQuantized):
+    """Keeps what the owner cut off in units of the mean, not of the sum."""
+
+    def broken(self, edit, work, acc, rank, world_size, number):
+        def divided(values):
+            result, own = work(values), midrise.part_length(acc.numel, world_size)
+            if number == 2:
+                values[own * rank : own * (rank + 1)] /= world_size
+            return result
+
+        return edit(divided)
+
+
+class KeepsWhatItSends(BrokenQuantized):
+    """Keeps its values as well as sending them."""
+
+    def broken(self, edit, work, acc, rank, world_size, number):
+        def kept(values):
+            before = values.clone()
+            result, own = work(values), midrise.part_length(acc.numel, world_size)
+            if number == 1:
+                before[own * rank : own * (rank + 1)] = values[own * rank : own * (rank + 1)]
+                values.copy_(before)
+            return result
+
+        return edit(kept)
+
+
+class ReadsItsOwnSum(QuantizedAlgorithm):
+    """Applies in its own part the mean before it was rounded, which other ranks do not have."""
+
+    def reduce(self, acc, rank, world_size):
+        mean = yield from super().reduce(acc, rank, world_size)
+        own = midrise.part_length(acc.numel, world_size)
+        part = slice(own * rank, own * (rank + 1))
+        mean.values[part] += acc.dense()[part] / world_size
+        return mean
+
+
+class DividesAtTheReceivers(QuantizedAlgorithm):
+    """Rounds the sum of the owner in place of the mean. Every rank divides it, and rounds again."""
+
+    def reduce(self, acc, rank, world_size):
+        sums = yield AllReduce("quantized", acc.dense())
+        held = torch.cat([sums, torch.zeros(-len(sums) % midrise.BLOCK)])
+        rest = torch.cat([held, held])
+        message = kernels.round_parts(rest, 2, 1, 8)
+        sent = kernels.read_parts(message, len(rest), 8)[: len(sums)]
+        acc.edit(lambda values: values.copy_(rest[: len(sums)] if rank == 0 else torch.zeros_like(values)))
+        return SparseVector.full(sent / world_size)
+
+
 @dataclass(frozen=True, kw_only=True)
 class BrokenStages(Staged):
     """A recipe with broken stages."""
@@ -254,6 +349,22 @@ def tailed(kind: type[StagedAlgorithm]) -> BrokenStages:
 def scaled(kind: type[StagedAlgorithm]) -> BrokenStages:
     """Return a recipe around an intact Ok-Topk, for vectors of the cases above."""
     return BrokenStages(recipe=OkTopk(density=0.1), shapes=((9, 10),), renew_every=1, kind=kind)
+
+
+def quantized(kind: type[QuantizedAlgorithm], values: str = "1bit") -> BrokenRecipe:
+    """Return a recipe for a broken quantization."""
+    return BrokenRecipe(kind=kind, values=values)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BrokenRecipe(Quantized):
+    """A recipe for a broken quantization."""
+
+    name: ClassVar[str] = "broken"
+    kind: type[QuantizedAlgorithm] = QuantizedAlgorithm
+
+    def build(self, numel):
+        return self.kind(self, numel)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -288,6 +399,11 @@ def atomicity_in_every_round(recipe, case: laws.Case) -> None:
     laws.atomicity(recipe, case, every_round=True)
 
 
+def first_step_is_exact(recipe, case: laws.Case) -> None:
+    """In the first step, before there are residuals, conservation holds to the bit also if values are rounded."""
+    laws.conservation(recipe, dataclasses.replace(case, families=case.families[:1]), tolerance=0.0)
+
+
 @pytest.mark.parametrize(
     ("law", "recipe", "case"),
     [
@@ -314,6 +430,15 @@ def atomicity_in_every_round(recipe, case: laws.Case) -> None:
         (laws.conservation, scaled(ScalesByOwnResidual), CASE),
         (laws.conservation, tailed(ForgetsItsError), CASE),
         (laws.equivalence, tailed(ForgetsItsError), THREE),
+        (laws.conservation, quantized(ForgetsWhatItRounds), LONG),
+        (laws.equivalence, quantized(ForgetsWhatItRounds, "8bit"), LONG),
+        (laws.conservation, quantized(ForgetsAsAnOwner), LONG),
+        (laws.equivalence, quantized(ForgetsAsAnOwner, "4bit"), LONG),
+        (laws.conservation, quantized(OwesTheMean), LONG),
+        (laws.conservation, quantized(KeepsWhatItSends), LONG),
+        (laws.equivalence, quantized(KeepsWhatItSends), LONG),
+        (laws.agreement, quantized(ReadsItsOwnSum), LONG),
+        (first_step_is_exact, quantized(DividesAtTheReceivers), dataclasses.replace(LONG, world_size=3)),
         (laws.conservation, tailed(KeepsItsErrorTwice), CASE),
         (laws.equivalence, tailed(KeepsItsErrorTwice), THREE),
     ],
@@ -325,6 +450,9 @@ def test_broken_method_breaks_its_law(law, recipe, case: laws.Case) -> None:
         law(recipe, case)
     if isinstance(recipe, Staged):
         law(dataclasses.replace(recipe, kind=StagedAlgorithm), case)
+        return
+    if isinstance(recipe, Quantized):
+        law(Quantized(values=recipe.values), case)
         return
     kind = next(kind for kind in (OkTopk, TopkAllgather) if isinstance(recipe, kind))
     law(kind(density=recipe.density), case)

@@ -23,6 +23,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import tritoncomm
+from tritoncomm.algorithms import takes_density
 from tritoncomm.step.options import default_fields
 
 import laws
@@ -72,7 +73,7 @@ def trained(rank: int, algo: str, optimizer_name: str) -> tuple[dict[str, str], 
     fields = {"warmup_steps": 0, "dense_below": 64, "small": "fp32", **FIELDS.get(algo, {})}
     if default_fields(algo, fields):
         fields["values"] = "fp32"
-    optimizer = tritoncomm.wrap(bare, algo=algo, density=0.05, **fields)
+    optimizer = tritoncomm.wrap(bare, algo=algo, density=0.05 if takes_density(algo) else None, **fields)
     generator = torch.Generator().manual_seed(rank)
     digests = {part: hashlib.blake2b(digest_size=8) for part in ("weights", "means", "residuals", "metrics")}
     for _ in range(TRAINED_STEPS):

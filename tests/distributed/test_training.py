@@ -29,7 +29,7 @@ def test_loss_scaling(ours: bool) -> None:
         ],
         [training_workers.changed_settings, training_workers.flushing, training_workers.weight_decay],
         [precision.no_gradients_under_a_scaler, training_workers.zero_learning_rate, precision.policies_under_a_scaler],
-        [training_workers.logged_choice, training_workers.rejected_then_retried],
+        [training_workers.logged_choice, training_workers.rejected_then_retried, training_workers.nothing_is_late],
     ],
     ids=lambda situations: ",".join(situation.__name__ for situation in situations),
 )

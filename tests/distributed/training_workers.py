@@ -163,6 +163,33 @@ def weight_decay(rank: int, world_size: int, send) -> None:
     assert not residual(optimizer).any()
 
 
+def nothing_is_late(rank: int, world_size: int, send) -> None:
+    """With ``quantized``, AdamW takes its own step on the delivered mean, to the bit, and has no state of delays."""
+    model, other = tiny_model(), tiny_model()
+    with log_lines(logging.WARNING) as warned:
+        optimizer = tritoncomm.wrap(torch.optim.AdamW(model.parameters(), lr=0.01), "quantized", dense_below=0)
+        tritoncomm.wrap(torch.optim.Adadelta(tiny_model().parameters()), "quantized")
+    bare = torch.optim.AdamW(other.parameters(), lr=0.01)
+    for step in range(4):
+        optimizer.zero_grad()
+        loss_of(model, rank, step).backward()
+        held = total(residual(optimizer).double() + gradients(optimizer).double())
+        optimizer.synchronize()
+        kept = held - world_size * gradients(optimizer).double()
+        for parameter, theirs in zip(model.parameters(), other.parameters(), strict=True):
+            theirs.grad = None if parameter.grad is None else parameter.grad.clone()
+        optimizer.step()
+        bare.step()
+        assert flat(model) == flat(other)
+        assert torch.allclose(kept, total(residual(optimizer).double()), atol=1e-6)
+        assert residual(optimizer).any()
+    metrics = optimizer.metrics()
+    assert metrics["density_delivered"] == 1.0
+    assert {key for state in optimizer.state.values() for key in state} == {"step", "exp_avg", "exp_avg_sq"}
+    assert not [line for line in warned if "staleness-aware" in line]
+    assert same_everywhere(flat(model))
+
+
 def double_reduction(rank: int, world_size: int, send) -> None:
     """Gradients that DDP averages are not averaged again, whichever was wrapped first, also if values are rounded."""
     model = nn.Linear(4, 3)

@@ -13,7 +13,7 @@ import tritoncomm
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from tritoncomm.algorithms import algorithms
+from tritoncomm.algorithms import algorithms, takes_density
 from tritoncomm.algorithms.base import StaticRecipe
 from tritoncomm.planning import planner
 from tritoncomm.step import adam, replicas
@@ -69,7 +69,13 @@ def steps_of(
             fields |= {"max_grad_norm": limit, "clip_by": "gradient"}
         inner: torch.optim.Optimizer = torch.optim.AdamW(parameters, lr=1e-3)
         optimizer = tritoncomm.wrap(
-            inner, algo=method, density=0.05, small="8bit", warmup_steps=0, dense_below=100, **fields
+            inner,
+            algo=method,
+            density=0.05 if takes_density(method) else None,
+            small="8bit",
+            warmup_steps=0,
+            dense_below=100,
+            **fields,
         )
         generator, gpu, found = torch.Generator().manual_seed(1 + rank), current_gpu(), []
         for number in range(steps):
@@ -176,14 +182,20 @@ def test_renewal() -> None:
     assert all(step.syncs <= ORDINARY for step in steps[21:] if step.is_ordinary)
 
 
-SHARED = [("dense", "fp32"), ("random_k", "fp32"), ("random_block", "fp32"), ("random_block", "4bit")]
+SHARED = [
+    ("dense", "fp32"),
+    ("random_k", "fp32"),
+    ("random_block", "fp32"),
+    ("random_block", "4bit"),
+    ("quantized", "1bit"),
+]
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 8])
 @pytest.mark.parametrize(("name", "values"), SHARED)
 def test_shared_coordinates(name: str, values: str, world_size: int) -> None:
     """Methods whose coordinates all ranks know wait twice without a static form, in every step but the first."""
-    fields = {"values": values} if name == "random_block" else {}
+    fields = {"values": values} if name in ("random_block", "quantized") else {}
     assert counted(replace(planner.at(name, 0.05), **fields), world_size)[0] == ORDINARY
     first, *others = steps_of(name, values, world_size, 4)
     assert first.syncs <= OTHERS, first.places

@@ -17,7 +17,7 @@ import torch.distributed as dist
 import tritoncomm
 from torch import nn
 from tritoncomm import NonFiniteError, SimulatedWorld, algorithms, checkpoint
-from tritoncomm.algorithms import field_names
+from tritoncomm.algorithms import field_names, takes_density
 from tritoncomm.planning.doctor import diagnose
 from tritoncomm.step.shards import local
 
@@ -51,6 +51,7 @@ EVERY = {
         "algo": name,
         **({"static": True} if "static" in field_names(name) else {}),
         **({"reduced_lr": True} if name == "random_block" else {}),
+        **({} if takes_density(name) else {"density": None}),
     }
     for name in algorithms()
 }

@@ -1,0 +1,152 @@
+"""Every value in few bits: exactness, traffic, what the recipe refuses, and what ``wrap`` makes of it."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import warnings
+
+import pytest
+import torch
+import tritoncomm
+from hypothesis import given
+from tritoncomm import ConfigurationError, Quantized, SimulatedWorld, Warmup
+from tritoncomm.scheduler import cost
+
+import laws
+from depth import examples
+
+FORMATS = [f"{bits}bit" for bits in range(1, 9)]
+
+
+@pytest.mark.parametrize("values", FORMATS)
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5, 17])
+def test_the_first_step_is_exact(values: str, world_size: int) -> None:
+    """Where sums are exact, nothing is lost to the bit: in a step from integers, before residuals have many bits."""
+    for family, numel in itertools.product(("random", "ties", "sparse", "one-entry"), (1, 700)):
+        case = laws.Case(world_size, numel, (family,), seed=world_size)
+        laws.conservation.check(laws.recorded(Quantized(values=values), case, with_states=False), tolerance=0.0)
+
+
+@pytest.mark.parametrize("values", FORMATS)
+@given(case=laws.cases(exact=False))
+@examples(3)
+def test_each_step_rounds_once(values: str, case: laws.Case) -> None:
+    """On ordinary floats, a rank rounds what it adds and what it keeps, each to fp32, and loses nothing else."""
+    for step in laws.recorded(Quantized(values=values), case, with_states=False).steps:
+        before, gradient, after = step.before.double(), step.gradient.double(), step.after.double()
+        mean = step.means[0].to_dense().double()
+        lost = (before + gradient).sum(0) - case.world_size * mean - after.sum(0)
+        most = (before.abs() + gradient.abs() + after.abs()).sum(0)
+        assert (lost.abs() <= 2.0**-24 * most + case.world_size * 2.0**-149).all()
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("values", FORMATS)
+@pytest.mark.parametrize("world_size", [2, 5])
+def test_traffic_is_known_in_advance(values: str, world_size: int, static: bool) -> None:
+    """A rank sends 2n(P-1)/P values of bits + 16/64 bits, as predicted to the byte, and receives as much."""
+    numel = 200_000
+    world = SimulatedWorld(Quantized(values=values, static=static), world_size, numel)
+    (forecast, *_) = world.predicted_traffic
+    bits = int(values[0]) + 16 / 64
+    expected = 2 * numel * (world_size - 1) / world_size * bits / 8
+    assert forecast.sent.bytes == pytest.approx(expected, rel=0.01)
+    world.step(torch.randn(world_size, numel))
+    assert all(each.bytes == forecast.sent.bytes for each in world.traffic)
+    assert all(each.bytes == forecast.received.bytes for each in world.received)
+
+
+@pytest.mark.parametrize("values", FORMATS)
+def test_errors_do_not_add_up(values: str) -> None:
+    """With error feedback, the average of many means tends to the mean of the gradients, also with one bit.
+
+    A value far above its scale is sent in many parts, so a few values take longer.
+    """
+    gradients = torch.randn(3, 500, generator=torch.Generator().manual_seed(1))
+    world, delivered = SimulatedWorld(Quantized(values=values), 3, 500), torch.zeros(500)
+    for _ in range(100):
+        (mean, *_) = world.step(gradients)
+        assert mean.is_full
+        delivered += mean.values
+    assert (delivered / 100 - gradients.mean(0)).abs().mean() < 0.03
+
+
+def test_one_bit_is_a_sign_times_the_mean_magnitude() -> None:
+    """With one bit, a mean has two values in each block of 64, and zeros take the one of their sign."""
+    gradients = torch.zeros(2, 128)
+    gradients[:, :64] = torch.tensor([4.0, -4.0]).repeat(32)
+    gradients[:, 100] = -64.0
+    (mean, *_) = SimulatedWorld(Quantized(), 2, 128).step(gradients)
+    assert mean.values[:64].tolist() == [4.0, -4.0] * 32
+    # The owner of the second block has one value of -64, and what the other rank sends: 1, and -1 at this place.
+    assert set(mean.values[64:].abs().tolist()) == {float(mean.values[64].abs())}
+    assert mean.values[100] < 0 < mean.values[64]
+
+
+def test_fp32_is_dense() -> None:
+    """Without rounding, it is a dense all-reduce."""
+    case = laws.Case(5, 90, ("random", "sparse"))
+    laws.equivalence(Quantized(values="fp32"), case, everything=True)
+    assert Quantized(values="fp32").build(90).predicted_traffic(5) == cost.dense(90, 5)
+
+
+def test_fields() -> None:
+    """The format must be known. A density is refused with the reason and what to do, by every way to give one."""
+    assert Quantized() == tritoncomm.recipe("quantized") == Quantized(density=1.0, values="1bit")
+    assert repr(Quantized(values="2bit")) == "Quantized(static='auto', values='2bit')"
+    for wrong in ("9bit", "bf16", 4):
+        with pytest.raises(ConfigurationError, match=r"values=.*: must be one of 1bit, 2bit, .* or fp32"):
+            Quantized(values=wrong)
+    optimizer = torch.optim.SGD([torch.ones(3, requires_grad=True)], lr=0.1)
+    said = r"Quantized\(density=0.05\): must be 1.*leave out density, and choose the bits by values"
+    with pytest.raises(ConfigurationError, match=said):
+        Quantized(density=0.05)
+    with pytest.raises(ConfigurationError, match=said):
+        tritoncomm.wrap(optimizer, "quantized", density=0.05)
+    wrapped = tritoncomm.wrap(optimizer, "quantized", values="2bit")
+    assert wrapped.recipe == Quantized(values="2bit")  # no dense steps at the start, no density
+    with pytest.raises(ConfigurationError, match=said):
+        wrapped.set_density(0.05)
+
+
+def test_dense_start() -> None:
+    """A warm-up sends the first values dense, in fp32 or 8 bits, and the residual goes on to the bit."""
+    gradients = torch.randn(3, 700, generator=torch.Generator().manual_seed(0))
+    for values in ("fp32", "8bit"):
+        world = SimulatedWorld(Warmup(recipe=Quantized(), steps=2, values=values), 3, 700)
+        for _ in range(2):
+            (mean, *_) = world.step(gradients)
+            assert (mean.values - gradients.mean(0)).abs().max() < 0.1
+            assert world.residuals.any() == (values == "8bit")
+        kept, bare = world.residuals, SimulatedWorld(Quantized(), 3, 700)
+        (after, *_), (alone, *_) = world.step(gradients), bare.step(kept + gradients)
+        assert torch.equal(after.values, alone.values)
+        assert torch.equal(world.residuals, bare.residuals)
+
+
+@pytest.mark.parametrize("algo", ["quantized", "dense"])
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adadelta])
+def test_nothing_is_late(algo: str, kind: type[torch.optim.Optimizer], caplog: pytest.LogCaptureFixture) -> None:
+    """An optimizer takes its own step with it, without a warning about late gradients, as with ``dense``."""
+    parameter = torch.nn.Parameter(torch.ones(4, 4))
+    wrapped = tritoncomm.wrap(kind([parameter], lr=0.1), algo)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        parameter.grad = torch.ones(4, 4)
+        wrapped.step()
+    assert not caplog.records
+    assert "last_delivered" not in wrapped.state[parameter]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, 3e38])
+def test_what_cannot_be_rounded_is_refused(bad: float) -> None:
+    """NaN, Inf and magnitudes that few bits cannot hold are refused on all ranks, and the error says what to do."""
+    gradients = torch.ones(3, 90)
+    gradients[1, 7] = bad
+    for static in (False, True):
+        world = SimulatedWorld(Quantized(static=static), 3, 90)
+        with pytest.raises(tritoncomm.NonFiniteError) as caught:
+            world.step(gradients)
+        assert static or "values='fp32'" in str(caught.value)
+        assert not world.residuals.any()
