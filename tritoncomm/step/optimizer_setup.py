@@ -93,7 +93,10 @@ class OptimizerSetup(OptimizerProxy):
         self._options = options
         self._names = dict(names)
         local = [each for each in parts_of(optimizer) if exchanges_updates(each, options)]
-        self._local = LocalSteps(local, options, names) if local else None
+        alone = is_alone(process_group)
+        self._local = LocalSteps(local, options, names, alone=alone) if local else None
+        if self._local is not None:
+            self._local.check()
         self._parts = [Part(each, recipe) for each in parts_of(optimizer) if not exchanges_updates(each, options)]
         # What exchanges gradients: the optimizer of an anchor takes the place of those that step locally.
         self._exchanged = optimizer
@@ -101,7 +104,6 @@ class OptimizerSetup(OptimizerProxy):
             self._parts.insert(0, Part(self._local.outer, updates_recipe, is_anchor=True))
             self._exchanged = OptimizerList([part.optimizer for part in self._parts])
         self.recipe = self._parts[-1].recipe
-        alone = is_alone(process_group)
         steps = [
             OptimizerStep(part.optimizer, options, delayed=not never_delays(part.recipe), alone=alone)
             for part in self._parts

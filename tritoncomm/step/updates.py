@@ -35,6 +35,7 @@ class LocalSteps:
         optimizers: The original optimizers.
         options: The options of ``wrap``.
         names: Names of parameters by their ids, for those to which the optimizers give none.
+        alone: Whether there is a single worker.
 
     Attributes:
         outer: The optimizer of the anchor. Its ``lr`` and ``momentum`` are those of the outer step.
@@ -48,12 +49,17 @@ class LocalSteps:
     """
 
     def __init__(
-        self, optimizers: Sequence[torch.optim.Optimizer], options: WrapOptions, names: Mapping[int, str]
+        self,
+        optimizers: Sequence[torch.optim.Optimizer],
+        options: WrapOptions,
+        names: Mapping[int, str],
+        *,
+        alone: bool,
     ) -> None:
         self._optimizers = list(optimizers)
         self._options = options
         self._steps = OptimizerSteps(
-            [OptimizerStep(each, options, delayed=False, alone=True) for each in optimizers], options
+            [OptimizerStep(each, options, delayed=False, alone=alone) for each in optimizers], options
         )
         self._known = [KnownParameters(each, names) for each in optimizers]
         self.parameters: list[torch.Tensor] = []
