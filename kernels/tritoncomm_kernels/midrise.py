@@ -161,7 +161,7 @@ class _Fields(NamedTuple):
     def empty(cls, numel: int, bits: int, device: torch.device) -> _Fields:
         """Return fields with zeros for ``numel`` values, a multiple of ``BLOCK``."""
         codes = torch.zeros(numel // _GROUP, bits, dtype=torch.int32, device=device)
-        return cls(codes, torch.zeros(numel // BLOCK, device=device))
+        return cls(codes, torch.zeros(numel // BLOCK, dtype=torch.float32, device=device))
 
     @classmethod
     def of(cls, message: torch.Tensor, length: int, bits: int) -> _Fields:

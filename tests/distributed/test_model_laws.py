@@ -11,6 +11,7 @@ import tritoncomm
 from helpers import possible, run_workers
 from model_law_workers import Seen, Setup, record
 from tritoncomm import algorithms
+from tritoncomm.algorithms import takes_density
 from tritoncomm.scheduler.cost import Forecast, all_gather, all_reduce, both
 from tritoncomm.step.stages import Staged
 
@@ -40,7 +41,7 @@ def setups(model: str, world_size: int) -> dict[tuple[str, str], Setup]:
         if (DEEP or name in algorithms()) and not isinstance(recipe, Staged):  # wrap() adds stages
             found["one tensor", name] = Setup(model, recipe, ((1, 210),), FAMILIES)
     for name, recipe in possible(1.0, ranks).items():
-        if name in algorithms():
+        if name in algorithms() and takes_density(name):  # the other one rounds what it delivers
             found["density 1", name] = Setup(model, recipe, ((1, 60),), FAMILIES[:3])
     for name, recipe in possible(0.1, ranks).items():
         if name in algorithms():
