@@ -29,8 +29,9 @@ import torch
 import tritoncomm
 from torch import Tensor, nn
 from tritoncomm.primitives.mean_norm import random_signs, sketch
-from tritoncomm.step.adam import StalenessAwareAdam
 from tritoncomm.step.flat import BucketLayout, split_by_size
+from tritoncomm.step.options import WrapOptions
+from tritoncomm.step.rules import find_rule
 
 from tasks import BATCHES, TASKS, WORKERS, Task
 from training import DENSE_BELOW, WARMUP_SHARE, Sent, around, scored
@@ -120,7 +121,8 @@ class Gradients:
         self.layouts = [_layout(parameters_of(each)) for each in optimizers]
         dense = run.exchange == "dense"
         parts = split_by_size(self.layouts[0].parameters, DENSE_BELOW)
-        self.rule = StalenessAwareAdam(self.optimizer) if _is_adam(self.optimizer) and not dense else None
+        rule = None if dense else find_rule(self.optimizer)
+        self.rule = None if rule is None else rule.from_options(self.optimizer, WrapOptions())
         recipe: tritoncomm.Recipe = tritoncomm.Dense()
         if not dense:
             sparse = tritoncomm.OkTopk(density=0.03, values="4bit")

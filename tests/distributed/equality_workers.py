@@ -184,9 +184,7 @@ def steps_by_other_names(rank: int, world_size: int, send) -> None:
         halves = [sgd(model[0].parameters()), sgd([*model[2].parameters(), model.unused, model.frozen])]
         whole = sgd([{"params": group["params"]} for each in halves for group in each.param_groups])
         outer = ddp(model, find_unused_parameters=True) if kind == "ddp" else model
-        optimizer = sparse_wrap(
-            whole if kind == "whole" else Lookahead(*halves), model=outer, exchange="gradients"
-        )
+        optimizer = sparse_wrap(whole if kind == "whole" else Lookahead(*halves), model=outer, exchange="gradients")
         train(outer, optimizer, rank, range(3))
         weights.append(flat(model))
         loss_of(model, rank, 3).backward()

@@ -40,6 +40,9 @@ def _longest_wait(exchange: GradientExchange) -> float:
     for parameter in exchange.parameters:
         state = exchange.optimizer.state.get(parameter, {})
         last = state.get("last_delivered")
-        if last is not None and local(last).numel() and float(state["last_aware"]) == float(state["step"]):
-            found.append(int(state["step"]) - local(last).min())
+        steps = state.get("late_steps")  # Adam counts its steps itself
+        if steps is None and last is not None and float(state["last_aware"]) == float(state["step"]):
+            steps = int(state["step"])
+        if steps is not None and local(last).numel():
+            found.append(steps - local(last).min())
     return float(torch.stack([each.long() for each in found]).max()) if found else 0.0

@@ -12,6 +12,7 @@ from tritoncomm.algorithms import Recipe
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.step.adam import StalenessAwareAdam
 from tritoncomm.step.flat import FlatDelivery
+from tritoncomm.step.lion import LateLion
 from tritoncomm.step.optimizer_list import parts_of
 from tritoncomm.step.options import WrapOptions
 from tritoncomm.step.torch_internals import has_own_step
@@ -83,7 +84,17 @@ class AwareStep(Protocol):
         """Restore the owned entries after ``optimizer.load_state_dict(state_dict)``, which casts them."""
 
 
-RULES: tuple[type[AwareStep], ...] = (StalenessAwareAdam,)
+RULES: list[type[AwareStep]] = [StalenessAwareAdam, LateLion]
+
+
+def add_rule(rule: type[AwareStep]) -> None:
+    """Let ``rule`` replace the step of the optimizers that it fits, before the rules of the library.
+
+    Call it on all ranks, before :func:`tritoncomm.wrap`.
+    """
+    if rule not in RULES:
+        RULES.insert(0, rule)
+
 
 # Optimizers whose update is linear in the gradient. A delayed delivery only delays the update.
 _LINEAR = (torch.optim.SGD,)

@@ -1,0 +1,149 @@
+"""The shared part of rules for late gradients, and Lion's rule."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+
+import pytest
+import torch
+import tritoncomm
+from local_steps_workers import Lion as PlainLion
+from torch import nn
+from tritoncomm.step.flat import BucketLayout, FlatDelivery
+from tritoncomm.step.lion import LateLion
+from tritoncomm.step.options import WrapOptions
+from tritoncomm.step.rules import find_rule
+
+from tritoncomm_kernels import Padded
+
+RATE, DECAY = 0.01, 0.1
+
+
+class Lion(PlainLion):
+    """Lion with decoupled weight decay, as users have it."""
+
+    def __init__(self, params, weight_decay: float = DECAY) -> None:
+        super().__init__(params, lr=RATE)
+        for group in self.param_groups:
+            group["weight_decay"] = weight_decay
+
+    @torch.no_grad()
+    def step(self, closure=None) -> None:
+        """Decay, and take a step."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.mul_(1 - group["lr"] * group["weight_decay"])
+        super().step()
+
+
+def made(**fields) -> tuple[list[nn.Parameter], Lion]:
+    """Return two parameters and their optimizer."""
+    generator = torch.Generator().manual_seed(0)
+    parameters = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in ((6, 5), (7,))]
+    return parameters, Lion(parameters, **fields)
+
+
+def gradients(steps: int) -> Iterator[list[torch.Tensor]]:
+    """Yield the gradients of some steps."""
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(steps):
+        yield [torch.randn(shape, generator=generator) for shape in ((6, 5), (7,))]
+
+
+def test_fits_by_name_and_options() -> None:
+    """A class called Lion with Lion's options has the rule, others and a step that was replaced do not."""
+    _, lion = made()
+    assert find_rule(lion) is LateLion
+    assert find_rule(type("Tiger", (Lion,), {})(made()[0])) is None
+    lion.step = lambda: None
+    assert find_rule(lion) is None
+
+
+def test_delivered_at_once_is_the_optimizer_itself() -> None:
+    """If every coordinate is delivered in every step, the result is Lion's."""
+    (ours, lion), (theirs, plain) = made(), made()
+    rule = LateLion.from_options(lion, WrapOptions())
+    for given in gradients(6):
+        for one, other, gradient in zip(ours, theirs, given, strict=True):
+            one.grad, other.grad = gradient.clone(), gradient.clone()
+        rule.step(ours, [None, None])
+        plain.step()
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other)
+        torch.testing.assert_close(lion.state[one]["exp_avg"], plain.state[other]["exp_avg"])
+
+
+def test_a_late_sum() -> None:
+    """After tau steps, a coordinate moves by f learning rates, and its average by tau steps of the mean gradient."""
+    parameter = nn.Parameter(torch.full((10,), 1000.0))
+    lion = Lion([parameter], weight_decay=0.0)
+    rule = LateLion.from_options(lion, WrapOptions())
+    for step in range(16):
+        last = step == 15
+        parameter.grad = torch.full((10,), 16.0 if last else 0.0)
+        rule.step([parameter], [torch.tensor([3])] if last else [torch.tensor([], dtype=torch.int64)])
+    moved = torch.zeros(10)
+    moved[3] = RATE * 12  # 16 steps, and 3 times their root at most
+    torch.testing.assert_close(1000.0 - parameter.detach(), moved, rtol=0, atol=1e-3)
+    expected = torch.zeros(10)
+    expected[3] = 1 - 0.99**16
+    torch.testing.assert_close(lion.state[parameter]["exp_avg"], expected)
+
+
+def test_catching_up_is_limited_by_the_tensor() -> None:
+    """A tensor moves by a twentieth of its norm at most, unless dense steps would move it further."""
+    for start, factor in ((1.0, 0.05 / RATE), (1e-3, 1.0)):
+        parameter = nn.Parameter(torch.full((100,), start))
+        rule = LateLion.from_options(Lion([parameter], weight_decay=0.0), WrapOptions())
+        for step in range(16):
+            last = step == 15
+            parameter.grad = torch.ones(100)
+            rule.step([parameter], [torch.arange(100 if last else 0)])
+        torch.testing.assert_close(start - parameter.detach(), torch.full((100,), RATE * factor))
+
+
+def test_one_list_with_padding_is_the_same() -> None:
+    """The form for a GPU, in which only the device knows the number of entries, ends with the same values."""
+    (ours, lion), (theirs, other) = made(), made()
+    by_list, by_flat = (LateLion.from_options(each, WrapOptions()) for each in (lion, other))
+    layout = BucketLayout(theirs)
+    generator = torch.Generator().manual_seed(2)
+    for number, given in enumerate(gradients(8)):
+        chosen = (torch.rand(layout.numel, generator=generator) < 0.3).nonzero()[:, 0]
+        flat = torch.cat([gradient.reshape(-1) for gradient in given])
+        padding = torch.full((3,), -1, dtype=torch.int32)
+        entries = Padded(torch.cat([chosen.int(), padding]), torch.cat([flat[chosen], torch.zeros(3)]))
+        reads = number % 2 == 1
+        indices = [chosen[chosen < 30], chosen[chosen >= 30] - 30]
+        for parameters in (ours, theirs):
+            for parameter, gradient in zip(parameters, given, strict=True):
+                parameter.grad = gradient.clone()
+        by_list.step(ours, indices, None if reads else [flat[chosen[chosen < 30]], flat[chosen[chosen >= 30]]])
+        by_flat.step_flat(FlatDelivery(theirs, layout.bounds[:-1], entries, reads))
+        for one, two in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(one, two)
+            assert torch.equal(lion.state[one]["last_delivered"], other.state[two]["last_delivered"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_resume(dtype: torch.dtype) -> None:
+    """A run that is saved and loaded continues to the bit, also with parameters that cannot hold step counts."""
+    ends = []
+    for resumes in (False, True):
+        torch.manual_seed(0)
+        model = nn.Linear(40, 40).to(dtype)
+        optimizer = tritoncomm.wrap(Lion(model.parameters()), density=0.1, warmup_steps=2)
+        generator = torch.Generator().manual_seed(3)
+        for step in range(8):
+            if resumes and step == 4:
+                state = copy.deepcopy(optimizer.state_dict())
+                optimizer.release()
+                optimizer = tritoncomm.wrap(Lion(model.parameters()), density=0.1, warmup_steps=2)
+                optimizer.load_state_dict(state)
+            optimizer.zero_grad()
+            model(torch.randn(4, 40, generator=generator).to(dtype)).square().mean().backward()
+            optimizer.step()
+        assert optimizer.metrics()["longest_wait"] > 0
+        ends.append(torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()]))
+    assert torch.equal(*ends)

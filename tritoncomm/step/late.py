@@ -1,0 +1,233 @@
+"""What rules for late gradients have in common: ages of coordinates, limits on catching up, ways of delivery.
+
+A rule is a subclass of :class:`LateRule` in a file of its own. It says what a step does with a gradient that stands for
+several steps. :mod:`tritoncomm.step.lion` is an example. Adam's rule has kernels instead (:mod:`tritoncomm.step.adam`).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+
+from tritoncomm.step.flat import FlatDelivery
+from tritoncomm.step.options import WrapOptions
+from tritoncomm.step.shards import local, local_gradient, one_of_shard, one_per_shard
+
+__all__ = ["LateRule"]
+
+_MAX_SQRT_STALENESS = 3.0  # as for Adam: noise would have moved a coordinate by about sqrt(tau) steps
+_UPDATE_RMS_EVERY = 20
+
+Held = dict[str, torch.Tensor]
+
+
+class LateRule(ABC):
+    """The step of an optimizer for gradients that are delivered late.
+
+    A coordinate gets the sum s of tau gradients after tau steps. The rule treats it as tau steps with the gradient
+    s / tau. A coordinate that is not delivered takes no step, except for decoupled weight decay. One delivery moves a
+    coordinate by f dense steps, with f at most tau, 3 sqrt(tau) and ``max_catch_up``. If the update of a tensor would
+    be longer than ``max_relative_update`` of its norm, its factors are scaled down together, but never below 1.
+
+    The state of each parameter gains ``last_delivered`` (int32, shaped like it), the step of each coordinate's last
+    delivery, ``late_steps`` (int), the number of steps, and ``param_rms`` (fp32 ``[]``), the root mean square of the
+    parameter, measured every 20 steps. Everything is computed from values that are equal on all ranks.
+
+    Args:
+        optimizer: The original optimizer.
+        max_catch_up: See above.
+        max_relative_update: See above.
+
+    Attributes:
+        held: Names of the tensors, shaped like the parameter, that the optimizer keeps in its state.
+        others: Names of optimizers outside torch to which the rule applies.
+    """
+
+    held: ClassVar[tuple[str, ...]] = ()
+    others: ClassVar[tuple[str, ...]] = ()
+    owned_entries: ClassVar[tuple[str, ...]] = ("last_delivered", "late_steps", "param_rms")
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, max_catch_up: float = 20.0, max_relative_update: float = 0.05
+    ) -> None:
+        self.optimizer = optimizer
+        self.max_catch_up = max_catch_up
+        self.max_relative_update = max_relative_update
+        self.check_options()
+
+    @classmethod
+    def from_options(cls, optimizer: torch.optim.Optimizer, options: WrapOptions) -> LateRule:
+        """Return the step of ``optimizer`` with the options of ``wrap``."""
+        return cls(optimizer, options.max_catch_up, options.max_relative_update)
+
+    @staticmethod
+    @abstractmethod
+    def fits(optimizer: torch.optim.Optimizer) -> bool:
+        """Return True if the rule replaces the step of ``optimizer``."""
+
+    @abstractmethod
+    def advance(
+        self, group: Mapping[str, Any], held: Held, mean: torch.Tensor, tau: torch.Tensor
+    ) -> tuple[torch.Tensor, Held]:
+        """Return the direction of a dense step, in units of the learning rate, and what the optimizer then keeps.
+
+        All tensors are fp32 ``[k]``, one value for each coordinate. With ``tau`` = 1, the parameter minus the learning
+        rate times the direction must be what the optimizer itself makes of the gradient ``mean``.
+
+        Args:
+            group: The options of the optimizer.
+            held: What the optimizer keeps, by the names in :attr:`held`.
+            mean: The delivered sum divided by ``tau``.
+            tau: The number of steps since the last delivery, at least 1.
+        """
+
+    def decay(self, group: Mapping[str, Any]) -> float:
+        """Return the factor by which decoupled weight decay multiplies every coordinate in each step."""
+        return 1.0
+
+    def check_options(self) -> None:  # noqa: B027 - most rules take all options
+        """Raise :class:`~tritoncomm.ConfigurationError` if the optimizer uses an option that is not supported."""
+
+    @torch.no_grad()
+    def step(
+        self,
+        parameters: Sequence[torch.Tensor],
+        delivered: Sequence[torch.Tensor | None],
+        values: Sequence[torch.Tensor] | None = None,
+    ) -> None:
+        """Update ``parameters``. See :meth:`AwareStep.step`."""
+        where = {id(parameter): position for position, parameter in enumerate(parameters)}
+        for group, parameter in self._stepping(where):
+            position = where[id(parameter)]
+            indices, own = delivered[position], local(parameter)
+            state, steps = self._counted(parameter)
+            if values is not None:
+                given = values[position]
+            else:
+                gradient = local_gradient(parameter).reshape(-1)
+                given = gradient if indices is None else gradient[indices]
+            flat = {name: local(state[name]).view(-1) for name in (*self.held, "last_delivered")}
+            flat["parameter"] = own.view(-1) if own.is_contiguous() else own.reshape(-1)
+            at = flat if indices is None else {name: each[indices] for name, each in flat.items()}
+            new = self._moved(group, at, given.float(), steps, own.numel(), state["param_rms"])
+            flat["parameter"].mul_(self.decay(group))
+            for name, value in new.items():
+                if indices is None:
+                    flat[name].copy_(value)
+                else:
+                    flat[name][indices] = value.to(flat[name].dtype)
+            if not own.is_contiguous():
+                own.copy_(flat["parameter"].view(own.shape))
+
+    @torch.no_grad()
+    def step_flat(self, delivery: FlatDelivery) -> None:
+        """Do the same for one list with padding, without a wait for the device. See :meth:`AwareStep.step_flat`.
+
+        Every coordinate is read and written, delivered or not.
+        """
+        starts = dict(zip(map(id, delivery.parameters), delivery.starts, strict=True))
+        numel = delivery.starts[-1] + local(delivery.parameters[-1]).numel()
+        places = delivery.entries.indices.long()
+        places = torch.where(places < 0, numel, places)  # the place of padding is behind all others
+        sums = torch.zeros(numel + 1, dtype=torch.float32, device=places.device)
+        sums[places] = delivery.entries.values
+        is_delivered = torch.zeros(numel + 1, dtype=torch.bool, device=places.device)
+        is_delivered[places] = True
+        for group, parameter in self._stepping(starts):
+            own, start = local(parameter), starts[id(parameter)]
+            state, steps = self._counted(parameter)
+            part = slice(start, start + own.numel())
+            given = local_gradient(parameter).reshape(-1).float() if delivery.read_gradients else sums[part]
+            old = {name: local(state[name]).view(-1) for name in (*self.held, "last_delivered")}
+            old["parameter"] = own.reshape(-1)
+            chosen = is_delivered[part]
+            new = self._moved(group, old, given, steps, own.numel(), state["param_rms"], chosen)
+            for name, value in new.items():
+                target = own if name == "parameter" else local(state[name])
+                kept = old[name] * self.decay(group) if name == "parameter" else old[name]
+                target.copy_(torch.where(chosen, value.to(target.dtype), kept).view(target.shape))
+
+    def _moved(
+        self,
+        group: Mapping[str, Any],
+        at: Held,
+        given: torch.Tensor,
+        steps: int,
+        numel: int,
+        rms: torch.Tensor,
+        chosen: torch.Tensor | None = None,
+    ) -> Held:
+        """Return the new values of coordinates with the old values ``at``, of a tensor of ``numel`` elements.
+
+        Only those that are ``chosen`` count for the limit per tensor. None chooses all.
+        """
+        rate = float(group["lr"])
+        tau = (steps - at["last_delivered"]).clamp_(min=1).float()
+        held = {name: at[name].float() for name in self.held}
+        direction, new = self.advance(group, held, given / tau, tau)
+        factor = torch.minimum(tau, _MAX_SQRT_STALENESS * tau.sqrt()).clamp_(max=self.max_catch_up)
+        moves = rate * factor * direction
+        if chosen is not None:
+            moves = torch.where(chosen, moves, 0.0)
+        length = torch.linalg.vector_norm(moves) / numel**0.5
+        limit = (self.max_relative_update * rms).clamp(min=rate)
+        share = (limit / length).nan_to_num(1.0).clamp(max=1.0)
+        factor = (factor * share).clamp_(min=1.0)
+        moved = at["parameter"].float() * self.decay(group) - rate * factor * direction
+        return {**new, "parameter": moved, "last_delivered": torch.full_like(at["last_delivered"], steps)}
+
+    def _stepping(self, exchanged: Mapping[int, Any]) -> list[tuple[dict[str, Any], torch.Tensor]]:
+        """Return the parameters whose ids are ``exchanged`` and that have a gradient, each with its group."""
+        return [
+            (group, parameter)
+            for group in self.optimizer.param_groups
+            for parameter in group["params"]
+            if id(parameter) in exchanged and parameter.grad is not None and local(parameter).numel()
+        ]
+
+    def _counted(self, parameter: torch.Tensor) -> tuple[dict[str, Any], int]:
+        """Count a step in the state of ``parameter``, which is completed first. Return the state and the count."""
+        state: dict[str, Any] = self.optimizer.state[parameter]
+        own = local(parameter)
+        for name in self.held:
+            if name not in state:
+                state[name] = torch.zeros_like(parameter)
+        if "last_delivered" not in state:
+            state["last_delivered"] = torch.zeros_like(parameter, dtype=torch.int32)
+            state["late_steps"] = 0
+        # The first steps measure it every time, because weights may start at zero.
+        steps = state["late_steps"]
+        if "param_rms" not in state or steps < _UPDATE_RMS_EVERY or steps % _UPDATE_RMS_EVERY == 0:
+            state["param_rms"] = own.float().square().mean().sqrt()
+        state["late_steps"] = steps + 1
+        return state, steps + 1
+
+    @classmethod
+    def saved(cls, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Return ``state_dict`` of ``optimizer`` with a ``param_rms`` that any sharding can load."""
+        states = dict(state_dict["state"])
+        for key, parameter in _keys(optimizer, state_dict):
+            state = states.get(key, {})
+            if "param_rms" in state:
+                states[key] = state | {"param_rms": one_per_shard(parameter, one_of_shard(state["param_rms"]))}
+        return state_dict | {"state": states}
+
+    @classmethod
+    def restore(cls, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+        """Restore the owned entries after ``optimizer.load_state_dict(state_dict)``, which casts them."""
+        for key, parameter in _keys(optimizer, state_dict):
+            saved = state_dict["state"].get(key, {})
+            if "last_delivered" in saved:
+                state, device = optimizer.state[parameter], parameter.device
+                state["last_delivered"] = saved["last_delivered"].to(device, torch.int32, copy=True)
+                state["late_steps"] = saved["late_steps"]
+                state["param_rms"] = one_of_shard(saved["param_rms"]).to(device, torch.float32, copy=True)
+
+
+def _keys(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> Iterator[tuple[Any, torch.Tensor]]:
+    """Yield the key of each parameter in ``state_dict``, and the parameter."""
+    for saved, group in zip(state_dict["param_groups"], optimizer.param_groups, strict=True):
+        yield from zip(saved["params"], group["params"], strict=True)

@@ -1,0 +1,45 @@
+"""Lion for gradients that are delivered late.
+
+X. Chen et al., "Symbolic Discovery of Optimization Algorithms" (NeurIPS 2023). Lion steps by the sign of an average of
+gradients. A delivery of the sum s after tau steps enters both of its averages as tau steps with the gradient s / tau.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+
+from tritoncomm.step.late import Held, LateRule
+
+
+class LateLion(LateRule):
+    """The rule for optimizers called ``Lion``, with ``betas`` and decoupled weight decay, and ``exp_avg`` in the state.
+
+    torch has no Lion. Those of other libraries have these names.
+    """
+
+    held: ClassVar[tuple[str, ...]] = ("exp_avg",)
+    others: ClassVar[tuple[str, ...]] = ("Lion",)
+
+    @staticmethod
+    def fits(optimizer: torch.optim.Optimizer) -> bool:
+        """Return True for a class called ``Lion`` whose options are those of Lion."""
+        options = ("lr", "betas", "weight_decay")
+        return type(optimizer).__name__ == "Lion" and all(
+            name in group for name in options for group in optimizer.param_groups
+        )
+
+    def advance(
+        self, group: Mapping[str, Any], held: Held, mean: torch.Tensor, tau: torch.Tensor
+    ) -> tuple[torch.Tensor, Held]:
+        """See :meth:`LateRule.advance`."""
+        average = held["exp_avg"]
+        read, kept = (torch.pow(float(beta), tau) for beta in group["betas"])
+        direction = (read * average + (1 - read) * mean).sign()
+        return direction, {"exp_avg": kept * average + (1 - kept) * mean}
+
+    def decay(self, group: Mapping[str, Any]) -> float:
+        """See :meth:`LateRule.decay`."""
+        return 1.0 - float(group["lr"]) * float(group["weight_decay"])
