@@ -6,11 +6,15 @@ import json
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 import tritoncomm
 from tritoncomm import Warmup
 from tritoncomm.__main__ import main
+from tritoncomm.step import rules
+from tritoncomm.step.options import WrapOptions
 
 import laws
 import recipes
@@ -62,6 +66,32 @@ def test_registered_method_works_everywhere(monkeypatch: pytest.MonkeyPatch, cap
     assert "first_entries" in capsys.readouterr().out
     assert main(["simulate", "--algo", "first_entries", "--workers", "4", "--numel", "1e5", "--steps", "2"]) == 0
     assert "first_entries" in capsys.readouterr().out
+
+
+def test_documented_optimizer_has_a_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The optimizer of the page trains by gradients, and by its own step if all are delivered at once."""
+    monkeypatch.setattr(rules, "RULES", list(rules.RULES))
+    (page,) = blocks("docs/how-to/add-an-optimizer.md")
+    names: dict[str, Any] = {}
+    exec(page, names)  # noqa: S102 - the code of a page
+    (ours, theirs), ends = ([torch.nn.Parameter(torch.ones(40, 40)) for _ in range(2)], [])
+    generator = torch.Generator().manual_seed(0)
+    rule = names["LateSignum"].from_options(names["Signum"]([ours]), WrapOptions())
+    plain = names["Signum"]([theirs])
+    for _ in range(5):
+        ours.grad = torch.randn(40, 40, generator=generator)
+        theirs.grad = ours.grad.clone()
+        rule.step([ours], [None])
+        plain.step()
+    torch.testing.assert_close(ours, theirs)
+    optimizer = tritoncomm.wrap(names["Signum"]([ours]), density=0.1, warmup_steps=0)
+    assert optimizer.metrics()["density"] == 0.1
+    for _ in range(5):
+        ours.grad = torch.randn(40, 40, generator=generator)
+        before = ours.detach().clone()
+        optimizer.step()
+        ends.append(int((ours != before).sum()))
+    assert all(0 < moved < 400 for moved in ends)
 
 
 def test_documented_simulation_runs() -> None:

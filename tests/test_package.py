@@ -18,10 +18,10 @@ def test_public_names() -> None:
     assert sorted(tritoncomm.__all__) == [
         "ConfigMismatchError", "ConfigurationError", "DGC", "Dense", "ExDyna", "ExchangeError",
         "ExchangeTimeoutError", "GTopk", "GaussianK",
-        "HardThreshold", "Hierarchical", "MiCRO", "NonFiniteError", "OkTopk",
+        "HardThreshold", "Hierarchical", "LateRule", "MiCRO", "NonFiniteError", "OkTopk",
         "PeerLostError", "ProtocolMismatchError", "Quantized", "RandomBlock", "RandomK",
         "Recipe", "SIDCo", "SimulatedWorld", "SparDL", "SparseOptimizer", "SparseVector", "TopkAllgather", "TopkDSA",
-        "TritoncommError", "Warmup", "__version__", "algorithms", "recipe", "trace", "wrap",
+        "TritoncommError", "Warmup", "__version__", "add_rule", "algorithms", "recipe", "trace", "wrap",
     ]  # fmt: skip
     assert all(hasattr(tritoncomm, name) for name in tritoncomm.__all__)
     assert all(hasattr(tritoncomm, name) for name in ("amp", "checkpoint"))

@@ -38,6 +38,8 @@ from tritoncomm.optimizer import SparseOptimizer
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.scheduler.tracing import trace
 from tritoncomm.simulation import SimulatedWorld
+from tritoncomm.step.late import LateRule
+from tritoncomm.step.rules import add_rule
 from tritoncomm.version import __version__
 from tritoncomm.wrapping import wrap
 
@@ -53,6 +55,7 @@ __all__ = [
     "GaussianK",
     "HardThreshold",
     "Hierarchical",
+    "LateRule",
     "MiCRO",
     "NonFiniteError",
     "OkTopk",
@@ -72,6 +75,7 @@ __all__ = [
     "TritoncommError",
     "Warmup",
     "__version__",
+    "add_rule",
     "algorithms",
     "recipe",
     "trace",
