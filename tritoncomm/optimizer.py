@@ -255,8 +255,8 @@ class SparseOptimizer(OptimizerSetup):
 
     @contextmanager
     def _settling(self, local_steps: LocalSteps) -> Iterator[None]:
-        gain = self._exchange.vectors[0].gain
-        with self._exchange.update(), local_steps.settling(gain):
+        gains = {id(each): vector.gain for vector in self._exchange.vectors for each in vector.parameters}
+        with self._exchange.update(), local_steps.settling(gains):
             yield
 
     def _note_failure(self, error: BaseException) -> None:

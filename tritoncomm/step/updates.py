@@ -256,12 +256,15 @@ class LocalSteps:
             anchor.grad = None
 
     @contextmanager
-    def settling(self, gain: torch.Tensor | None) -> Iterator[None]:
-        """Multiply the means by ``gain``. The body steps the anchor, from which all workers continue afterwards."""
-        if gain is not None:
-            for anchor in self.anchors:
-                if anchor.grad is not None:
-                    local(anchor.grad).mul_(gain)
+    def settling(self, gains: Mapping[int, torch.Tensor | None]) -> Iterator[None]:
+        """Multiply the mean of each anchor by its gain, if it has one. All workers continue from what the body makes.
+
+        ``gains`` are given by the ids of the anchors.
+        """
+        for anchor in self.anchors:
+            gain = gains[id(anchor)]
+            if gain is not None and anchor.grad is not None:
+                local(anchor.grad).mul_(gain)
         yield
         self.settle()
 
