@@ -96,6 +96,8 @@ def _around_others(density: float) -> dict[str, Recipe]:
     return {
         "warmup": Warmup(recipe=OkTopk(density=density), steps=2),
         "warmup-8bit": Warmup(recipe=OkTopk(density=density, **SHORT), steps=2, values="8bit"),
+        "warmup-1bit": Warmup(recipe=OkTopk(density=density, **SHORT), steps=2, values="1bit"),
+        "warmup-2bit-static": Warmup(recipe=TopkAllgather(density=density, static=True), steps=2, values="2bit"),
         "warmup-8bit-static": Warmup(recipe=TopkAllgather(density=density, static=True), steps=2, values="8bit"),
         "warmup-8bit-hierarchical": Hierarchical(
             recipe=Warmup(recipe=ExDyna(density=density), steps=1, values="8bit"), node_size=2

@@ -49,6 +49,35 @@ def test_quantized_warmup(world_size: int, static: bool) -> None:
     assert rounded.workers[0].algorithm.state_dict()["inner"].keys() == bare.keys()
 
 
+@pytest.mark.parametrize("values", ["8bit", "4bit", "2bit", "1bit"])
+@pytest.mark.parametrize("static", [False, True])
+def test_residual_of_the_warmup_goes_on(values: str, static: bool) -> None:
+    """What dense steps have cut off is part of the first sparse step, to the bit. They cost what is predicted."""
+    numel, generator = 30_000, torch.Generator().manual_seed(1)
+    inner = OkTopk(density=0.05, static=static)
+    world, bare = (
+        SimulatedWorld(Warmup(recipe=inner, steps=2, values=values), 3, numel),
+        SimulatedWorld(inner, 3, numel),
+    )
+    gradients = [torch.randn(3, numel, generator=generator) for _ in range(4)]
+    given, delivered = torch.zeros(numel, dtype=torch.float64), torch.zeros(numel, dtype=torch.float64)
+    for gradient in gradients[:2]:
+        forecast = world.workers[0].algorithm.predicted_traffic(3)
+        (mean, *_) = world.step(gradient)
+        assert mean.is_full
+        assert all(each.bytes == forecast.sent.bytes for each in world.traffic)
+        given, delivered = given + gradient.double().sum(0), delivered + 3 * mean.values.double()
+        assert torch.allclose(given, delivered + world.residuals.double().sum(0), rtol=0, atol=1e-5)
+    words = forecast.sent.bytes / (2 * 2 / 3 * numel / 8)
+    assert words == pytest.approx(int(values[0]) + (8 / 256 if values == "8bit" else 16 / 64), rel=0.07)
+    kept = world.residuals
+    assert kept.any(1).all()
+    for first, gradient in zip((kept, torch.zeros_like(kept)), gradients[2:], strict=True):
+        expected, found = bare.step(gradient + first), world.step(gradient)
+        assert all(map(torch.equal, (each.to_dense() for each in found), (each.to_dense() for each in expected)))
+        assert torch.equal(world.residuals, bare.residuals)
+
+
 def test_forced_sparse_method() -> None:
     """The verdict of quantized steps takes no message, also if the method would not go dense at density 1."""
     recipe = OkTopk(density=0.05, static=True, force_sparse=True)
@@ -71,8 +100,8 @@ def test_who_can_quantize_dense_steps() -> None:
     for recipe, schedule in ((tritoncomm.DGC(), "dense"), (Unknown(), "dense"), (OkTopk(), "exponential")):
         with pytest.raises(ConfigurationError, match=r"values='8bit'\): must be 'fp32'"):
             Warmup(recipe=recipe, steps=2, schedule=schedule, values="8bit")
-    with pytest.raises(ConfigurationError, match=r"values='4bit'\): must be 'fp32' or '8bit'"):
-        Warmup(recipe=OkTopk(), steps=2, values="4bit")
+    with pytest.raises(ConfigurationError, match=r"values='3bit'\): must be 'fp32' or one of '8bit', '4bit', '2bit'"):
+        Warmup(recipe=OkTopk(), steps=2, values="3bit")
 
 
 def test_density_1_is_not_quantized() -> None:

@@ -105,5 +105,5 @@ class QuantizedAlgorithm(Algorithm):
         bits, collective = self.recipe.bits, self.is_static
         if bits is None:
             return cost.dense(self.numel, world_size)
-        phases = traffic(self.numel, world_size, bits=bits, phase=_PHASE, collective=collective, midrise_format=True)
+        phases = traffic(self.numel, world_size, bits=bits, phase=_PHASE, collective=collective, is_midrise=True)
         return Forecast(phases)

@@ -13,22 +13,24 @@ from tritoncomm.algorithms.base import Algorithm, Recipe, check, check_at_least
 from tritoncomm.algorithms.wrapper import WrapperAlgorithm, WrapperRecipe
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.primitives.accumulator import Accumulator
-from tritoncomm.primitives.quantized_mean import BITS, DENSE_FORMATS, deliver_all_quantized, traffic
+from tritoncomm.primitives.quantized_mean import deliver_all_midrise, deliver_all_quantized, traffic
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.scheduler.cost import Forecast
 from tritoncomm.scheduler.rounds import Pattern
 
 _PHASE = "dense"
+_BITS = {"8bit": 8, "4bit": 4, "2bit": 2, "1bit": 1}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Warmup(WrapperRecipe):
     """Run ``recipe`` with a higher density during the first ``steps`` steps.
 
-    ``schedule="dense"`` uses density 1. The step counter of ``recipe`` starts after the warm-up. With
-    ``values="8bit"``, values then travel in 8 bits in both directions, see :mod:`tritoncomm.primitives.quantized_mean`.
-    Every entry is delivered, and what quantization cuts off stays in the residual. This is not possible with ``dgc``,
-    whose dense steps apply momentum.
+    ``schedule="dense"`` uses density 1. The step counter of ``recipe`` starts after the warm-up. ``values`` is the
+    format in which values then travel in both directions: ``"fp32"``, ``"8bit"``, ``"4bit"``, ``"2bit"`` or ``"1bit"``,
+    see :mod:`tritoncomm.primitives.quantized_mean`. 8 bits are block floating point, and fewer are those of
+    :class:`Quantized`. Every entry is delivered, and what quantization cuts off stays in the residual. This is not
+    possible with ``dgc``, whose dense steps apply momentum.
 
     ``schedule="exponential"`` (Deep Gradient Compression, section on warm-up) uses ``stages`` stages of equal length.
     Their densities are ``density ** (i / stages)`` for i = 1 to ``stages``. The last stage is ``recipe`` itself. Every
@@ -47,7 +49,8 @@ class Warmup(WrapperRecipe):
         check(self, "schedule", self.schedule in ("dense", "exponential"), "must be 'dense' or 'exponential'")
         check_at_least(self, 1, "stages", whole=True)
         check(self, "recipe", not isinstance(self.recipe, WrapperRecipe), "must be a method, not a wrapper recipe")
-        check(self, "values", self.values in DENSE_FORMATS, "must be 'fp32' or '8bit'")
+        known = self.values in ("fp32", *_BITS)
+        check(self, "values", known, f"must be 'fp32' or one of {', '.join(map(repr, _BITS))}")
         exact = self.values == "fp32"
         check(self, "values", exact or self.schedule == "dense", "must be 'fp32' unless schedule is 'dense'")
         fix = f"must be 'fp32' for {self.recipe.name!r}, whose dense steps may do more than average gradients"
@@ -108,6 +111,11 @@ class WarmupAlgorithm(WrapperAlgorithm):
         return self.recipe.values != "fp32" and self._taken < self.recipe.steps and not self.recipe.always_dense()
 
     @property
+    def _is_midrise(self) -> bool:
+        """True if values have the format of :mod:`tritoncomm_kernels.midrise` in quantized steps."""
+        return self.recipe.values != "8bit"
+
+    @property
     def has_shared_verdict(self) -> bool:
         """See :attr:`Algorithm.has_shared_verdict`. All ranks check the same mean in a quantized step."""
         return self.quantizes or self.inner.has_shared_verdict
@@ -133,10 +141,9 @@ class WarmupAlgorithm(WrapperAlgorithm):
     def reduce(self, acc: Accumulator, rank: int, world_size: int) -> Pattern[SparseVector]:
         before = self.inner
         if self.quantizes:
-            bits, collective = BITS[self.recipe.values], self.is_static
-            mean = yield from deliver_all_quantized(
-                acc, rank, world_size, bits=bits, phase=_PHASE, collective=collective
-            )
+            deliver = deliver_all_midrise if self._is_midrise else deliver_all_quantized
+            bits, collective = _BITS[self.recipe.values], self.is_static
+            mean = yield from deliver(acc, rank, world_size, bits=bits, phase=_PHASE, collective=collective)
         else:
             mean = yield from before.reduce(acc, rank, world_size)
         self.report = before.report
@@ -158,8 +165,9 @@ class WarmupAlgorithm(WrapperAlgorithm):
             return self.recipe.recipe.build(self.numel).predicted_traffic(world_size, ordinary=True)
         if not self.quantizes:
             return self.inner.predicted_traffic(world_size)
-        bits, collective = BITS[self.recipe.values], self.is_static
-        return Forecast(traffic(self.numel, world_size, bits=bits, phase=_PHASE, collective=collective))
+        bits, collective, is_midrise = _BITS[self.recipe.values], self.is_static, self._is_midrise
+        phases = traffic(self.numel, world_size, bits=bits, phase=_PHASE, collective=collective, is_midrise=is_midrise)
+        return Forecast(phases)
 
     def adopt_across_layout(self, other: Algorithm) -> None:
         """See :meth:`Algorithm.adopt_across_layout`. Copies the number of completed steps."""

@@ -174,15 +174,15 @@ def deliver_all_midrise(
 
 
 def traffic(
-    numel: int, world_size: int, *, bits: int, phase: str, collective: bool = False, midrise_format: bool = False
+    numel: int, world_size: int, *, bits: int, phase: str, collective: bool = False, is_midrise: bool = False
 ) -> dict[str, Flow]:
     """Return the traffic of :func:`quantized_mean` for ``numel`` values by phase. It is exact.
 
-    ``collective`` is as in :func:`quantized_mean`. ``midrise_format`` says that it is :func:`deliver_all_midrise`.
+    ``collective`` is as in :func:`quantized_mean`. ``is_midrise`` says that it is :func:`deliver_all_midrise`.
     """
     if world_size == 1 or not numel:
         return {}
-    if midrise_format:
+    if is_midrise:
         words = midrise.words(midrise.part_length(numel, world_size), bits)
     else:
         words = block_float.words(-(-numel // world_size), bits)
