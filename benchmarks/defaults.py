@@ -192,7 +192,8 @@ def main() -> None:
     parser.add_argument("--clip", nargs="+", default=["none", "plain"], choices=list(CLIPS))
     parser.add_argument("--accumulate", type=int, default=1, help="micro-batches of a worker in a step")
     parser.add_argument("--values", nargs="+", default=["fp32"], choices=list(VALUE_BITS), help="format of values")
-    parser.add_argument("--warmup-values", nargs="+", default=["fp32"], choices=DENSE_FORMATS, help="of dense steps")
+    formats = [*DENSE_FORMATS, "4bit", "2bit", "1bit"]
+    parser.add_argument("--warmup-values", nargs="+", default=["fp32"], choices=formats, help="of dense steps")
     parser.add_argument(
         "--max-relative-update", type=float, nargs="+", default=[StalenessAwareAdam.max_relative_update],
         help="max_relative_update of the staleness-aware step",
