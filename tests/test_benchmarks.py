@@ -25,7 +25,6 @@ PARTS = {  # of other scripts
     "demo_compressor.py",
     "doors_trainer.py",
     "half_precision.py",
-    "namespaces.py",
     "power_sgd.py",
     "race_methods.py",
     "race_picture.py",
