@@ -109,6 +109,51 @@ def test_environment(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert "GLOO_SOCKET_IFNAME" not in os.environ
 
 
+OPTIMIZER = """
+hooks = []
+register_optimizer_step_post_hook = hooks.append
+class SGD:
+    def step(self):
+        for hook in hooks:
+            hook(self, (), {})
+"""
+STEPS = """
+import os, time
+from torch.optim.optimizer import SGD
+critic, generator, late = SGD(), SGD(), os.environ["RANK"] == "1"
+try:
+    for step in range(9):
+        if late and step == 3:
+            time.sleep(1.0)
+        last = time.monotonic()
+        critic.step()
+        generator.step()
+finally:
+    with open("rank " + os.environ["RANK"], "w") as file:
+        print(step, last, time.monotonic(), file=file)
+"""
+
+
+@needs_namespaces
+def test_steps_end_together(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The script ends after N steps of one of its optimizers, by an exception, and no rank ends before all are there.
+
+    Its torch is a stand-in for which only the hook exists.
+    """
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "torch" / "optim").mkdir(parents=True)
+    for name, text in {"__init__.py": "", "optim/__init__.py": "", "optim/optimizer.py": OPTIMIZER}.items():
+        (tmp_path / "torch" / name).write_text(text)
+    (tmp_path / "script.py").write_text(STEPS)
+    assert main(["slow", "--workers", "2", "--link", "10mbit", "--steps", "4", "script.py"]) == 0
+    assert "2 workers, 10mbit: 4 steps of SGD" in capfd.readouterr().out
+    (step, _, ended), (late_step, last, _) = (
+        [float(word) for word in (tmp_path / f"rank {rank}").read_text().split()] for rank in range(2)
+    )
+    assert step == late_step == 3
+    assert ended > last
+
+
 FAILING = """
 import os, signal, sys, time
 print("says", "nothing")
