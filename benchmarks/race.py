@@ -53,8 +53,8 @@ import tritoncomm
 from tritoncomm.errors import TritoncommError
 from tritoncomm.scheduler.cost import Link
 from tritoncomm.scheduler.local_workers import WorkerError, run_workers
+from tritoncomm.slow import namespaces
 
-import namespaces
 import race_results
 import race_worker
 from race_methods import Contender
@@ -132,6 +132,7 @@ def opened(place: Place, limit: timedelta) -> Iterator[Runner]:
 
 def _enter(hosts: list[namespaces.Host], rank: int) -> None:
     hosts[rank].enter()
+    os.environ["GLOO_SOCKET_IFNAME"] = namespaces.INTERFACE
 
 
 def progress(text: str) -> None:
@@ -233,7 +234,7 @@ def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
         reason = namespaces.missing()
         options.network = [Place("loopback", 2) if reason else Place("namespaces", 2, "100mbit")]
         if reason:
-            print(f"Without namespaces: {reason}")
+            print(f"Without namespaces, on --network loopback: {reason}")
     if len(options.network) > 1 and any(place.kind == "torchrun" for place in options.network):
         parser.error("--network torchrun cannot be combined with other networks")
     return options

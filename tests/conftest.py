@@ -29,7 +29,13 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 GROUPS = {
     "failures": ("distributed/test_failures.py", "test_bad_network.py", "test_checkpoints.py"),
     "scripts": (
-        *("tests/test_benchmarks.py", "tests/test_race.py", "tests/test_prepared_launcher.py", "tests/demo/"),
+        *(
+            "tests/test_benchmarks.py",
+            "tests/test_race.py",
+            "tests/slow/",
+            "tests/test_prepared_launcher.py",
+            "tests/demo/",
+        ),
         *("test_doctor_fails_under_torchrun", "test_subclass_is_found"),
     ),
     "pages": ("_page.py", "_pages.py", "test_pinned.py", "test_integrations.py"),

@@ -26,7 +26,6 @@ PARTS = {  # of other scripts
     "doors_trainer.py",
     "half_precision.py",
     "lion.py",
-    "namespaces.py",
     "power_sgd.py",
     "race_methods.py",
     "race_picture.py",

@@ -1,4 +1,4 @@
-"""The race of benchmarks/race.py: its words, its figures, and the network that it makes and removes."""
+"""The race of benchmarks/race.py: its words, and its figures."""
 
 from __future__ import annotations
 
@@ -6,15 +6,10 @@ import collections
 import dataclasses
 import importlib
 import json
-import os
-import signal
-import subprocess
-import sys
 
 import pytest
 
 from pages import ROOT
-from processes import end_soon, is_running
 
 FOLDER = str(ROOT / "benchmarks")
 RESULTS = ROOT / "benchmarks/results"
@@ -25,15 +20,6 @@ def module(monkeypatch):
     """A function that imports a script of benchmarks/."""
     monkeypatch.syspath_prepend(FOLDER)
     return importlib.import_module
-
-
-@pytest.fixture
-def namespaces(module):
-    """The module of that name, where namespaces can be made."""
-    found = module("namespaces")
-    if found.missing():
-        pytest.skip(found.missing())
-    return found
 
 
 def test_contenders(module) -> None:
@@ -160,89 +146,6 @@ def test_decision_of_the_race(module, monkeypatch) -> None:
         dense = rows[dataclasses.replace(row.cell, contender="dense")]
         pays = results.predicted(row, rows) < results.predicted(dense, rows)
         assert pays is (row.seconds_per_step < dense.seconds_per_step) is (row.rate < 1e9), row.cell
-
-
-def test_missing_tools(module, monkeypatch) -> None:
-    """Without iproute2 or root, one sentence says so."""
-    found = module("namespaces")
-    monkeypatch.setattr(found.shutil, "which", lambda name: None if name == "tc" else name)
-    assert found.missing() == "Network namespaces need the command tc: install iproute2."
-    monkeypatch.setattr(found.shutil, "which", lambda name: name)
-    monkeypatch.setattr(found.os, "geteuid", lambda: 1000)
-    assert "need root" in found.missing()
-
-
-SEND = """
-import socket, time
-from namespaces import Host
-Host({}, "").enter()
-with socket.create_server(("10.77.0.2", 5000)) as server:
-    print("ready", flush=True)
-    connection, _ = server.accept()
-    started, size = time.monotonic(), 0
-    while data := connection.recv(1 << 16):
-        size += len(data)
-    print(8 * size / (time.monotonic() - started))
-"""
-RECEIVE = """
-import socket
-from namespaces import Host
-Host({}, "").enter()
-with socket.create_connection(("10.77.0.2", 5000)) as connection:
-    connection.sendall(bytes(1_000_000))
-"""
-
-
-def test_rate_is_limited(namespaces) -> None:
-    """A host sends as fast as the rate says, less the headers, and no process is left at the end."""
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([FOLDER, *sys.path])}
-
-    def start(script: str, host) -> subprocess.Popen:
-        command = [sys.executable, "-c", script.format(host.holder)]
-        return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
-
-    with namespaces.Network(2, "10mbit") as network:
-        holders = [host.holder for host in network.hosts]
-        with start(SEND, network.hosts[1]) as server:
-            assert server.stdout.readline() == "ready\n"
-            with start(RECEIVE, network.hosts[0]) as client:
-                pass
-            rate = float(server.stdout.readline())
-    assert client.returncode == server.returncode == 0
-    assert 0.8e6 < rate / 10 < 1.0e6
-    assert not any(map(is_running, holders))
-
-
-def test_delay_without_netem(namespaces) -> None:
-    """A delay is applied, or one sentence says that the kernel cannot."""
-    said = []
-    try:
-        with namespaces.Network(1, "10mbit", "5ms"):
-            pass
-    except namespaces.NetworkError as error:
-        said.append(str(error))
-    assert all(text.startswith("delay=5ms needs netem, which this kernel does not have") for text in said)
-
-
-KILLED = """
-import time
-from namespaces import Network
-with Network(2) as network:
-    print(*[host.holder for host in network.hosts], flush=True)
-    time.sleep(60)
-"""
-
-
-def test_nothing_is_left_after_a_kill(namespaces) -> None:
-    """If the process that made the network is killed, the network goes with it."""
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([FOLDER, *sys.path])}
-    command = [sys.executable, "-c", KILLED]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
-        holders = [int(word) for word in process.stdout.readline().split()]
-        assert len(holders) == 2
-        assert all(map(is_running, holders))
-        process.send_signal(signal.SIGKILL)
-    assert end_soon(holders)
 
 
 def test_continues_a_file(tmp_path, launcher) -> None:

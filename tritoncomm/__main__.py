@@ -1,4 +1,4 @@
-"""The command line: ``python -m tritoncomm demo | simulate | plan | doctor | optimizers``."""
+"""The command line: ``python -m tritoncomm demo | simulate | plan | doctor | slow | optimizers``."""
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ from tritoncomm.planning.synthetic_gradients import (
 from tritoncomm.primitives.quantized_mean import DENSE_FORMATS
 from tritoncomm.scheduler.cost import Link
 from tritoncomm.scheduler.local_workers import WorkerError, run_workers
+from tritoncomm.slow import command as slow
 from tritoncomm.step.options import DEFAULT_DENSITY, DEFAULT_VALUES, default_fields
 from tritoncomm_kernels import devices
 from tritoncomm_kernels.section_layout import VALUE_BITS
@@ -47,7 +48,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tritoncomm", description=tritoncomm.__doc__)
     parser.add_argument("--version", action="version", version=tritoncomm.__version__)
     commands = parser.add_subparsers(dest="command", required=True)
-    for add in (_add_demo, _add_simulate, _add_plan, _add_doctor, _add_optimizers):
+    for add in (_add_demo, _add_simulate, _add_plan, _add_doctor, slow.add, _add_optimizers):
         add(commands)
     options = parser.parse_args(arguments)
     if getattr(options, "plot", None) and importlib.util.find_spec("matplotlib") is None:

@@ -18,6 +18,7 @@ from helpers import flat, residual
 from torch import nn
 from tritoncomm import ExchangeError
 from tritoncomm.scheduler import failure_report
+from tritoncomm.slow.namespaces import INTERFACE, Host, Network
 
 import laws
 
@@ -40,14 +41,38 @@ class Plan:
     seconds: float = 2.0
 
 
+class BadNetwork(Network):
+    """A network whose cables can be pulled and whose packets can vanish. This does not need the kernel's netem."""
+
+    def lose_one_in_eight(self, number: int, direction: str) -> None:
+        """Let every eighth packet vanish that host ``number`` ``"sends"`` or ``"receives"``, by its number."""
+        self.queue(number, direction, "htb default 1")
+        host, device = self.end(number, direction)
+        for minor in (1, 2):
+            host.run(f"tc class add dev {device} parent 1: classid 1:{minor} htb rate 10gbit")
+        host.run(f"tc qdisc add dev {device} parent 1:2 pfifo limit 0")
+        rule = "u32 match u16 0 0x7 at 4 flowid 1:2"
+        host.run(f"tc filter add dev {device} parent 1: protocol ip {rule}")
+
+    def dropped(self, number: int, direction: str) -> int:
+        """Return how many packets have vanished in the queue of what host ``number`` ``"sends"`` or ``"receives"``."""
+        host, device = self.end(number, direction)
+        return int(host.run(f"tc -s qdisc show dev {device} root").partition("dropped ")[2].split(",")[0])
+
+    def plug(self, number: int, *, in_: bool) -> None:
+        """Plug the cable of host ``number`` into the bridge, or pull it out."""
+        self.switch.run(f"ip link set port{number} {'up' if in_ else 'down'}")
+
+
 def address(host: int) -> str:
     """Return the address of a host."""
     return f"10.77.0.{host + 1}"
 
 
-def enter(hosts: list, rank: int) -> None:
-    """Move a worker to its host, a :class:`namespaces.Host`."""
+def enter(hosts: list[Host], rank: int) -> None:
+    """Move a worker to its host."""
     hosts[rank].enter()
+    os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
 
 
 def wait_for(plan: Plan, name: str) -> None:

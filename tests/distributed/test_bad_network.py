@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import signal
 import subprocess
@@ -19,15 +18,13 @@ from typing import Any, NamedTuple
 
 import bad_network_workers
 import pytest
-from bad_network_workers import PORT, Plan, address
+from bad_network_workers import PORT, BadNetwork, Plan, address
 from helpers import run_workers
 from tritoncomm.scheduler.local_workers import WorkerError
+from tritoncomm.slow import namespaces
 
 from depth import TORCHRUN
-from pages import ROOT
 
-sys.path.append(str(ROOT / "benchmarks"))
-namespaces = importlib.import_module("namespaces")
 pytestmark = pytest.mark.skipif(namespaces.missing() is not None, reason=str(namespaces.missing()))
 
 MEMBERS, CUT = 4, 2
@@ -58,7 +55,7 @@ def run(
     """
     heard: dict[int, list[Report]] = defaultdict(list)
     count = max(plan.members, plan.store + 1)
-    with namespaces.Network(count) as network:
+    with BadNetwork(count) as network:
 
         def listen(message: Any) -> None:
             if message == "now":
@@ -202,11 +199,12 @@ def test_external_store_under_torchrun(tmp_path: Path) -> None:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "GLOO_SOCKET_IFNAME": namespaces.INTERFACE}
     script = str(Path(__file__).with_name("external_store_script.py"))
     with ExitStack() as stack:
-        network = stack.enter_context(namespaces.Network(4))
+        network = stack.enter_context(BadNetwork(4))
 
         def start(number: int, *command: str) -> None:
-            enter = ["nsenter", f"--net=/proc/{network.hosts[number].holder}/ns/net"]
-            process = subprocess.Popen([*enter, *command], env=environment, start_new_session=True)
+            process = subprocess.Popen(
+                [*network.hosts[number].inside, *command], env=environment, start_new_session=True
+            )
             stack.callback(process.wait)
             stack.callback(os.killpg, process.pid, signal.SIGKILL)  # torchrun waits for the lost host
 

@@ -1,4 +1,4 @@
-"""Hosts on a network with a real rate limit: network namespaces of Linux on one bridge. Used by ``race.py`` and tests.
+"""Hosts on a network with a real rate limit: network namespaces of Linux on one bridge.
 
 Every host is a namespace with one interface. A cable (a pair of virtual interfaces) joins it to a bridge, which is in a
 namespace of its own. Both ends of the cable have a queue of ``tc`` that limits their rate. Messages between hosts are
@@ -15,7 +15,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import NamedTuple
 
@@ -28,6 +27,7 @@ _HOLD = ("unshare", "--net", "sh", "-c", "echo ready; exec cat")
 # A queue lets this many bytes pass at once: a millisecond at its rate, but at least two Ethernet frames. Messages are
 # then slowed down from their first kilobytes on. It drops what would wait for longer than a tenth of a second.
 _FRAME, _BURST_SECONDS, _QUEUE_SECONDS, _SHORTEST_QUEUE = 1514, 1e-3, 0.1, 65536
+_NETEM_PACKETS = 1000  # its queue, unless it is told otherwise
 
 
 class NetworkError(RuntimeError):
@@ -35,18 +35,29 @@ class NetworkError(RuntimeError):
 
 
 class Host(NamedTuple):
-    """A host, as other processes need it: the process that holds its namespace, and its address."""
+    """A namespace, as other processes need it: the process that holds it, and its address."""
 
     holder: int
     address: str
 
+    @property
+    def inside(self) -> list[str]:
+        """The words to put before a command that is to run on the host."""
+        return ["nsenter", f"--net=/proc/{self.holder}/ns/net"]
+
+    def run(self, command: str, *, may_fail: bool = False) -> str:
+        """Run ``command`` on the host and return what it prints."""
+        done = subprocess.run([*self.inside, *command.split()], capture_output=True, text=True, check=False)  # noqa: S603
+        if done.returncode != 0 and not may_fail:
+            raise NetworkError(f"'{command}' failed: {done.stderr.strip()}")
+        return done.stdout
+
     def enter(self) -> None:
-        """Move this thread, and all that it starts, into the namespace of the host. gloo then uses its interface."""
+        """Move this thread, and all that it starts, into the namespace of the host."""
         libc = ctypes.CDLL(None, use_errno=True)
         with open(f"/proc/{self.holder}/ns/net") as namespace:  # noqa: PTH123 - /proc is not a folder of files
             if libc.setns(namespace.fileno(), _CLONE_NEWNET) != 0:
                 raise NetworkError(f"the network namespace could not be entered: {os.strerror(ctypes.get_errno())}")
-        os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
 
 
 def missing() -> str | None:
@@ -57,10 +68,11 @@ def missing() -> str | None:
         if shutil.which(command) is None:
             return f"Network namespaces need the command {command}: install {package}."
     if os.geteuid() != 0:
-        return "Network namespaces need root: run this command as root, or with --network loopback."
+        return "Network namespaces need root: put 'sudo' or 'unshare --map-root-user' before the command."
     made = subprocess.run(["unshare", "--net", "true"], capture_output=True, text=True, check=False)  # noqa: S607
     if made.returncode != 0:
-        return f"This system does not let root make network namespaces: {made.stderr.strip()}."
+        reason = made.stderr.strip()
+        return f"This system does not let root make network namespaces ({reason}): a container needs --privileged."
     return None
 
 
@@ -76,7 +88,7 @@ class Network:
     def __init__(self, hosts: int, rate: str | None = None, delay: str = "0") -> None:
         self.size, self.rate, self.delay = hosts, rate, delay
         self.hosts: list[Host] = []
-        self._switch = 0
+        self.switch = Host(0, "")
         self._open = ExitStack()
 
     def __enter__(self) -> Network:  # noqa: PYI034 - Self is of Python 3.11
@@ -84,9 +96,9 @@ class Network:
         if reason is not None:
             raise NetworkError(reason)
         with ExitStack() as undo:
-            self._switch = undo.enter_context(_Holder()).pid
-            self._in(self._switch, "ip link add bridge type bridge")
-            self._in(self._switch, "ip link set bridge up")
+            self.switch = Host(undo.enter_context(_Holder()).pid, "")
+            self.switch.run("ip link add bridge type bridge")
+            self.switch.run("ip link set bridge up")
             for number in range(self.size):
                 host = Host(undo.enter_context(_Holder()).pid, f"10.77.0.{number + 1}")
                 self._connect(number, host)
@@ -100,69 +112,47 @@ class Network:
 
     def _connect(self, number: int, host: Host) -> None:
         port = f"port{number}"
-        self._in(self._switch, f"ip link add {port} type veth peer name {INTERFACE} netns {host.holder}")
-        self._in(self._switch, f"ip link set {port} addrgenmode none master bridge up")
-        self._in(host.holder, f"ip link set {INTERFACE} addrgenmode none")  # without the packets of IPv6
-        self._in(host.holder, f"ip address add {host.address}/24 dev {INTERFACE}")
-        self._in(host.holder, f"ip link set {INTERFACE} up")
-        self._in(host.holder, "ip link set lo up")
+        self.switch.run(f"ip link add {port} type veth peer name {INTERFACE} netns {host.holder}")
+        self.switch.run(f"ip link set {port} addrgenmode none master bridge up")
+        host.run(f"ip link set {INTERFACE} addrgenmode none")  # without the packets of IPv6
+        host.run(f"ip address add {host.address}/24 dev {INTERFACE}")
+        host.run(f"ip link set {INTERFACE} up")
+        host.run("ip link set lo up")
 
     def limit(self, number: int, rate: str | None, delay: str = "0") -> None:
         """Limit what host ``number`` sends, and what it receives, to ``rate`` each."""
         self.queue(number, "sends", None if rate is None else _token_bucket(rate))
         self.queue(number, "receives", None if rate is None else _token_bucket(rate))
         if delay not in ("0", "0s", "0ms"):
-            parent = "root" if rate is None else "parent 1:1"
-            try:
-                self._in(self.hosts[number].holder, f"tc qdisc add dev {INTERFACE} {parent} netem delay {delay}")
-            except NetworkError as error:
-                raise NetworkError(
-                    f"delay={delay} needs netem, which this kernel does not have: leave the delay out ({error})."
-                ) from error
+            self._delay(self.hosts[number], rate, delay)
+
+    @staticmethod
+    def _delay(host: Host, rate: str | None, delay: str) -> None:
+        parent, frames = "root", 0.0
+        if rate is not None:  # netem is then the queue of the limit, with the packets on their way and those that wait
+            link = Link.parse(f"{rate},{delay}")
+            parent, frames = "parent 1:1", link.bandwidth * (link.latency + _QUEUE_SECONDS) / _FRAME
+        try:
+            limit = max(_NETEM_PACKETS, int(frames))
+            host.run(f"tc qdisc add dev {INTERFACE} {parent} netem delay {delay} limit {limit}")
+        except NetworkError as error:
+            raise NetworkError(
+                f"delay={delay} needs netem, which this kernel does not have: leave the delay out ({error})."
+            ) from error
 
     def queue(self, number: int, direction: str, discipline: str | None) -> None:
         """Set the queue of what host ``number`` ``"sends"`` or ``"receives"``, as ``tc`` names it. None removes it."""
-        holder, device = self._end(number, direction)
-        self._in(holder, f"tc qdisc del dev {device} root", may_fail=True)  # there may be none
+        host, device = self.end(number, direction)
+        host.run(f"tc qdisc del dev {device} root", may_fail=True)  # there may be none
         if discipline is not None:
-            self._in(holder, f"tc qdisc add dev {device} root handle 1: {discipline}")
+            host.run(f"tc qdisc add dev {device} root handle 1: {discipline}")
 
-    def lose_one_in_eight(self, number: int, direction: str) -> None:
-        """Let every eighth packet vanish that host ``number`` ``"sends"`` or ``"receives"``, by its number.
-
-        This does not need the kernel's netem.
-        """
-        self.queue(number, direction, "htb default 1")
-        holder, device = self._end(number, direction)
-        for minor in (1, 2):
-            self._in(holder, f"tc class add dev {device} parent 1: classid 1:{minor} htb rate 10gbit")
-        self._in(holder, f"tc qdisc add dev {device} parent 1:2 pfifo limit 0")
-        rule = "u32 match u16 0 0x7 at 4 flowid 1:2"
-        self._in(holder, f"tc filter add dev {device} parent 1: protocol ip {rule}")
-
-    def dropped(self, number: int, direction: str) -> int:
-        """Return how many packets have vanished in the queue of what host ``number`` ``"sends"`` or ``"receives"``."""
-        holder, device = self._end(number, direction)
-        return int(self._in(holder, f"tc -s qdisc show dev {device} root").partition("dropped ")[2].split(",")[0])
-
-    def plug(self, number: int, *, in_: bool) -> None:
-        """Plug the cable of host ``number`` into the bridge, or pull it out."""
-        self._in(self._switch, f"ip link set port{number} {'up' if in_ else 'down'}")
-
-    def _end(self, number: int, direction: str) -> tuple[int, str]:
+    def end(self, number: int, direction: str) -> tuple[Host, str]:
+        """Return the namespace and the device whose queue has what host ``number`` ``"sends"`` or ``"receives"``."""
         if direction == "sends":
-            return self.hosts[number].holder, INTERFACE
+            return self.hosts[number], INTERFACE
         assert direction == "receives"
-        return self._switch, f"port{number}"
-
-    @staticmethod
-    def _in(holder: int, command: str, *, may_fail: bool = False) -> str:
-        """Run ``command`` in the namespace that the process ``holder`` holds, and return what it prints."""
-        enter: Sequence[str] = ["nsenter", f"--net=/proc/{holder}/ns/net"]
-        done = subprocess.run([*enter, *command.split()], capture_output=True, text=True, check=False)  # noqa: S603
-        if done.returncode != 0 and not may_fail:
-            raise NetworkError(f"'{command}' failed: {done.stderr.strip()}")
-        return done.stdout
+        return self.switch, f"port{number}"
 
 
 class _Holder:
