@@ -55,9 +55,12 @@ class GradScaler(torch.amp.GradScaler):
     def _agree(self, found: dict[Any, torch.Tensor], optimizer: torch.optim.Optimizer) -> torch.Tensor:
         """Set every flag of ``found`` to the maximum over all ranks, and return it: 1 for an overflow, else 0.
 
-        A rank without gradients takes part in the all-reduce, and gets an entry in ``found``.
+        Where only updates are exchanged, an overflow is a matter of one rank, and nothing is sent. A rank without
+        gradients takes part in the all-reduce, and gets an entry in ``found``.
         """
         assert self._scale is not None
+        if isinstance(optimizer, SparseOptimizer) and optimizer.exchanges_only_updates:
+            return torch.stack([flag.to(self._scale.device) for flag in found.values()] or [self._scale * 0]).amax()
         flags = [flag.to(self._scale.device) for flag in found.values()]
         flag = torch.stack(flags).amax() if flags else torch.zeros_like(self._scale)
         if is_distributed():

@@ -27,6 +27,7 @@ from tritoncomm.optimizer import SparseOptimizer
 from tritoncomm.scheduler.process_group import is_distributed
 from tritoncomm.step import agree
 from tritoncomm.step import state as exchange_state
+from tritoncomm.step.optimizer_list import parts_of
 from tritoncomm.step.portable_state import ShardOfReplica, held_by, joined, resharded, split
 from tritoncomm.step.state import reshard
 
@@ -70,7 +71,7 @@ def save(optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
         if difference:
             raise ConfigMismatchError(f"nothing was saved, because {difference}")
     rank, size = state["tritoncomm"]["rank"], state["tritoncomm"]["world_size"]
-    mark: dict[str, Any] = {"id": secrets.token_hex(8), "optimizer": type(optimizer.optimizer).__name__}
+    mark: dict[str, Any] = {"id": secrets.token_hex(8), "optimizer": _kind(optimizer)}
     if is_distributed():
         mark["id"] = agree.all_gather(mark, group, device)[0]["id"]
     mark["checksum"] = checksum
@@ -171,7 +172,7 @@ def state_of_rank(optimizer: SparseOptimizer, folder: Path) -> dict[str, Any]:
         else:  # every rank reads all states, to check that they belong together
             file = folder
             state = _resharded([_read(_file(folder, r, saved_by)) for r in range(saved_by)], folder, rank, size)
-        mark, name = state.pop("saved"), type(optimizer.optimizer).__name__
+        mark, name = state.pop("saved"), _kind(optimizer)
         with _name_in_errors(file):
             if mark["optimizer"] != name:
                 raise ConfigurationError(f"it was written for {mark['optimizer']}, this optimizer is {name}")
@@ -189,6 +190,10 @@ def _one_group(optimizer: SparseOptimizer) -> SparseOptimizer:
             "torch.distributed.checkpoint, see tritoncomm.checkpoint.ResidualState"
         )
     return optimizer
+
+
+def _kind(optimizer: SparseOptimizer) -> str:
+    return " and ".join(type(each).__name__ for each in parts_of(optimizer.optimizer))
 
 
 def _sparse(optimizer: torch.optim.Optimizer) -> SparseOptimizer:

@@ -19,8 +19,10 @@ from tritoncomm.step import state as exchange_state
 from tritoncomm.step.exchange import State
 from tritoncomm.step.figures import figures_of
 from tritoncomm.step.model import check_not_reduced, checked_module, group_of
+from tritoncomm.step.optimizer_list import join, parts_of, split
 from tritoncomm.step.optimizer_setup import OptimizerSetup
 from tritoncomm.step.options import check_group, check_outer_lr, one_of
+from tritoncomm.step.rules import exchanges_updates
 from tritoncomm.step.shards import local
 from tritoncomm.step.torch_internals import creates_state, without_compile
 from tritoncomm.step.update import coupled_decay, restore_rules, saved_state
@@ -151,7 +153,9 @@ class SparseOptimizer(OptimizerSetup):
         scale, found = self._scaler
         found = self._step_state.found_in_unscale if found is None else found
         local_steps.take(scale, found)
-        if scale is not None:  # they are exchanged without the scale, and a rank's overflow is an Inf
+        if not self._is_mixed:  # an overflow of this rank is no matter of the exchange
+            self.grad_scale = self.found_inf = self._step_state.found_in_unscale = None
+        elif scale is not None:  # they are exchanged without the scale, and a rank's overflow is an Inf
             others = [part.optimizer for part in self._parts if not part.is_anchor]
             rest = [parameter.grad for each in others for parameter, _ in agree.named_parameters(each)]
             for gradient in (local(each) for each in rest if each is not None):
@@ -173,9 +177,24 @@ class SparseOptimizer(OptimizerSetup):
         if self._exchange.delivered is None:
             self._exchange.discard()
             step_state.warn_about_scale(found, self.process_group)
+            if self._is_mixed:
+                self._exchange_updates_alone()
         else:
             self._apply(untouched=untouched)
         step_state.reset()
+
+    def _exchange_updates_alone(self) -> None:
+        """Exchange updates without the gradients of this step, which all ranks have skipped."""
+        for part in self._parts:
+            if not part.is_anchor:
+                part.optimizer.zero_grad(set_to_none=True)
+        self._step_state.reset()
+        self._forget_scaler()
+        self._synchronize()
+        if self._exchange.delivered is None:
+            self._exchange.discard()
+        else:
+            self._apply(untouched=True)
 
     @torch.no_grad()
     def merge(self) -> None:
@@ -190,6 +209,7 @@ class SparseOptimizer(OptimizerSetup):
         local_steps = self._local
         if local_steps is None:
             return
+        local_steps.check_not_averaged("merge()")
         if not self.is_synchronized:
             if self._is_mixed and not local_steps.taken:
                 return  # gradients of the others were exchanged in the same step
@@ -220,13 +240,13 @@ class SparseOptimizer(OptimizerSetup):
     def outer_lr(self) -> float:
         """Rate of the step of the common parameters by the mean update. All ranks set the same."""
         if self._local is None:
-            raise AttributeError("outer_lr: no optimizer exchanges updates")
+            raise RuntimeError("outer_lr: no optimizer exchanges updates")
         return float(self._local.outer.param_groups[0]["lr"])
 
     @outer_lr.setter
     def outer_lr(self, rate: float) -> None:
         if self._local is None:
-            raise AttributeError("outer_lr: no optimizer exchanges updates")
+            raise RuntimeError("outer_lr: no optimizer exchanges updates")
         check_outer_lr(rate)
         self._local.outer.param_groups[0]["lr"] = rate
 
@@ -330,7 +350,7 @@ class SparseOptimizer(OptimizerSetup):
         self._check_no_pending_step("flush()")
         local_steps = self._local
         if local_steps is not None:
-            local_steps.fold(self._exchange.vectors[0].residuals_by_parameter())
+            local_steps.fold(self._residuals)
         self._exchange.flush()
         self._step_state.written = self._exchange.gradients
         try:
@@ -353,7 +373,7 @@ class SparseOptimizer(OptimizerSetup):
         figures = figures_of(self._exchange)
         if self._local is not None:
             inner = self._local.metrics()
-            each = figures["bytes_sent_total"] / max(inner["inner_steps"], 1.0)
+            each = figures["bytes_sent_total"] / max(self._local.here, 1)
             figures |= inner | {"exchanges": figures["steps"], "bytes_per_step": each}
         if self._options.max_grad_norm is None:
             return figures
@@ -399,10 +419,13 @@ class SparseOptimizer(OptimizerSetup):
             one_of("residuals", residuals, ("restore", "reset"))
             state_dict = exchange_state.for_this_rank(state_dict, self.process_group, reset=residuals == "reset")
             feedbacks = self.loadable(state_dict)
+        if self._local is not None:
+            self._local.check_not_averaged("load_state_dict()")
         saved = state_dict.get("tritoncomm")
         inner = {key: value for key, value in state_dict.items() if key != "tritoncomm"}
         if is_distributed():
-            exchange_state.compare(inner, saved, feedbacks, self.process_group, self._everybody, self._device)
+            common = join([own for part, own in self._split(inner) if not exchanges_updates(part, self._options)])
+            exchange_state.compare(common, saved, feedbacks, self.process_group, self._everybody, self._device)
         self.optimizer.load_state_dict(inner)
         restore_rules(self.optimizer, inner)
         self._exchange.restart()
@@ -410,11 +433,26 @@ class SparseOptimizer(OptimizerSetup):
         if saved is not None:
             exchange_state.resume(self._exchange, feedbacks, saved, self._local)
         else:
+            if self._local is not None:
+                self._local.renew()
             self._exchange.restore(feedbacks)
             # No warning: torch.distributed.checkpoint loads the residuals by themselves, with ResidualState.
             exchange_state.warn_about_lost_residual(self.optimizer, logging.INFO)
         self._step_state.reset()
         self._run_hooks_after_loading()
+
+    def _split(self, inner: dict[str, Any]) -> list[tuple[torch.optim.Optimizer, dict[str, Any]]]:
+        """Return the original optimizers, each with its part of the state ``inner``."""
+        parts = parts_of(self.optimizer)
+        return list(zip(parts, split(inner, parts), strict=True))
+
+    @property
+    def _residuals(self) -> dict[torch.Tensor, torch.Tensor]:
+        """Flat views of this rank's residuals, by parameter."""
+        found: dict[torch.Tensor, torch.Tensor] = {}
+        for vector in self._exchange.vectors:
+            found |= vector.residuals_by_parameter()
+        return found
 
     def loadable(self, state_dict: dict[str, Any]) -> list[ErrorFeedback]:
         """Return the residual and method state of each vector in ``state_dict``.

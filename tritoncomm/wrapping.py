@@ -30,7 +30,7 @@ from tritoncomm.step.options import (
     resolved_small,
 )
 from tritoncomm.step.private_group import numbered_groups
-from tritoncomm.step.rules import check_exchange, exchanges_updates
+from tritoncomm.step.rules import asks_for_dense, check_exchange, exchanges_updates
 
 __all__ = ["wrap"]
 
@@ -84,7 +84,8 @@ def wrap(
     worker takes the original optimizer's steps, to the bit.
 
     Args:
-        optimizer: Optimizer to wrap, or a list of optimizers of different parameters, which are stepped as one.
+        optimizer: Optimizer to wrap, or a list of optimizers of different parameters, which are stepped as one. A
+            parameter group that says ``dense=True`` travels whole in each step, as small tensors do.
         algo: Name of a method from :func:`tritoncomm.algorithms`, or a recipe. Default: ``"oktopk"``.
         density: Fraction of entries to deliver per step, in (0, 1]. If the learning rate bounds how far parameters get,
             take 0.1: 300 steps at 0.03 left 1.46 times the distance of dense on a linear regression. Default: None,
@@ -130,9 +131,11 @@ def wrap(
             and one that is not wrapped cannot step its parameters any more. Default: None, for a plain module. Nobody
             then sees whether buffers, and parameters that the optimizer does not hold, differ between ranks.
         exchange: What travels. ``"gradients"``, ``"updates"``, or ``"auto"``: gradients of SGD, Adam, AdamW and Lion,
-            updates of all other optimizers, and of all with ``local_steps``. Default: ``"auto"``.
-        updates_algo: How updates are exchanged: the name of a method, or a recipe. Nothing of them travels dense, and
-            no step at the start does. ``algo`` is for gradients. Default: None, which is ``"quantized"``, one bit.
+            and of all optimizers with ``algo="dense"``; updates of others, and of all with ``local_steps``. Default:
+            ``"auto"``.
+        updates_algo: How updates are exchanged: the name of a method, or a recipe. Small tensors travel like others,
+            and no step at the start is dense. ``algo`` is for gradients. Default: None, which is ``"quantized"`` with
+            one bit.
         local_steps: Number of steps between two exchanges of updates. Default: 1.
         match_length: Whether the mean of updates is lengthened to the mean of their lengths. A mean of several updates
             is shorter, because their noise cancels. Its length is estimated from 2 KB that all ranks sum. Default:
@@ -179,7 +182,7 @@ def wrap(
             timeout=timeout,
             dense_below=dense_below,
             small=resolved_small(small),
-            exchange=exchange,
+            exchange=exchange if exchange != "auto" or local_steps != 1 or not asks_for_dense(algo) else "gradients",
             local_steps=local_steps,
             match_length=match_length,
             outer_lr=outer_lr,
@@ -188,6 +191,10 @@ def wrap(
         given = {
             "algo": None if algo == DEFAULT_ALGO else algo,
             "density": density,
+            "warmup_steps": warmup_steps,
+            "dense_below": None if dense_below == DENSE_BELOW else dense_below,
+            "select_by": None if select_by == "auto" else select_by,
+            "clip_by": clip_by,
             **recipe_fields,
             "updates_algo": updates_algo,
             "staleness": staleness,

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 from collections.abc import Callable
+from pathlib import Path
 
 import fsdp_models
 import pytest
@@ -460,13 +462,16 @@ def scaled(rank: int, world_size: int, send) -> None:
             rows = torch.randn(4, 8, generator=torch.Generator().manual_seed(100 * step + rank))
             optimizer.zero_grad()
             scaler.scale((model(rows) - rows).square().mean()).backward()
-            if step == 4 and rank == 1:
+            if step in (4, 5) and rank == 1:  # the second one is exchanged
                 model.weight.grad[0, 0] = float("inf")
             scaler.step(optimizer)
             scaler.update()
         assert same_everywhere(flat(model))
         ends.append(vector(model.parameters()))
-        assert not enabled or scaler.get_scale() == 2.0 ** (9 if rank == 1 else 10)
+        assert optimizer.metrics()["exchanges"] == 2
+        assert not enabled or scaler.get_scale() == 2.0 ** (8 if rank == 1 else 10)
+        saved = copy.deepcopy(optimizer.state_dict())  # the state of Adam is one of fewer steps on rank 1
+        optimizer.load_state_dict(saved)
     torch.testing.assert_close(*ends, rtol=0, atol=1e-6)
 
 
@@ -643,6 +648,131 @@ OPTIMIZERS = {
     "SGD": lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
     "AdamW": lambda model: torch.optim.AdamW(model.parameters(), lr=0.03),
 }
+
+
+def inside_averaged(rank: int, world_size: int, send) -> None:
+    """Inside ``averaged()``, which may be nested, whatever would use or replace this worker's parameters raises."""
+    torch.manual_seed(0)
+    model = nn.Linear(8, 8)
+    optimizer = adam_of(model, METHODS["2 bits"])
+    train(model, optimizer, 0, rank)
+    own = flat(model)
+    actions = {
+        "state_dict()": optimizer.state_dict,
+        "copying": lambda: copy.deepcopy(optimizer),
+        "merge()": optimizer.merge,
+        "flush()": optimizer.flush,
+        "step()": optimizer.step,
+        "load_state_dict()": lambda: optimizer.load_state_dict(optimizer.optimizer.state_dict()),
+    }
+    with optimizer.averaged(), optimizer.averaged():
+        assert same_everywhere(flat(model))
+    assert flat(model) == own
+    for name, action in actions.items():
+        with optimizer.averaged():
+            with optimizer.averaged():
+                pass
+            with pytest.raises(RuntimeError, match=re.escape(f"{name} inside averaged()")):
+                action()
+        assert flat(model) == own
+
+
+def loaded_weights(rank: int, world_size: int, send) -> None:
+    """Weights that are loaded after ``wrap`` become the anchor. Clamped weights are a step like others."""
+    torch.manual_seed(0)
+    model, other = nn.Linear(8, 8), nn.Linear(8, 8)
+    optimizer = tritoncomm.wrap(torch.optim.RMSprop(model.parameters(), lr=1e-3), model=model)
+    train(model, optimizer, 0, rank)
+    for way in (model.load_state_dict, lambda _: optimizer.load_state_dict(optimizer.optimizer.state_dict())):
+        model.load_state_dict(other.state_dict())
+        way(other.state_dict())
+        train(model, optimizer, 1, rank)
+        assert float((vector(model.parameters()) - vector(other.parameters())).abs().max()) < 0.02
+        assert same_everywhere(flat(model))
+    with torch.no_grad():
+        model.weight.clamp_(-0.3, 0.3)
+    train(model, optimizer, 2, rank)
+    assert same_everywhere(flat(model))
+
+
+def merged_on_one_rank(rank: int, world_size: int, send) -> None:
+    """A rank that merges when the others do not is an error on all, and nothing has changed."""
+    torch.manual_seed(0)
+    model = nn.Linear(8, 8)
+    optimizer = adam_of(model, METHODS["2 bits"])
+    train(model, optimizer, 0, rank)
+    if rank != 0:
+        train(model, optimizer, 1, rank)
+    wrong = optimizer.merge if rank == 0 else lambda: train(model, optimizer, 2, rank)
+    with pytest.raises(tritoncomm.ProtocolMismatchError, match="local_steps of the common parameters"):
+        wrong()
+    assert optimizer.metrics()["exchanges"] == 0
+
+
+def mixed_skip(rank: int, world_size: int, send) -> None:
+    """A NaN in a gradient that is exchanged skips it on all ranks, and updates are exchanged all the same."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
+    parts = muon(model)
+    optimizer = tritoncomm.wrap(parts, model=model)
+    for step in range(3):
+        optimizer.zero_grad()
+        rows = torch.randn(4, 8, generator=torch.Generator().manual_seed(100 * step + rank))
+        (model(rows) - rows).square().mean().backward()
+        before, biases = flat(model[0]), model[0].bias.tolist()
+        if step == 1 and rank == 1:
+            model[0].bias.grad[0] = float("nan")
+        optimizer.step()
+        assert same_everywhere(flat(model)), step
+        assert flat(model[0]) != before
+        assert (model[0].bias.tolist() == biases) == (step == 1)
+        assert optimizer.metrics()["steps_until_exchange"] == 1
+    assert optimizer.metrics()["skipped_steps"] == 1
+
+
+def list_in_a_checkpoint(rank: int, world_size: int, send, folder: str) -> None:
+    """A list of optimizers is resumed by ``torch.distributed.checkpoint``, and by files of its own kind alone."""
+    torch.manual_seed(0)
+
+    def made(reverse: bool = False) -> tuple[nn.Module, tritoncomm.SparseOptimizer]:
+        model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
+        parts = muon(model)
+        return model, tritoncomm.wrap(parts[::-1] if reverse else parts, model=model, broadcast_parameters=True)
+
+    model, optimizer = made()
+    for step in range(3):
+        train(model, optimizer, step, rank)
+    _save(model, optimizer, folder)
+    again, resumed = made()
+    _load(again, resumed, folder)
+    assert flat(again) == flat(model)
+    train(again, resumed, 3, rank)
+    assert same_everywhere(flat(again))
+    tritoncomm.checkpoint.save(optimizer, Path(folder) / "own")
+    with pytest.raises(
+        tritoncomm.ConfigurationError, match="written for Muon and AdamW, this optimizer is AdamW and Muon"
+    ):
+        tritoncomm.checkpoint.load(made(reverse=True)[1], Path(folder) / "own")
+
+
+def one_bad_shard(rank: int, world_size: int, send) -> None:
+    """With FSDP2, the shards of a replica leave out a step together, also if one of them alone has a NaN."""
+    over = fsdp_models.mesh()
+    model = fsdp_models.sharded(fsdp_models.Net(), over["shard"])
+    inner = torch.optim.AdamW(model.parameters(), lr=0.01)
+    replicas = over["replicate"].get_group()
+    optimizer = tritoncomm.wrap(inner, model=model, process_group=replicas, local_steps=2, max_grad_norm=1.0)
+    for step in range(4):
+        optimizer.zero_grad()
+        fsdp_models.loss_of(model, rank, step).backward()
+        if step == 1 and rank == 0:
+            model.head.weight.grad.to_local().fill_(float("nan"))
+        before = fsdp_models.bits(model)
+        optimizer.step()
+        if step == 0:
+            assert fsdp_models.bits(model) != before
+    assert same_everywhere(fsdp_models.bits(model), replicas)
+    assert optimizer.metrics()["exchanges"] == 2
 
 
 # How far some may end above dense, on a task this small. The others may end 25 % above it.

@@ -27,6 +27,10 @@ SITUATIONS = [
     workers.scaled,
     workers.copied,
     workers.resharded,
+    workers.inside_averaged,
+    workers.loaded_weights,
+    workers.merged_on_one_rank,
+    workers.mixed_skip,
 ]
 
 
@@ -45,6 +49,12 @@ def test_lost_worker(situation: Callable[..., None]) -> None:
 def test_shards(tmp_path: Path) -> None:
     """Two replicas of two shards each train, stop and resume."""
     run_workers(workers.sharded, 4, str(tmp_path))
+    run_workers(workers.one_bad_shard, 4)
+
+
+def test_list_in_a_checkpoint(tmp_path: Path) -> None:
+    """A list of optimizers can be saved and resumed."""
+    run_workers(workers.list_in_a_checkpoint, 2, str(tmp_path))
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ class SparseDDPStrategy(DDPStrategy):
     optimizers: list[Any]  # a property of the strategy
 
     def __init__(self, algo: str | Recipe = "oktopk", *, residuals: str = "restore", **settings: Any) -> None:
-        self._restore = beside.check(residuals)
+        self._restore = beside.check(residuals, settings)
         self._settings = {name: settings.pop(name) for name in _SETTINGS & set(settings)} | {"algo": algo}
         super().__init__(**settings)
 

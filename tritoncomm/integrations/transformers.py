@@ -35,7 +35,7 @@ class SparseGradients(TrainerCallback):
     """
 
     def __init__(self, algo: str | Recipe = "oktopk", *, residuals: str = "restore", **settings: Any) -> None:
-        self._restore = beside.check(residuals)
+        self._restore = beside.check(residuals, settings)
         self._algo, self._settings = algo, settings
         self.optimizer: SparseOptimizer | None = None
 

@@ -361,7 +361,7 @@ class Stepping(NamedTuple):
         Options are those of the optimizer's class. Others, which users add to groups, may differ between ranks. The
         host waits for no GPU: the value of an option that is a tensor on a GPU is left out.
         """
-        names = sorted(set(getattr(self.optimizer, "defaults", ())))
+        names = sorted(self._names)
         options = [[_numbers(group.get(name)) for name in names] for group in self.optimizer.param_groups]
         return repr((options, self.updates, self.is_stopped))
 
@@ -375,10 +375,16 @@ class Stepping(NamedTuple):
         """The options in :attr:`text`, by name."""
         fields: dict[str, Any] = {}
         for position, group in enumerate(self.optimizer.param_groups):
-            for name in getattr(self.optimizer, "defaults", ()):
+            label = group.get("label", f"parameter group {position}")
+            for name in self._names:
                 value = _numbers(group.get(name))
-                fields[f"{name} of parameter group {position}"] = tuple(value) if isinstance(value, list) else value
+                fields[f"{name} of {label}"] = tuple(value) if isinstance(value, list) else value
         return fields
+
+    @property
+    def _names(self) -> list[str]:
+        """The names of all options. A list of optimizers has those of each."""
+        return list(getattr(self.optimizer, "options", getattr(self.optimizer, "defaults", ())))
 
 
 def _numbers(value: object) -> object:

@@ -62,8 +62,14 @@ class OptimizerList(torch.optim.Optimizer):
 
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        """The default options of all optimizers."""
-        return {name: value for optimizer in self.optimizers for name, value in optimizer.defaults.items()}
+        """The default options that all optimizers have. Some schedulers set whatever is here, in all groups."""
+        first, *others = [optimizer.defaults for optimizer in self.optimizers]
+        return {name: value for name, value in first.items() if all(name in other for other in others)}
+
+    @property
+    def options(self) -> set[str]:
+        """The names of the options that any of the optimizers has."""
+        return {name for optimizer in self.optimizers for name in optimizer.defaults}
 
     def __repr__(self) -> str:
         return f"[{', '.join(map(repr, self.optimizers))}]"
@@ -130,19 +136,21 @@ def join(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def split(state_dict: Mapping[str, Any], optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[dict[str, Any]]:
-    """Yield the state dict of each of ``optimizers`` from what :func:`join` returned."""
+    """Yield the state dict of each of ``optimizers`` from what :func:`join` returned.
+
+    Parameters keep their numbers, or names: torch goes by their order.
+    """
     if len(optimizers) == 1:
         yield dict(state_dict)
         return
     groups = list(state_dict["param_groups"])
-    start = 0
     for optimizer in optimizers:
         own, groups = groups[: len(optimizer.param_groups)], groups[len(optimizer.param_groups) :]
-        count = sum(len(group["params"]) for group in own)
-        state = {n - start: value for n, value in state_dict["state"].items() if start <= n < start + count}
-        own = [dict(group) | {"params": [number - start for number in group["params"]]} for group in own]
-        yield {"state": state, "param_groups": own}
-        start += count
+        held = {key for group in own for key in group["params"]}
+        yield {
+            "state": {key: value for key, value in state_dict["state"].items() if key in held},
+            "param_groups": own,
+        }
 
 
 def _named(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:

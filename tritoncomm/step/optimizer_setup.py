@@ -141,6 +141,11 @@ class OptimizerSetup(OptimizerProxy):
         return self._exchange.state is State.READY
 
     @property
+    def exchanges_only_updates(self) -> bool:
+        """True if no gradient is exchanged. An overflow or a NaN in one is then a matter of its rank alone."""
+        return all(part.is_anchor for part in self._parts)
+
+    @property
     def _vector(self) -> VectorExchange:
         """The flat vector of an optimizer that has one."""
         (vector,) = self._exchange.vectors
@@ -295,6 +300,8 @@ class OptimizerSetup(OptimizerProxy):
     def release(self) -> None:
         """Allow ``step()`` of the original optimizer again. Residuals stay in this one, and are not applied.
 
+        Call :meth:`merge` before where updates are exchanged: parameters differ between ranks after local steps.
+
         A ``DistributedDataParallel`` module that was passed to :func:`wrap` still averages nothing: to train without
         tritoncomm, put ``model.module`` into a new one, and drop the old one.
         """
@@ -310,5 +317,7 @@ class OptimizerSetup(OptimizerProxy):
     def _check_saveable(self, action: str) -> None:
         """Raise unless residuals and parameters belong to the same step."""
         self._exchange.check_complete()
+        if self._local is not None:
+            self._local.check_not_averaged(action)
         if self.is_synchronized and self._exchange.delivered is not None:
             raise RuntimeError(f"the exchanged gradients have not been used yet: call step() before {action}")

@@ -381,7 +381,9 @@ def check_optimizer(
     ``alone``: there is a single worker, whose gradients are not exchanged. ``names`` are those of parameters, by id.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ConfigurationError(f"optimizer is a {type(optimizer).__name__}: pass a torch.optim.Optimizer")
+        raise ConfigurationError(
+            f"optimizer is a {type(optimizer).__name__}: pass a torch.optim.Optimizer, or a list of them"
+        )
     if not has_hooks(optimizer):
         _refuse_prepared(optimizer)
     if isinstance(optimizer, torch.optim.LBFGS):

@@ -8,13 +8,13 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 
-from tritoncomm.algorithms import Recipe
+from tritoncomm.algorithms import DGC, Dense, Recipe
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.step.adam import StalenessAwareAdam
 from tritoncomm.step.flat import FlatDelivery
 from tritoncomm.step.lion import LateLion
 from tritoncomm.step.optimizer_list import parts_of
-from tritoncomm.step.options import WrapOptions
+from tritoncomm.step.options import WrapOptions, is_dense
 from tritoncomm.step.torch_internals import has_own_step
 
 logger = logging.getLogger("tritoncomm")
@@ -122,8 +122,13 @@ def exchanges_updates(optimizer: torch.optim.Optimizer, options: WrapOptions) ->
     return not is_linear(optimizer) and find_rule(optimizer) is None
 
 
+def asks_for_dense(algo: str | Recipe) -> bool:
+    """Return True if ``algo`` is the dense exchange, with which other runs are compared."""
+    return is_dense(algo) if isinstance(algo, Recipe) else algo == Dense.name
+
+
 def check_exchange(optimizer: torch.optim.Optimizer, options: WrapOptions, given: Mapping[str, Any]) -> None:
-    """Check that the arguments of ``wrap`` fit what the optimizers exchange.
+    """Check that the arguments of ``wrap`` fit what the optimizers exchange. Log those that have no effect.
 
     Args:
         optimizer: The optimizer, or the list of them.
@@ -131,7 +136,7 @@ def check_exchange(optimizer: torch.optim.Optimizer, options: WrapOptions, given
         given: Those other arguments that the user has given, by name.
 
     Raises:
-        ConfigurationError: An argument would have no effect, or asks for what is not possible.
+        ConfigurationError: An argument is for the exchange of updates, and none exchanges them, or it is impossible.
     """
     kinds = {each: exchanges_updates(each, options) for each in parts_of(optimizer)}
     names = " and ".join(type(each).__name__ for each in kinds)
@@ -140,6 +145,12 @@ def check_exchange(optimizer: torch.optim.Optimizer, options: WrapOptions, given
             f"staleness='aware' with local_steps={options.local_steps}: updates are exchanged, which have no late "
             "gradients; leave out staleness"
         )
+    for name in ["updates_algo", *(["algo"] if all(kinds.values()) else [])]:
+        if given.get(name) == DGC.name or isinstance(given.get(name), DGC):
+            raise ConfigurationError(
+                f"{name}={given[name]!r}: DGC has a momentum of its own, which is for gradients of SGD, and {names} "
+                "exchanges updates: choose another method"
+            )
     without = [each for each in kinds if not is_linear(each) and find_rule(each) is None]
     if without and options.exchange == "gradients":
         logger.info(

@@ -183,7 +183,7 @@ def taken_over(
         migrated={"states": list(methods), "share": share, "common": common},
         steps=first["steps"],
         absent=first["absent"],
-        local=None if first["local"] is None else first["local"] | {"parameters": [], "taken": 0},
+        local=None if first["local"] is None else first["local"] | {"parameters": [], "taken": 0, "pending": False},
     )
 
 
@@ -196,7 +196,7 @@ def _folded(state: Mapping[str, Any]) -> Mapping[str, Any]:
     for position, (anchor, parameter) in enumerate(zip(own["anchors"], own["parameters"], strict=True)):
         rounded = anchor.to(parameter.dtype).to(anchor.dtype)
         residuals[position] = residuals[position] + (rounded - parameter).reshape(-1)
-    return {**state, "residuals": residuals, "local": own | {"parameters": [], "taken": 0}}
+    return {**state, "residuals": residuals, "local": own | {"parameters": [], "taken": 0, "pending": False}}
 
 
 def saved(exchange: GradientExchange, local_steps: LocalSteps | None = None) -> dict[str, Any]:

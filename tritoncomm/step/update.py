@@ -368,9 +368,9 @@ def clip_norm(optimizers: Iterable[torch.optim.Optimizer], max_norm: float) -> f
         if parameter.grad is not None:
             by_mesh.setdefault(getattr(parameter.grad, "device_mesh", None), []).append(parameter.grad)
     if len(by_mesh) <= 1:
-        return float(_whole(torch.nn.utils.clip_grad_norm_(parameters, max_norm)))
+        return float(whole(torch.nn.utils.clip_grad_norm_(parameters, max_norm)))
     # Tensor parallelism leaves some parameters without a mesh, and torch has no operation on both.
-    norms = [_whole(torch.nn.utils.get_total_norm(gradients)) for gradients in by_mesh.values()]
+    norms = [whole(torch.nn.utils.get_total_norm(gradients)) for gradients in by_mesh.values()]
     norm = torch.linalg.vector_norm(torch.stack(norms))
     shards = [local(gradient) for gradients in by_mesh.values() for gradient in gradients]
     torch._foreach_mul_(shards, (max_norm / (norm + 1e-6)).clamp(max=1.0))
@@ -382,8 +382,8 @@ def _remove(handles: Iterable[RemovableHandle]) -> None:
         handle.remove()
 
 
-def _whole(norm: Any) -> torch.Tensor:
-    """Return the ``norm`` of all shards of a DTensor."""
+def whole(norm: Any) -> torch.Tensor:
+    """Return the ``norm`` of all shards of a DTensor, which all their ranks call together."""
     found: torch.Tensor = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
     return found
 

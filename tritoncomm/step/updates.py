@@ -23,9 +23,13 @@ from tritoncomm.errors import ConfigurationError
 from tritoncomm.step.options import WrapOptions
 from tritoncomm.step.parameters import KnownParameters
 from tritoncomm.step.shards import like_parameter, local
-from tritoncomm.step.update import OptimizerStep, OptimizerSteps, clip_norm
+from tritoncomm.step.torch_internals import version_of
+from tritoncomm.step.update import OptimizerStep, OptimizerSteps, clip_norm, whole
 
 logger = logging.getLogger("tritoncomm")
+
+_TAKEN = "local_steps"  # an option of the anchor's optimizer
+_LARGE = 1e-3  # relative change of parameters outside of a step, above which they were loaded
 
 
 class LocalSteps:
@@ -43,7 +47,8 @@ class LocalSteps:
         anchors: The anchor of each of them, fp32 (fp64 of an fp64 parameter), with the same shape and sharding.
         taken: Number of steps since the last exchange.
         is_pending: Whether an exchange was due, and has not been completed.
-        total: Number of all steps of this worker.
+        total: Number of all steps of this worker, also of the runs that were loaded.
+        here: Number of steps of this worker in this process.
         dropped: Number of exchanges to which this worker had nothing to give, because a parameter was NaN or Inf.
         delta_norm: Norm of what this worker gave to the last exchange, fp32 ``[]``.
     """
@@ -70,10 +75,18 @@ class LocalSteps:
         self.outer = torch.optim.SGD(
             self.anchors, lr=options.outer_lr, momentum=momentum, nesterov=momentum > 0, foreach=False
         )
-        self.taken = self.total = self.dropped = 0
+        # Options of the anchor that ranks compare in each exchange, and what errors call it.
+        self.outer.defaults[_TAKEN] = 0
+        self.outer.param_groups[0] |= {_TAKEN: 0, "label": "the common parameters"}
+        self.taken = self.total = self.dropped = self.here = 0
         self.is_pending = False
         self.delta_norm = torch.zeros(())
-        self._poisoned = self._swapped = self._has_said = self._is_stale = False
+        self._bad: dict[int, int] = {}  # numbers of NaN and Inf that the next exchange must be refused for
+        self._has_said = self._is_stale = False
+        self._swaps = 0  # contexts in which parameters are the anchor
+        self._divided: list[int] = []  # versions of gradients that were divided by a loss scale
+        self._versions: list[int] = []
+        self._note_versions()
 
     def _extend(self) -> list[torch.Tensor]:
         """Make an anchor for each parameter that has none yet, and return the new ones."""
@@ -125,8 +138,12 @@ class LocalSteps:
             error = known.local_error()
             if error is not None:
                 raise error
-        if self._swapped:
-            raise RuntimeError("step() inside averaged(): leave the context before the next step")
+        self.check_not_averaged("step()")
+
+    def check_not_averaged(self, action: str) -> None:
+        """Raise :class:`RuntimeError` inside :meth:`averaged`, where parameters are not those of this worker."""
+        if self._swaps:
+            raise RuntimeError(f"{action} inside averaged(): leave the context first")
 
     def initialize_state(self) -> None:
         """Create the state of the original optimizers by a step that changes no parameter."""
@@ -172,13 +189,14 @@ class LocalSteps:
             found: Overflow flag of a ``GradScaler``. None without one.
         """
         self.check()
-        if self._is_stale:
+        if self._is_stale or self._were_loaded():
             self.accept()
-        overflowed = found is not None and bool(found)
+        overflowed = found is not None and bool(found) and not self._has_shards
         gradients = [local(parameter.grad) for parameter in self.parameters if parameter.grad is not None]
-        if scale is not None and not overflowed:
+        if scale is not None and not overflowed and self._divided != [version_of(each) for each in gradients]:
             for gradient in gradients:
                 gradient.div_(scale.to(gradient.device))
+            self._divided = [version_of(each) for each in gradients]  # a hook may raise, and the step be repeated
         if overflowed or not self._usable(gradients):
             self._count()
             return
@@ -193,20 +211,49 @@ class LocalSteps:
         self._count()
 
     def _count(self) -> None:
-        self.taken, self.total = self.taken + 1, self.total + 1
+        self.taken, self.total, self.here = self.taken + 1, self.total + 1, self.here + 1
         self.is_pending = self.is_due
+        self._divided = []
+        self._note_versions()
+
+    def _note_versions(self) -> None:
+        self._versions = [version_of(parameter) for parameter in self.parameters]
+
+    def _were_loaded(self) -> bool:
+        """Return True if somebody has given the parameters other values since the last exchange, on all ranks.
+
+        They have loaded weights, and the anchor is no common origin any more. A small change, as by clamping weights,
+        is exchanged like a step.
+        """
+        if self.taken or self._versions == [version_of(parameter) for parameter in self.parameters]:
+            return False
+        pairs = [(local(a.detach()), local(p.detach())) for a, p in zip(self.anchors, self.parameters, strict=True)]
+        change = sum(float((_rounded(anchor, own) - own).double().square().sum()) for anchor, own in pairs)
+        size = sum(float(anchor.double().square().sum()) for anchor, _ in pairs)
+        return change > _LARGE**2 * size
+
+    @property
+    def _has_shards(self) -> bool:
+        return any(hasattr(parameter, "device_mesh") for parameter in self.parameters)
 
     def _usable(self, gradients: Sequence[torch.Tensor]) -> bool:
         """Return True if the optimizers may step by ``gradients``."""
         policy = self._options.on_nonfinite
-        if _all_finite(gradients):
+        if self._has_shards:  # the ranks of a replica decide alike
+            found = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+            is_usable = not found or bool(whole(torch.nn.utils.get_total_norm(found)).isfinite())
+        else:
+            is_usable = _all_finite(gradients)
+        if is_usable:
             return True
         if policy == "zero":
             for gradient in gradients:
                 gradient.nan_to_num_(0.0, 0.0, 0.0)
             return True
         if policy == "raise":
-            self._poisoned = True  # the next exchange is refused on all ranks
+            grads = [None if parameter.grad is None else local(parameter.grad) for parameter in self.parameters]
+            counts = [0 if grad is None else int((~grad.isfinite()).sum()) for grad in grads]
+            self._bad = {position: count for position, count in enumerate(counts) if count}
         else:
             logger.warning("a local step was left out on this rank: NaN or Inf in its gradients")
         return False
@@ -227,15 +274,16 @@ class LocalSteps:
             alone: Whether there is a single worker, and nothing is left of earlier exchanges. Its parameters are then
                 the new anchor, to the bit.
         """
+        self.outer.param_groups[0][_TAKEN] = self.taken
         if alone and self.is_plain:
             self.accept()
         deltas = [
             _rounded(local(a.detach()), local(p.detach())).sub_(local(p.detach()))
             for a, p in zip(self.anchors, self.parameters, strict=True)
         ]
-        if self._poisoned:
-            for delta in deltas:
-                delta.fill_(torch.nan)
+        if self._bad:
+            for position, count in self._bad.items():
+                deltas[position].view(-1)[:count] = torch.nan
         elif self._options.on_nonfinite != "raise" and not _all_finite(deltas):
             logger.warning(
                 "a local step has made parameters NaN or Inf on this rank: it continues from the mean of the others"
@@ -246,7 +294,7 @@ class LocalSteps:
             for optimizer in self._optimizers:
                 optimizer.state.clear()
         self.delta_norm = torch.linalg.vector_norm(torch.stack([delta.norm() for delta in deltas]))
-        self._poisoned = False
+        self._bad = {}
         for anchor, delta in zip(self.anchors, deltas, strict=True):
             anchor.grad = like_parameter(anchor, delta.reshape(-1))
 
@@ -272,9 +320,13 @@ class LocalSteps:
     def settle(self) -> None:
         """Let the parameters of this worker be the anchor."""
         self.withdraw()
+        self._go_to_anchor()
+        self.taken, self.is_pending = 0, False
+        self._note_versions()
+
+    def _go_to_anchor(self) -> None:
         for anchor, parameter in zip(self.anchors, self.parameters, strict=True):
             local(parameter.detach()).copy_(local(anchor.detach()))
-        self.taken, self.is_pending = 0, False
 
     @torch.no_grad()
     def accept(self) -> None:
@@ -282,6 +334,7 @@ class LocalSteps:
         for anchor, parameter in zip(self.anchors, self.parameters, strict=True):
             local(anchor.detach()).copy_(local(parameter.detach()))
         self._is_stale = False
+        self._note_versions()
 
     @torch.no_grad()
     def fold(self, residuals: Mapping[torch.Tensor, torch.Tensor]) -> None:
@@ -297,15 +350,16 @@ class LocalSteps:
     @contextmanager
     def averaged(self) -> Iterator[None]:
         """Let the parameters be the anchor in the body, and this worker's own again behind it."""
-        own = [local(parameter.detach()).clone() for parameter in self.parameters] if self.taken else []
-        taken, is_pending = self.taken, self.is_pending
-        if own:
-            self.settle()
-            self.taken, self.is_pending, self._swapped = taken, is_pending, True
+        swaps = self.taken > 0 and not self._swaps
+        own = [local(parameter.detach()).clone() for parameter in self.parameters] if swaps else []
+        with torch.no_grad():
+            if swaps:
+                self._go_to_anchor()
+        self._swaps += 1
         try:
             yield
         finally:
-            self._swapped = False
+            self._swaps -= 1
             with torch.no_grad():
                 for parameter, values in zip(self.parameters, own, strict=False):
                     local(parameter.detach()).copy_(values)
@@ -332,13 +386,15 @@ class LocalSteps:
 
     def saved(self) -> dict[str, Any]:
         """Return this worker's state. Between two exchanges, it holds the parameters of this worker."""
-        momentum = [self.outer.state[anchor].get("momentum_buffer") for anchor in self.anchors]
+        found = [self.outer.state[anchor].get("momentum_buffer") for anchor in self.anchors]
+        momentum = [_flat(a) * 0 if each is None else _flat(each) for a, each in zip(self.anchors, found, strict=True)]
         (group,) = self.outer.param_groups
         return {
             "anchors": [_flat(anchor) for anchor in self.anchors],
-            "momentum": [] if any(each is None for each in momentum) else [_flat(each) for each in momentum],
+            "momentum": [] if all(each is None for each in found) else momentum,
             "parameters": [_flat(parameter) for parameter in self.parameters] if self.taken else [],
             "taken": self.taken,
+            "pending": self.is_pending,
             "total": self.total,
             "outer_lr": float(group["lr"]),
         }
@@ -370,8 +426,13 @@ class LocalSteps:
         for parameter, own in zip(self.parameters, state["parameters"], strict=False):
             _write(parameter, own)
         self.outer.param_groups[0]["lr"] = state["outer_lr"]
-        self.taken, self.total = state["taken"], state["total"]
-        self.is_pending = self.is_due
+        self.taken, self.total, self.is_pending = state["taken"], state["total"], state["pending"]
+        self._note_versions()
+
+    def renew(self) -> None:
+        """Take the parameters for the anchor when the next step begins: a state without an anchor was loaded."""
+        self.withdraw()
+        self.taken, self.is_pending, self._is_stale = 0, False, True
 
 
 def _anchor_of(parameter: torch.Tensor) -> torch.Tensor:
