@@ -26,6 +26,7 @@ from typing import Any
 import torch
 import tritoncomm
 from torch import nn
+from tritoncomm.algorithms import takes_density
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
@@ -76,13 +77,15 @@ class Tensors(nn.Module):
 def measure(method: str, form: str, values: str, workers: int, density: float, steps: int) -> list[Row]:
     """Return the first and the last step of a method."""
     fields: dict[str, Any] = FIELDS.get(method, {}) | ({"values": values} if values else {})
+    if takes_density(method):
+        fields["density"] = density
     if method != "dense":
         fields["static"] = form == "static"
 
     def main(rank: int) -> list[dict[str, Any]]:
         model = Tensors()
         optimizer = tritoncomm.wrap(
-            torch.optim.AdamW(model.parameters(), lr=1e-3), method, density=density, warmup_steps=0, small="8bit",
+            torch.optim.AdamW(model.parameters(), lr=1e-3), method, warmup_steps=0, small="8bit",
             staleness="aware", **fields,
         )  # fmt: skip
         gpu, seen = current_gpu(), []

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from tritoncomm import OkTopk
 from tritoncomm.__main__ import main
-from tritoncomm.planning import doctor
+from tritoncomm.planning import doctor, planner
 from tritoncomm.planning.doctor import break_even
 
 from depth import DEEP, TORCHRUN
@@ -163,3 +163,13 @@ def test_break_even() -> None:
     assert break_even({0.001: 2.0, 0.1: 3.0}, 1.0) == 0
     assert break_even({0.001: 0.5, 0.1: 0.9}, 1.0) == 0.1
     assert break_even({0.001: 0.5, 0.1: 1.5}, 1.0) == pytest.approx(0.01)
+
+
+def test_no_dense_start_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The report speaks of dense steps at the start only for methods that ``wrap`` gives some."""
+    monkeypatch.setattr(doctor, "_work_seconds", lambda *_: 1e-4)
+    for name, values, starts in (("oktopk", "4bit", True), ("quantized", "1bit", False)):
+        found = doctor.diagnose(1_000_000, lambda density, name=name: planner.at(name, density, "4bit"), 0.03)
+        assert found.pays
+        assert found.values == values
+        assert ("steps are dense" in found.report()) == starts

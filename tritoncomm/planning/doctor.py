@@ -47,7 +47,7 @@ class Diagnosis:
         dense: Time of a dense all-reduce.
         sparse: Time of the sparse exchange by density, work included.
         break_even: Density at which sparse and dense take the same time. 0 if sparse is slower at every density.
-        start: A sentence on the dense steps at the start of ``wrap``.
+        start: A sentence on the dense steps at the start of ``wrap``. Empty if there are none.
         pays: Whether the sparse exchange at ``density`` takes less than 95 % of the exposed time of a dense all-reduce.
             The exposed time is the part that computation does not hide. The update of the parameters is not counted.
     """
@@ -98,7 +98,7 @@ class Diagnosis:
             f"{conclusion} at density {self.density:.2%}"
             + (f" with {1e3 * self.step:g} ms of computation per step." if self.step else ".")
         )
-        if self.pays and self.density < 1:
+        if self.pays and self.start:
             lines.append(self.start)
         lines.append("Not counted: the update of the parameters, which takes longer after a sparse exchange.")
         return "\n".join([*lines, f"For other links: {self.command()}"])
@@ -159,11 +159,12 @@ def diagnose(
     work = max(0.0, sparse[density] - on_link[density])
     exposed = max(0.0, dense - planner.OVERLAP * step_seconds)
     setting = planner.Setting(numel=numel, workers=workers, link=link, step=step_seconds, work=work, device=device)
+    start = "" if recipes[density].delivers_all() else planner.dense_start(setting, recipes[density])
     return Diagnosis(
         workers=workers, numel=numel, method=recipes[density].name,
         values=getattr(recipes[density], "values", ""), density=density, step=step_seconds, link=link,
         measured=together, work=work, dense=dense, sparse=sparse, break_even=break_even(sparse, dense),
-        start=planner.dense_start(setting, recipes[density]), pays=sparse[density] < planner.WORTH_IT * exposed,
+        start=start, pays=sparse[density] < planner.WORTH_IT * exposed,
     )  # fmt: skip
 
 
