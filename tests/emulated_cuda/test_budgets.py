@@ -108,8 +108,8 @@ def innermost(optimizer: tritoncomm.SparseOptimizer) -> object:
 
 
 def test_every_static_form_has_a_budget() -> None:
-    """No method that has the static form is missing."""
-    recipes = [planner.at(name, 0.05) for name in algorithms()]
+    """No method that has the static form is missing. One that delivers every entry is counted below."""
+    recipes = [planner.at(name, 0.05) for name in algorithms() if takes_density(name)]
     assert set(METHODS) == {each.name for each in recipes if isinstance(each, StaticRecipe)}
 
 
