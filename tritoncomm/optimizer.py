@@ -329,7 +329,7 @@ class SparseOptimizer(OptimizerProxy):
         It is then delivered late, like every part of the gradient, and reaches all coordinates. A single worker and a
         dense exchange leave it to the optimizer.
         """
-        return not (self._exchange.vectors[0].is_bare or self.recipe.delivers_all() or is_dense(self.recipe))
+        return not (self._exchange.vectors[0].is_bare or is_dense(self.recipe))
 
     def _apply(self, *, untouched: bool) -> None:
         """Take the optimizer's step over what is delivered. If a hook of the user fails before it, nothing is lost."""

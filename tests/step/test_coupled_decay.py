@@ -60,6 +60,24 @@ def test_every_optimizer_with_coupled_decay(kind: str) -> None:
         assert torch.allclose(sparse, dense, atol=0.02)
 
 
+@pytest.mark.parametrize("options", [{}, {"amsgrad": True}, {"maximize": True}])
+def test_density_one_is_a_dense_run(options: dict[str, bool]) -> None:
+    """If every entry is delivered, the vector contains the decay, and the step is torch's up to rounding."""
+    found = []
+    for sparse in (False, True):
+        parameter = Parameter(torch.linspace(-2, 2, 1024).view(32, 32))
+        optimizer = torch.optim.Adam([parameter], lr=0.01, weight_decay=0.1, **options)
+        if sparse:
+            optimizer = tritoncomm.wrap(optimizer, density=1.0, values="fp32")
+        generator = torch.Generator().manual_seed(0)
+        for _ in range(50):
+            parameter.grad = torch.randn(32, 32, generator=generator)
+            optimizer.step()
+        found.append(parameter.detach())
+    assert (found[0] - torch.linspace(-2, 2, 1024).view(32, 32)).abs().mean() > 0.05
+    assert torch.allclose(*found, rtol=2e-5, atol=2e-6)
+
+
 def test_decoupled_decay_stays_with_the_optimizer() -> None:
     """The gradients of AdamW, and of the others with decoupled decay, do not contain it."""
     parameter = Parameter(torch.ones(3))
