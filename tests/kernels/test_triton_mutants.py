@@ -111,7 +111,7 @@ SCATTERING = {
     ),
     "every vote agrees": Mutant("adam", "tl.where(mean < 0, -1, 0)", "tl.where(mean < 0, 1, 0)", scatter.test_adam),
     "zero votes": Mutant("adam", "tl.where(before > 0, 1, tl", "tl.where(before >= 0, 1, tl", scatter.test_adam),
-    "chance is steady": Mutant("adam", " - 2 * tl.sqrt_rn(count), count", ", count", scatter.test_adam),
+    "chance is steady": Mutant("adam", " - 3 * tl.sqrt_rn(count), count", ", count", scatter.test_adam),
     "no limit where steady": Mutant(
         "adam", "tl.minimum(waited, tl.load(control_ptr + STEADY).to(tl.float32))", "waited", scatter.test_adam
     ),
