@@ -42,11 +42,11 @@ def decayed(kind: str, **fields) -> torch.Tensor:
 def test_half_without_gradients_decays(kind: str) -> None:
     """Every entry of the half without gradients decays as in a dense run, as far as the rate lets it catch up.
 
-    A coordinate waits for some 33 steps, of which one delivery makes up 17. All stayed at 1 when only what was
-    delivered decayed.
+    A coordinate waits for some 33 steps before its first delivery, of which that makes up 17. All stayed at 1 when only
+    what was delivered decayed, and the highest was at 0.33 when later deliveries made up no more than the first.
     """
     assert decayed(kind).abs().max() == pytest.approx(0.016, abs=0.004)
-    assert decayed(kind, density=0.03).abs().max() < 0.4
+    assert decayed(kind, density=0.03).abs().max() < 0.2
     assert decayed(kind, density=0.2).abs().max() < 0.05
 
 
