@@ -21,7 +21,7 @@ from tritoncomm.step.figures import figures_of
 from tritoncomm.step.model import check_not_reduced, checked_module, group_of
 from tritoncomm.step.optimizer_list import join, parts_of, split
 from tritoncomm.step.optimizer_setup import OptimizerSetup
-from tritoncomm.step.options import check_group, check_outer_lr, one_of
+from tritoncomm.step.options import check_group, check_outer_lr, never_delays, one_of
 from tritoncomm.step.rules import exchanges_updates
 from tritoncomm.step.shards import local
 from tritoncomm.step.torch_internals import creates_state, without_compile
@@ -257,7 +257,7 @@ class SparseOptimizer(OptimizerSetup):
         It is then delivered late, like every part of the gradient, and reaches all coordinates. A single worker and a
         dense exchange leave it to the optimizer.
         """
-        return not (self._exchange.vectors[-1].is_bare or self.recipe.delivers_all())
+        return not (self._exchange.vectors[-1].is_bare or never_delays(self.recipe))
 
     def _apply(self, *, untouched: bool) -> None:
         """Take the optimizer's step over what is delivered. If a hook of the user fails before it, nothing is lost."""

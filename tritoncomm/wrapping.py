@@ -30,7 +30,7 @@ from tritoncomm.step.options import (
     resolved_small,
 )
 from tritoncomm.step.private_group import numbered_groups
-from tritoncomm.step.rules import asks_for_dense, check_exchange, exchanges_updates
+from tritoncomm.step.rules import check_exchange, delivers_at_once, exchanges_updates
 
 __all__ = ["wrap"]
 
@@ -68,7 +68,7 @@ def wrap(
     An exchange delivers the fraction ``density`` of the entries. The others stay in a residual on each rank, which is
     added to its next gradient (error feedback). Adam and AdamW take a staleness-aware step: a coordinate that is
     delivered after tau steps catches up, which means that its delivery counts for tau steps, or for ``max_catch_up`` or
-    3 sqrt(tau) if that is less.
+    3 sqrt(tau) if that is less. It counts for more where gradients are steady.
 
     Optimizers without such a rule, like Muon, exchange *updates*: each rank takes the optimizer's own step by its own
     gradients, and what the step has changed is exchanged in one bit per value, with error feedback. So does every
@@ -88,8 +88,8 @@ def wrap(
             parameter group that says ``dense=True`` travels whole in each step, as small tensors do.
         algo: Name of a method from :func:`tritoncomm.algorithms`, or a recipe. Default: ``"oktopk"``.
         density: Fraction of entries to deliver per step, in (0, 1]. If the learning rate bounds how far parameters get,
-            take 0.1: 300 steps at 0.03 left 1.46 times the distance of dense on a linear regression. Default: None,
-            which is 0.03, or the density of a recipe.
+            do not go below 0.03: 300 steps at 0.01 left 1.25 times the distance of dense on a linear regression.
+            Default: None, which is 0.03, or the density of a recipe.
         process_group: Process group to exchange in. With FSDP2, the ranks that hold the same shard. With DDP, the group
             of the model is used. Default: the default process group.
         node_group: Process group of the ranks of this rank's node. The exchange is then dense within nodes and sparse
@@ -102,9 +102,11 @@ def wrap(
         select_by: Criterion by which methods compare entries. ``"gradient"``: the gradient. ``"update"``: the gradient
             over the root of its second moment, which is proportional to Adam's update. ``"auto"``: ``"update"`` with
             the staleness-aware step, else ``"gradient"``. Default: ``"auto"``.
-        max_catch_up: Maximum number of steps that one delivery counts for, at least 1. Default: 20.
+        max_catch_up: Maximum number of steps that one delivery counts for, at least 1. Up to three times as many if the
+            deliveries to a tensor have the sign of those before. Default: 20.
         max_relative_update: Maximum change of a tensor in one step by catching up, as a fraction of its norm. A root
-            mean square change of one learning rate is always allowed. Default: 0.05.
+            mean square change of one learning rate is always allowed. The limit holds less, the more deliveries have
+            the sign of those before. Default: 0.05.
         on_nonfinite: Action when any rank has a NaN or Inf. ``"skip"`` skips the step on all ranks, ``"raise"`` raises
             :class:`~tritoncomm.NonFiniteError` on all ranks, ``"zero"`` replaces the values by zero. If a
             ``GradScaler`` finds an overflow, the step is always skipped. Default: ``"skip"``.
@@ -131,8 +133,8 @@ def wrap(
             and one that is not wrapped cannot step its parameters any more. Default: None, for a plain module. Nobody
             then sees whether buffers, and parameters that the optimizer does not hold, differ between ranks.
         exchange: What travels. ``"gradients"``, ``"updates"``, or ``"auto"``: gradients of SGD, Adam, AdamW and Lion,
-            and of all optimizers with ``algo="dense"``; updates of others, and of all with ``local_steps``. Default:
-            ``"auto"``.
+            and of all optimizers with ``algo="dense"`` or ``"quantized"``, in which none is late; updates of other
+            optimizers, and of all with ``local_steps``. Default: ``"auto"``.
         updates_algo: How updates are exchanged: the name of a method, or a recipe. Small tensors travel like others,
             and no step at the start is dense. ``algo`` is for gradients. Default: None, which is ``"quantized"`` with
             one bit.
@@ -182,7 +184,7 @@ def wrap(
             timeout=timeout,
             dense_below=dense_below,
             small=resolved_small(small),
-            exchange=exchange if exchange != "auto" or local_steps != 1 or not asks_for_dense(algo) else "gradients",
+            exchange=exchange if exchange != "auto" or local_steps != 1 or not delivers_at_once(algo) else "gradients",
             local_steps=local_steps,
             match_length=match_length,
             outer_lr=outer_lr,

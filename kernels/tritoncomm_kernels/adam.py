@@ -3,9 +3,12 @@
 The staleness tau of a delivery is the number of steps since the coordinate's last delivery. A delivered sum s is
 treated as tau steps with gradient s / tau.
 
+How many steps it counts for depends on whether gradients are steady. Successive deliveries of a coordinate then have
+the same sign. If they are noise, or if the step before went too far, they have not. This is counted for each tensor.
+
 Powers of the betas are products from a table of repeated squares, so every device computes the same bits.
 ``1 - beta^tau`` is summed from the same table, without cancellation. The distance that a tensor moves is summed in
-integers, because integer sums do not depend on the order.
+integers, because integer sums do not depend on the order. Signs are counted in the same way.
 """
 
 from __future__ import annotations
@@ -26,6 +29,12 @@ POWERS = 31  # repeated squares of beta, one per value bit of tau (int32)
 # Squared distances are summed as int64, in units of 1/32 of a learning rate. One coordinate counts for at most 2^31,
 # which is a distance of 1448 learning rates. A sum of 2^31 such squares does not overflow.
 FINE, LARGEST_SQUARE = 32.0, 2.0**31
+# A delivery of steady gradients counts for at most this many times max_catch_up. An entry without gradients for 1000
+# steps waits as long, and the one that then comes stands for none of them.
+STEADY = 3.0
+# Two counts in one int64 sum: an entry that agrees counts 1, and one that disagrees this. A tensor has fewer than 2^31
+# entries (INDEX_LIMIT).
+DISAGREES = 1 << 32
 
 
 @dataclass(frozen=True)
@@ -54,15 +63,12 @@ class AdamControl:
 
     ``scalars`` (fp64) holds the numbers of :class:`~tritoncomm_kernels.adam_layout.Scalars`, in this order.
 
-    ``betas`` and ``maximize`` are Adam's options. ``coupled`` is True if there is coupled weight decay. ``limited`` is
-    True if ``max_relative_update`` is finite.
+    ``betas`` and ``maximize`` are Adam's options. Coupled weight decay is not among them: gradients must contain it.
     """
 
     scalars: torch.Tensor
     betas: tuple[float, float]
     maximize: bool = False
-    coupled: bool = False
-    limited: bool = True  # without a limit, the distance of a tensor is not computed
 
     @classmethod
     def of(
@@ -75,17 +81,21 @@ class AdamControl:
         max_catch_up: float,
         device: torch.device,
         bias_correction: bool = True,
-        coupled_decay: float = 0.0,
         maximize: bool = False,
         max_sqrt_staleness: float = 3.0,
         max_relative_update: float = 0.05,
     ) -> AdamControl:
         """Build the settings of step number ``steps`` on ``device`` from the hyper-parameters of the optimizer.
 
-        A delivery moves its coordinate as far as f dense steps would, with f = min(tau, ``max_catch_up``,
-        ``max_sqrt_staleness`` * sqrt(tau)). The root mean square of a tensor's change is limited to
-        ``max_relative_update`` times ``param_rms``, or to one learning rate where that is more. Above the limit, every
-        f shrinks by the same factor, but not below 1.
+        A delivery moves its coordinate as far as f dense steps would. f is between two numbers. For steady gradients it
+        is min(tau, 3 * ``max_catch_up``). For others it is min(tau, ``max_catch_up``, ``max_sqrt_staleness`` *
+        sqrt(tau)). The root mean square of a tensor's change by the latter is limited to ``max_relative_update`` times
+        ``param_rms``, or to one learning rate where that is more. Above the limit, every such number shrinks by the
+        same factor, but not below 1.
+
+        The weight of the first number is (a - d - 3 sqrt(n)) / n, or 0 if this is negative. Of the n delivered entries
+        of a tensor, a have the sign of their first moment, and d have the other one. Entries that are 0, or have a
+        moment of 0, do not count. By chance alone, a - d is above 3 sqrt(n) in one of 741 steps.
         """
         correct1, correct2 = (1 - beta**steps if bias_correction else 1.0 for beta in betas)
         scalars = Scalars(
@@ -94,13 +104,13 @@ class AdamControl:
             root=math.sqrt(correct2),
             epsilon=epsilon,
             catch_up=max_catch_up,
-            decay=coupled_decay,
+            steady=STEADY * max_catch_up,
             walk=max_sqrt_staleness,
             distance=FINE / correct1,
             change=FINE * max_relative_update / learning_rate if learning_rate else 0.0,  # a rate of 0 moves nothing
         )
         on_device = copied_to(torch.tensor(scalars, dtype=torch.float64), device)
-        return cls(on_device, betas, maximize, coupled_decay != 0, not math.isinf(max_relative_update))
+        return cls(on_device, betas, maximize)
 
 
 def adam_update(
@@ -126,7 +136,7 @@ def adam_update(
         tables = beta_tables(control.betas, torch.float32, parameter.device)
         kernel("adam_triton").update(
             parameter, gradient, state.first, state.second, state.maximum, state.last, state.param_rms, indices,
-            control.scalars, tables, maximize=control.maximize, coupled=control.coupled, limited=control.limited,
+            control.scalars, tables, maximize=control.maximize,
         )  # fmt: skip
         return
     if indices is not None:
@@ -183,11 +193,11 @@ def _update(
     mean = at.read(gradient) / waited
     if control.maximize:
         mean = -mean
-    if control.coupled:
-        mean = mean + scalars.decay * values
     delayed = not bool((tau == 1).all())  # with tau = 1 everywhere this is a plain Adam step
     power, complement = decays(tau, tables[0], tables[1]) if delayed else tables[:2, 0]
-    first = power * at.read(state.first) + complement * mean
+    before = at.read(state.first)
+    votes = _votes(before, mean)  # now, because ``before`` may be a view of the state
+    first = power * before + complement * mean
     power, complement = decays(tau, tables[2], tables[3]) if delayed else tables[2:, 0]
     second = power * at.read(state.second) + complement * (mean * mean)
     at.write(state.first, first)
@@ -199,11 +209,12 @@ def _update(
     move = first / (square_root(second) / scalars.root + scalars.epsilon)  # of one dense step
     if delayed:
         factor = waited.minimum(scalars.catch_up).minimum(scalars.walk * square_root(waited))
-        if control.limited:
-            length = _length(factor * move * scalars.distance, parameter.numel())
-            reach = scalars.change * state.param_rms.to(at.dtype)
-            reach = torch.where(reach > FINE, reach, FINE)  # at least one learning rate, also if it is NaN
-            factor = torch.where(length > reach, (factor * (reach / length)).clamp(min=1.0), factor)
+        length = _length(factor * move * scalars.distance, parameter.numel())
+        reach = scalars.change * state.param_rms.to(at.dtype)
+        reach = torch.where(reach > FINE, reach, FINE)  # at least one learning rate, also if it is NaN
+        reach = torch.where(scalars.change == math.inf, scalars.change, reach)
+        factor = torch.where(length > reach, (factor * (reach / length)).clamp(min=1.0), factor)
+        factor = factor + steadiness(votes, at.dtype) * (waited.minimum(scalars.steady) - factor)
         move = factor * move
     at.write(parameter, values - scalars.rate * move)
 
@@ -213,6 +224,20 @@ def _length(moves: torch.Tensor, numel: int) -> torch.Tensor:
     squares = moves * moves
     total = torch.where(squares < LARGEST_SQUARE, squares, LARGEST_SQUARE).to(torch.int64).sum()
     return square_root(total.to(moves.dtype) / torch.full_like(total, numel).to(moves.dtype))
+
+
+def _votes(before: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
+    """Return how many entries agree in sign, plus :data:`DISAGREES` times how many do not (int64)."""
+    agrees = ((before > 0) & (mean > 0)) | ((before < 0) & (mean < 0))
+    disagrees = ((before > 0) & (mean < 0)) | ((before < 0) & (mean > 0))
+    return agrees.sum() + disagrees.sum() * DISAGREES
+
+
+def steadiness(votes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return the weight of a full catch-up, from 0 to 1, for the ``votes`` of a tensor. See :meth:`AdamControl.of`."""
+    agree, disagree = votes & (DISAGREES - 1), votes >> 32
+    count = (agree + disagree).clamp(min=1).to(dtype)
+    return (((agree - disagree).to(dtype) - 3 * square_root(count)) / count).clamp(min=0.0)
 
 
 def decays(tau: torch.Tensor, powers: torch.Tensor, complements: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -102,7 +102,7 @@ class AdamFlat:
         module.update(
             entries.indices, entries.values.to(dtype) if gradients is None else None, table, control.scalars,
             beta_tables(control.betas, torch.float32, device), dtype, amsgrad=self.states.maximum is not None,
-            maximize=control.maximize, coupled=control.coupled, limited=control.limited,
+            maximize=control.maximize,
             images=any(self._images[i] != (1, 1) for i in positions),
         )  # fmt: skip
 

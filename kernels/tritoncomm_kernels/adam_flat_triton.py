@@ -1,7 +1,7 @@
 """Kernels of :mod:`tritoncomm_kernels.adam_flat`: an entry of a flat list finds its parameter by halving.
 
-Like the kernels in :mod:`tritoncomm_kernels.adam_triton`, the first sums the distance that each tensor would move, and
-the second computes the moves again and applies them. Both are launched once, however many parameters there are.
+Like the kernels in :mod:`tritoncomm_kernels.adam_triton`, the first computes two sums for each tensor, and the second
+computes the moves again and applies them. Both are launched once, however many parameters there are.
 """
 
 from typing import Any
@@ -10,11 +10,10 @@ import torch
 import triton
 import triton.language as tl
 
-from tritoncomm_kernels.adam import FINE, LARGEST_SQUARE
+from tritoncomm_kernels.adam import DISAGREES, FINE, LARGEST_SQUARE
 from tritoncomm_kernels.adam_layout import Row
 from tritoncomm_kernels.adam_triton import (
     COLUMNS,
-    DISTANCE,
     FIRST,
     GRADIENT,
     LAST,
@@ -23,7 +22,10 @@ from tritoncomm_kernels.adam_triton import (
     PARAM_RMS,
     PARAMETER,
     SECOND,
+    SUMS,
     _step,
+    _summed,
+    _widened,
     _write,
 )
 from tritoncomm_kernels.dispatch import on_device_of
@@ -69,35 +71,34 @@ def _address(row_ptr, column, inside, DTYPE: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["capacity", "tensors", "steps"], do_not_specialize_on_alignment=["indices_ptr"])
-def length_flat_kernel(
+def sums_flat_kernel(
     indices_ptr, delivered_ptr, table_ptr, control_ptr, tables_ptr, total_ptr, capacity, tensors, steps,
-    DTYPE: tl.constexpr, AMSGRAD: tl.constexpr, MAXIMIZE: tl.constexpr, COUPLED: tl.constexpr,
-    POWERS: tl.constexpr, LARGEST_SQUARE: tl.constexpr, BLOCK: tl.constexpr,
+    DTYPE: tl.constexpr, AMSGRAD: tl.constexpr, MAXIMIZE: tl.constexpr, POWERS: tl.constexpr,
+    LARGEST_SQUARE: tl.constexpr, DISAGREES: tl.constexpr, BLOCK: tl.constexpr,
     COMPACT: tl.constexpr, IMAGES: tl.constexpr,
 ):  # fmt: skip
-    """Sum the squared distances that the entries of each tensor would move, in integers. Nothing is updated.
+    """Sum squared distances and votes of the entries of each tensor, in integers. Nothing is updated.
 
     With ``COMPACT``, ``delivered_ptr`` has the gradient of each entry. Otherwise it is read from the tensor's gradient.
     """
     lane, tensor, row_ptr, at, inside = _owner(indices_ptr, table_ptr, capacity, tensors, steps, BLOCK, IMAGES)
     gradient_ptr = delivered_ptr + lane if COMPACT else _address(row_ptr, GRADIENT, inside, DTYPE) + at
-    _, _, _, move, factor = _step(
-        _address(row_ptr, PARAMETER, inside, DTYPE), gradient_ptr,
+    _, _, _, move, waited, vote = _step(
+        gradient_ptr,
         _address(row_ptr, FIRST, inside, DTYPE), _address(row_ptr, SECOND, inside, DTYPE),
         _address(row_ptr, MAXIMUM, inside, DTYPE), _address(row_ptr, LAST, inside, tl.int32),
-        control_ptr, tables_ptr, at, inside, 0, AMSGRAD, MAXIMIZE, COUPLED, POWERS,
+        control_ptr, tables_ptr, at, inside, 0, AMSGRAD, MAXIMIZE, POWERS,
     )  # fmt: skip
-    distance = factor * move * tl.load(control_ptr + DISTANCE).to(tl.float32)
-    square = distance * distance
-    square = tl.where(square < LARGEST_SQUARE, square, LARGEST_SQUARE)  # NaN counts as the largest
-    tl.atomic_add(total_ptr + tensor, square.to(tl.int64), mask=inside, sem="relaxed")
+    square, votes = _summed(move, waited, vote, control_ptr, LARGEST_SQUARE)
+    tl.atomic_add(total_ptr + SUMS * tensor, square, mask=inside, sem="relaxed")
+    tl.atomic_add(total_ptr + SUMS * tensor + 1, _widened(votes, DISAGREES), mask=inside, sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["capacity", "tensors", "steps"], do_not_specialize_on_alignment=["indices_ptr"])
 def adam_flat_kernel(
     indices_ptr, delivered_ptr, table_ptr, control_ptr, tables_ptr, total_ptr, capacity, tensors, steps,
-    DTYPE: tl.constexpr, AMSGRAD: tl.constexpr, MAXIMIZE: tl.constexpr, COUPLED: tl.constexpr,
-    POWERS: tl.constexpr, FINE: tl.constexpr, BLOCK: tl.constexpr,
+    DTYPE: tl.constexpr, AMSGRAD: tl.constexpr, MAXIMIZE: tl.constexpr, POWERS: tl.constexpr,
+    FINE: tl.constexpr, DISAGREES: tl.constexpr, BLOCK: tl.constexpr,
     COMPACT: tl.constexpr, IMAGES: tl.constexpr,
 ):  # fmt: skip
     """Update ``BLOCK`` entries of the list. Padding, and entries of no tensor in the table, update nothing."""
@@ -109,16 +110,18 @@ def adam_flat_kernel(
     last_ptr = _address(row_ptr, LAST, inside, tl.int32)
     maximum_ptr = _address(row_ptr, MAXIMUM, inside, DTYPE)
     parameter = tl.load(parameter_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    first, second, largest, move, factor = _step(
-        parameter_ptr, gradient_ptr, first_ptr, second_ptr, maximum_ptr, last_ptr, control_ptr, tables_ptr, at, inside,
-        0, AMSGRAD, MAXIMIZE, COUPLED, POWERS,
+    first, second, largest, move, waited, _ = _step(
+        gradient_ptr, first_ptr, second_ptr, maximum_ptr, last_ptr, control_ptr, tables_ptr, at, inside, 0,
+        AMSGRAD, MAXIMIZE, POWERS,
     )  # fmt: skip
     _write(
         parameter_ptr, first_ptr, second_ptr, maximum_ptr, last_ptr, control_ptr, at, inside,
-        parameter, first, second, largest, move, factor,
+        parameter, first, second, largest, move, waited,
         tl.load(_address(row_ptr, PARAM_RMS, inside, tl.float32), mask=inside, other=0.0),
-        tl.load(total_ptr + tensor, mask=inside, other=0), tl.load(row_ptr + NUMEL, mask=inside, other=1),
-        AMSGRAD, FINE, BLOCK,
+        tl.load(total_ptr + SUMS * tensor, mask=inside, other=0),
+        tl.load(total_ptr + SUMS * tensor + 1, mask=inside, other=0),
+        tl.load(row_ptr + NUMEL, mask=inside, other=1),
+        AMSGRAD, FINE, DISAGREES, BLOCK,
     )  # fmt: skip
 
 
@@ -132,8 +135,6 @@ def update(
     *,
     amsgrad: bool,
     maximize: bool,
-    coupled: bool,
-    limited: bool,
     images: bool = False,
     block: int = BLOCK,
 ) -> None:
@@ -142,7 +143,7 @@ def update(
     ``images`` is True if any tensor in the ``table`` has its channels innermost in memory.
     """
     tensors = table.shape[0]
-    total = torch.zeros(tensors, dtype=torch.int64, device=indices.device)
+    total = torch.zeros(SUMS.value * tensors, dtype=torch.int64, device=indices.device)
     grid = (triton.cdiv(indices.numel(), block),)
     lists = indices, indices if delivered is None else delivered
     arguments = *lists, table, control, tables, total, indices.numel(), tensors, tensors.bit_length()
@@ -150,8 +151,8 @@ def update(
         "DTYPE": {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[dtype],
         "AMSGRAD": amsgrad,
         "MAXIMIZE": maximize,
-        "COUPLED": coupled,
         "POWERS": tables.numel() // 4,
+        "DISAGREES": DISAGREES,
         "BLOCK": block,
         "COMPACT": delivered is not None,
         "IMAGES": images,
@@ -159,6 +160,5 @@ def update(
         "enable_fp_fusion": False,
     }
     with on_device_of(indices):
-        if limited:  # without a limit the distance is not needed
-            length_flat_kernel[grid](*arguments, LARGEST_SQUARE=LARGEST_SQUARE, **options)
+        sums_flat_kernel[grid](*arguments, LARGEST_SQUARE=LARGEST_SQUARE, **options)
         adam_flat_kernel[grid](*arguments, FINE=FINE, **options)

@@ -13,10 +13,10 @@ class Scalars(NamedTuple):
     * ``root``: the square root of the second bias correction
     * ``epsilon``: Adam's option
     * ``catch_up``: ``max_catch_up``, the limit on the staleness that counts for the distance
-    * ``decay``: the coupled weight decay
+    * ``steady``: the same limit where gradients are steady
     * ``walk``: ``max_sqrt_staleness``, the limit in multiples of sqrt(tau)
     * ``distance``: 32 divided by the first bias correction, which turns a move into 1/32 of learning rates
-    * ``change``: 32 times ``max_relative_update``, divided by the learning rate
+    * ``change``: 32 times ``max_relative_update``, divided by the learning rate; infinite without a limit
     """
 
     steps: Any
@@ -24,7 +24,7 @@ class Scalars(NamedTuple):
     root: Any
     epsilon: Any
     catch_up: Any
-    decay: Any
+    steady: Any
     walk: Any
     distance: Any
     change: Any

@@ -202,8 +202,7 @@ class _Group:
             parameters, [gradient.contiguous() for gradient in read], first, second, last, param_rms,
             maximum[0] if maximum else None, indices, control.scalars,
             beta_tables(control.betas, torch.float32, parameters[0].device),
-            maximize=control.maximize, coupled=control.coupled, limited=control.limited,
-            compact=values is not None,
+            maximize=control.maximize, compact=values is not None,
         )  # fmt: skip
 
     def update(

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tritoncomm_kernels.adam import FINE, LARGEST_SQUARE, AdamControl, beta_tables, decays
+from tritoncomm_kernels.adam import DISAGREES, FINE, LARGEST_SQUARE, AdamControl, beta_tables, decays, steadiness
 from tritoncomm_kernels.adam_layout import Scalars
 from tritoncomm_kernels.rms import consecutive
 
@@ -105,21 +105,17 @@ class AdamArrays:
         """Update the states, then the parameters."""
         parameters, moves = [self._parameters[i] for i in part.positions], delivered
         if delivered.size:
-            values = None
-            if step.control.coupled:
-                values = part.read(parameters)
-                values *= step.keep
             states, places = self._buffers, part.places
             if states is None:
                 columns = [[column[i] for i in part.positions] for column in self._states]
                 states, places = [part.read(column) for column in columns], slice(0, delivered.size)
-            moves, factors = step.advance(states, places, delivered, values)
+            moves, waited, votes = step.advance(states, places, delivered)
             if self._buffers is None:
                 for column, state in zip(columns, states, strict=True):
                     part.write(column, state)
-            if (factors != 1).any():  # otherwise every entry is delivered in every step
+            if (waited != 1).any():  # otherwise every entry is delivered in every step
                 sizes, rms = [self.sizes[i] for i in part.positions], [self._rms[i] for i in part.positions]
-                moves = step.catch_up_moves(moves, factors, part.bounds, sizes, np.concatenate(rms))
+                moves = step.catch_up_moves(moves, waited, votes, part.bounds, sizes, np.concatenate(rms))
             moves *= step.scalars.rate
         part.subtract(moves, parameters, step.keep)
 
@@ -200,15 +196,14 @@ class _Step:
         rounded = Scalars(*map(np.float32, exact))._replace(steps=np.int32(exact.steps))
         return cls(control, np.array(keep, np.float32), rounded)
 
-    def advance(
-        self, states: list[_Array], places: _Array | slice, delivered: _Array, values: _Array | None
-    ) -> tuple[_Array, _Array]:
+    def advance(self, states: list[_Array], places: _Array | slice, delivered: _Array) -> tuple[_Array, _Array, _Array]:
         """Update the entries at ``places`` of ``states``: last, first, second, and maximum if there is one.
 
-        ``values`` are those of the parameters, if there is coupled weight decay. Returns the moves of one dense step,
-        in learning rates, and the number of dense steps that each delivery counts for.
+        Returns the moves of one dense step, in learning rates, the number of steps since each previous delivery (fp32),
+        and the votes of the entries (int64), which tell whether gradients are steady.
         """
-        moves, factors = np.empty_like(delivered), np.empty_like(delivered)
+        moves, waited = np.empty_like(delivered), np.empty_like(delivered)
+        votes = np.empty(delivered.size, np.int64)
         chunks = max(1, round(delivered.size / _CHUNK))
         for number in range(chunks):
             span = slice(delivered.size * number // chunks, delivered.size * (number + 1) // chunks)
@@ -216,23 +211,22 @@ class _Step:
                 at: _Array | slice = slice(places.start + span.start, places.start + span.stop)
             else:
                 at = places[span]
-            own = None if values is None else values[span]
-            moves[span], factors[span] = self._advance_chunk(states, at, delivered[span], own)
-        return moves, factors
+            moves[span], waited[span], votes[span] = self._advance_chunk(states, at, delivered[span])
+        return moves, waited, votes
 
     def _advance_chunk(
-        self, states: list[_Array], at: _Array | slice, delivered: _Array, values: _Array | None
-    ) -> tuple[_Array, _Array]:
+        self, states: list[_Array], at: _Array | slice, delivered: _Array
+    ) -> tuple[_Array, _Array, _Array | int]:
         last, first, second, *maxima = states
         tau = np.maximum(self.scalars.steps - _read(last, at), 1)
         last[at] = self.scalars.steps
-        mean = delivered / tau.astype(np.float32)
+        waited = tau.astype(np.float32)
+        mean = delivered / waited
         if self.control.maximize:
             np.negative(mean, out=mean)
-        if values is not None:
-            mean += self.scalars.decay * values
-        power1, complement1, power2, complement2, factor = self._of_delay(tau)
+        power1, complement1, power2, complement2 = self._of_delay(tau)
         moment = _read(first, at)
+        votes = _votes(moment, mean)
         moment *= power1
         moment += complement1 * mean
         first[at] = moment
@@ -247,42 +241,58 @@ class _Step:
         move = np.sqrt(square, out=square)  # the next three lines make it the move of one dense step
         move /= self.scalars.root
         move += self.scalars.epsilon
-        return np.divide(moment, move, out=move), factor
+        return np.divide(moment, move, out=move), waited, votes
 
     def _of_delay(self, tau: _Array) -> list[Any]:
-        """Return ``beta^tau`` and ``1 - beta^tau`` for both betas, and the factor of a delivery after ``tau`` steps."""
+        """Return ``beta^tau`` and ``1 - beta^tau`` for both betas."""
         longest = int(tau.max())
         if longest >= _LOOKED_UP:
-            return _compute_of_delay(tau, self.control.betas, self.scalars.catch_up, self.scalars.walk)
-        table = _table(longest.bit_length(), self.control.betas, self.scalars.catch_up, self.scalars.walk)
+            return _compute_of_delay(tau, self.control.betas)
+        table = _table(longest.bit_length(), self.control.betas)
         if longest == 1:
             return [row[1] for row in table]
         at = tau.astype(np.int64)
         return [_take(row, at) for row in table]
 
     def catch_up_moves(
-        self, moves: _Array, factors: _Array, bounds: list[int], sizes: list[int], rms: _Array
+        self, moves: _Array, waited: _Array, votes: _Array, bounds: list[int], sizes: list[int], rms: _Array
     ) -> _Array:
-        """Return ``factors`` times ``moves``, after shrinking the factors of tensors that would move too far.
+        """Return ``moves`` times the number of dense steps that each delivery counts for, see :meth:`AdamControl.of`.
 
-        See :meth:`AdamControl.of`. ``sizes`` and ``rms`` are those of the parameters.
+        ``waited`` and ``votes`` are those of :meth:`advance`, ``sizes`` and ``rms`` those of the parameters.
         """
-        product = factors * moves
-        if not self.control.limited:
-            return product
-        distance = product * self.scalars.distance
+        factors = np.minimum(np.minimum(waited, self.scalars.catch_up), self.scalars.walk * np.sqrt(waited))
+        distance = factors * moves
+        distance *= self.scalars.distance
         distance *= distance
         np.fmin(distance, np.float32(LARGEST_SQUARE), out=distance)  # NaN counts as the largest
         some = [i for i, (start, stop) in enumerate(pairwise(bounds)) if start < stop]  # reduceat needs an entry
-        totals = np.add.reduceat(distance.astype(np.int64), [bounds[i] for i in some])
+        starts = [bounds[i] for i in some]
+        totals = np.add.reduceat(distance.astype(np.int64), starts)
         length = np.sqrt(totals.astype(np.float32) / np.array([sizes[i] for i in some], np.float32))
-        reach = self.scalars.change * rms[some]
-        reach = np.where(reach > FINE, reach, np.float32(FINE))  # at least one learning rate, also if it is NaN
+        reach = np.full_like(length, np.inf)
+        if self.scalars.change != np.inf:
+            reach = self.scalars.change * rms[some]
+            reach = np.where(reach > FINE, reach, np.float32(FINE))  # at least one learning rate, also if it is NaN
         for i in np.flatnonzero(length > reach):
-            span = slice(bounds[some[i]], bounds[some[i] + 1])
-            factor = factors[span] * (reach[i] / length[i])
-            np.multiply(np.maximum(factor, 1, out=factor), moves[span], out=product[span])
+            own = factors[bounds[some[i]] : bounds[some[i] + 1]]
+            own *= reach[i] / length[i]
+            np.maximum(own, 1, out=own)
+        steady = steadiness(torch.from_numpy(np.add.reduceat(votes, starts)), torch.float32).numpy()
+        far = np.minimum(waited, self.scalars.steady)
+        factors += np.repeat(steady, np.diff([*starts, moves.size])) * np.subtract(far, factors, out=far)
+        product: _Array = np.multiply(factors, moves, out=factors)
         return product
+
+
+def _votes(before: _Array, mean: _Array) -> _Array:
+    """Return 1 for an entry whose two arguments agree in sign, :data:`DISAGREES` if they do not, 0 if one of them is 0.
+
+    Signs are compared, because products may underflow.
+    """
+    signs = np.sign(before) * np.sign(mean)
+    votes: _Array = (signs > 0) + (signs < 0) * np.int64(DISAGREES)
+    return votes
 
 
 def _read(array: _Array, at: _Array | slice) -> _Array:
@@ -290,12 +300,12 @@ def _read(array: _Array, at: _Array | slice) -> _Array:
 
 
 @lru_cache(maxsize=64)
-def _table(bits: int, betas: tuple[float, float], limit: np.float32, walk: np.float32) -> list[_Array]:
-    return _compute_of_delay(np.arange(1 << bits, dtype=np.int32), betas, limit, walk)
+def _table(bits: int, betas: tuple[float, float]) -> list[_Array]:
+    return _compute_of_delay(np.arange(1 << bits, dtype=np.int32), betas)
 
 
-def _compute_of_delay(tau: _Array, betas: tuple[float, float], limit: np.float32, walk: np.float32) -> list[_Array]:
-    delays, waited = torch.from_numpy(tau), tau.astype(np.float32)
+def _compute_of_delay(tau: _Array, betas: tuple[float, float]) -> list[_Array]:
+    delays = torch.from_numpy(tau)
     tables = beta_tables(betas, torch.float32, delays.device)
     rows = *decays(delays, tables[0], tables[1]), *decays(delays, tables[2], tables[3])
-    return [*(row.numpy() for row in rows), np.minimum(np.minimum(waited, limit), walk * np.sqrt(waited))]
+    return [row.numpy() for row in rows]

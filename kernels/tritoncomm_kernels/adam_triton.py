@@ -1,8 +1,9 @@
 """Kernels of :mod:`tritoncomm_kernels.adam`: gather, update and scatter over the delivered coordinates.
 
-There are two kernels, because the limit for one coordinate depends on the distance that its whole tensor would move.
-The first kernel sums that distance. The second computes the moves again and applies them. Only the sum is stored in
-between. Both exist for one tensor and for many. Those for many find the tensors through a table of addresses.
+There are two kernels, because how far one coordinate moves depends on its whole tensor: on the distance that the tensor
+would move, and on how many of its entries agree in sign with their moments. The first kernel computes these two sums.
+The second computes the moves again and applies them. Only the sums are stored in between. Both exist for one tensor and
+for many. Those for many find the tensors through a table of addresses.
 """
 
 from collections.abc import Sequence
@@ -12,13 +13,12 @@ import torch
 import triton
 import triton.language as tl
 
-from tritoncomm_kernels.adam import FINE, LARGEST_SQUARE
+from tritoncomm_kernels.adam import DISAGREES, FINE, LARGEST_SQUARE
 from tritoncomm_kernels.adam_layout import Row, Scalars
 from tritoncomm_kernels.dispatch import on_device_of
 from tritoncomm_kernels.workspace import copied_to
 
-BLOCK, WARPS = 512, 4  # 1024 would need 160 registers, and spill on sm_80 with all options on
-MANY = 256  # block of the kernels for many tensors: 512 would spill on sm_90 with all options on, under Triton 3.6
+BLOCK, WARPS = 256, 4  # 512 would spill on sm_80 in bf16, and for many tensors on sm_90
 
 # Positions in ``control``, and columns in a table of tensors.
 STEPS = tl.constexpr(Scalars._fields.index("steps"))
@@ -26,7 +26,7 @@ RATE = tl.constexpr(Scalars._fields.index("rate"))
 ROOT = tl.constexpr(Scalars._fields.index("root"))
 EPSILON = tl.constexpr(Scalars._fields.index("epsilon"))
 CATCH_UP = tl.constexpr(Scalars._fields.index("catch_up"))
-DECAY = tl.constexpr(Scalars._fields.index("decay"))
+STEADY = tl.constexpr(Scalars._fields.index("steady"))
 WALK = tl.constexpr(Scalars._fields.index("walk"))
 DISTANCE = tl.constexpr(Scalars._fields.index("distance"))
 CHANGE = tl.constexpr(Scalars._fields.index("change"))
@@ -41,6 +41,7 @@ MAXIMUM = tl.constexpr(Row._fields.index("maximum"))
 NUMEL = tl.constexpr(Row._fields.index("numel"))
 INDICES = tl.constexpr(Row._fields.index("indices"))
 ENTRIES = tl.constexpr(Row._fields.index("entries"))
+SUMS = tl.constexpr(2)  # of a tensor: squared distance, then votes, both int64
 
 
 @triton.jit
@@ -76,29 +77,26 @@ def _delivered(indices_ptr, count, n, EVERY: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _step(
-    parameter_ptr, gradient_ptr, first_ptr, second_ptr, maximum_ptr, last_ptr, control_ptr, tables_ptr, at, inside,
-    gradient_at,
-    AMSGRAD: tl.constexpr, MAXIMIZE: tl.constexpr, COUPLED: tl.constexpr, POWERS: tl.constexpr,
+    gradient_ptr, first_ptr, second_ptr, maximum_ptr, last_ptr, control_ptr, tables_ptr, at, inside, gradient_at,
+    AMSGRAD: tl.constexpr, MAXIMIZE: tl.constexpr, POWERS: tl.constexpr,
 ):  # fmt: skip
-    """Return the new moments, the move of one dense step, and the factor by which the delivery multiplies it.
+    """Return the new moments, the move of one dense step, the number of steps waited, and the vote.
 
-    ``at`` are the coordinates, and ``gradient_at`` the positions of their gradients.
+    ``at`` are the coordinates, and ``gradient_at`` the positions of their gradients. A vote is 1 if the delivery has
+    the sign of the moment, and -1 if it has the other.
     """
     steps = tl.load(control_ptr + STEPS).to(tl.int32)
     root = tl.load(control_ptr + ROOT).to(tl.float32)
     epsilon = tl.load(control_ptr + EPSILON).to(tl.float32)
-    limit = tl.load(control_ptr + CATCH_UP).to(tl.float32)
-    walk = tl.load(control_ptr + WALK).to(tl.float32)
     tau = tl.maximum(steps - tl.load(last_ptr + at, mask=inside, other=0), 1)
     waited = tau.to(tl.float32)
     mean = tl.div_rn(tl.load(gradient_ptr + gradient_at, mask=inside, other=0.0).to(tl.float32), waited)
     if MAXIMIZE:
         mean = -mean
-    if COUPLED:
-        parameter = tl.load(parameter_ptr + at, mask=inside, other=0.0).to(tl.float32)
-        mean = mean + tl.load(control_ptr + DECAY).to(tl.float32) * parameter
     power, complement = _decay(tau, tables_ptr, POWERS)
-    first = power * tl.load(first_ptr + at, mask=inside, other=0.0).to(tl.float32) + complement * mean
+    before = tl.load(first_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    vote = tl.where(before > 0, 1, tl.where(before < 0, -1, 0)) * tl.where(mean > 0, 1, tl.where(mean < 0, -1, 0))
+    first = power * before + complement * mean
     power, complement = _decay(tau, tables_ptr + 2 * POWERS, POWERS)
     second = power * tl.load(second_ptr + at, mask=inside, other=0.0).to(tl.float32) + complement * (mean * mean)
     largest = second
@@ -106,17 +104,51 @@ def _step(
         maximum = tl.load(maximum_ptr + at, mask=inside, other=0.0).to(tl.float32)
         largest = tl.where((maximum > second) | (maximum != maximum), maximum, second)
     move = tl.div_rn(first, tl.div_rn(tl.sqrt_rn(largest), root) + epsilon)
-    factor = tl.minimum(tl.minimum(waited, limit), walk * tl.sqrt_rn(waited))
-    return first, second, largest, move, factor
+    return first, second, largest, move, waited, vote
+
+
+@triton.jit
+def _caught_up(waited, control_ptr):
+    """Return how many dense steps a delivery counts for if gradients are not steady, before the limit of its tensor."""
+    limit = tl.load(control_ptr + CATCH_UP).to(tl.float32)
+    walk = tl.load(control_ptr + WALK).to(tl.float32)
+    return tl.minimum(tl.minimum(waited, limit), walk * tl.sqrt_rn(waited))
+
+
+@triton.jit
+def _summed(move, waited, vote, control_ptr, LARGEST_SQUARE: tl.constexpr):
+    """Return the squared distance of each entry (int64), and its vote in 32 bits, in which a block can be summed."""
+    distance = _caught_up(waited, control_ptr) * move * tl.load(control_ptr + DISTANCE).to(tl.float32)
+    square = distance * distance
+    square = tl.where(square < LARGEST_SQUARE, square, LARGEST_SQUARE)  # NaN counts as the largest
+    return square.to(tl.int64), tl.where(vote > 0, 1, tl.where(vote < 0, 1 << 16, 0))
+
+
+@triton.jit
+def _widened(votes, DISAGREES: tl.constexpr):
+    """Return ``votes`` of a block, or of each entry, as int64."""
+    return (votes & 0xFFFF).to(tl.int64) + (votes >> 16).to(tl.int64) * DISAGREES
+
+
+@triton.jit
+def _steadiness(votes, DISAGREES: tl.constexpr):
+    """Return the weight of a full catch-up, from 0 to 1, see ``steadiness`` of :mod:`tritoncomm_kernels.adam`."""
+    agree = votes & (DISAGREES - 1)
+    disagree = votes >> 32
+    count = tl.maximum(agree + disagree, 1).to(tl.float32)
+    return tl.maximum(tl.div_rn((agree - disagree).to(tl.float32) - 3 * tl.sqrt_rn(count), count), 0.0)
 
 
 @triton.jit
 def _write(
     parameter_ptr, first_ptr, second_ptr, maximum_ptr, last_ptr, control_ptr, at, inside,
-    parameter, first, second, largest, move, factor, param_rms, total, n,
-    AMSGRAD: tl.constexpr, FINE: tl.constexpr, BLOCK: tl.constexpr,
+    parameter, first, second, largest, move, waited, param_rms, total, votes, n,
+    AMSGRAD: tl.constexpr, FINE: tl.constexpr, DISAGREES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write the results of :func:`_step`, and move the parameter, by less if its tensor of ``n`` would move too far."""
+    """Write the results of :func:`_step`, and move the parameter. ``total`` and ``votes`` are sums of its tensor.
+
+    It moves by less if the tensor of ``n`` elements would move too far, and by more if gradients are steady.
+    """
     tl.debug_barrier()  # the stores may use other threads than the loads
     tl.store(first_ptr + at, first, mask=inside)
     tl.store(second_ptr + at, second, mask=inside)
@@ -124,51 +156,57 @@ def _write(
         tl.store(maximum_ptr + at, largest, mask=inside)
     tl.store(last_ptr + at, tl.full([BLOCK], 0, tl.int32) + tl.load(control_ptr + STEPS).to(tl.int32), mask=inside)
     rate = tl.load(control_ptr + RATE).to(tl.float32)
-    reach = tl.load(control_ptr + CHANGE).to(tl.float32) * param_rms
+    change = tl.load(control_ptr + CHANGE).to(tl.float32)
+    reach = change * param_rms
     reach = tl.where(reach > FINE, reach, FINE)  # at least one learning rate, also if it is NaN
+    reach = tl.where(change == float("inf"), change, reach)
     length = tl.sqrt_rn(tl.div_rn(total.to(tl.float32), n.to(tl.float32)))
+    factor = _caught_up(waited, control_ptr)
     factor = tl.where(length > reach, tl.maximum(factor * tl.div_rn(reach, length), 1.0), factor)
+    far = tl.minimum(waited, tl.load(control_ptr + STEADY).to(tl.float32))
+    factor = factor + _steadiness(votes, DISAGREES) * (far - factor)
     tl.store(parameter_ptr + at, parameter - rate * (factor * move), mask=inside)
 
 
 @triton.jit(do_not_specialize=["count", "n"])
-def length_kernel(
-    parameter_ptr, gradient_ptr, first_ptr, second_ptr, maximum_ptr, last_ptr, indices_ptr, control_ptr, tables_ptr,
+def sums_kernel(
+    gradient_ptr, first_ptr, second_ptr, maximum_ptr, last_ptr, indices_ptr, control_ptr, tables_ptr,
     total_ptr, count, n,
-    EVERY: tl.constexpr, AMSGRAD: tl.constexpr, MAXIMIZE: tl.constexpr, COUPLED: tl.constexpr,
-    POWERS: tl.constexpr, LARGEST_SQUARE: tl.constexpr, BLOCK: tl.constexpr,
+    EVERY: tl.constexpr, AMSGRAD: tl.constexpr, MAXIMIZE: tl.constexpr, POWERS: tl.constexpr,
+    LARGEST_SQUARE: tl.constexpr, DISAGREES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Sum the squared distances that ``BLOCK`` delivered coordinates would move, in integers. Nothing is updated."""
+    """Sum squared distances and votes of ``BLOCK`` delivered coordinates, in integers. Nothing is updated."""
     at, inside = _delivered(indices_ptr, count, n, EVERY, BLOCK)
-    _, _, _, move, factor = _step(
-        parameter_ptr, gradient_ptr, first_ptr, second_ptr, maximum_ptr, last_ptr, control_ptr, tables_ptr, at, inside,
-        at, AMSGRAD, MAXIMIZE, COUPLED, POWERS,
+    _, _, _, move, waited, vote = _step(
+        gradient_ptr, first_ptr, second_ptr, maximum_ptr, last_ptr, control_ptr, tables_ptr, at, inside, at,
+        AMSGRAD, MAXIMIZE, POWERS,
     )  # fmt: skip
-    distance = factor * move * tl.load(control_ptr + DISTANCE).to(tl.float32)
-    square = distance * distance
-    square = tl.where(square < LARGEST_SQUARE, square, LARGEST_SQUARE)  # NaN counts as the largest
-    tl.atomic_add(total_ptr, tl.sum(tl.where(inside, square, 0.0).to(tl.int64), axis=0), sem="relaxed")
+    square, votes = _summed(move, waited, vote, control_ptr, LARGEST_SQUARE)
+    tl.atomic_add(total_ptr, tl.sum(tl.where(inside, square, 0), axis=0), sem="relaxed")
+    votes = _widened(tl.sum(tl.where(inside, votes, 0), axis=0), DISAGREES)
+    tl.atomic_add(total_ptr + 1, votes, sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["count", "n"])
 def adam_kernel(
     parameter_ptr, gradient_ptr, first_ptr, second_ptr, maximum_ptr, last_ptr, indices_ptr, control_ptr, tables_ptr,
     total_ptr, param_rms_ptr, count, n,
-    EVERY: tl.constexpr, AMSGRAD: tl.constexpr, MAXIMIZE: tl.constexpr, COUPLED: tl.constexpr,
-    POWERS: tl.constexpr, FINE: tl.constexpr, BLOCK: tl.constexpr,
+    EVERY: tl.constexpr, AMSGRAD: tl.constexpr, MAXIMIZE: tl.constexpr, POWERS: tl.constexpr,
+    FINE: tl.constexpr, DISAGREES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Update ``BLOCK`` delivered coordinates. An index out of bounds updates nothing."""
     at, inside = _delivered(indices_ptr, count, n, EVERY, BLOCK)
     # Loading the parameter later, where it is used, spills registers on sm_100.
     parameter = tl.load(parameter_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    first, second, largest, move, factor = _step(
-        parameter_ptr, gradient_ptr, first_ptr, second_ptr, maximum_ptr, last_ptr, control_ptr, tables_ptr, at, inside,
-        at, AMSGRAD, MAXIMIZE, COUPLED, POWERS,
+    first, second, largest, move, waited, _ = _step(
+        gradient_ptr, first_ptr, second_ptr, maximum_ptr, last_ptr, control_ptr, tables_ptr, at, inside, at,
+        AMSGRAD, MAXIMIZE, POWERS,
     )  # fmt: skip
     _write(
         parameter_ptr, first_ptr, second_ptr, maximum_ptr, last_ptr, control_ptr, at, inside,
-        parameter, first, second, largest, move, factor, tl.load(param_rms_ptr), tl.load(total_ptr), n,
-        AMSGRAD, FINE, BLOCK,
+        parameter, first, second, largest, move, waited,
+        tl.load(param_rms_ptr), tl.load(total_ptr), tl.load(total_ptr + 1), n,
+        AMSGRAD, FINE, DISAGREES, BLOCK,
     )  # fmt: skip
 
 
@@ -197,35 +235,33 @@ def _address(row_ptr, column, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def length_many_kernel(
+def sums_many_kernel(
     table_ptr, places_ptr, control_ptr, tables_ptr, total_ptr,
-    DTYPE: tl.constexpr, AMSGRAD: tl.constexpr, MAXIMIZE: tl.constexpr, COUPLED: tl.constexpr,
-    POWERS: tl.constexpr, LARGEST_SQUARE: tl.constexpr, BLOCK: tl.constexpr,
+    DTYPE: tl.constexpr, AMSGRAD: tl.constexpr, MAXIMIZE: tl.constexpr, POWERS: tl.constexpr,
+    LARGEST_SQUARE: tl.constexpr, DISAGREES: tl.constexpr, BLOCK: tl.constexpr,
     COMPACT: tl.constexpr,
 ):  # fmt: skip
-    """Do as ``length_kernel`` for ``BLOCK`` coordinates of one of many tensors. ``total_ptr`` has a sum for each.
+    """Do as ``sums_kernel`` for ``BLOCK`` coordinates of one of many tensors. ``total_ptr`` has two sums for each.
 
     With ``COMPACT``, the gradients in the table are those of the delivered coordinates only.
     """
     tensor, row_ptr, at, inside, lane = _delivered_of(table_ptr, places_ptr, BLOCK)
-    _, _, _, move, factor = _step(
-        _address(row_ptr, PARAMETER, DTYPE), _address(row_ptr, GRADIENT, DTYPE),
-        _address(row_ptr, FIRST, DTYPE), _address(row_ptr, SECOND, DTYPE),
+    _, _, _, move, waited, vote = _step(
+        _address(row_ptr, GRADIENT, DTYPE), _address(row_ptr, FIRST, DTYPE), _address(row_ptr, SECOND, DTYPE),
         _address(row_ptr, MAXIMUM, DTYPE), _address(row_ptr, LAST, tl.int32),
-        control_ptr, tables_ptr, at, inside, lane if COMPACT else at, AMSGRAD, MAXIMIZE, COUPLED, POWERS,
+        control_ptr, tables_ptr, at, inside, lane if COMPACT else at, AMSGRAD, MAXIMIZE, POWERS,
     )  # fmt: skip
-    distance = factor * move * tl.load(control_ptr + DISTANCE).to(tl.float32)
-    square = distance * distance
-    square = tl.where(square < LARGEST_SQUARE, square, LARGEST_SQUARE)  # NaN counts as the largest
-    total = tl.sum(tl.where(inside, square, 0.0).to(tl.int64), axis=0)
-    tl.atomic_add(total_ptr + tensor, total, sem="relaxed")
+    square, votes = _summed(move, waited, vote, control_ptr, LARGEST_SQUARE)
+    tl.atomic_add(total_ptr + SUMS * tensor, tl.sum(tl.where(inside, square, 0), axis=0), sem="relaxed")
+    votes = _widened(tl.sum(tl.where(inside, votes, 0), axis=0), DISAGREES)
+    tl.atomic_add(total_ptr + SUMS * tensor + 1, votes, sem="relaxed")
 
 
 @triton.jit
 def adam_many_kernel(
     table_ptr, places_ptr, control_ptr, tables_ptr, total_ptr,
-    DTYPE: tl.constexpr, AMSGRAD: tl.constexpr, MAXIMIZE: tl.constexpr, COUPLED: tl.constexpr,
-    POWERS: tl.constexpr, FINE: tl.constexpr, BLOCK: tl.constexpr,
+    DTYPE: tl.constexpr, AMSGRAD: tl.constexpr, MAXIMIZE: tl.constexpr, POWERS: tl.constexpr,
+    FINE: tl.constexpr, DISAGREES: tl.constexpr, BLOCK: tl.constexpr,
     COMPACT: tl.constexpr,
 ):  # fmt: skip
     """Do as ``adam_kernel`` for ``BLOCK`` coordinates of one of many tensors. ``COMPACT`` is as above."""
@@ -236,15 +272,15 @@ def adam_many_kernel(
     last_ptr = _address(row_ptr, LAST, tl.int32)
     maximum_ptr = _address(row_ptr, MAXIMUM, DTYPE)
     parameter = tl.load(parameter_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    first, second, largest, move, factor = _step(
-        parameter_ptr, _address(row_ptr, GRADIENT, DTYPE), first_ptr, second_ptr, maximum_ptr, last_ptr,
-        control_ptr, tables_ptr, at, inside, lane if COMPACT else at, AMSGRAD, MAXIMIZE, COUPLED, POWERS,
+    first, second, largest, move, waited, _ = _step(
+        _address(row_ptr, GRADIENT, DTYPE), first_ptr, second_ptr, maximum_ptr, last_ptr,
+        control_ptr, tables_ptr, at, inside, lane if COMPACT else at, AMSGRAD, MAXIMIZE, POWERS,
     )  # fmt: skip
     _write(
         parameter_ptr, first_ptr, second_ptr, maximum_ptr, last_ptr, control_ptr, at, inside,
-        parameter, first, second, largest, move, factor,
-        tl.load(_address(row_ptr, PARAM_RMS, tl.float32)), tl.load(total_ptr + tensor), tl.load(row_ptr + NUMEL),
-        AMSGRAD, FINE, BLOCK,
+        parameter, first, second, largest, move, waited, tl.load(_address(row_ptr, PARAM_RMS, tl.float32)),
+        tl.load(total_ptr + SUMS * tensor), tl.load(total_ptr + SUMS * tensor + 1), tl.load(row_ptr + NUMEL),
+        AMSGRAD, FINE, DISAGREES, BLOCK,
     )  # fmt: skip
 
 
@@ -261,28 +297,24 @@ def update(
     tables: torch.Tensor,
     *,
     maximize: bool,
-    coupled: bool,
-    limited: bool,
     block: int = BLOCK,
 ) -> None:
     """Launch the kernels on checked, non-empty arguments."""
     n = parameter.numel()
     count = n if indices is None else indices.numel()
-    total = torch.zeros(1, dtype=torch.int64, device=parameter.device)
+    total = torch.zeros(SUMS.value, dtype=torch.int64, device=parameter.device)
     grid = (triton.cdiv(count, block),)
-    tensors = (parameter, gradient, first, second, maximum, last, indices, control, tables, total)
+    tensors = (gradient, first, second, maximum, last, indices, control, tables, total)
     with on_device_of(parameter):
-        if limited:  # without a limit the distance is not needed
-            length_kernel[grid](
-                *tensors, count, n,
-                EVERY=indices is None, AMSGRAD=maximum is not None, MAXIMIZE=maximize, COUPLED=coupled,
-                POWERS=tables.numel() // 4, LARGEST_SQUARE=LARGEST_SQUARE, BLOCK=block, num_warps=WARPS,
-                enable_fp_fusion=False,
-            )  # fmt: skip
+        sums_kernel[grid](
+            *tensors, count, n,
+            EVERY=indices is None, AMSGRAD=maximum is not None, MAXIMIZE=maximize, POWERS=tables.numel() // 4,
+            LARGEST_SQUARE=LARGEST_SQUARE, DISAGREES=DISAGREES, BLOCK=block, num_warps=WARPS, enable_fp_fusion=False,
+        )  # fmt: skip
         adam_kernel[grid](
-            *tensors, param_rms, count, n,
-            EVERY=indices is None, AMSGRAD=maximum is not None, MAXIMIZE=maximize, COUPLED=coupled,
-            POWERS=tables.numel() // 4, FINE=FINE, BLOCK=block, num_warps=WARPS, enable_fp_fusion=False,
+            parameter, *tensors, param_rms, count, n,
+            EVERY=indices is None, AMSGRAD=maximum is not None, MAXIMIZE=maximize, POWERS=tables.numel() // 4,
+            FINE=FINE, DISAGREES=DISAGREES, BLOCK=block, num_warps=WARPS, enable_fp_fusion=False,
         )  # fmt: skip
 
 
@@ -299,10 +331,8 @@ def update_many(
     tables: torch.Tensor,
     *,
     maximize: bool,
-    coupled: bool,
-    limited: bool,
     compact: bool = False,
-    block: int = MANY,
+    block: int = BLOCK,
 ) -> None:
     """Launch the kernels for many tensors once, on checked arguments. All floats are of one dtype and contiguous.
 
@@ -332,18 +362,17 @@ def update_many(
         return
     table, places = np.array(rows, np.int64).reshape(-1), np.array(blocks, np.int64).reshape(-1)
     on_device = copied_to(torch.from_numpy(np.concatenate([table, places])), device)
-    total = torch.zeros(len(parameters), dtype=torch.int64, device=device)
+    total = torch.zeros(SUMS.value * len(parameters), dtype=torch.int64, device=device)
     arguments = on_device, on_device[table.size :], control, tables, total
     dtype = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[parameters[0].dtype]
     with on_device_of(parameters[0]):
-        if limited:
-            length_many_kernel[(len(blocks),)](
-                *arguments, DTYPE=dtype, AMSGRAD=maximum is not None, MAXIMIZE=maximize, COUPLED=coupled,
-                POWERS=tables.numel() // 4, LARGEST_SQUARE=LARGEST_SQUARE, BLOCK=block, COMPACT=compact,
-                num_warps=WARPS, enable_fp_fusion=False,
-            )  # fmt: skip
+        sums_many_kernel[(len(blocks),)](
+            *arguments, DTYPE=dtype, AMSGRAD=maximum is not None, MAXIMIZE=maximize,
+            POWERS=tables.numel() // 4, LARGEST_SQUARE=LARGEST_SQUARE, DISAGREES=DISAGREES, BLOCK=block,
+            COMPACT=compact, num_warps=WARPS, enable_fp_fusion=False,
+        )  # fmt: skip
         adam_many_kernel[(len(blocks),)](
-            *arguments, DTYPE=dtype, AMSGRAD=maximum is not None, MAXIMIZE=maximize, COUPLED=coupled,
-            POWERS=tables.numel() // 4, FINE=FINE, BLOCK=block, COMPACT=compact,
-            num_warps=WARPS, enable_fp_fusion=False,
+            *arguments, DTYPE=dtype, AMSGRAD=maximum is not None, MAXIMIZE=maximize,
+            POWERS=tables.numel() // 4, FINE=FINE, DISAGREES=DISAGREES, BLOCK=block,
+            COMPACT=compact, num_warps=WARPS, enable_fp_fusion=False,
         )  # fmt: skip

@@ -99,10 +99,10 @@ def _read(layout: Any) -> Cost:
     return Cost(3, 1) if layout.room else FREE
 
 
-def _adam(parameter: torch.Tensor, indices: torch.Tensor | None, limited: bool) -> Cost:
-    """The total, the length of the change if it is limited, the update."""
+def _adam(parameter: torch.Tensor, indices: torch.Tensor | None) -> Cost:
+    """Two sums are cleared, then computed; the update."""
     empty = not parameter.numel() or (indices is not None and not indices.numel())
-    return FREE if empty else Cost(2 + limited)
+    return FREE if empty else Cost(3)
 
 
 def _top_k_padded(numel: int, k: int) -> Cost:
@@ -187,7 +187,7 @@ _TABLE: dict[Callable[..., Any], tuple[Callable[..., Cost], tuple[str, ...]]] = 
     # Adam.
     rms.together: (lambda result, a: Cost(4), ()),  # maxima and sums are cleared, then set; roots
     _N.adam_update: (
-        lambda result, a: _adam(a["parameter"], a["indices"], a["control"].limited),
+        lambda result, a: _adam(a["parameter"], a["indices"]),
         ("parameter", "state"),
     ),
 }
@@ -299,14 +299,14 @@ class AdamMany(tritoncomm_kernels.AdamMany):
     def costs(self, control: Any, indices: Any, keep: float, values: Any) -> Iterator[Cost]:
         """Return the cost of an update for each group of tensors of one dtype, and for each other tensor.
 
-        Of a group: weight decay, the conversion of each half-precision value, the totals, the length of the change if
-        it is limited, the update. The table of addresses is copied from pinned memory, so the host does not wait.
+        Of a group: weight decay, the conversion of each half-precision value, the sums, which are cleared and then
+        computed, the update. The table of addresses is copied from pinned memory, so the host does not wait.
         """
         for group in self._groups:
             converted = 0 if values is None or group.dtype == torch.float32 else len(group.positions)
-            yield Cost(2 + (keep != 1) + converted + control.limited, 0)
+            yield Cost(3 + (keep != 1) + converted, 0)
         for i in self._others:
-            yield _adam(self._columns[0][i], inner_of(indices[i]), control.limited)
+            yield _adam(self._columns[0][i], inner_of(indices[i]))
 
 
 class AdamFlat(tritoncomm_kernels.AdamFlat):
@@ -336,14 +336,14 @@ class AdamFlat(tritoncomm_kernels.AdamFlat):
         """Return the cost of the decay, of each group of tensors of one dtype, and of each other tensor.
 
         Of a group: the copy of the table of addresses, from pinned memory, if gradients are read; the conversion of
-        values to half precision; the totals, the length of the change if it is limited, the update. The others are
-        updated by torch operators, and the host reads where their entries are.
+        values to half precision; the sums, which are cleared and then computed, the update. The others are updated by
+        torch operators, and the host reads where their entries are.
         """
         single = any(parameter.dtype == torch.float16 for parameter in self.parameters)
         yield Cost((len(self.parameters) if single else 1) if keep != 1 else 0)
         if not entries.room:
             return
         for dtype in self._together:
-            yield Cost(2 + (dtype != torch.float32 and gradients is None) + control.limited)
+            yield Cost(3 + (dtype != torch.float32 and gradients is None))
         others = len(self.parameters) - sum(map(len, self._together.values()))
         yield Cost(10 * others, 2 * others + (others > 0))

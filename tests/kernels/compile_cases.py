@@ -29,7 +29,7 @@ from tritoncomm_kernels import (
     threshold_triton,
 )
 from tritoncomm_kernels.accumulate_triton import add_tile
-from tritoncomm_kernels.adam import FINE, LARGEST_SQUARE
+from tritoncomm_kernels.adam import DISAGREES, FINE, LARGEST_SQUARE
 from tritoncomm_kernels.bits_triton import key_of
 from tritoncomm_kernels.mark_triton import write_marks
 
@@ -59,12 +59,12 @@ TYPES = {
     "control_ptr": "*fp64",
 }
 
-# Adam's step of one tensor, and the length of this step, as the kernels are launched.
-ADAM = {"AMSGRAD": False, "MAXIMIZE": False, "COUPLED": False, "POWERS": 31, "BLOCK": adam_triton.BLOCK}
-ADAM_OF_MANY = ADAM | {"BLOCK": adam_triton.MANY, "COMPACT": False}
-ADAM_OPTIONS = {"AMSGRAD": True, "MAXIMIZE": True, "COUPLED": True}
+# Adam's step of one tensor, and the sums that it needs, as the kernels are launched.
+ADAM = {"AMSGRAD": False, "MAXIMIZE": False, "POWERS": 31, "DISAGREES": DISAGREES, "BLOCK": adam_triton.BLOCK}
+ADAM_OF_MANY = ADAM | {"COMPACT": False}
+ADAM_OPTIONS = {"AMSGRAD": True, "MAXIMIZE": True}
 ADAM_TYPES = {"indices_ptr": "*i64"}
-STEP, LENGTH = {"FINE": FINE}, {"LARGEST_SQUARE": LARGEST_SQUARE}
+STEP, SUMS = {"FINE": FINE}, {"LARGEST_SQUARE": LARGEST_SQUARE}
 
 
 @dataclass(frozen=True)
@@ -359,10 +359,10 @@ def adam_of_many() -> list[Case]:
     plain = ADAM_OF_MANY
     options = plain | ADAM_OPTIONS
     return [
-        Case(f"{name}{suffix}", kernel, chosen | own | {"DTYPE": dtype}, adam_triton.WARPS, {}, adam_triton.MANY)
+        Case(f"{name}{suffix}", kernel, chosen | own | {"DTYPE": dtype}, adam_triton.WARPS, {}, adam_triton.BLOCK)
         for name, kernel, own in (
             ("adam of many", adam_triton.adam_many_kernel, STEP),
-            ("adam's length of many", adam_triton.length_many_kernel, LENGTH),
+            ("adam's sums of many", adam_triton.sums_many_kernel, SUMS),
         )
         for suffix, chosen, dtype in (
             ("", plain, tl.float32),
@@ -391,7 +391,7 @@ def adam_of_a_list() -> list[Case]:
         )
         for name, kernel, own in (
             ("adam of a list", adam_flat_triton.adam_flat_kernel, STEP),
-            ("adam's length of a list", adam_flat_triton.length_flat_kernel, LENGTH),
+            ("adam's sums of a list", adam_flat_triton.sums_flat_kernel, SUMS),
         )
         for suffix, chosen, dtype, kind in (
             ("", plain, tl.float32, "fp32"),
@@ -414,8 +414,8 @@ def adam() -> list[Case]:
     return [
         Case("adam", adam_triton.adam_kernel, plain | STEP, **size),
         Case("adam, all options", adam_triton.adam_kernel, options | STEP, **size),
-        Case("adam's length", adam_triton.length_kernel, plain | LENGTH, **size),
-        Case("adam's length, all options", adam_triton.length_kernel, options | LENGTH, **size),
+        Case("adam's sums", adam_triton.sums_kernel, plain | SUMS, **size),
+        Case("adam's sums, all options", adam_triton.sums_kernel, options | SUMS, **size),
     ]
 
 

@@ -93,7 +93,6 @@ def test_equals_one_by_one(
         max_sqrt_staleness=data.draw(st.sampled_from([3.0, math.inf])),
         max_relative_update=data.draw(st.sampled_from([0.0, 0.2, math.inf])),
         device=torch.device("cpu"),
-        coupled_decay=data.draw(st.sampled_from([0.0, 0.1])),
         maximize=data.draw(st.booleans()),
     )
     generator = torch.Generator().manual_seed(seed)

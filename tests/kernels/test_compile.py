@@ -72,8 +72,8 @@ def test_tiles_have_an_element_per_thread() -> None:
             assert case.elements >= 32 * case.warps
 
 
-# AMSGrad, maximize and coupled decay are compiled together.
-FREE = ("AMSGRAD", "MAXIMIZE", "COUPLED", "EVERY")
+# AMSGrad and maximize are compiled together.
+FREE = ("AMSGRAD", "MAXIMIZE", "EVERY")
 
 
 def test_launches_have_compiled_cases(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -236,7 +236,6 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]]]] = {
     "root mean squares": (rms.together, lambda: {"tensors": [vector(), vector()[:7]]}),
     "adam": (kernels.adam_update, _adam),
     "adam of some": (kernels.adam_update, lambda: _adam(torch.arange(50))),
-    "adam without limit": (kernels.adam_update, lambda: _adam(max_relative_update=float("inf"))),
 }  # fmt: skip
 
 
@@ -260,8 +259,8 @@ def test_every_row_has_a_case() -> None:
     assert {kernel for kernel, _ in CASES.values()} == set(kernel_costs.declared())
 
 
-@pytest.mark.parametrize(("keep", "half", "limited"), [(1.0, False, True), (0.9, False, False), (0.9, True, True)])
-def test_adam_of_many_tensors_costs_what_the_table_says(keep: float, half: bool, limited: bool) -> None:
+@pytest.mark.parametrize(("keep", "half"), [(1.0, False), (0.9, False), (0.9, True)])
+def test_adam_of_many_tensors_costs_what_the_table_says(keep: float, half: bool) -> None:
     """Launches are equal. The copy of the table of addresses is no copy here, so its synchronization is not seen."""
     dtype = torch.bfloat16 if half else torch.float32
     parameters = [vector(n).to(dtype) for n in (40, 700)]
@@ -271,7 +270,7 @@ def test_adam_of_many_tensors_costs_what_the_table_says(keep: float, half: bool,
         [torch.tensor(1.0) for _ in parameters],
     )
     many = kernel_costs.AdamMany(parameters, states)
-    control = _control(**({} if limited else {"max_relative_update": float("inf")}))
+    control = _control()
     values = [vector(3) for _ in parameters]
     arguments = [torch.zeros_like(parameter) for parameter in parameters], control, [torch.arange(3)] * 2
     with kernels_from("triton"):
@@ -281,8 +280,8 @@ def test_adam_of_many_tensors_costs_what_the_table_says(keep: float, half: bool,
     assert [count.launches] == [cost.launches for cost in many.costs(control, arguments[2], keep, values)]
 
 
-@pytest.mark.parametrize(("keep", "half", "limited"), [(1.0, False, True), (0.9, False, False), (0.9, True, True)])
-def test_adam_of_a_flat_list_costs_what_the_table_says(keep: float, half: bool, limited: bool) -> None:
+@pytest.mark.parametrize(("keep", "half"), [(1.0, False), (0.9, False), (0.9, True)])
+def test_adam_of_a_flat_list_costs_what_the_table_says(keep: float, half: bool) -> None:
     """Launches are equal, and the host reads nothing."""
     dtype = torch.bfloat16 if half else torch.float32
     parameters = [vector(n).to(dtype) for n in (40, 700)]
@@ -292,7 +291,7 @@ def test_adam_of_a_flat_list_costs_what_the_table_says(keep: float, half: bool, 
         [torch.tensor(1.0) for _ in parameters],
     )
     flat = kernel_costs.AdamFlat(parameters, states, [0, 40])
-    control = _control(**({} if limited else {"max_relative_update": float("inf")}))
+    control = _control()
     entries = kernels.Padded(_ints(3, 41, 50, -1), vector(4))
     with kernels_from("triton"):
         flat.update(entries, control, keep=keep)

@@ -103,9 +103,18 @@ SCATTERING = {
     ),
     "sums of many in one": Mutant(
         "adam",
-        "total_ptr + tensor, total,",
-        "total_ptr, total,",
+        "total_ptr + SUMS * tensor, tl.sum",
+        "total_ptr, tl.sum",
         scatter.test_adam_many,
+    ),
+    "votes of many in one": Mutant(
+        "adam", "total_ptr + SUMS * tensor + 1, votes", "total_ptr + 1, votes", scatter.test_adam_many
+    ),
+    "every vote agrees": Mutant("adam", "tl.where(mean < 0, -1, 0)", "tl.where(mean < 0, 1, 0)", scatter.test_adam),
+    "zero votes": Mutant("adam", "tl.where(before > 0, 1, tl", "tl.where(before >= 0, 1, tl", scatter.test_adam),
+    "chance is steady": Mutant("adam", " - 3 * tl.sqrt_rn(count), count", ", count", scatter.test_adam),
+    "no limit where steady": Mutant(
+        "adam", "tl.minimum(waited, tl.load(control_ptr + STEADY).to(tl.float32))", "waited", scatter.test_adam
     ),
     "blocks of many repeated": Mutant(
         "adam", "tl.load(places_ptr + 2 * tl.program_id(0) + 1) * BLOCK", "0", scatter.test_adam_many

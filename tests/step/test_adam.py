@@ -15,6 +15,7 @@ from tritoncomm import ConfigurationError
 from tritoncomm.step.adam import StalenessAwareAdam
 from tritoncomm.step.options import WrapOptions
 from tritoncomm.step.shared_buffer import StepCounts
+from tritoncomm.step.update import coupled_decay
 
 from emulated_cuda import ranks
 from emulated_cuda.device import to_gpu, values_of
@@ -45,7 +46,7 @@ def run(kind, steps, *, delivered, gradient, numel: int = 12, **options):
     optimizer = kind([parameter], **({"lr": 0.02} | options))
     aware = StalenessAwareAdam(optimizer, **limits)
     for t in range(1, steps + 1):
-        parameter.grad = gradient(t)
+        parameter.grad = gradient(t).add_(parameter.detach(), alpha=coupled_decay(optimizer).get(id(parameter), 0.0))
         aware.step([parameter], [delivered(t)])
     return parameter.detach(), optimizer
 
@@ -70,8 +71,14 @@ def test_density_one_equals_torch(kind, options: dict[str, object], everything: 
 @pytest.mark.parametrize("catch_up", [1, 4, 20])
 @pytest.mark.parametrize("walk", [1.5, 3.0, math.inf])
 def test_delayed_deliveries_catch_up(tau: int, catch_up: int, walk: float) -> None:
-    """A constant gradient delivered every tau steps moves a part of the dense way: the smallest of three limits."""
-    steps, share = 20 * tau, min(tau, catch_up, walk * math.sqrt(tau)) / tau
+    """A constant gradient delivered every tau steps moves a part of the dense way.
+
+    The first delivery has nothing to agree with. It makes up the smallest of three limits. Later ones make up more.
+    """
+    limited = min(tau, catch_up, walk * math.sqrt(tau))
+    steady = (12 - 3 * math.sqrt(12)) / 12  # of 12 entries, all agree
+    later = limited + steady * (min(tau, 3 * catch_up) - limited)
+    steps, share = 20 * tau, (limited + 19 * later) / (20 * tau)
     adam = torch.optim.AdamW
     dense, _ = run(adam, steps, delivered=lambda _: None, gradient=lambda _: torch.ones(12), weight_decay=0)
     late, _ = run(
@@ -95,16 +102,16 @@ def test_delayed_deliveries_catch_up(tau: int, catch_up: int, walk: float) -> No
 def test_relative_update_is_limited(rate: float, size: float, share: float) -> None:
     """One delivery changes a tensor by at most a twentieth of its norm, or one learning rate per coordinate."""
     parameter = nn.Parameter(size * torch.ones(10_000))
-    aware = StalenessAwareAdam(torch.optim.AdamW([parameter], lr=0.0, weight_decay=0.0))
+    aware = StalenessAwareAdam(torch.optim.AdamW([parameter], lr=0.0, weight_decay=0.0, betas=(0.0, 0.999)))
     sign = torch.randint(0, 2, (10_000,), generator=torch.Generator().manual_seed(1)) * 2.0 - 1
     for t in range(1, 18):
-        parameter.grad = sign * (1 if t == 1 else 16)
+        parameter.grad = sign * (1 if t == 1 else -16)  # not steady
         aware.optimizer.param_groups[0]["lr"] = rate if t == 17 else 0.0
         everything = {1: 1.0, 17: share}.get(t, 0.0)
         aware.step([parameter], [torch.arange(int(10_000 * everything))])
     each = min(12.0, max(1.0, 0.05 * size / rate) / share**0.5)  # 12 is three square roots of 16
     delivered = parameter.detach()[: int(10_000 * share)]
-    assert torch.allclose((size - delivered) / rate * sign[: len(delivered)], torch.tensor(each), rtol=5e-3)
+    assert torch.allclose((delivered - size) / rate * sign[: len(delivered)], torch.tensor(each), rtol=5e-3)
 
 
 @pytest.mark.parametrize("name", ["max_catch_up", "max_relative_update", "max_sqrt_staleness"])
@@ -173,12 +180,40 @@ def test_infinite_relative_update() -> None:
     """``max_relative_update=inf`` lets weights of zero catch up as well."""
     for change, steps in ((math.inf, 12.0), (0.2, 1.0)):
         parameter = nn.Parameter(torch.zeros(1000))
-        aware = StalenessAwareAdam(torch.optim.Adam([parameter], lr=0.0), max_relative_update=change)
+        adam = torch.optim.Adam([parameter], lr=0.0, betas=(0.0, 0.999))
+        aware = StalenessAwareAdam(adam, max_relative_update=change)
         for t in range(1, 18):
-            parameter.grad = torch.full((1000,), 1.0 if t == 1 else 16.0)
+            parameter.grad = torch.full((1000,), 1.0 if t == 1 else -16.0)
             aware.optimizer.param_groups[0]["lr"] = 0.01 * (t == 17)
             aware.step([parameter], [None if t in (1, 17) else torch.arange(0)])
-        assert torch.allclose(-parameter.detach(), torch.tensor(0.01 * steps), rtol=1e-3)
+        assert torch.allclose(parameter.detach(), torch.tensor(0.01 * steps), rtol=1e-3)
+
+
+@pytest.mark.parametrize("agree", [0, 500, 545, 600, 750, 1000])
+@pytest.mark.parametrize("change", [0.0, math.inf])
+@pytest.mark.parametrize("tau", [16, 100])
+def test_signs_decide_how_far_to_catch_up(agree: int, change: float, tau: int) -> None:
+    """The more of 1000 deliveries have the sign of those before, the closer each comes to tau steps.
+
+    Up to three standard deviations above a half this is chance. No number of disagreements takes it below the limits.
+    Entries of 0 do not vote. Weights of zero do not keep a steady gradient from moving them.
+    """
+    parameter = nn.Parameter(torch.zeros(2000))
+    adam = torch.optim.AdamW([parameter], lr=0.0, betas=(0.0, 0.999), weight_decay=0.0)
+    aware = StalenessAwareAdam(adam, max_relative_update=change)
+    signs = torch.where(torch.arange(2000) % 1000 < agree, 1.0, -1.0) * (torch.arange(2000) < 1000)
+    for t in range(1, tau + 2):
+        parameter.grad = torch.ones(2000) if t == 1 else tau * signs
+        adam.param_groups[0]["lr"] = 0.01 * (t == tau + 1)
+        aware.step([parameter], [None if t in (1, tau + 1) else torch.arange(0)])
+    moved = -parameter.detach()[:1000] / 0.01 * signs[:1000]
+    limited = min(3 * math.sqrt(tau), 20)
+    if change == 0:  # the root mean square of the change is one learning rate: half of the entries move by its root
+        limited = max(1.0, math.sqrt(2))
+    steady = max(0.0, (2 * agree - 1000 - 3 * math.sqrt(1000)) / 1000)
+    assert steady == 0 or agree > 545
+    assert torch.allclose(moved, torch.tensor(limited + steady * (min(tau, 60) - limited)), rtol=2e-3)
+    assert torch.equal(parameter.detach()[1000:], torch.zeros(1000))
 
 
 def test_step_count_is_fp32() -> None:

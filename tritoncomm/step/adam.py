@@ -54,13 +54,19 @@ class StalenessAwareAdam:
     index of each sharded dimension, so that it can be loaded with another sharding. See :meth:`saved`.
 
     A delivery after tau steps counts for up to tau dense steps: it catches up. Three limits shorten this, but never to
-    less than one dense step. If every coordinate is delivered in every step, the result is torch's own up to rounding.
-    The cost is proportional to the number of delivered entries, except for weight decay and ``param_rms``. ``foreach``
-    and ``fused`` only select among torch's loops and have no effect.
+    less than one dense step. They hold less, the more deliveries to a tensor have the sign of those before: gradients
+    are then steady, and a late one stands for all steps that it has waited. See
+    :meth:`tritoncomm_kernels.AdamControl.of`.
+
+    If every coordinate is delivered in every step, the result is torch's own up to rounding. The cost is proportional
+    to the number of delivered entries, except for weight decay and ``param_rms``. ``foreach`` and ``fused`` only select
+    among torch's loops and have no effect. Coupled weight decay is not added: ``.grad`` must contain it, see
+    :func:`~tritoncomm.step.update.coupled_decay`.
 
     Attributes:
         optimizer: The Adam or AdamW optimizer.
-        max_catch_up: Maximum number of dense steps that one delivery counts for, at least 1.
+        max_catch_up: Maximum number of dense steps that one delivery counts for, at least 1. Up to three times as many
+            where gradients are steady.
         max_sqrt_staleness: A delivery after tau steps counts for at most this many times sqrt(tau) steps, at least 1.
             Noise would have moved the coordinate by about sqrt(tau) steps.
         max_relative_update: Maximum change of a tensor in one step, as a fraction of its norm. A root mean square
@@ -236,8 +242,7 @@ class StalenessAwareAdam:
         """Return the settings of the update, and the factor of decoupled weight decay."""
         learning_rate, decay = float(group["lr"]), float(group["weight_decay"])
         decoupled = group.get("decoupled_weight_decay", isinstance(self.optimizer, torch.optim.AdamW))
-        control = self._control(group, steps, device, learning_rate, 0.0 if decoupled else decay)
-        return control, 1 - learning_rate * decay if decoupled else 1.0
+        return self._control(group, steps, device, learning_rate), 1 - learning_rate * decay if decoupled else 1.0
 
     def _renew_rms(self, parameters: list[torch.Tensor], states: list[dict[str, Any]], step: int) -> None:
         """Compute ``param_rms`` where it is missing, and everywhere if it is due after ``step`` steps."""
@@ -256,9 +261,7 @@ class StalenessAwareAdam:
         if held:
             torch._foreach_copy_(held, renewed)
 
-    def _control(
-        self, group: dict[str, Any], steps: int, device: torch.device, learning_rate: float, coupled: float
-    ) -> AdamControl:
+    def _control(self, group: dict[str, Any], steps: int, device: torch.device, learning_rate: float) -> AdamControl:
         beta1, beta2 = map(float, group["betas"])
         return AdamControl.of(
             steps=steps,
@@ -270,7 +273,6 @@ class StalenessAwareAdam:
             max_relative_update=self.max_relative_update,
             device=device,
             bias_correction=self.corrects(steps),
-            coupled_decay=coupled,
             maximize=group["maximize"],
         )
 

@@ -64,12 +64,17 @@ def strided_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
     gradient = parameter.grad
     if gradient is None:
         return None
-    if _is_sparse(gradient):
-        raise ConfigurationError(
-            f"a parameter of shape {tuple(parameter.shape)} has a gradient of layout {gradient.layout}: "
-            "only dense gradients are supported, use Embedding(sparse=False)"
-        )
+    if is_sparse(gradient):
+        raise ConfigurationError(sparse_error(f"a parameter of shape {tuple(parameter.shape)}", gradient))
     return local_gradient(parameter).detach()
+
+
+def sparse_error(name: str, gradient: torch.Tensor) -> str:
+    """Return the message for the sparse ``gradient`` of the parameter ``name``."""
+    return (
+        f"{name} has a gradient of layout {gradient.layout}: only dense gradients are supported, use "
+        "Embedding(sparse=False)"
+    )
 
 
 class Entries(NamedTuple):
@@ -149,7 +154,7 @@ class BucketLayout:
         """
         copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         for parameter, part in zip(self.parameters, self.parts(flat), strict=True):
-            if sparse and _is_sparse(parameter.grad):
+            if sparse and is_sparse(parameter.grad):
                 part.zero_().view(parameter.shape).add_(parameter.grad.detach())  # type: ignore[union-attr]
                 continue
             gradient = strided_gradient(parameter) if parameter.requires_grad else None
@@ -163,7 +168,7 @@ class BucketLayout:
     def multiply(self, factor: float) -> None:
         """Multiply every ``.grad`` by ``factor``, in place."""
         for parameter in self.parameters:
-            gradient = parameter.grad if _is_sparse(parameter.grad) else strided_gradient(parameter)
+            gradient = parameter.grad if is_sparse(parameter.grad) else strided_gradient(parameter)
             if gradient is not None:
                 gradient.mul_(factor)
 
@@ -238,13 +243,14 @@ def copy_pairs(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
             target.copy_(source)
 
 
-def _is_sparse(gradient: torch.Tensor | None) -> bool:
+def is_sparse(gradient: torch.Tensor | None) -> bool:
+    """Return True if ``gradient`` has another layout than strided."""
     return gradient is not None and gradient.layout != torch.strided
 
 
 def _writable(gradient: torch.Tensor, parameter: torch.Tensor) -> bool:
     """Return False if ``gradient`` is sparse, if its elements share memory, or if it is a partial sum of a DTensor."""
-    if _is_sparse(gradient):
+    if is_sparse(gradient):
         return False
     if hasattr(gradient, "placements"):
         return bool(gradient.placements == parameter.placements)  # type: ignore[attr-defined]

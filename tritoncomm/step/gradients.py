@@ -5,17 +5,21 @@ from __future__ import annotations
 from collections.abc import Container, Sequence
 
 from tritoncomm.errors import ConfigurationError
-from tritoncomm.step.flat import Delivered
+from tritoncomm.step.flat import Delivered, is_sparse, sparse_error
 from tritoncomm.step.vector import VectorExchange
 
 
 def read(vector: VectorExchange, scale: float) -> ConfigurationError | None:
     """Copy every ``.grad``, divided by ``scale``, into ``vector.flat``. Return why that is impossible, or None."""
-    error = None
-    try:
-        vector.layout.read_gradients(vector.flat, sparse=vector.keeps_gradient())
-    except ConfigurationError as reason:
-        error = reason
+    error, takes_sparse = None, vector.keeps_gradient()
+    sparse = None if takes_sparse else next((each for each in vector.layout.parameters if is_sparse(each.grad)), None)
+    if sparse is not None and sparse.grad is not None:
+        error = ConfigurationError(sparse_error(vector.name_of(sparse), sparse.grad))
+    else:
+        try:
+            vector.layout.read_gradients(vector.flat, sparse=takes_sparse)
+        except ConfigurationError as reason:
+            error = reason
     if scale != 1.0:
         vector.flat.mul_(1.0 / scale)
     return error

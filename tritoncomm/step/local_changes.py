@@ -59,7 +59,9 @@ class LocalChanges:
     def warn(self, *, scaled: bool = False) -> None:
         """Log once, on the first rank, what to write instead if a gradient was changed since the last backward pass.
 
-        A ``GradScaler`` changes gradients without a new version.
+        A ``GradScaler`` changes gradients without a new version. A limit that gradients do not reach multiplies them by
+        1, which is a new version, too. It is not told apart: that would take one more pass over all gradients in every
+        step, and a wait for a GPU, and later gradients may reach the limit.
 
         Args:
             scaled: Whether gradients are multiplied by the scale of a ``GradScaler``.

@@ -8,13 +8,13 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 
-from tritoncomm.algorithms import DGC, Dense, Recipe
+from tritoncomm.algorithms import DGC, Dense, Recipe, takes_density
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.step.adam import StalenessAwareAdam
 from tritoncomm.step.flat import FlatDelivery
 from tritoncomm.step.lion import LateLion
 from tritoncomm.step.optimizer_list import parts_of
-from tritoncomm.step.options import WrapOptions, is_dense
+from tritoncomm.step.options import WrapOptions, never_delays
 from tritoncomm.step.torch_internals import has_own_step
 
 logger = logging.getLogger("tritoncomm")
@@ -122,9 +122,9 @@ def exchanges_updates(optimizer: torch.optim.Optimizer, options: WrapOptions) ->
     return not is_linear(optimizer) and find_rule(optimizer) is None
 
 
-def asks_for_dense(algo: str | Recipe) -> bool:
-    """Return True if ``algo`` is the dense exchange, with which other runs are compared."""
-    return is_dense(algo) if isinstance(algo, Recipe) else algo == Dense.name
+def delivers_at_once(algo: str | Recipe) -> bool:
+    """Return True if ``algo`` delivers every entry in every step, so that no optimizer needs a rule."""
+    return never_delays(algo) if isinstance(algo, Recipe) else algo == Dense.name or not takes_density(algo)
 
 
 def check_exchange(optimizer: torch.optim.Optimizer, options: WrapOptions, given: Mapping[str, Any]) -> None:

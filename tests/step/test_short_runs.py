@@ -1,0 +1,64 @@
+"""Short runs whose learning rate bounds how far the parameters get, beside dense runs of the same seed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import tritoncomm
+from torch.nn import Parameter
+
+RANK, IN, OUT = 8, 128, 256
+DEFAULTS = {"warmup_steps": 20, "values": "4bit", "small": "8bit"}  # of wrap, which tests change
+
+
+def left(seed: int, *, sparse: bool) -> float:
+    """Fit a matrix by two adapters, of which one starts at zero, as in LoRA. Return the squared distance left."""
+    generator = torch.Generator().manual_seed(seed)
+    down = Parameter(torch.randn(RANK, IN, generator=generator) / IN**0.5)
+    up = Parameter(torch.zeros(OUT, RANK))
+    target = torch.randn(OUT, RANK, generator=generator) @ torch.randn(RANK, IN, generator=generator)
+    target /= (IN * RANK) ** 0.5
+    optimizer = torch.optim.AdamW([down, up], lr=2e-3)
+    if sparse:
+        optimizer = tritoncomm.wrap(optimizer, dense_below=0, **DEFAULTS)
+    for _ in range(150):
+        inputs = torch.randn(32, IN, generator=generator)
+        loss = (inputs @ (2 * up @ down - target).T).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return float((2 * up.detach() @ down.detach() - target).square().sum())
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_adapters_that_start_at_zero(seed: int) -> None:
+    """With the defaults, 3 % of the entries leave no more than a dense run.
+
+    Seeds 0 to 4 left 0.83 to 0.94 of it. A limit by the norm of the weights, which starts at zero, left 1.34 to 1.68.
+    """
+    assert left(seed, sparse=True) < left(seed, sparse=False)
+
+
+def distance(seed: int, density: float | None = None) -> float:
+    """Fit 4096 weights by linear regression in 300 steps, which cannot take them all the way."""
+    generator = torch.Generator().manual_seed(seed)
+    weights, target = Parameter(torch.zeros(64, 64)), 2 * torch.randn(64, 64, generator=generator)
+    optimizer = torch.optim.AdamW([weights], lr=0.01)
+    if density is not None:
+        optimizer = tritoncomm.wrap(optimizer, density=density, dense_below=0, **DEFAULTS)
+    for _ in range(300):
+        inputs = torch.randn(32, 64, generator=generator)
+        loss = (inputs @ (weights - target).T).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return float((weights.detach() - target).norm())
+
+
+@pytest.mark.parametrize(("density", "ratio"), [(0.01, 1.25), (0.03, 0.925), (0.1, 0.895)])
+def test_the_rate_bounds_progress(density: float, ratio: float) -> None:
+    """The distance that is left beside a dense run. Pages quote these figures.
+
+    Seeds 0 to 2 differ by 0.003. With limits that do not depend on signs, it was 1.63, 1.21 and 0.95 times as far.
+    """
+    assert distance(0, density) / distance(0) == pytest.approx(ratio, abs=0.02)
