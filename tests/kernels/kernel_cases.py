@@ -16,15 +16,20 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 
+from ptx.launch import Poisoned
 from tritoncomm_kernels import Padded, Workspace
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+EXECUTED = "TRITONCOMM_PTX" in os.environ and not INTERPRETED
 ROUNDS_TWICE = INTERPRETED and tuple(map(int, version("triton").split(".")[:2])) < (3, 9)
 DEVICES = [
     pytest.param(
         "cpu",
-        id="interpreted",
-        marks=pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1: tox -e interpreter"),
+        id="executed" if EXECUTED else "interpreted",
+        marks=pytest.mark.skipif(
+            not INTERPRETED and not EXECUTED,
+            reason="needs TRITON_INTERPRET=1 or TRITONCOMM_PTX=1: tox -e interpreter,ptx",
+        ),
     ),
     pytest.param(
         "cuda",
@@ -128,7 +133,11 @@ class Dirty(Workspace):
 
 @contextmanager
 def new_memory_filled() -> Iterator[None]:
-    """Fill memory that torch allocates without content: NaN, or the largest integer."""
+    """Fill memory that torch allocates without content: NaN, or the largest integer. The executor has its own pattern."""
+    if EXECUTED:
+        with Poisoned():
+            yield
+        return
     before = torch.get_deterministic_debug_mode()
     torch.set_deterministic_debug_mode("warn")  # torch fills memory only in this mode
     try:
