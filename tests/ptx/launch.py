@@ -53,13 +53,18 @@ class Executor:
         Raises :class:`ViolationError` if a check fails, or if an order gives other bits than the first.
         """
         name = re.search(r"\.entry (\w+)", text)[1]
-        kernel = parsed(self.change(name, text))
-        self.launched[name] += 1
+        self.launch_kernel(parsed(self.change(name, text)), shared, grid, arguments)
+
+    def launch_kernel(
+        self, kernel: Kernel, shared: int, grid: tuple[int, int, int], arguments: list[tuple[Any, str]]
+    ) -> None:
+        """Do as :meth:`launch` with a parsed text."""
+        self.launched[kernel.name] += 1
         bound = Bound(kernel, shared, grid, arguments)
         found = [self._run(bound, order) for order in self.orders]
         for order, result in zip(self.orders, found, strict=True):
             if result != found[0]:
-                raise ViolationError("order", f"{name}: {order} gives other bits than {self.orders[0]}")
+                raise ViolationError("order", f"{kernel.name}: {order} gives other bits than {self.orders[0]}")
 
     def _run(self, bound: Bound, order: Order) -> list[bytes]:
         memory = bound.run(order)

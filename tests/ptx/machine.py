@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from ptx import operations
-from ptx.memory import EPOCH, PROGRAM, Lanes, Memory, ViolationError
+from ptx.memory import EPOCH, PROGRAM, UPDATES, Lanes, Memory, ViolationError
 from ptx.operations import UNSIGNED, dtype_of, width_of
 from ptx.parse import EXIT, Address, Instruction, Kernel, Operand, UnknownTextError
 
@@ -18,6 +18,7 @@ WARP = 32
 WHOLE_WARP = 0xFFFFFFFF
 LANES = 4096  # that run at once, at most, but at least those of a program
 STEPS, SECONDS = 3_000_000, 120.0  # of a launch
+MODIFIERS = {"v2", "v4", "L1::evict_first", "L2::cache_hint", "relaxed", "gpu", "sys"}
 SPECIAL = ("%tid.x", "%ctaid.x", "%ctaid.y", "%ctaid.z", "%nctaid.x", "%nctaid.y", "%nctaid.z")
 
 Mask = np.ndarray | None  # of lanes; None is all
@@ -57,7 +58,9 @@ class Group:
         return which, Lanes(at, self.slots[which], who, self.turns[which])
 
     def put(self, name: str, values: Any, mask: Mask) -> None:
-        """Write a register, never in place: others may hold the same array."""
+        """Write a register, never in place: others may hold the same array. ``_`` is none."""
+        if name == "_":
+            return
         width = self.machine.kernel.widths[name]
         values = np.asarray(values)
         if width > 1:
@@ -289,7 +292,11 @@ def _addresses(kernel: Kernel, operand: Operand, where: str) -> Callable[[Group]
 
 
 def _space(it: Instruction) -> str:
+    """Return the state space of an access, whose modifiers change nothing here."""
     (found,) = {"global", "shared"} & {*it.parts}
+    unknown = {*it.parts[1:-1]} - {found, *MODIFIERS, *UPDATES}
+    if unknown:
+        raise ValueError(unknown)
     return found
 
 
@@ -299,8 +306,9 @@ def load(kernel: Kernel, it: Instruction) -> Step:
     width = width_of(kind)
 
     def put(group: Group, name: str, values: np.ndarray, mask: Mask) -> None:
-        signed = values.view(dtype_of(kind)).astype(dtype_of(f"s{kernel.widths[name]}")) if kind[0] == "s" else values
-        group.put(name, signed, mask)
+        if kind[0] == "s":
+            values = values.view(dtype_of(kind)).astype(dtype_of(f"s{kernel.widths[name]}"))
+        group.put(name, values, mask)
 
     if it.parts[1] == "param":
         name = it.operands[1].base

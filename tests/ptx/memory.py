@@ -164,9 +164,11 @@ class Memory:
     @staticmethod
     def _used_parts(at: Instruction, width: int, count: int) -> list[tuple[int, int]]:
         """Return the first and the number of the parts of a vector that are used."""
-        if at.used_bytes is None:
-            return [(0, count)]
-        return [(i, 1) for i in range(count) if at.used_bytes >> (i * width) & ((1 << width) - 1)]
+        targets = at.operands[0] if isinstance(at.operands[0], tuple) else at.operands[:1]
+        used = [name != "_" for name in targets]
+        if at.used_bytes is not None:
+            used = [at.used_bytes >> (i * width) & ((1 << width) - 1) > 0 for i in range(count)]
+        return [(0, count)] if all(used) or count == 1 else [(i, 1) for i in range(count) if used[i]]
 
     def store(self, lanes: Lanes, address: np.ndarray, values: np.ndarray, where: str) -> None:
         """Store ``[lanes, count]`` integers. Where lanes collide, the last turn wins."""
@@ -246,6 +248,7 @@ class Memory:
         for unit in [unit for name, unit in self.disturbed if name == space.name]:
             writers = np.array([*self.disturbed[space.name, unit]])
             for lane in np.flatnonzero((units == unit).any(axis=1)):
-                if _unordered(writers, who[lane]).any():
+                # A barrier may also lie between this read and a later write.
+                if (_unordered(writers, who[lane]) & _unordered(who[lane], writers)).any():
                     flipped[lane] = ~flipped.dtype.type(0)
         return flipped
