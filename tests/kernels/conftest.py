@@ -18,9 +18,9 @@ def pytest_configure() -> None:
     although what it finds is reported only in debug mode.
     """
     if os.environ.get("TRITON_INTERPRET") != "1":
-        if "TRITONCOMM_PTX" in os.environ:
-            from ptx.launch import install
+        from ptx.launch import VARIABLE, install
 
+        if VARIABLE in os.environ:
             install()
         return
     from triton.language.core import is_builtin

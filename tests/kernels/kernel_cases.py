@@ -49,7 +49,9 @@ Result = TypeVar("Result")
 def cases(number: int) -> settings:
     """Return settings with ``number`` examples, scaled by ``KERNEL_CASES``, but three: the first is the simplest."""
     scaled = max(3, round(number * float(os.environ.get("KERNEL_CASES", "1"))))
-    phases = [Phase.explicit, Phase.generate] if EXECUTED else [*Phase]  # an example fails again and again while it shrinks
+    phases = (
+        [Phase.explicit, Phase.generate] if EXECUTED else [*Phase]
+    )  # an example fails again and again while it shrinks
     return settings(deadline=None, max_examples=scaled, report_multiple_bugs=False, phases=phases)
 
 

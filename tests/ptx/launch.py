@@ -99,9 +99,7 @@ class Bound:
         # The last parameters are scratch memory of Triton, which these kernels do not use.
         self._parameters += [np.uint64(0)] * (len(kernel.parameters) - len(arguments))
         storages = {it.untyped_storage().data_ptr(): it.untyped_storage() for _, it, _ in self._ranges}
-        self._data = {
-            at: torch.empty(0, dtype=torch.uint8).set_(storage).numpy() for at, storage in storages.items()
-        }
+        self._data = {at: torch.empty(0, dtype=torch.uint8).set_(storage).numpy() for at, storage in storages.items()}
         self._before = {at: data.copy() for at, data in self._data.items()}
 
     def _parameter(self, number: int, value: Any, kind: str) -> np.generic:

@@ -236,8 +236,10 @@ class Source:
 
 def operate(kernel: Kernel, it: Instruction) -> Step:
     """An operation on registers of a lane: ``d = a op b``."""
-    kinds, function, check = operations.FAMILIES[it.parts[0]](it.parts)
+    kinds, function, check, third = operations.FAMILIES[it.parts[0]](it.parts)
     target, *operands = it.operands
+    if third and len(operands) == 3:
+        kinds += kinds[:1]
     sources = [Source(kernel, operand, kind) for operand, kind in zip(operands, kinds, strict=True)]
 
     def step(group: Group, mask: Mask) -> None:

@@ -136,6 +136,7 @@ class Memory:
         self.ranges.sort(key=lambda it: it.first)
         self._firsts = np.array([it.first for it in self.ranges], np.int64)
         self._sizes = np.array([it.size for it in self.ranges], np.int64)
+        self._sorted: dict[str, tuple[np.ndarray, np.ndarray]] = {}
 
     def begin(self, batch: int, programs: int) -> None:
         """Give the next programs shared memory that nobody wrote."""
@@ -244,11 +245,20 @@ class Memory:
 
     def _flipped(self, space: Space, units: np.ndarray, who: np.ndarray, dtype: np.dtype) -> np.ndarray:
         """Return the bits to flip in what lanes read: all of them where they race with a write of the first run."""
-        flipped = np.zeros(who.size, dtype)
-        for unit in [unit for name, unit in self.disturbed if name == space.name]:
-            writers = np.array([*self.disturbed[space.name, unit]])
-            for lane in np.flatnonzero((units == unit).any(axis=1)):
-                # A barrier may also lie between this read and a later write.
-                if (_unordered(writers, who[lane]) & _unordered(who[lane], writers)).any():
-                    flipped[lane] = ~flipped.dtype.type(0)
-        return flipped
+        known, writers = self._writers(space.name)
+        flipped = np.zeros(who.size, bool)
+        first, mine = np.searchsorted(known, units), who[:, None]
+        while (there := np.append(known, -1)[np.minimum(first, known.size)] == units).any():
+            writer = np.append(writers, 0)[np.minimum(first, known.size)]
+            # A barrier may also lie between this read and a later write.
+            flipped |= (there & _unordered(writer, mine) & _unordered(mine, writer)).any(axis=1)
+            first = first + 1
+        return np.where(flipped, ~dtype.type(0), dtype.type(0))
+
+    def _writers(self, name: str) -> tuple[np.ndarray, np.ndarray]:
+        """Return the disturbed units of a space, ascending, and who writes each. A unit may be there several times."""
+        if name not in self._sorted:
+            pairs = [(unit, who) for (of, unit), writers in self.disturbed.items() if of == name for who in writers]
+            both = np.array(sorted(pairs), np.int64).reshape(-1, 2)
+            self._sorted[name] = both[:, 0], both[:, 1]
+        return self._sorted[name]

@@ -8,6 +8,7 @@ the one that a GPU makes.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import reduce
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,11 +23,15 @@ COMPARISONS = {
 
 
 class Operation(NamedTuple):
-    """The types of the sources, the operation, and what must not be true of any lane: a name, and a test."""
+    """The types of the sources, the operation, and what must not be true of any lane: a name, and a test.
+
+    With ``third``, there may be one source more, of the same type.
+    """
 
     kinds: tuple[str, ...]
     function: Callable[..., Any]
     check: tuple[str, Callable[..., Any]] | None = None
+    third: bool = False
 
 
 def width_of(kind: str) -> int:
@@ -177,19 +182,23 @@ def sqrt(parts: list[str]) -> Operation:
 
 
 def extreme(parts: list[str]) -> Operation:
-    """The smaller or larger of two numbers. Of a NaN and a number it is the number, and -0 is less than 0."""
+    """The smallest or largest number, of two, or in fp32 of three. A NaN is no number, and -0 is less than 0."""
     plain(parts)
     kind, least = parts[1], parts[0] == "min"
     if not is_float(parts):
         return Operation((kind,) * 2, np.minimum if least else np.maximum)
+    dtype = dtype_of(kind)
 
     def either(a: np.ndarray, b: np.ndarray) -> np.ndarray:
         bits = UNSIGNED[width_of(kind)]
         x, y = np.asarray(a).view(bits), np.asarray(b).view(bits)
         found = canonical(np.asarray(np.fmin(a, b) if least else np.fmax(a, b)))
-        return np.where(a == b, (x | y) if least else (x & y), found)
+        return np.where(a == b, (x | y) if least else (x & y), found).view(dtype)
 
-    return Operation((kind,) * 2, either)
+    def of_all(*values: np.ndarray) -> np.ndarray:
+        return reduce(either, values)
+
+    return Operation((kind,) * 2, of_all, third=kind == "f32")
 
 
 def neg(parts: list[str]) -> Operation:

@@ -74,7 +74,7 @@ def test_unwritten_memory() -> None:
 
 def test_bytes_that_are_not_used() -> None:
     """A vector load may cover words that nobody wrote, if the text says that they are not used."""
-    body = SHARED + 'st.shared.b32 [%r10], 1; {} ld.shared.v2.b32 {{%r3, %r4}}, [%r10];'
+    body = SHARED + "st.shared.b32 [%r10], 1; {} ld.shared.v2.b32 {{%r3, %r4}}, [%r10];"
     run(body.format('.pragma "used_bytes_mask 0xf";'), shared=8)
     broken("unwritten", body.format('.pragma "used_bytes_mask 0xff";'), shared=8)
     broken("unwritten", body.format(""), shared=8)
@@ -106,7 +106,9 @@ def test_programs_race() -> None:
     first = "mov.u32 %r3, %ctaid.x; mov.u32 %r4, %nctaid.x; "
     broken("race", first + "st.global.b32 [%rd1], %r3;", words(1), programs=2, threads=32)
     assert run(first + "st.global.b32 [%rd1], %r4;", words(1), programs=200).counts["equal values"] > 0
-    passed = "mad.wide.u32 %rd10, %r3, 4, %rd1; ld.global.b32 %r5, [%rd1]; add.s32 %r5, %r5, 1; st.global.b32 [%rd10], %r5;"
+    passed = (
+        "mad.wide.u32 %rd10, %r3, 4, %rd1; ld.global.b32 %r5, [%rd1]; add.s32 %r5, %r5, 1; st.global.b32 [%rd10], %r5;"
+    )
     with pytest.raises(ViolationError, match=r"race: .*changes the result"):
         launched(first + passed, words(2), programs=2)
 
@@ -137,7 +139,9 @@ def test_orders_give_the_same_bits() -> None:
     """A ticket from a counter depends on the order of lanes, and so does a result that is made of it."""
     ticket = "atom.relaxed.gpu.global.add.u32 %r3, [%rd1], 1;"
     launched(ticket, words(1), threads=64)
-    numbered = "ld.global.b32 %r4, [%rd1+4]; " + ticket + "mad.wide.u32 %rd10, %r1, 4, %rd1; st.global.b32 [%rd10+4], %r3;"
+    numbered = (
+        "ld.global.b32 %r4, [%rd1+4]; " + ticket + "mad.wide.u32 %rd10, %r1, 4, %rd1; st.global.b32 [%rd10+4], %r3;"
+    )
     with pytest.raises(ViolationError, match=r"order: .* gives other bits"):
         launched(numbered, words(65), threads=64)
 
@@ -212,7 +216,10 @@ def test_unknown_text(text: str) -> None:
 
 
 BRANCHES: dict[str, tuple[str, Callable[[int], int]]] = {
-    "if": ("mov.b32 %r3, 1; setp.lt.s32 %p1, %r1, 9; @!%p1 bra $L__BB0_2; mov.b32 %r3, 2;\n$L__BB0_2:", lambda i: 1 + (i < 9)),
+    "if": (
+        "mov.b32 %r3, 1; setp.lt.s32 %p1, %r1, 9; @!%p1 bra $L__BB0_2; mov.b32 %r3, 2;\n$L__BB0_2:",
+        lambda i: 1 + (i < 9),
+    ),
     "if and else": (
         "setp.lt.s32 %p1, %r1, 9; @%p1 bra $L__BB0_2; mov.b32 %r3, 1; bra.uni $L__BB0_3;\n"
         "$L__BB0_2:\nmov.b32 %r3, 2;\n$L__BB0_3:",

@@ -66,8 +66,14 @@ def test_load(form: str) -> None:
     policy = ", %rd12" if "cache_hint" in form else ""
     body += f"{form} {braced(registers)}, [{place}]{policy};"
     for i, register in enumerate(registers):
-        wide = {2: f"cvt.u64.u16 %rd30, {register};", 4: f"cvt.u64.u32 %rd30, {register};", 8: f"mov.b64 %rd30, {register};"}
-        body += wide[max(2, size)] + f"mad.wide.u32 %rd31, %r1, {8 * count}, %rd2; st.global.b64 [%rd31+{8 * i}], %rd30;"
+        wide = {
+            2: f"cvt.u64.u16 %rd30, {register};",
+            4: f"cvt.u64.u32 %rd30, {register};",
+            8: f"mov.b64 %rd30, {register};",
+        }
+        body += (
+            wide[max(2, size)] + f"mad.wide.u32 %rd31, %r1, {8 * count}, %rd2; st.global.b64 [%rd31+{8 * i}], %rd30;"
+        )
     run(body, BYTES, out, shared=32 * size * count)
     content = bytes(BYTES.tolist())
     expected = [int.from_bytes(content[i * size : (i + 1) * size], "little") for i in range(32 * count)]
@@ -81,7 +87,11 @@ def test_store(form: str) -> None:
     out = torch.full((40 * size * count,), 7, dtype=torch.uint8)
     body = f"mul.wide.u32 %rd10, %r1, {size * count}; add.s64 %rd11, %rd1, %rd10; cvt.u32.u64 %r10, %rd10;"
     for i, register in enumerate(registers):
-        convert = {2: f"cvt.u16.u32 {register}, %r11;", 4: f"mov.b32 {register}, %r11;", 8: f"cvt.u64.u32 {register}, %r11;"}
+        convert = {
+            2: f"cvt.u16.u32 {register}, %r11;",
+            4: f"mov.b32 {register}, %r11;",
+            8: f"cvt.u64.u32 {register}, %r11;",
+        }
         body += f"mad.lo.s32 %r11, %r1, {count}, {i}; mul.lo.s32 %r11, %r11, 40503001;" + convert[max(2, size)]
     body += f"{form} [{'%rd11' if 'global' in form else '%r10'}], {braced(registers)};"
     if "shared" in form:
@@ -109,7 +119,10 @@ def test_update(form: str) -> None:
     else:
         run(load + f"{form} [ %rd2 + 0 ], {register};", values, found)
     expected = UPDATES[form]([5, *values.tolist()])
-    assert found.item() == struct.unpack("<q" if size == 8 else "<i", (expected % (1 << 8 * size)).to_bytes(size, "little"))[0]
+    assert (
+        found.item()
+        == struct.unpack("<q" if size == 8 else "<i", (expected % (1 << 8 * size)).to_bytes(size, "little"))[0]
+    )
 
 
 @pytest.mark.parametrize("form", REDUCTIONS)

@@ -17,7 +17,12 @@ from ptx.programs import REGISTERS, run
 Number = int | float
 # Significant bits, and the exponent of the least denormal.
 PRECISION = {"f16": (11, -24), "bf16": (8, -133), "f32": (24, -149), "f64": (53, -1074)}
-LARGEST = {"f16": 65504.0, "bf16": 2.0**128 - 2.0**120, "f32": 2.0**128 - 2.0**104, "f64": float.fromhex("0x1.fffffffffffffp1023")}
+LARGEST = {
+    "f16": 65504.0,
+    "bf16": 2.0**128 - 2.0**120,
+    "f32": 2.0**128 - 2.0**104,
+    "f64": float.fromhex("0x1.fffffffffffffp1023"),
+}
 FORMATS = {"f16": ("<H", "<e"), "f32": ("<I", "<f"), "f64": ("<Q", "<d")}
 NANS = {"f16": 0x7FFF, "bf16": 0x7FFF, "f32": 0x7FFFFFFF, "f64": 0x7FF8000000000000}
 
@@ -69,7 +74,9 @@ def rounded(exact: Fraction, kind: str, *, to_zero: bool = False) -> float:
     return value if exact > 0 else -value
 
 
-def arithmetic(operation: Callable[[Number, Number], Number], kind: str, *, to_zero: bool = False) -> Callable[..., float]:
+def arithmetic(
+    operation: Callable[[Number, Number], Number], kind: str, *, to_zero: bool = False
+) -> Callable[..., float]:
     """Return the operation on floats: exact, then rounded. Python's own floats know NaN, Inf and the signs of 0."""
 
     def function(a: float, b: float) -> float:
@@ -105,20 +112,15 @@ def quotient(a: int, b: int) -> int:
     return abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1)
 
 
-def extreme(least: bool) -> Callable[[float, float], float]:
+def extreme(least: bool) -> Callable[..., float]:
     """Return the least or the largest number. -0 is less than 0, and a NaN is no number."""
 
-    def function(a: float, b: float) -> float:
-        numbers = [x for x in (a, b) if not math.isnan(x)]
+    def function(*given: float) -> float:
+        numbers = [x for x in given if not math.isnan(x)]
         order = sorted(numbers, key=lambda x: (x, math.copysign(1, x)))
         return (order[0] if least else order[-1]) if numbers else math.nan
 
     return function
-
-
-def shifted(name: str, kind: str) -> Callable[[int, int], int]:
-    """Return the shift, which may lose all bits."""
-    return (lambda a, by: a << by) if name == "shl" else lambda a, by: a >> by
 
 
 def field(kind: str) -> Callable[[int, int, int], int]:
@@ -174,8 +176,10 @@ def integers() -> dict[str, Row]:
             for name, function in (("and", operator.and_), ("or", operator.or_), ("xor", operator.xor))
         }
         found[f"not.{kind}"] = Row(kind, kind, (lambda a: not a) if kind == "pred" else operator.invert)
-    for name, kind in itertools.product(("shl", "shr"), ("b16", "b32", "b64", "s16", "s32", "s64", "u16", "u32", "u64")):
-        found[f"{name}.{kind}"] = Row(f"{kind} count", kind, shifted(name, kind))
+    for kind in ("b16", "b32", "b64"):
+        found[f"shl.{kind}"] = Row(f"{kind} count", kind, operator.lshift)
+    for kind in ("s16", "s32", "s64", "u16", "u32", "u64"):
+        found[f"shr.{kind}"] = Row(f"{kind} count", kind, operator.rshift)
     for kind in ("u32", "s32"):
         found[f"bfe.{kind}"] = Row(f"{kind} place place", kind, field(kind))
     found["popc.b32"] = Row("b32", "b32", lambda a: a.bit_count())
@@ -196,6 +200,8 @@ def floats() -> dict[str, Row]:
             found[f"{name}.rn.f32.{half}"] = Row(f"{half} f32", "f32", arithmetic(names[name], "f32"))
     for kind, name in itertools.product(("f32", "f64"), ("min", "max")):
         found[f"{name}.{kind}"] = Row(f"{kind} {kind}", kind, extreme(name == "min"))
+    for name in ("min", "max"):
+        found[f"{name}.f32 of 3"] = Row("f32 f32 f32", "f32", extreme(name == "min"))
     found["abs.f32"] = Row("f32", "f32", abs)
     found["abs.f16x2"] = found["abs.bf16x2"] = Row("b32", "b32", lambda a: a & 0x7FFF7FFF)
     # The root in fp64 has more than twice the digits, and no root of an fp32 number is half way between two.
@@ -206,7 +212,7 @@ def floats() -> dict[str, Row]:
 def conversions() -> dict[str, Row]:
     """Return the conversions."""
     whole = ("s8", "s16", "s32", "s64", "u16", "u32", "u64")
-    found = {f"cvt.{to}.{source}": Row(source, to, int) for to in whole[1:] for source in whole}
+    found = {f"cvt.{to}.{source}": Row(source, to, int) for to in whole[1:] for source in whole if to != source}
     for to, source in itertools.product(("f32", "f64"), ("s16", "s32", "s64", "u32", "u64")):
         found[f"cvt.rn.{to}.{source}"] = Row(source, to, converted(to))
     for to, source in (("f32", "f64"), ("f16", "f32"), ("bf16", "f32")):
@@ -227,7 +233,8 @@ def choices() -> dict[str, Row]:
     """Return comparisons, selections and copies."""
     found: dict[str, Row] = {}
     names = ("eq", "ne", "lt", "le", "gt", "ge")
-    for name, kind in itertools.product(names, ("b16", "b32", "b64", "s32", "s64", "u32", "u64")):
+    whole = [(name, kind) for name in names for kind in ("s32", "s64", "u32", "u64")]
+    for name, kind in [*whole, *itertools.product(("eq", "ne"), ("b16", "b32", "b64"))]:
         found[f"setp.{name}.{kind}"] = Row(f"{kind} {kind}", "pred", getattr(operator, name))
     for name, kind in itertools.product(names, ("f32", "f64")):
         compare = getattr(operator, name)
@@ -289,8 +296,13 @@ def table_row(form: str) -> tuple[list[tuple[int, ...]], list[int], list[int]]:
         lists = [values[:: 1 + len(values) // 24] for values in lists]
     lanes = [*itertools.product(*lists)]
     names = ["u32" if kind in {"count", "place"} else kind.rstrip("!") for kind in kinds]
-    numbers = [[bits if name == "pred" else decoded(bits, name) for bits, name in zip(lane, names, strict=True)] for lane in lanes]
-    expected = [int(found) if result == "pred" else encoded(found, result) for found in (function(*each) for each in numbers)]
+    numbers = [
+        [bits if name == "pred" else decoded(bits, name) for bits, name in zip(lane, names, strict=True)]
+        for lane in lanes
+    ]
+    expected = [
+        int(found) if result == "pred" else encoded(found, result) for found in (function(*each) for each in numbers)
+    ]
     return lanes, executed(form, names, result, lanes), expected
 
 
@@ -298,7 +310,9 @@ def executed(form: str, names: list[str], result: str, lanes: list[tuple[int, ..
     """Return what the executor computes in each lane."""
     count = -(-len(lanes) // 32) * 32
     padded = lanes + [lanes[-1]] * (count - len(lanes))
-    columns = [torch.tensor([encoded(x, "s64") - (x >> 63 << 64) for x in column]) for column in zip(*padded, strict=True)]
+    columns = [
+        torch.tensor([encoded(x, "s64") - (x >> 63 << 64) for x in column]) for column in zip(*padded, strict=True)
+    ]
     out = torch.zeros(count, dtype=torch.int64)
     lines, registers = [], []
     for i, name in enumerate([*names, result]):
@@ -310,7 +324,7 @@ def executed(form: str, names: list[str], result: str, lanes: list[tuple[int, ..
             lines.append(f"ld.global.b{size} {register}, [%rd{20 + i}];")
             if name == "pred":
                 lines.append(f"setp.ne.b32 {registers[-1]}, {register}, 0;")
-    lines.append(f"{form} {registers[-1]}, {', '.join(registers[:-1])};")
+    lines.append(f"{form.split()[0]} {registers[-1]}, {', '.join(registers[:-1])};")
     if result == "pred":
         lines.append(f"selp.b32 {register}, 1, 0, {registers[-1]};")
     lines.append(f"st.global.b{size} [%rd{20 + len(names)}], {register};")
