@@ -49,9 +49,8 @@ Result = TypeVar("Result")
 def cases(number: int) -> settings:
     """Return settings with ``number`` examples, scaled by ``KERNEL_CASES``, but three: the first is the simplest."""
     scaled = max(3, round(number * float(os.environ.get("KERNEL_CASES", "1"))))
-    phases = (
-        [Phase.explicit, Phase.generate] if EXECUTED else [*Phase]
-    )  # an example fails again and again while it shrinks
+    # To shrink an example takes the executor minutes.
+    phases = [Phase.explicit, Phase.generate] if EXECUTED else [*Phase]
     return settings(deadline=None, max_examples=scaled, report_multiple_bugs=False, phases=phases)
 
 
@@ -136,7 +135,7 @@ class Dirty(Workspace):
 
 @contextmanager
 def new_memory_filled() -> Iterator[None]:
-    """Fill memory that torch allocates without content: NaN, or the largest integer. The executor has its own pattern."""
+    """Fill memory that torch allocates without content: NaN, or the largest integer; for the executor its pattern."""
     if EXECUTED:
         with Poisoned():
             yield

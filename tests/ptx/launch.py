@@ -18,13 +18,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.overrides import TorchFunctionMode
+
+from depth import trials
 from ptx.machine import Machine, Order
 from ptx.memory import POISON, Contested, Memory, Range, Space, ViolationError
 from ptx.operations import UNSIGNED, width_of
 from ptx.parse import Kernel, parse
-from torch.overrides import TorchFunctionMode
-
-from depth import trials
 
 VARIABLE = "TRITONCOMM_PTX"
 TARGETS = {"sm_80": 80, "sm_90": 90, "sm_100": 100}

@@ -9,6 +9,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
+
 from ptx import operations
 from ptx.memory import EPOCH, PROGRAM, UPDATES, Lanes, Memory, ViolationError
 from ptx.operations import UNSIGNED, dtype_of, width_of
@@ -282,7 +283,7 @@ def policy(kernel: Kernel, it: Instruction) -> Step:
 
 def _addresses(kernel: Kernel, operand: Operand, where: str) -> Callable[[Group], np.ndarray]:
     if not isinstance(operand, Address):
-        raise ValueError(operand)
+        raise TypeError(operand)
     width = 32 if where == "shared" else 64
     base, offset = Source(kernel, operand.base, f"b{width}"), UNSIGNED[width](operand.offset % (1 << width))
 
@@ -303,7 +304,7 @@ def _space(it: Instruction) -> str:
 
 
 def load(kernel: Kernel, it: Instruction) -> Step:
-    """``ld``: one to four elements that are next to each other. Only a signed type fills a wider register with signs."""
+    """``ld``: one to four elements that are next to each other. A signed type fills a wider register with its sign."""
     kind, target = it.parts[-1], it.operands[0]
     width = width_of(kind)
 

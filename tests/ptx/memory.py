@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
+
 from ptx.operations import UNSIGNED
 from ptx.parse import Instruction
 

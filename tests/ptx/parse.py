@@ -145,8 +145,8 @@ def _operand(text: str) -> Operand:
     if text[0] == "[":
         base, _, offset = text[1:-1].partition("+")
         return Address(base.strip(), int(offset or "0", 0))
-    if re.fullmatch(r"0[fd][0-9A-F]+", text):
-        return int(text[2:], 16)
+    if found := re.fullmatch(r"0[fd]([0-9A-F]+)", text):
+        return int(found[1], 16)
     if re.fullmatch(r"-?(0x[0-9a-fA-F]+|\d+)U?", text):
         return int(text.rstrip("U"), 0)
     return text

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+
 from ptx.launch import Bound
 from ptx.machine import Order
 from ptx.memory import Memory

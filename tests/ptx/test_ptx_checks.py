@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+
 from ptx.launch import Executor
 from ptx.machine import Order
 from ptx.memory import POISON, ViolationError
@@ -215,22 +216,22 @@ def test_unknown_text(text: str) -> None:
     assert text.rstrip(";") in str(caught.value)
 
 
+IF = "mov.b32 %r3, 1; setp.lt.s32 %p1, %r1, 9; @!%p1 bra $L__BB0_2; mov.b32 %r3, 2;\n$L__BB0_2:"
+IF_AND_ELSE = """
+    setp.lt.s32 %p1, %r1, 9; @%p1 bra $L__BB0_2; mov.b32 %r3, 1; bra.uni $L__BB0_3;
+    $L__BB0_2:
+    mov.b32 %r3, 2;
+    $L__BB0_3:"""
+LOOP = """
+    mov.b32 %r3, 0; mov.b32 %r4, %r1;
+    $L__BB0_1:
+    add.s32 %r3, %r3, 3; add.s32 %r4, %r4, -1; setp.gt.s32 %p1, %r4, 0; @%p1 bra $L__BB0_1;"""
+GUARD = "mov.b32 %r3, 5; setp.eq.b32 %p1, %r1, 4; @%p1 mov.b32 %r3, 6;"
 BRANCHES: dict[str, tuple[str, Callable[[int], int]]] = {
-    "if": (
-        "mov.b32 %r3, 1; setp.lt.s32 %p1, %r1, 9; @!%p1 bra $L__BB0_2; mov.b32 %r3, 2;\n$L__BB0_2:",
-        lambda i: 1 + (i < 9),
-    ),
-    "if and else": (
-        "setp.lt.s32 %p1, %r1, 9; @%p1 bra $L__BB0_2; mov.b32 %r3, 1; bra.uni $L__BB0_3;\n"
-        "$L__BB0_2:\nmov.b32 %r3, 2;\n$L__BB0_3:",
-        lambda i: 1 + (i < 9),
-    ),
-    "loop": (
-        "mov.b32 %r3, 0; mov.b32 %r4, %r1;\n$L__BB0_1:\nadd.s32 %r3, %r3, 3; add.s32 %r4, %r4, -1;\n"
-        "setp.gt.s32 %p1, %r4, 0; @%p1 bra $L__BB0_1;",
-        lambda i: 3 * max(1, i),
-    ),
-    "guard": ("mov.b32 %r3, 5; setp.eq.b32 %p1, %r1, 4; @%p1 mov.b32 %r3, 6;", lambda i: 5 + (i == 4)),
+    "if": (IF, lambda i: 1 + (i < 9)),
+    "if and else": (IF_AND_ELSE, lambda i: 1 + (i < 9)),
+    "loop": (LOOP, lambda i: 3 * max(1, i)),
+    "guard": (GUARD, lambda i: 5 + (i == 4)),
 }
 
 

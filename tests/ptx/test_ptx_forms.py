@@ -1,4 +1,4 @@
-"""Every form of an opcode in a compiled kernel is known to the executor, and has a definition that it is tested with."""
+"""Every form of an opcode in a compiled kernel is known to the executor, and is tested against a definition."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from compile_cases import launched_cases
 from compiled_kernels import assembly
-from ptx.launch import TARGETS, parsed
-from ptx.machine import steps_of
-from ptx.parse import Instruction
 from test_ptx_memory import LOADS, PARAMETERS, REDUCTIONS, SHUFFLES, STORES, UPDATES
 from test_ptx_opcodes import TABLE
 
 from depth import DEEP
+from ptx.launch import TARGETS, parsed
+from ptx.machine import steps_of
+from ptx.parse import Instruction
 
 OTHERS = {"bra", "bra.uni", "ret", "bar.sync", "ldmatrix.sync.aligned.m8n8.x4.shared.b16"}
 OTHERS |= {"createpolicy.fractional.L2::evict_first.b64"}  # a hint

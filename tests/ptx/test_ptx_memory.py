@@ -10,6 +10,7 @@ import struct
 
 import pytest
 import torch
+
 from ptx.launch import Bound
 from ptx.machine import Order
 from ptx.parse import parse
@@ -106,7 +107,7 @@ def test_store(form: str) -> None:
 @pytest.mark.parametrize("form", UPDATES)
 def test_update(form: str) -> None:
     """The values of all lanes are combined with what is there, and ``atom`` returns what was there before."""
-    kind = form.split(".")[-1]
+    kind = form.rsplit(".", maxsplit=1)[-1]
     dtype = torch.int64 if kind.endswith("64") else torch.int32
     values = torch.randint(-(2**30), 2**30, (32,), generator=torch.Generator().manual_seed(1), dtype=dtype)
     found = torch.tensor([5], dtype=dtype)

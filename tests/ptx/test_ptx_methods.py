@@ -6,11 +6,11 @@ import pytest
 import torch
 import tritoncomm
 from kernel_cases import EXECUTED, bits, kernels_from
-from ptx.launch import EXECUTOR
-from ptx.machine import Order
 from tritoncomm import SimulatedWorld
 
 from laws import gradients
+from ptx.launch import EXECUTOR
+from ptx.machine import Order
 
 pytestmark = pytest.mark.skipif(not EXECUTED, reason="needs TRITONCOMM_PTX=1: tox -e ptx")
 WORKERS, NUMEL = 4, 150

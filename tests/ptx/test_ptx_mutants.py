@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from typing import NamedTuple
 
 import pytest
 import torch
 from kernel_cases import EXECUTED, Guarded, agree, bits, drawn, gradient, padded_rows
-from ptx.launch import EXECUTOR
 
 import tritoncomm_kernels as kernels
-from depth import DEEP
+from ptx.launch import EXECUTOR
 from tritoncomm_kernels.section_layout import Layout
 from tritoncomm_kernels.section_rows import read_rows, write_rows
 
@@ -98,18 +96,22 @@ class Mutant(NamedTuple):
     check: str
 
 
-def dropped(number: int) -> str:
-    """Return a pattern of the barrier of that number, and all before it."""
+def barrier(number: int) -> str:
+    """Return a pattern of the barrier of that number, and of all text before it."""
     return rf"\A((?:.*?{BARRIER}){{{number}}}.*?){BARRIER}"
 
 
+STORE = r"st\.global\.b32 \[ (%rd\d+) \+ 12 \], \{ (%r\d+) \}"
 MUTANTS = {
     "a sum rounded toward 0": Mutant("add", "accumulate_kernel", r"add\.rn\.f32", "add.rz.f32", "result"),
     "a store of two elements": Mutant(
-        "add", "accumulate_kernel", r"st\.global\.b32 (\[.*?\]), \{ (%r\d+) \}", r"st.global.v2.b32 \1, { \2, \2 }", "race"
+        "add", "accumulate_kernel", STORE, r"st.global.v2.b32 [ \1 + 12 ], { \2, \2 }", "alignment"
     ),
-    "a store one element on": Mutant(
-        "add", "accumulate_kernel", r"st\.global\.b32 \[ (%rd\d+) \+ (\d+) \]", r"st.global.b32 [ \1 + 4\2 ]", "race"
+    "a store of the element of another lane": Mutant(
+        "add", "accumulate_kernel", STORE, r"st.global.b32 [ \1 + 8 ], { \2 }", "result"
+    ),
+    "a store that all programs share": Mutant(
+        "add", "accumulate_kernel", r"(mad\.wide\.s32\s+%rd\d+), %r\d+, 4", r"\1, 5, 4", "race"
     ),
     "one element too many": Mutant("add", "accumulate_kernel", r"setp\.lt\.s32", "setp.le.s32", "bounds"),
     "a misaligned load": Mutant(
@@ -122,28 +124,34 @@ MUTANTS = {
         "select", "expand_kernel", r"(shfl\.sync\.up\.b32\s+%r\d+, %r\d+, )1,", r"\g<1>2,", "result"
     ),
     "a barrier that half of the warps skip": Mutant(
-        "select", "expand_kernel", BARRIER, "setp.lt.u32 %p0, %r3, 128; @%p0 bra $L__x; bar.sync 0;\n$L__x:\n", "barrier"
+        "select",
+        "expand_kernel",
+        barrier(3),
+        r"\1mov.u32 %r0, %tid.x; setp.lt.u32 %p0, %r0, 128; @%p0 bra $L__x; bar.sync 0;" + "\n$L__x:\n",
+        "barrier",
     ),
-    "a barrier dropped before lanes read what others stored": Mutant(
-        "select", "expand_kernel", dropped(4), r"\1", "race"
-    ),
-    "a barrier dropped before lanes store where others read": Mutant(
-        "select", "expand_kernel", dropped(5), r"\1", "race"
-    ),
+    "no barrier before lanes read what others stored": Mutant("select", "expand_kernel", barrier(3), r"\1", "race"),
+    "no barrier before lanes store where others read": Mutant("select", "expand_kernel", barrier(5), r"\1", "race"),
     "an atomic sum in shared memory made of plain accesses": Mutant(
-        "top", "histogram_kernel", r"atom\.relaxed\.sys\.shared\.add\.u32\s+(%r\d+), \[(%r\d+)\], 1;",
-        r"ld.shared.b32 \1, [\2]; add.s32 \1, \1, 1; st.shared.b32 [\2], \1;", "race",
+        "top",
+        "histogram_kernel",
+        r"atom\.relaxed\.sys\.shared\.add\.u32\s+(%r\d+), \[(%r\d+)\], 1;",
+        r"ld.shared.b32 \1, [\2]; add.s32 \1, \1, 1; st.shared.b32 [\2], \1;",
+        "race",
     ),
     "an atomic sum between programs made of plain accesses": Mutant(
-        "top", "histogram_kernel", r"(@%p\d+) red\.global\.gpu\.relaxed\.add\.u32 (\[.*?\]), (%r\d+);",
-        r"\1 ld.global.b32 %r0, \2; add.s32 %r0, %r0, \3; \1 st.global.b32 \2, %r0;", "race",
+        "top",
+        "histogram_kernel",
+        r"(@%p\d+) red\.global\.gpu\.relaxed\.add\.u32 (\[.*?\]), (%r\d+);",
+        r"\1 ld.global.b32 %r0, \2; \1 add.s32 %r0, %r0, \3; \1 st.global.b32 \2, %r0;",
+        "race",
     ),
-    "the barrier between reading and writing the state": Mutant(
-        "top", "pick_kernel", dropped(0), r"\1", "race"
+    "no barrier before one lane writes the state": Mutant("top", "pick_kernel", barrier(0), r"\1", "race"),
+    "the sum of half a warp": Mutant(
+        "top", "pick_kernel", r"(redux\.sync\.add\.s32\s+%r\d+, %r\d+, )%r\d+", r"\g<1>65535", "warp"
     ),
-    "the sum of half a warp": Mutant("top", "pick_kernel", r"(redux\.sync\.add\.s32\s+%r\d+, %r\d+, )%r\d+", r"\g<1>65535", "warp"),
-    "sums of rows without the barrier between rows": Mutant("merge", "add_rows_kernel", dropped(1), r"\1", "race"),
-}  # fmt: skip
+    "no barrier between the sums of two rows": Mutant("merge", "add_rows_kernel", barrier(1), r"\1", "race"),
+}
 
 
 def caught_by(call: str) -> str:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+
 from ptx.programs import REGISTERS, run
 
 Number = int | float
@@ -239,11 +240,13 @@ def choices() -> dict[str, Row]:
     for name, kind in itertools.product(names, ("f32", "f64")):
         compare = getattr(operator, name)
         found[f"setp.{name}.{kind}"] = Row(
-            f"{kind} {kind}", "pred", lambda a, b, compare=compare: a == a and b == b and compare(a, b)
+            f"{kind} {kind}",
+            "pred",
+            lambda a, b, compare=compare: not (math.isnan(a) or math.isnan(b)) and compare(a, b),
         )
     for kind in ("f32", "f64"):
-        found[f"setp.nan.{kind}"] = Row(f"{kind} {kind}", "pred", lambda a, b: a != a or b != b)
-        found[f"setp.num.{kind}"] = Row(f"{kind} {kind}", "pred", lambda a, b: a == a and b == b)
+        found[f"setp.nan.{kind}"] = Row(f"{kind} {kind}", "pred", lambda a, b: math.isnan(a) or math.isnan(b))
+        found[f"setp.num.{kind}"] = Row(f"{kind} {kind}", "pred", lambda a, b: not (math.isnan(a) or math.isnan(b)))
     for kind in ("b16", "b32", "b64", "f32", "f64"):
         bits = f"b{width(kind)}"
         found[f"selp.{kind}"] = Row(f"{bits} {bits} pred", bits, lambda a, b, chosen: a if chosen else b)
@@ -324,7 +327,7 @@ def executed(form: str, names: list[str], result: str, lanes: list[tuple[int, ..
             lines.append(f"ld.global.b{size} {register}, [%rd{20 + i}];")
             if name == "pred":
                 lines.append(f"setp.ne.b32 {registers[-1]}, {register}, 0;")
-    lines.append(f"{form.split()[0]} {registers[-1]}, {', '.join(registers[:-1])};")
+    lines.append(f"{form.split(maxsplit=1)[0]} {registers[-1]}, {', '.join(registers[:-1])};")
     if result == "pred":
         lines.append(f"selp.b32 {register}, 1, 0, {registers[-1]};")
     lines.append(f"st.global.b{size} [%rd{20 + len(names)}], {register};")
