@@ -110,9 +110,6 @@ MUTANTS = {
     "a store of the element of another lane": Mutant(
         "add", "accumulate_kernel", STORE, r"st.global.b32 [ \1 + 8 ], { \2 }", "result"
     ),
-    "a store that all programs share": Mutant(
-        "add", "accumulate_kernel", r"(mad\.wide\.s32\s+%rd\d+), %r\d+, 4", r"\1, 5, 4", "race"
-    ),
     "one element too many": Mutant("add", "accumulate_kernel", r"setp\.lt\.s32", "setp.le.s32", "bounds"),
     "a misaligned load": Mutant(
         "select", "mark_kernel", r"(ld\.shared\.v4\.b32\s+\{.*?\}, \[%r\d+)(?=\])", r"\1+4", "alignment"
