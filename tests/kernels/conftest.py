@@ -19,9 +19,9 @@ def pytest_configure() -> None:
     is reported only in debug mode.
     """
     if os.environ.get("TRITON_INTERPRET") != "1":
-        from ptx.launch import VARIABLE, install
+        if "TRITONCOMM_PTX" in os.environ:
+            from ptx.launch import install
 
-        if VARIABLE in os.environ:
             install()
         return
     from triton.language.core import is_builtin

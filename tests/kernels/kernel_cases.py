@@ -16,11 +16,13 @@ import torch
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
 
-from ptx.launch import Poisoned
+from depth import DEEP
+from ptx.launch import EXECUTOR, ORDERS, Poisoned
 from tritoncomm_kernels import Padded, Workspace
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 EXECUTED = "TRITONCOMM_PTX" in os.environ and not INTERPRETED
+EXECUTOR.orders = ORDERS if DEEP else ORDERS[:3]
 ROUNDS_TWICE = INTERPRETED and tuple(map(int, version("triton").split(".")[:2])) < (3, 9)
 DEVICES = [
     pytest.param(

@@ -7,7 +7,7 @@ import os
 
 def pytest_configure() -> None:
     """Take the place of Triton's launcher, before a kernel is launched."""
-    from ptx.launch import VARIABLE, install
+    if "TRITONCOMM_PTX" in os.environ and os.environ.get("TRITON_INTERPRET") != "1":
+        from ptx.launch import install
 
-    if VARIABLE in os.environ and os.environ.get("TRITON_INTERPRET") != "1":
         install()
