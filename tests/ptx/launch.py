@@ -18,7 +18,6 @@ import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 
-from depth import trials
 from ptx.machine import Machine, Order
 from ptx.memory import POISON, Contested, Memory, Range, Space, ViolationError
 from ptx.operations import UNSIGNED, width_of
