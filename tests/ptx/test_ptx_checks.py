@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from ptx import machine
 from ptx.launch import Executor
 from ptx.machine import Order
 from ptx.memory import POISON, ViolationError
@@ -195,9 +196,11 @@ def test_division_and_shifts() -> None:
     broken("shift", "shl.b32 %r3, %r1, %r2;", threads=64)
 
 
-def test_time() -> None:
+@pytest.mark.parametrize("limit", ["STEPS", "SECONDS"])
+def test_time(limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What does not end is stopped."""
-    broken("time", "$L__BB0_1:\n" + "add.s32 %r3, %r1, 1;" * 500 + "bra.uni $L__BB0_1;\n")
+    monkeypatch.setattr(machine, limit, 0.01 if limit == "SECONDS" else 1000)
+    broken("time", "$L__BB0_1:\n add.s32 %r3, %r1, 1; bra.uni $L__BB0_1;\n")
 
 
 @pytest.mark.parametrize(
