@@ -361,11 +361,11 @@ def merge_rows(
         return workspace.buffer(f"merge rows {name}", size, torch.int32, values.device)
 
     bits, ranks = integers("bits", words).zero_(), integers("ranks", words)
-    counts, offsets, unused = integers("counts", groups), integers("offsets", groups), integers("unused", 1)
+    counts, offsets = integers("counts", groups), integers("offsets", groups)
     union = indices.new_full((capacity,), PADDING)
     with on_device_of(values):
         mark_indices_kernel[(triton.cdiv(indices.numel(), FLAT),)](
-            indices, bits, unused, indices.numel(), numel, BLOCK=FLAT, num_warps=FLAT_WARPS, **_OPTIONS
+            indices, bits, None, indices.numel(), numel, COUNT=False, BLOCK=FLAT, num_warps=FLAT_WARPS, **_OPTIONS
         )
         count_words_kernel[(groups,)](bits, counts, words, WORDS=WORDS, num_warps=WARPS, **_OPTIONS)
         scan_counts_kernel[(1,)](counts, offsets, groups, CHUNK=SCAN_CHUNK, num_warps=WARPS, **_OPTIONS)

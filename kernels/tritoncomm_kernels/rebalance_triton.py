@@ -81,6 +81,7 @@ def rebalance_kernel(
         quantum = (block.to(tl.int64) * total) // n
         blocks = _sweep(load, blocks.to(tl.int64), lane, partitions, quantum, least, RATIO).to(tl.int32)
     start = (tl.cumsum(blocks, axis=0) - blocks).to(tl.int64) * block
+    tl.debug_barrier()  # with fewer partitions than threads, several threads read what one of them overwrites
     tl.store(blocks_ptr + lane, blocks, mask=real)
     tl.store(bounds_ptr + lane, tl.minimum(start, n).to(tl.int32), mask=real)
     tl.store(bounds_ptr + partitions, n)

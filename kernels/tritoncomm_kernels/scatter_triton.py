@@ -18,15 +18,18 @@ WORDS = 1024
 
 
 @triton.jit(do_not_specialize=["count", "n"], do_not_specialize_on_alignment=["indices_ptr"])
-def mark_indices_kernel(indices_ptr, bits_ptr, invalid_ptr, count, n, BLOCK: tl.constexpr):
-    """Set the bit of every index of one list."""
+def mark_indices_kernel(
+    indices_ptr, bits_ptr, invalid_ptr, count, n, COUNT: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Set the bit of every index of one list. With ``COUNT``, also count the indices that are invalid."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     held = at < count
     index = tl.load(indices_ptr + at, mask=held, other=-1)
     inside = (index >= 0) & (index < n)
     tl.atomic_or(bits_ptr + (index >> 5), 1 << (index & 31), mask=inside, sem="relaxed")
-    stray = tl.sum(held.to(tl.int32), axis=0) - tl.sum(inside.to(tl.int32), axis=0)
-    tl.atomic_add(invalid_ptr, stray, mask=stray > 0, sem="relaxed")
+    if COUNT:
+        stray = tl.sum(held.to(tl.int32), axis=0) - tl.sum(inside.to(tl.int32), axis=0)
+        tl.atomic_add(invalid_ptr, stray, mask=stray > 0, sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["words"])
@@ -82,7 +85,15 @@ def mark_union(
         for indices, _ in lists:
             if indices.numel():
                 mark_indices_kernel[(triton.cdiv(indices.numel(), BLOCK),)](
-                    indices, bits, invalid, indices.numel(), n, BLOCK=BLOCK, num_warps=4, enable_fp_fusion=False
+                    indices,
+                    bits,
+                    invalid,
+                    indices.numel(),
+                    n,
+                    COUNT=True,
+                    BLOCK=BLOCK,
+                    num_warps=4,
+                    enable_fp_fusion=False,
                 )
         count_words_kernel[(counts.numel(),)](
             bits, counts, bits.numel(), WORDS=WORDS, num_warps=WARPS, enable_fp_fusion=False

@@ -23,6 +23,7 @@ from tritoncomm_kernels.workspace import Workspace
 _FP32, _BF16 = VALUE_BITS["fp32"], VALUE_BITS["bf16"]
 _INFINITY, _MAGNITUDE, _UPPER_HALF = 0x7F800000, 0x7FFFFFFF, 0xFFFF0000
 _BF16_ZERO = 0x8000  # the largest bits of a magnitude that becomes 0 in bf16
+BF16_NAN = 0x7FC0  # as torch and numpy make it
 _ZERO_IN_BF16 = 2.0**-134  # this magnitude
 _GROUPS_AT_ONCE = 1 << 12  # 131072 entries. Larger chunks leave the second-level cache, smaller ones take more calls.
 _WORDS_AT_ONCE = 1 << 13  # of the high part: 262144 bits
@@ -375,7 +376,7 @@ def _round_bf16(values: NDArray[np.float32], divisor: int) -> tuple[NDArray[np.u
     """Return the bits of the nearest bf16 numbers of ``values / divisor``, ties to even, and the numbers in fp32.
 
     The product of a number with ``divisor`` is finite if the value was. Near the end of fp32, numbers are rounded
-    towards zero for this.
+    towards zero for this. All NaN become one, because the bits of a NaN depend on the device that computed it.
     """
     if len(values) > _VALUES_AT_ONCE:
         starts = range(0, len(values), _VALUES_AT_ONCE)
@@ -392,8 +393,7 @@ def _round_bf16(values: NDArray[np.float32], divisor: int) -> tuple[NDArray[np.u
     if len(bits) and magnitudes[magnitudes.argmax()] >= largest << 16:
         finite = magnitudes < _INFINITY
         rounded[finite & (rounded & _MAGNITUDE > largest << 16)] -= 1 << 16
-        # Keeps NaN a NaN.
-        rounded[~finite] = (bits[~finite] | ((bits[~finite] & 0xFFFF) != 0).astype(np.uint32) << 16) & _UPPER_HALF
+        rounded[~finite] = np.where(magnitudes[~finite] > _INFINITY, BF16_NAN << 16, bits[~finite])
     return rounded.view(np.uint16)[1::2], rounded.view(np.float32)
 
 

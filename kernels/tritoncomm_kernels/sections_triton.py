@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from tritoncomm_kernels import sections
 from tritoncomm_kernels.bits_triton import bits_in, lowest_bit, pack_words
 from tritoncomm_kernels.dispatch import on_device_of
 from tritoncomm_kernels.expand_triton import CHUNK, SCAN_CHUNK, TILES_SUMMED_IN_PLACE, scan_counts_kernel, sum_before
@@ -21,6 +22,7 @@ BLOCK, WARPS = 1024, 8  # entries per program
 WORDS = 1024  # words of the high part per program when reading
 # Words per program when writing. Each lane reads up to 32 entries, so few words keep many processors busy.
 HIGH_WORDS, HIGH_WARPS = 128, 4
+BF16_NAN = tl.constexpr(sections.BF16_NAN)
 VERDICT = 3  # words before the counts of bad entries: count, header, bits in the high part
 
 
@@ -70,14 +72,16 @@ def high_kernel(
 
 @triton.jit
 def _half(value, limit):
-    """Return the bits of the nearest bf16 number, ties to even. A finite one above ``limit`` is rounded down."""
+    """Return the bits of the nearest bf16 number, ties to even. A finite one above ``limit`` is rounded down.
+
+    All NaN become one, because the bits of a NaN depend on the device that computed it.
+    """
     bits = value.to(tl.int32, bitcast=True)
-    finite = (bits & 0x7FFFFFFF) < 0x7F800000
     largest = (tl.zeros_like(value) + limit).to(tl.int32, bitcast=True) >> 16
     nearest = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16) & 0xFFFF
     nearest = nearest - ((nearest & 0x7FFF) > largest).to(tl.int32)
-    kept = ((bits >> 16) & 0xFFFF) | ((bits & 0xFFFF) != 0).to(tl.int32)
-    return tl.where(finite, nearest, kept)
+    key = bits & 0x7FFFFFFF
+    return tl.where(key < 0x7F800000, nearest, tl.where(key > 0x7F800000, BF16_NAN, (bits >> 16) & 0xFFFF))
 
 
 @triton.jit

@@ -98,7 +98,9 @@ def pick_kernel(state_ptr, histogram_ptr, SHIFT: tl.constexpr, FIRST: tl.constex
         tl.store(state_ptr + TAKEN, remaining)
     digit = tl.max(tl.where(reached >= remaining, lane, 0), axis=0)
     above = tl.sum(tl.where(lane > digit, counts, 0), axis=0)
-    tl.store(state_ptr + PREFIX, tl.load(state_ptr + PREFIX) | (digit << SHIFT))
+    prefix = tl.load(state_ptr + PREFIX)
+    tl.debug_barrier()  # every lane reads the state, and one writes it
+    tl.store(state_ptr + PREFIX, prefix | (digit << SHIFT))
     tl.store(state_ptr + REMAINING, remaining - above)
 
 

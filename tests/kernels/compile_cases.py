@@ -166,7 +166,13 @@ def scattering() -> list[Case]:
     words = {"WORDS": scatter.WORDS}
     union = {"out_ptr": "*i32"}
     return [
-        Case("mark indices", scatter.mark_indices_kernel, {"BLOCK": scatter.BLOCK}, **block),
+        Case("mark indices", scatter.mark_indices_kernel, {"COUNT": True, "BLOCK": scatter.BLOCK}, **block),
+        Case(
+            "mark indices of rows",
+            scatter.mark_indices_kernel,
+            {"COUNT": False, "BLOCK": scatter.BLOCK, "invalid_ptr": None},
+            **block,
+        ),
         Case("count words", scatter.count_words_kernel, words, scatter.WARPS),
         Case("union", scatter.union_kernel, words, scatter.WARPS, union),
         Case("add list", scatter.add_list_kernel, {"BLOCK": scatter.BLOCK}, **block),

@@ -13,6 +13,7 @@ import tempfile
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
+from typing import Any
 
 import triton
 from compile_cases import TYPES, Case, find, launched_cases
@@ -77,6 +78,21 @@ def compiled_for(target: str) -> list[str]:
 @cache
 def compiled(name: str, target: str, *, fusion: bool = False) -> Compiled:
     """Compile one case for one target."""
+    result = assembly(name, target, fusion=fusion)
+    if target.startswith("gfx"):
+        text = result.asm["amdgcn"]
+        spilled = sum(_number(text, key) for key in ("private_segment_fixed_size", "vgpr_spill_count"))
+        return Compiled(result.asm["ttgir"], text, _number(text, "vgpr_count"), spilled, result.metadata.shared)
+    cubin = result.asm["cubin"]
+    usage = _cuobjdump(cubin, "--dump-resource-usage")
+    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+    assert found, usage
+    return Compiled(result.asm["ttgir"], result.asm["ptx"], int(found[1]), int(found[2]), result.metadata.shared, cubin)
+
+
+@cache
+def assembly(name: str, target: str, *, fusion: bool = False) -> Any:
+    """Return what Triton makes of one case for one target: texts, machine code and metadata."""
     case = find(name)
     arguments = case.kernel.arg_names
     signature = {name: _type(case, name) for name in arguments}
@@ -87,16 +103,7 @@ def compiled(name: str, target: str, *, fusion: bool = False) -> Compiled:
     }
     source = ASTSource(case.kernel, signature=signature, constexprs=case.constants, attrs=attributes)
     options = {"num_warps": case.warps, "enable_fp_fusion": fusion}
-    result = triton.compile(source, target=GPUTarget(*TARGETS[target]), options=options)
-    if target.startswith("gfx"):
-        text = result.asm["amdgcn"]
-        spilled = sum(_number(text, key) for key in ("private_segment_fixed_size", "vgpr_spill_count"))
-        return Compiled(result.asm["ttgir"], text, _number(text, "vgpr_count"), spilled, result.metadata.shared)
-    cubin = result.asm["cubin"]
-    usage = _cuobjdump(cubin, "--dump-resource-usage")
-    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
-    assert found, usage
-    return Compiled(result.asm["ttgir"], result.asm["ptx"], int(found[1]), int(found[2]), result.metadata.shared, cubin)
+    return triton.compile(source, target=GPUTarget(*TARGETS[target]), options=options)
 
 
 def _type(case: Case, argument: str) -> str:

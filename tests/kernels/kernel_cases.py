@@ -13,18 +13,25 @@ from typing import TypeVar
 import numpy as np
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import Phase, settings
 from hypothesis import strategies as st
 
+from depth import DEEP
+from ptx.launch import EXECUTOR, ORDERS, Poisoned
 from tritoncomm_kernels import Padded, Workspace
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+EXECUTED = "TRITONCOMM_PTX" in os.environ and not INTERPRETED
+EXECUTOR.orders = ORDERS if DEEP else ORDERS[:3]
 ROUNDS_TWICE = INTERPRETED and tuple(map(int, version("triton").split(".")[:2])) < (3, 9)
 DEVICES = [
     pytest.param(
         "cpu",
-        id="interpreted",
-        marks=pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1: tox -e interpreter"),
+        id="executed" if EXECUTED else "interpreted",
+        marks=pytest.mark.skipif(
+            not INTERPRETED and not EXECUTED,
+            reason="needs TRITON_INTERPRET=1 or TRITONCOMM_PTX=1: tox -e interpreter,ptx",
+        ),
     ),
     pytest.param(
         "cuda",
@@ -44,7 +51,9 @@ Result = TypeVar("Result")
 def cases(number: int) -> settings:
     """Return settings with ``number`` examples, scaled by ``KERNEL_CASES``, but three: the first is the simplest."""
     scaled = max(3, round(number * float(os.environ.get("KERNEL_CASES", "1"))))
-    return settings(deadline=None, max_examples=scaled, report_multiple_bugs=False)
+    # To shrink an example takes the executor minutes.
+    phases = [Phase.explicit, Phase.generate] if EXECUTED else [*Phase]
+    return settings(deadline=None, max_examples=scaled, report_multiple_bugs=False, phases=phases)
 
 
 seeds = st.integers(0, 2**31 - 1)
@@ -128,7 +137,11 @@ class Dirty(Workspace):
 
 @contextmanager
 def new_memory_filled() -> Iterator[None]:
-    """Fill memory that torch allocates without content: NaN, or the largest integer."""
+    """Fill memory that torch allocates without content: NaN, or the largest integer; for the executor its pattern."""
+    if EXECUTED:
+        with Poisoned():
+            yield
+        return
     before = torch.get_deterministic_debug_mode()
     torch.set_deterministic_debug_mode("warn")  # torch fills memory only in this mode
     try:

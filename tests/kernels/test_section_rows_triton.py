@@ -77,6 +77,20 @@ def test_values_that_would_become_0(device: str, width: int) -> None:
     assert agree(call, device)[0] == [[50, 99, -1, -1], [100, 101, 103, -1]]
 
 
+@pytest.mark.parametrize("divisor", [1, 3])
+def test_one_nan_in_16_bits(device: str, divisor: int) -> None:
+    """Every NaN is sent as 0x7fc0, because its bits depend on the device that computed it."""
+    layout, lows = Layout.of(4, 100, 16), torch.zeros(1, dtype=torch.int32)
+    nans = torch.tensor([0x7FC00000, 0x7FFFFFFF, 0x7F800001, -1], dtype=torch.int32).view(torch.float32)
+    indices = torch.arange(4, dtype=torch.int32)
+
+    def call(guarded: Guarded) -> list[int]:
+        rows = Padded(guarded.of(indices).view(1, 4), guarded.of(nans).view(1, 4))
+        return write_rows(layout, guarded.of(lows), rows, divisor=divisor, workspace=Dirty(guarded))[0][0].tolist()
+
+    assert agree(call, device)[-2:] == [0x7FC07FC0] * 2
+
+
 @given(st.sampled_from([(40, 4000), (5, 8), (1100, 60_000)]), formats, seeds, st.integers(0, 4))
 @cases(16)
 def test_hostile_words(device: str, shape: tuple[int, int], width: int, seed: int, flips: int) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from kernel_cases import DEVICES, Guarded, agree, bits, cases, drawn, kernels_from, seeds
+from kernel_cases import DEVICES, INTERPRETED, Guarded, agree, bits, cases, drawn, kernels_from, seeds
 
 import tritoncomm_kernels as kernels
 from tritoncomm_kernels import Padded, Selection, adam_flat
@@ -44,7 +44,7 @@ def check(device: str, sizes: list[int], seed: int, amsgrad: bool, data: st.Data
     steady, keep = data.draw(st.booleans()), data.draw(st.sampled_from([1.0, 0.999]))
     change = data.draw(st.sampled_from([0.0, 0.2, math.inf]))
     rms = [data.draw(st.sampled_from([0.0, 0.01, 3.0, math.inf, math.nan])) for _ in sizes]
-    half = torch.float16 if device == "cpu" else torch.bfloat16  # the interpreter has no bf16
+    half = torch.float16 if INTERPRETED else torch.bfloat16  # the interpreter has no bf16
     dtype, compact = data.draw(st.sampled_from([torch.float32, half])), data.draw(st.booleans())
     starts, entries = drawn_list(
         sizes, data.draw(st.sampled_from([0, 5])), data.draw(st.sampled_from([0.0, 0.4, 1.0])), seed

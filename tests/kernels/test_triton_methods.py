@@ -5,11 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 import tritoncomm
-from kernel_cases import DEVICES, bits, kernels_from
+from kernel_cases import DEVICES, EXECUTED, bits, kernels_from
 from tritoncomm import SimulatedWorld
 
+from depth import DEEP
 from laws import FAMILIES, gradients
 
+pytestmark = pytest.mark.skipif(EXECUTED and not DEEP, reason="tests/ptx/test_ptx_methods.py has one of each")
 RECIPES = [
     tritoncomm.OkTopk(density=0.05, repartition_every=3),
     tritoncomm.OkTopk(density=0.05, strict_volume=True),

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
-from kernel_cases import DEVICES, Guarded, agree, bits, cases, drawn, families, kernels_from, seeds, sparse
+from kernel_cases import DEVICES, INTERPRETED, Guarded, agree, bits, cases, drawn, families, kernels_from, seeds, sparse
 
 import tritoncomm_kernels as kernels
 
@@ -141,7 +141,7 @@ def test_adam(
     at = (torch.rand(n, generator=generator) < 0.3).nonzero().squeeze(1)
     if data.draw(st.booleans()):
         at = torch.cat([torch.tensor([-n - 5, -1]), at, torch.tensor([n, n + 700, 2**40])])
-    dtype = data.draw(st.sampled_from([torch.float32, torch.float16] if device == "cpu" else kernels_dtypes))
+    dtype = data.draw(st.sampled_from([torch.float32, torch.float16] if INTERPRETED else kernels_dtypes))
 
     def call(guarded: Guarded) -> list[list[int]]:
         parameter, gradient, first = (drawn("heavy", n, seed + i).to(dtype) for i in range(3))
@@ -186,7 +186,7 @@ def test_adam_many(device: str, sizes: list[int], seed: int, amsgrad: bool, data
         None if share is None else (chance < share).nonzero().squeeze(1)
         for chance, share in zip(chances, shares, strict=True)
     ]
-    half = torch.float16 if device == "cpu" else torch.bfloat16  # the interpreter has no bf16
+    half = torch.float16 if INTERPRETED else torch.bfloat16  # the interpreter has no bf16
     dtype = data.draw(st.sampled_from([torch.float32, half]))
     compact = data.draw(st.booleans())
 

@@ -1,0 +1,182 @@
+"""Compiled kernels with a planted error: the executor catches each, and the check that does is named here."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+import pytest
+import torch
+from kernel_cases import EXECUTED, Guarded, agree, bits, drawn, gradient, padded_rows
+
+import tritoncomm_kernels as kernels
+from ptx.launch import EXECUTOR
+from tritoncomm_kernels.section_layout import Layout
+from tritoncomm_kernels.section_rows import read_rows, write_rows
+
+pytestmark = pytest.mark.skipif(not EXECUTED, reason="needs TRITONCOMM_PTX=1: tox -e ptx")
+BARRIER = r"bar\.sync\s+0;"
+
+
+def add(guarded: Guarded) -> list[int]:
+    """Return residual + gradient, of a partial tile."""
+    out = guarded.poison(3000)
+    kernels.accumulate(guarded.of(drawn("normal", 3000, 1)), guarded.of(drawn("heavy", 3000, 2)), out)
+    return bits(out)
+
+
+def select(guarded: Guarded) -> list[list[int]]:
+    """Return what reaches a threshold, of a 16-bit gradient."""
+    out, added = guarded.poison(5000), guarded.of(gradient("normal", 5000, 2, torch.bfloat16))
+    found = kernels.accumulate_and_select(guarded.of(drawn("normal", 5000, 1)), added, out, 1.5)
+    return [bits(found.indices), bits(found.values), bits(out)]
+
+
+def expand(guarded: Guarded) -> list[list[int]]:
+    """Return entries of so many tiles that their counts are summed in two steps, by many programs."""
+    n, tile = 135_000, 64
+    x = guarded.of(drawn("normal", n, 1))
+    marks = kernels.Marks.empty(n, x.device, tile=tile)
+    kernels.mark(x, None, x, torch.tensor([3.5]), marks)
+    indices, out, found = guarded.poison(90, torch.int32), guarded.poison(90), guarded.poison(1, torch.int64)
+    kernels.expand(x, marks, indices, out, found)
+    return [bits(indices), bits(out), bits(found)]
+
+
+def top(guarded: Guarded) -> list[list[int]]:
+    """Return the largest elements."""
+    found = kernels.top_k(guarded.of(drawn("ties", 3000, 3)), 100)
+    return [bits(found.indices), bits(found.values)]
+
+
+def merge(guarded: Guarded) -> list[list[int]]:
+    """Return the union and the sums of rows."""
+    rows = padded_rows(3000, [(0.6, 1), (0.7, 2), (0.5, 3)], "heavy")
+    given = kernels.Padded(*(guarded.of(part.reshape(-1)).view(part.shape) for part in rows))
+    found = kernels.merge_rows(given, 3000, workspace=kernels.Workspace())
+    return [bits(found.indices), bits(found.values)]
+
+
+def sections(guarded: Guarded) -> list[list[int]]:
+    """Return packed rows, and what is read from them."""
+    rows = padded_rows(3000, [(0.6, 1), (0.7, 2)], "normal")
+    layout = Layout.of(rows.indices.shape[1], 3000, 4)
+    given = kernels.Padded(*(guarded.of(part.reshape(-1)).view(part.shape) for part in rows))
+    lows = guarded.of(torch.zeros(2, dtype=torch.int32))
+    held = kernels.Workspace()
+    words, sent = write_rows(layout, lows, given, workspace=held)
+    return [bits(words), *map(bits, sent), *map(bits, read_rows(layout, lows, words, workspace=held)[0])]
+
+
+def rebalance(guarded: Guarded) -> list[list[int]]:
+    """Return partitions of which some borders moved."""
+    blocks = guarded.of(torch.full((64,), 9, dtype=torch.int32))
+    counts = guarded.of(torch.arange(64, dtype=torch.int32) * 70)
+    bounds = guarded.poison(65, torch.int32)
+    kernels.rebalance(blocks, bounds, counts, iteration=3, block=32, numel=64 * 9 * 32, min_blocks=1, rule="prefix")
+    return [bits(blocks), bits(bounds)]
+
+
+def means(guarded: Guarded) -> list[int]:
+    """Return root mean squares."""
+    tensors = [guarded.of(drawn("normal", n, n)) for n in (700, 2100)]
+    return bits(torch.stack([*kernels.root_mean_squares(tensors)]))
+
+
+CALLS = {call.__name__: call for call in (add, select, expand, top, merge, sections, rebalance, means)}
+
+
+class Mutant(NamedTuple):
+    """A call, a kernel of it, a pattern in its text, what replaces the first match, and the check that fails."""
+
+    call: str
+    kernel: str
+    pattern: str
+    replacement: str
+    check: str
+
+
+def barrier(number: int) -> str:
+    """Return a pattern of the barrier of that number, and of all text before it."""
+    return rf"\A((?:.*?{BARRIER}){{{number}}}.*?){BARRIER}"
+
+
+STORE = r"st\.global\.b32 \[ (%rd\d+) \+ 12 \], \{ (%r\d+) \}"
+MUTANTS = {
+    "a sum rounded toward 0": Mutant("add", "accumulate_kernel", r"add\.rn\.f32", "add.rz.f32", "result"),
+    "a store of two elements": Mutant(
+        "add", "accumulate_kernel", STORE, r"st.global.v2.b32 [ \1 + 12 ], { \2, \2 }", "alignment"
+    ),
+    "a store of the element of another lane": Mutant(
+        "add", "accumulate_kernel", STORE, r"st.global.b32 [ \1 + 8 ], { \2 }", "result"
+    ),
+    "one element too many": Mutant("add", "accumulate_kernel", r"setp\.lt\.s32", "setp.le.s32", "bounds"),
+    "a misaligned load": Mutant(
+        "select", "mark_kernel", r"(ld\.shared\.v4\.b32\s+\{.*?\}, \[%r\d+)(?=\])", r"\1+4", "alignment"
+    ),
+    "shared memory that is not written": Mutant(
+        "select", "expand_kernel", r"@%p\d+ st\.shared::cta\.b32 .*?;", "", "unwritten"
+    ),
+    "a shuffle of the wrong lane": Mutant(
+        "select", "expand_kernel", r"(shfl\.sync\.up\.b32\s+%r\d+, %r\d+, )1,", r"\g<1>2,", "result"
+    ),
+    "a barrier that half of the warps skip": Mutant(
+        "select",
+        "expand_kernel",
+        barrier(3),
+        r"\1mov.u32 %r0, %tid.x; setp.lt.u32 %p0, %r0, 128; @%p0 bra $L__x; bar.sync 0;" + "\n$L__x:\n",
+        "barrier",
+    ),
+    "no barrier before lanes read what others stored": Mutant("select", "expand_kernel", barrier(3), r"\1", "race"),
+    "no barrier before lanes store where others read": Mutant("select", "expand_kernel", barrier(5), r"\1", "race"),
+    "an atomic sum in shared memory made of plain accesses": Mutant(
+        "top",
+        "histogram_kernel",
+        r"atom\.relaxed\.sys\.shared\.add\.u32\s+(%r\d+), \[(%r\d+)\], 1;",
+        r"ld.shared.b32 \1, [\2]; add.s32 \1, \1, 1; st.shared.b32 [\2], \1;",
+        "race",
+    ),
+    "an atomic sum between programs made of plain accesses": Mutant(
+        "top",
+        "histogram_kernel",
+        r"(@%p\d+) red\.global\.gpu\.relaxed\.add\.u32 (\[.*?\]), (%r\d+);",
+        r"\1 ld.global.b32 %r0, \2; \1 add.s32 %r0, %r0, \3; \1 st.global.b32 \2, %r0;",
+        "race",
+    ),
+    "no barrier before one lane writes the state": Mutant("top", "pick_kernel", barrier(0), r"\1", "race"),
+    "the sum of half a warp": Mutant(
+        "top", "pick_kernel", r"(redux\.sync\.add\.s32\s+%r\d+, %r\d+, )%r\d+", r"\g<1>65535", "warp"
+    ),
+    "no barrier between the sums of two rows": Mutant("merge", "add_rows_kernel", barrier(1), r"\1", "race"),
+}
+
+
+def caught_by(call: str) -> str:
+    """Return the check that fails, or nothing. A result that differs from the reference is a check, too."""
+    try:
+        agree(CALLS[call], "cpu")
+    except AssertionError as error:
+        return getattr(error, "check", "result")
+    return ""
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_intact(call: str) -> None:
+    """Without an error in the text, no check fails, in any order."""
+    assert not caught_by(call)
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_mutant_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check fails that should."""
+    call, of, pattern, replacement, check = MUTANTS[name]
+
+    def change(kernel_name: str, text: str) -> str:
+        if kernel_name != of:
+            return text
+        changed, count = re.subn(pattern, replacement, text, count=1, flags=re.DOTALL)
+        assert count, "the mutant no longer applies: adapt it to the text"
+        return changed
+
+    monkeypatch.setattr(EXECUTOR, "change", change)
+    assert caught_by(call) == check

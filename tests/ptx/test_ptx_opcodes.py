@@ -1,0 +1,344 @@
+"""Every form of an opcode that a compiled kernel has, against a definition in plain Python, on edge values."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import operator
+import struct
+from collections.abc import Callable
+from fractions import Fraction
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from ptx.programs import REGISTERS, run
+
+Number = int | float
+# Significant bits, and the exponent of the least denormal.
+PRECISION = {"f16": (11, -24), "bf16": (8, -133), "f32": (24, -149), "f64": (53, -1074)}
+LARGEST = {
+    "f16": 65504.0,
+    "bf16": 2.0**128 - 2.0**120,
+    "f32": 2.0**128 - 2.0**104,
+    "f64": float.fromhex("0x1.fffffffffffffp1023"),
+}
+FORMATS = {"f16": ("<H", "<e"), "f32": ("<I", "<f"), "f64": ("<Q", "<d")}
+NANS = {"f16": 0x7FFF, "bf16": 0x7FFF, "f32": 0x7FFFFFFF, "f64": 0x7FF8000000000000}
+
+
+class Row(NamedTuple):
+    """The types of the sources and the result, and the result for sources that are ints, floats or bools."""
+
+    sources: str
+    result: str
+    function: Callable[..., Number]
+
+
+def width(kind: str) -> int:
+    """Return the bits of a type."""
+    return int(kind.lstrip("subf"))
+
+
+def decoded(bits: int, kind: str) -> Number:
+    """Return the number that bits stand for."""
+    bits &= (1 << width(kind)) - 1
+    if kind in FORMATS:
+        whole, real = FORMATS[kind]
+        return struct.unpack(real, struct.pack(whole, bits))[0]
+    if kind == "bf16":
+        return decoded(bits << 16, "f32")
+    return bits - (1 << width(kind)) if kind[0] == "s" and bits >> (width(kind) - 1) else bits
+
+
+def encoded(value: Number, kind: str) -> int:
+    """Return the bits of a number that the type can hold. Integers wrap."""
+    if kind in NANS and math.isnan(value):
+        return NANS[kind]
+    if kind in FORMATS:
+        whole, real = FORMATS[kind]
+        return struct.unpack(whole, struct.pack(real, value))[0]
+    return encoded(value, "f32") >> 16 if kind == "bf16" else int(value) % (1 << width(kind))
+
+
+def rounded(exact: Fraction, kind: str, *, to_zero: bool = False) -> float:
+    """Round a number that is not 0: to nearest, ties to even, or toward 0. Python rounds fractions so."""
+    digits, least = PRECISION[kind]
+    size = abs(exact)
+    top = size.numerator.bit_length() - size.denominator.bit_length()
+    top -= size < Fraction(2) ** top
+    step = Fraction(2) ** max(top - digits + 1, least)
+    found = (int(size / step) if to_zero else round(size / step)) * step
+    beyond = LARGEST[kind] if to_zero else math.inf
+    value = float(found) if found <= LARGEST[kind] else beyond
+    return value if exact > 0 else -value
+
+
+def arithmetic(
+    operation: Callable[[Number, Number], Number], kind: str, *, to_zero: bool = False
+) -> Callable[..., float]:
+    """Return the operation on floats: exact, then rounded. Python's own floats know NaN, Inf and the signs of 0."""
+
+    def function(a: float, b: float) -> float:
+        if operation is operator.truediv and b == 0:
+            return math.nan if a == 0 or math.isnan(a) else math.copysign(math.inf, a) * math.copysign(1, b)
+        if not (math.isfinite(a) and math.isfinite(b)) or (operation is operator.truediv and a == 0):
+            return operation(a, b)
+        exact = operation(Fraction(a), Fraction(b))
+        return rounded(exact, kind, to_zero=to_zero) if exact else operation(a, b)
+
+    return function
+
+
+def converted(to: str) -> Callable[[Number], float]:
+    """Return the rounding to a type of floats."""
+    return lambda a: a if a == 0 or not math.isfinite(a) else rounded(Fraction(a), to)
+
+
+def truncated(to: str, nan: int) -> Callable[[float], int]:
+    """Return the rounding to an integer, toward 0, which saturates."""
+    least, most = -(1 << (width(to) - 1)), (1 << (width(to) - 1)) - 1
+
+    def function(a: float) -> int:
+        if math.isnan(a):
+            return nan
+        return min(max(math.trunc(a), least), most) if math.isfinite(a) else (most if a > 0 else least)
+
+    return function
+
+
+def quotient(a: int, b: int) -> int:
+    """Return the quotient rounded toward 0."""
+    return abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1)
+
+
+def extreme(least: bool) -> Callable[..., float]:
+    """Return the least or the largest number. -0 is less than 0, and a NaN is no number."""
+
+    def function(*given: float) -> float:
+        numbers = [x for x in given if not math.isnan(x)]
+        order = sorted(numbers, key=lambda x: (x, math.copysign(1, x)))
+        return (order[0] if least else order[-1]) if numbers else math.nan
+
+    return function
+
+
+def field(kind: str) -> Callable[[int, int, int], int]:
+    """Return the field of bits, bit by bit, as the manual defines it."""
+
+    def function(a: int, at: int, count: int) -> int:
+        at, count, bits = at & 255, count & 255, a & 0xFFFFFFFF
+        sign = bits >> min(at + count - 1, 31) & 1 if kind == "s32" and count else 0
+        chosen = [bits >> (at + i) & 1 if i < count and at + i <= 31 else sign for i in range(32)]
+        return sum(bit << i for i, bit in enumerate(chosen))
+
+    return function
+
+
+def permuted(a: int, b: int, choice: int) -> int:
+    """Return four bytes of eight."""
+    source = struct.pack("<II", a, b)
+    digits = [choice >> (4 * i) & 15 for i in range(4)]
+    chosen = [source[digit & 7] if digit < 8 else (255 if source[digit & 7] & 128 else 0) for digit in digits]
+    return int.from_bytes(bytes(chosen), "little")
+
+
+def halves(function: Callable[[float, float], float]) -> Callable[[int, int], int]:
+    """Return an operation on two fp32 numbers in 64 bits."""
+
+    def both(a: int, b: int) -> int:
+        results = [function(decoded(a >> at, "f32"), decoded(b >> at, "f32")) for at in (0, 32)]
+        return encoded(results[0], "f32") | encoded(results[1], "f32") << 32
+
+    return both
+
+
+def integers() -> dict[str, Row]:
+    """Return the operations on integers and bits."""
+    found: dict[str, Row] = {}
+    for kind in ("s32", "s64"):
+        found[f"add.{kind}"] = Row(f"{kind} {kind}", kind, operator.add)
+        found[f"sub.{kind}"] = Row(f"{kind} {kind}", kind, operator.sub)
+        found[f"mul.lo.{kind}"] = Row(f"{kind} {kind}", kind, operator.mul)
+        found[f"mad.lo.{kind}"] = Row(f"{kind} {kind} {kind}", kind, lambda a, b, c: a * b + c)
+        found[f"neg.{kind}"] = Row(kind, kind, operator.neg)
+    for kind, wide in (("s32", "s64"), ("u32", "u64")):
+        found[f"mul.wide.{kind}"] = Row(f"{kind} {kind}", wide, operator.mul)
+        found[f"mad.wide.{kind}"] = Row(f"{kind} {kind} {wide}", wide, lambda a, b, c: a * b + c)
+    for kind in ("s32", "s64", "u32", "u64"):
+        found[f"min.{kind}"] = Row(f"{kind} {kind}", kind, min)
+        found[f"max.{kind}"] = Row(f"{kind} {kind}", kind, max)
+        found[f"div.{kind}"] = Row(f"{kind} {kind}!", kind, quotient)
+        found[f"rem.{kind}"] = Row(f"{kind} {kind}!", kind, lambda a, b: a - b * quotient(a, b))
+    for kind in ("b16", "b32", "b64", "pred"):
+        found |= {
+            f"{name}.{kind}": Row(f"{kind} {kind}", kind, function)
+            for name, function in (("and", operator.and_), ("or", operator.or_), ("xor", operator.xor))
+        }
+        found[f"not.{kind}"] = Row(kind, kind, (lambda a: not a) if kind == "pred" else operator.invert)
+    for kind in ("b16", "b32", "b64"):
+        found[f"shl.{kind}"] = Row(f"{kind} count", kind, operator.lshift)
+    for kind in ("s16", "s32", "s64", "u16", "u32", "u64"):
+        found[f"shr.{kind}"] = Row(f"{kind} count", kind, operator.rshift)
+    for kind in ("u32", "s32"):
+        found[f"bfe.{kind}"] = Row(f"{kind} place place", kind, field(kind))
+    found["popc.b32"] = Row("b32", "b32", lambda a: a.bit_count())
+    found["prmt.b32"] = Row("b32 b32 b32", "b32", permuted)
+    return found
+
+
+def floats() -> dict[str, Row]:
+    """Return the operations on floats."""
+    found: dict[str, Row] = {}
+    names = {"add": operator.add, "sub": operator.sub, "mul": operator.mul, "div": operator.truediv}
+    for kind, (name, operation) in itertools.product(("f32", "f64"), names.items()):
+        found[f"{name}.rn.{kind}"] = Row(f"{kind} {kind}", kind, arithmetic(operation, kind))
+    for name in ("add", "sub", "mul"):
+        found[f"{name}.rz.f32"] = Row("f32 f32", "f32", arithmetic(names[name], "f32", to_zero=True))
+        found[f"{name}.rn.f32x2"] = Row("b64 b64", "b64", halves(arithmetic(names[name], "f32")))
+        for half in ("f16", "bf16"):
+            found[f"{name}.rn.f32.{half}"] = Row(f"{half} f32", "f32", arithmetic(names[name], "f32"))
+    for kind, name in itertools.product(("f32", "f64"), ("min", "max")):
+        found[f"{name}.{kind}"] = Row(f"{kind} {kind}", kind, extreme(name == "min"))
+    for name in ("min", "max"):
+        found[f"{name}.f32 of 3"] = Row("f32 f32 f32", "f32", extreme(name == "min"))
+    found["abs.f32"] = Row("f32", "f32", abs)
+    found["abs.f16x2"] = found["abs.bf16x2"] = Row("b32", "b32", lambda a: a & 0x7FFF7FFF)
+    # The root in fp64 has more than twice the digits, and no root of an fp32 number is half way between two.
+    found["sqrt.rn.f32"] = Row("f32", "f32", lambda a: converted("f32")(math.sqrt(a)) if a >= 0 else math.nan)
+    return found
+
+
+def conversions() -> dict[str, Row]:
+    """Return the conversions."""
+    whole = ("s8", "s16", "s32", "s64", "u16", "u32", "u64")
+    found = {f"cvt.{to}.{source}": Row(source, to, int) for to in whole[1:] for source in whole if to != source}
+    for to, source in itertools.product(("f32", "f64"), ("s16", "s32", "s64", "u32", "u64")):
+        found[f"cvt.rn.{to}.{source}"] = Row(source, to, converted(to))
+    for to, source in (("f32", "f64"), ("f16", "f32"), ("bf16", "f32")):
+        found[f"cvt.rn.{to}.{source}"] = Row(source, to, converted(to))
+    for to, source in (("f64", "f32"), ("f32", "f16"), ("f32", "bf16")):
+        found[f"cvt.{to}.{source}"] = Row(source, to, float)
+    half = converted("bf16")
+    found["cvt.rn.bf16x2.f32"] = Row(
+        "f32 f32", "b32", lambda a, b: encoded(half(a), "bf16") << 16 | encoded(half(b), "bf16")
+    )
+    for to, source in itertools.product(("s32", "s64"), ("f32", "f64")):
+        nan = 0 if (to, source) == ("s32", "f32") else -(1 << (width(to) - 1))
+        found[f"cvt.rzi.{to}.{source}"] = Row(source, to, truncated(to, nan))
+    return found
+
+
+def choices() -> dict[str, Row]:
+    """Return comparisons, selections and copies."""
+    found: dict[str, Row] = {}
+    names = ("eq", "ne", "lt", "le", "gt", "ge")
+    whole = [(name, kind) for name in names for kind in ("s32", "s64", "u32", "u64")]
+    for name, kind in [*whole, *itertools.product(("eq", "ne"), ("b16", "b32", "b64"))]:
+        found[f"setp.{name}.{kind}"] = Row(f"{kind} {kind}", "pred", getattr(operator, name))
+    for name, kind in itertools.product(names, ("f32", "f64")):
+        compare = getattr(operator, name)
+        found[f"setp.{name}.{kind}"] = Row(
+            f"{kind} {kind}",
+            "pred",
+            lambda a, b, compare=compare: not (math.isnan(a) or math.isnan(b)) and compare(a, b),
+        )
+    for kind in ("f32", "f64"):
+        found[f"setp.nan.{kind}"] = Row(f"{kind} {kind}", "pred", lambda a, b: math.isnan(a) or math.isnan(b))
+        found[f"setp.num.{kind}"] = Row(f"{kind} {kind}", "pred", lambda a, b: not (math.isnan(a) or math.isnan(b)))
+    for kind in ("b16", "b32", "b64", "f32", "f64"):
+        bits = f"b{width(kind)}"
+        found[f"selp.{kind}"] = Row(f"{bits} {bits} pred", bits, lambda a, b, chosen: a if chosen else b)
+    for kind in ("b16", "b32", "b64", "u16", "u32", "u64"):
+        found[f"mov.{kind}"] = Row(kind, kind, int)
+    return found
+
+
+TABLE = integers() | floats() | conversions() | choices()
+
+
+def edges(kind: str, result: str) -> list[int]:
+    """Return the bits of the edge values of a type."""
+    if kind == "pred":
+        return [0, 1]
+    if kind == "count":
+        return [0, 1, 7, width(result) - 1, width(result)]
+    if kind == "place":
+        return [0, 1, 5, 8, 30, 31, 32, 33, 63, 64, 255, 256, 258]
+    nonzero, kind = kind.endswith("!"), kind.rstrip("!")
+    if kind in PRECISION:
+        digits, least = PRECISION[kind]
+        one = 2.0 ** (1 - digits)
+        values = [
+            0.0, 2.0**least, 3 * 2.0**least, 2.0 ** (least + digits - 1), 2.0 ** (least + digits - 1) - 2.0**least,
+            1.0, 1.0 + one, 1.0 - one / 2, 1.5 + one, 2.5, 3.0, 1 / 3 if kind == "f64" else 0.328125,
+            LARGEST[kind], LARGEST[kind] / 2, math.inf, math.nan,
+        ]  # fmt: skip
+        if kind in {"f32", "f64"}:  # halves between two numbers of a narrower type, and the ends of integers
+            values += [1 + 2.0**-8, 1 + 3 * 2.0**-8, 1 + 2.0**-11, 65520.0, 2.0**31, 2.0**31 - 128, 2.0**63, 2.0**32]
+            values += [2.0**-24, 2.0**-25, 3 * 2.0**-25, 1e-40, 2.0**-133, 3.4e38, 0.1 if kind == "f64" else 0.5]
+        if kind == "f64":
+            values += [1 + 2.0**-24, 1 + 3 * 2.0**-24, 2.0**-150, 3 * 2.0**-150, 2.0**128 - 2.0**103, 2.0**31 - 0.5]
+        return [encoded(sign * value, kind) for value in values for sign in (1, -1)]
+    bits = width(kind)
+    whole = {0, 1, 2, 3, 31, 32, 33, 100, 0x7F, 0x80, 0xFF, 0x5A5A5A5A, 0xDEADBEEFCAFE, 0x8000000080000001}
+    whole |= {1 << (bits - 1), (1 << (bits - 1)) - 1, (1 << bits) - 1, (1 << bits) - 2, (1 << 24) + 1, (1 << 53) + 1}
+    if kind in {"b32", "b64"}:  # floats in a part
+        halves_of = [0x7FC0, 0x3F80, 0x8000, 0x7C00] if kind == "b32" else edges("f32", "f32")[::5]
+        whole |= {low | high << bits // 2 for low in halves_of for high in halves_of}
+    return [value for value in sorted({value % (1 << bits) for value in whole}) if value or not nonzero]
+
+
+def table_row(form: str) -> tuple[list[tuple[int, ...]], list[int], list[int]]:
+    """Return the bits of the sources in each lane, those that the executor computes, and those of the definition."""
+    sources, result, function = TABLE[form]
+    kinds = sources.split()
+    lists = [edges(kind, result) for kind in kinds]
+    if len(lists) == 3:
+        lists = [values[:: 1 + len(values) // 24] for values in lists]
+    lanes = [*itertools.product(*lists)]
+    names = ["u32" if kind in {"count", "place"} else kind.rstrip("!") for kind in kinds]
+    numbers = [
+        [bits if name == "pred" else decoded(bits, name) for bits, name in zip(lane, names, strict=True)]
+        for lane in lanes
+    ]
+    expected = [
+        int(found) if result == "pred" else encoded(found, result) for found in (function(*each) for each in numbers)
+    ]
+    return lanes, executed(form, names, result, lanes), expected
+
+
+def executed(form: str, names: list[str], result: str, lanes: list[tuple[int, ...]]) -> list[int]:
+    """Return what the executor computes in each lane."""
+    count = -(-len(lanes) // 32) * 32
+    padded = lanes + [lanes[-1]] * (count - len(lanes))
+    columns = [
+        torch.tensor([encoded(x, "s64") - (x >> 63 << 64) for x in column]) for column in zip(*padded, strict=True)
+    ]
+    out = torch.zeros(count, dtype=torch.int64)
+    lines, registers = [], []
+    for i, name in enumerate([*names, result]):
+        lines.append(f"mad.wide.u32 %rd{20 + i}, %r1, 8, %rd{1 + i};")
+        size = 32 if name == "pred" else max(16, width(name))
+        register = REGISTERS[str(size)] + str(10 + i)
+        registers.append(f"%p{10 + i}" if name == "pred" else register)
+        if i < len(names):
+            lines.append(f"ld.global.b{size} {register}, [%rd{20 + i}];")
+            if name == "pred":
+                lines.append(f"setp.ne.b32 {registers[-1]}, {register}, 0;")
+    lines.append(f"{form.split(maxsplit=1)[0]} {registers[-1]}, {', '.join(registers[:-1])};")
+    if result == "pred":
+        lines.append(f"selp.b32 {register}, 1, 0, {registers[-1]};")
+    lines.append(f"st.global.b{size} [%rd{20 + len(names)}], {register};")
+    run("\n".join(lines), *columns, out, programs=count // 32)
+    mask = (1 << (1 if result == "pred" else width(result))) - 1
+    return [value & mask for value in out.tolist()[: len(lanes)]]
+
+
+@pytest.mark.parametrize("form", TABLE)
+def test_definition(form: str) -> None:
+    """The bits of every lane are those of the definition."""
+    lanes, found, expected = table_row(form)
+    wrong = [(*map(hex, lane), hex(a), hex(b)) for lane, a, b in zip(lanes, found, expected, strict=True) if a != b]
+    assert not wrong, f"{form}: sources, what was computed, and the definition"
