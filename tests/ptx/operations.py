@@ -292,18 +292,19 @@ def selp(parts: list[str]) -> Operation:
 def setp(parts: list[str]) -> Operation:
     """Comparisons. With a NaN only ``nan`` is true."""
     _, name, kind = parts
-    if kind[0] != "f":
+    if not is_float([kind]) and kind not in {"bf16", "f16"}:
         return Operation((kind, kind), COMPARISONS[name])
+    widen = _widened(kind) if kind in {"bf16", "f16"} else np.asarray
 
     def unordered(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-        return np.isnan(a) | np.isnan(b)
+        return np.isnan(widen(a)) | np.isnan(widen(b))
 
     if name == "nan":
         return Operation((kind, kind), unordered)
     if name == "num":
         return Operation((kind, kind), lambda a, b: ~unordered(a, b))
     compare = COMPARISONS[name]
-    return Operation((kind, kind), lambda a, b: compare(a, b) & ~unordered(a, b))
+    return Operation((kind, kind), lambda a, b: compare(widen(a), widen(b)) & ~unordered(a, b))
 
 
 def cvt(parts: list[str]) -> Operation:

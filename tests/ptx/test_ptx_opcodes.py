@@ -244,7 +244,7 @@ def choices() -> dict[str, Row]:
             "pred",
             lambda a, b, compare=compare: not (math.isnan(a) or math.isnan(b)) and compare(a, b),
         )
-    for kind in ("f32", "f64"):
+    for kind in ("f32", "f64", "bf16"):
         found[f"setp.nan.{kind}"] = Row(f"{kind} {kind}", "pred", lambda a, b: math.isnan(a) or math.isnan(b))
         found[f"setp.num.{kind}"] = Row(f"{kind} {kind}", "pred", lambda a, b: not (math.isnan(a) or math.isnan(b)))
     for kind in ("b16", "b32", "b64", "f32", "f64"):
