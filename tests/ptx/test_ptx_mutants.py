@@ -87,13 +87,17 @@ CALLS = {call.__name__: call for call in (add, select, expand, top, merge, secti
 
 
 class Mutant(NamedTuple):
-    """A call, a kernel of it, a pattern in its text, what replaces the first match, and the check that fails."""
+    """A call, a kernel of it, a pattern in its text, what replaces its matches, and the check that fails.
+
+    The first match is replaced, or as many as ``times``, 0 for all.
+    """
 
     call: str
     kernel: str
     pattern: str
     replacement: str
     check: str
+    times: int = 1
 
 
 def barrier(number: int) -> str:
@@ -110,7 +114,7 @@ MUTANTS = {
     "a store of the element of another lane": Mutant(
         "add", "accumulate_kernel", STORE, r"st.global.b32 [ \1 + 8 ], { \2 }", "result"
     ),
-    "one element too many": Mutant("add", "accumulate_kernel", r"setp\.lt\.s32", "setp.le.s32", "bounds"),
+    "one element too many": Mutant("add", "accumulate_kernel", r"setp\.lt\.s32", "setp.le.s32", "bounds", times=0),
     "a misaligned load": Mutant(
         "select", "mark_kernel", r"(ld\.shared\.v4\.b32\s+\{.*?\}, \[%r\d+)(?=\])", r"\1+4", "alignment"
     ),
@@ -118,7 +122,11 @@ MUTANTS = {
         "select", "expand_kernel", r"@%p\d+ st\.shared::cta\.b32 .*?;", "", "unwritten"
     ),
     "a shuffle of the wrong lane": Mutant(
-        "select", "expand_kernel", r"(shfl\.sync\.up\.b32\s+%r\d+, %r\d+, )1,", r"\g<1>2,", "result"
+        "select",
+        "expand_kernel",
+        r"(shfl\.sync\.up\.b32\s+%r\d+, %r\d+, )1,",
+        r"\g<1>2,",
+        "race",  # of stores to one place
     ),
     "a barrier that half of the warps skip": Mutant(
         "select",
@@ -169,12 +177,12 @@ def test_intact(call: str) -> None:
 @pytest.mark.parametrize("name", MUTANTS)
 def test_mutant_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The check fails that should."""
-    call, of, pattern, replacement, check = MUTANTS[name]
+    call, of, pattern, replacement, check, times = MUTANTS[name]
 
     def change(kernel_name: str, text: str) -> str:
         if kernel_name != of:
             return text
-        changed, count = re.subn(pattern, replacement, text, count=1, flags=re.DOTALL)
+        changed, count = re.subn(pattern, replacement, text, count=times, flags=re.DOTALL)
         assert count, "the mutant no longer applies: adapt it to the text"
         return changed
 
