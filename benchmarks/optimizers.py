@@ -37,6 +37,7 @@ from tasks import BATCHES, TASKS, WORKERS, Task
 from training import DENSE_BELOW, WARMUP_SHARE, Sent, around, scored
 
 LR_WARMUP_SHARE = 0.1
+_TICKS = 1, 2, 5, 10, 20, 50, 100  # kilobytes
 ADAMW_SHARE = 0.25  # rate of the AdamW beside a Muon, as a share of Muon's
 
 
@@ -330,11 +331,14 @@ def picture(results: dict[Run, dict[str, float]], path: Path) -> None:
             mean, kilobytes = statistics.fmean(scores), statistics.fmean(each["kilobytes"] for each in outcomes)
             if name.endswith(", dense"):
                 axes.axhline(mean, color="0.6", linewidth=0.8, linestyle="--")
-                axes.annotate(name, (kilobytes, mean), fontsize=8, ha="right", va="bottom")
+                text, place = f"{name} ({kilobytes:.0f} kB)", (0.01, mean)
+                axes.annotate(text, place, xycoords=("axes fraction", "data"), fontsize=8, va="bottom")
                 continue
             spread = [[mean - min(scores)], [max(scores) - mean]]
             axes.errorbar(kilobytes, mean, yerr=spread, fmt="o", markersize=5, label=name)
         axes.set(xscale="log", xlabel="kB per step and worker", ylabel="validation loss (nats per byte)")
+        axes.set_xticks(_TICKS, [f"{tick:g}" for tick in _TICKS])
+        axes.minorticks_off()
         axes.legend(frameon=False, fontsize=8)
         axes.grid(alpha=0.25)
         figure.savefig(path, dpi=130, format="png")
@@ -353,7 +357,8 @@ def main() -> None:
         print(asdict(run) | outcome, flush=True)
         if options.json:
             rows: list[Any] = [asdict(each) | found for each, found in (read(options.json) | {run: outcome}).items()]
-            options.json.write_text(json.dumps({"workers": WORKERS, "rows": rows}, indent=1) + "\n")
+            held = json.loads(options.json.read_text()) if options.json.exists() else {"workers": WORKERS}
+            options.json.write_text(json.dumps(held | {"rows": rows}, indent=1) + "\n")
     if options.plot:
         picture(read(options.json), options.plot)
 
