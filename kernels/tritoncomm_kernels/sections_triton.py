@@ -218,12 +218,11 @@ def join_entries(
     if program == 0:
         tl.store(verdict_ptr, count)
         tl.store(verdict_ptr + 1, header)
-    held = at < tl.minimum(count, room)
     # A section with fewer set bits than entries is refused later. Behind them, nobody has written a position.
-    placed = held & (at < tl.load(verdict_ptr + 2))
+    held = at < tl.minimum(tl.minimum(count, room), tl.load(verdict_ptr + 2))
     planes_ptr = words_ptr + first
-    high, offset = _offset(slots_ptr, planes_ptr, at, placed, LOW_BITS, PLANES, PLAIN)
-    _, before = _offset(slots_ptr, planes_ptr, at - 1, placed & (at > 0), LOW_BITS, PLANES, PLAIN)
+    high, offset = _offset(slots_ptr, planes_ptr, at, held, LOW_BITS, PLANES, PLAIN)
+    _, before = _offset(slots_ptr, planes_ptr, at - 1, held & (at > 0), LOW_BITS, PLANES, PLAIN)
     # The comparison of the high bits comes first, because larger ones overflow when they are shifted.
     inside = (high >= 0) & (high <= ((span - 1) >> LOW_BITS)) & (offset < span) & ((at == 0) | (before < offset))
     bad = tl.sum((held & (inside == 0)).to(tl.int32), axis=0)

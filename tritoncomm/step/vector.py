@@ -303,7 +303,11 @@ class VectorExchange:
         return ErrorFeedback(whole.build(self.layout.numel), self.device)
 
     def add_share(self, shares: Mapping[int, float], waiting: Container[int] = ()) -> None:
-        """Add the share of each parameter that ``shares`` has (by id) to :attr:`flat`, except of those ``waiting``."""
+        """Add the share of each parameter that ``shares`` has (by id) to :attr:`flat`, except of those ``waiting``.
+
+        None waits where every entry is delivered: if no rank has a gradient, the mean is not used.
+        """
+        waiting = () if self.recipe.delivers_all() else waiting
         self._add_share({key: share for key, share in shares.items() if key not in waiting}, self.flat)
 
     def _add_share(self, shares: Mapping[int, float], vector: torch.Tensor) -> None:
@@ -321,7 +325,7 @@ class VectorExchange:
                 what this rank would have contributed.
             shares: The shares that :meth:`add_share` has added.
         """
-        scale = self.scale
+        scale, waiting = self.scale, () if self.recipe.delivers_all() else waiting
         moment = None if scale is None else scale.moment
         self.feedback.commit(self._slices(left))
         self._add_share(
