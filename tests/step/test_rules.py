@@ -154,3 +154,20 @@ def test_arguments_without_effect(caplog: pytest.LogCaptureFixture) -> None:
         tritoncomm.wrap(torch.optim.AdamW(parameters()), local_steps=2, staleness="aware")
     tritoncomm.wrap(named("Muon"), algo="spardl", density=0.1)
     assert "algo='spardl' and density=0.1 is for optimizers that exchange gradients" in caplog.text
+
+
+def test_local_steps_count_for_a_schedule() -> None:
+    """Every local step counts, also one without an exchange. Of exchanges of gradients, a skipped one does not."""
+    parameter = nn.Parameter(torch.ones(4))
+    local = tritoncomm.wrap(torch.optim.AdamW([parameter]), local_steps=3)
+    for _ in range(2):
+        parameter.grad = torch.ones(4)
+        local.step()
+    assert local.steps_taken == 2
+    assert local.metrics()["exchanges"] == 0
+    local.release()
+    optimizer = tritoncomm.wrap(torch.optim.AdamW([parameter]))
+    for value in (1.0, float("nan")):
+        parameter.grad = torch.full((4,), value)
+        optimizer.step()
+    assert optimizer.steps_taken == 1

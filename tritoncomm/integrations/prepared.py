@@ -62,9 +62,9 @@ def replace_inner(prepared: AcceleratedOptimizer, optimizer: torch.optim.Optimiz
 
     def reveal_skipped(*args: Any, **kwargs: Any) -> Any:
         """Take the step. It is always called, so only now is it known whether an overflow has skipped it."""
-        steps = optimizer._exchange.steps  # noqa: SLF001 - of this library
+        steps = optimizer.steps_taken
         result = step(*args, **kwargs)
-        prepared._accelerate_step_called = optimizer._exchange.steps > steps  # noqa: SLF001
+        prepared._accelerate_step_called = optimizer.steps_taken > steps  # noqa: SLF001 - no public attribute
         return result
 
     prepared._optimizer_patched_step_method = reveal_skipped  # noqa: SLF001

@@ -141,6 +141,11 @@ class OptimizerSetup(OptimizerProxy):
         return self._exchange.state is State.READY
 
     @property
+    def steps_taken(self) -> int:
+        """Number of steps that count for a schedule: all local ones, otherwise those that were not skipped."""
+        return self._exchange.steps if self._local is None else self._local.total
+
+    @property
     def exchanges_only_updates(self) -> bool:
         """True if no gradient is exchanged. An overflow or a NaN in one is then a matter of its rank alone."""
         return all(part.is_anchor for part in self._parts)
