@@ -136,7 +136,8 @@ def _steadiness(votes, DISAGREES: tl.constexpr):
     agree = votes & (DISAGREES - 1)
     disagree = votes >> 32
     count = tl.maximum(agree + disagree, 1).to(tl.float32)
-    return tl.maximum(tl.div_rn((agree - disagree).to(tl.float32) - 3 * tl.sqrt_rn(count), count), 0.0)
+    surplus = tl.div_rn((agree - disagree).to(tl.float32) - 3 * tl.sqrt_rn(count), count)
+    return tl.minimum(tl.maximum(4 * surplus - 1, 0.0), 1.0)
 
 
 @triton.jit

@@ -34,7 +34,7 @@ def left(seed: int, *, sparse: bool) -> float:
 def test_adapters_that_start_at_zero(seed: int) -> None:
     """With the defaults, 3 % of the entries leave no more than a dense run.
 
-    Seeds 0 to 4 left 0.83 to 0.94 of it. A limit by the norm of the weights, which starts at zero, left 1.34 to 1.68.
+    Seeds 0 to 4 left 0.86 to 0.91 of it. A limit by the norm of the weights, which starts at zero, left 1.34 to 1.68.
     """
     assert left(seed, sparse=True) < left(seed, sparse=False)
 
@@ -55,10 +55,10 @@ def distance(seed: int, density: float | None = None) -> float:
     return float((weights.detach() - target).norm())
 
 
-@pytest.mark.parametrize(("density", "ratio"), [(0.01, 1.25), (0.03, 0.925), (0.1, 0.895)])
+@pytest.mark.parametrize(("density", "ratio"), [(0.01, 1.03), (0.03, 0.855), (0.1, 0.88)])
 def test_the_rate_bounds_progress(density: float, ratio: float) -> None:
     """The distance that is left beside a dense run. Pages quote these figures.
 
-    Seeds 0 to 2 differ by 0.003. With limits that do not depend on signs, it was 1.63, 1.21 and 0.95 times as far.
+    Seeds 0 to 2 differ by 0.01. With limits that do not depend on signs, it was 1.63, 1.21 and 0.95 times as far.
     """
     assert distance(0, density) / distance(0) == pytest.approx(ratio, abs=0.02)
