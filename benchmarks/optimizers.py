@@ -7,85 +7,95 @@ worker sends per step, over the whole run.
 ``dense`` averages gradients. ``gradients`` exchanges them by Ok-Topk, as :func:`tritoncomm.wrap` does for optimizers
 with a rule. ``updates`` lets every worker take ``--local-steps`` steps of its own optimizer, and exchanges what they
 have changed (:mod:`tritoncomm.step.updates`). With a single local step, the AdamW beside a Muon exchanges gradients.
+``--peer`` trains with the methods of others, see ``peers.py``. Schedule-free AdamW has no schedule but its warm-up.
 
-Every finished run is added to the file of ``--json``, and is not repeated.
+``curve`` is the loss on a few batches at about 30 steps, the same batches for all runs of a task. With local steps,
+these steps are exchanges. ``kilobytes_after_start`` leaves out the dense steps at the start, and ``messages`` is the
+number that the busiest worker sends per step.
+
+Every finished run is added to the file of ``--json``, and is not repeated. Several processes may share the file.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import itertools
-import json
 import math
-import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 import tritoncomm
 from torch import Tensor, nn
 from tritoncomm.primitives.mean_norm import random_signs, sketch
 from tritoncomm.step.flat import BucketLayout, split_by_size
-from tritoncomm.step.options import WrapOptions
+from tritoncomm.step.options import DEFAULT_DENSITY, DEFAULT_SMALL, DEFAULT_VALUES, DEFAULT_WARMUP, WrapOptions
 from tritoncomm.step.rules import find_rule
 
+from demo_compressor import DeMo, DeMoWorld
+from optimizer_runs import Outcome, Run, add, picture, read
+from peers import PEERS, SparseLoCoWorld
+from power_sgd import PowerSGD, PowerSGDWorld
 from tasks import BATCHES, TASKS, WORKERS, Task
-from training import DENSE_BELOW, WARMUP_SHARE, Sent, around, scored
+from training import DENSE_BELOW, LR_WARMUP_SHARE, Sent, World, around, scored
 
-LR_WARMUP_SHARE = 0.1
-_TICKS = 1, 2, 5, 10, 20, 50, 100  # kilobytes
 ADAMW_SHARE = 0.25  # rate of the AdamW beside a Muon, as a share of Muon's
-
-
-@dataclass(frozen=True)
-class Run:
-    """One run. ``local_steps`` and what follows say how updates are exchanged."""
-
-    task: str
-    steps: int
-    optimizer: str
-    lr: float
-    exchange: str  # "dense", "gradients" or "updates"
-    method: str = "dense"
-    values: str = "fp32"
-    density: float = 1.0
-    local_steps: int = 1
-    outer_lr: float = 1.0
-    outer_momentum: float = 0.0
-    match_length: bool = False
-    seed: int = 0
+POWER_SGD_START = 0.1  # share of the steps that are dense, as its authors recommend
+CURVE_POINTS = 30
+CURVE_BATCHES = {"gpt": 4, "demo": 1}  # at most a twentieth of the time of a run
 
 
 Named = list[tuple[str, nn.Parameter]]
 
 
-def muon(named: Named, lr: float) -> list[torch.optim.Optimizer]:
+def _muon(named: Named, run: Run) -> list[torch.optim.Optimizer]:
     """Return Muon for the matrices inside the blocks, and AdamW for all others."""
     hidden = [p for name, p in named if p.dim() > 1 and name.startswith("blocks.")]
     rest = [p for name, p in named if not (p.dim() > 1 and name.startswith("blocks."))]
-    return [torch.optim.Muon(hidden, lr=lr, weight_decay=0.1), _adamw(rest, lr * ADAMW_SHARE)]
+    return [torch.optim.Muon(hidden, lr=run.lr, weight_decay=0.1), _adam(rest, run.lr * ADAMW_SHARE)]
 
 
-def _adamw(parameters: Sequence[nn.Parameter], lr: float) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=lr, betas=(0.9, 0.95), weight_decay=0.1)
+def _adamw(named: Named, run: Run) -> list[torch.optim.Optimizer]:
+    """Return AdamW. DeMo has a momentum of its own, and steps by the sign: as AdamW does without averages."""
+    return [_adam(_all(named), run.lr, (0.0, 0.0) if run.method == "demo" else (0.9, 0.95))]
 
 
-def _lion(named: Named, lr: float) -> list[torch.optim.Optimizer]:
+def _adam(
+    parameters: Sequence[nn.Parameter], lr: float, betas: tuple[float, float] = (0.9, 0.95)
+) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=lr, betas=betas, weight_decay=0.1)
+
+
+def _all(named: Named) -> list[nn.Parameter]:
+    return [parameter for _, parameter in named]
+
+
+def _lion(named: Named, run: Run) -> list[torch.optim.Optimizer]:
     from lion import Lion
 
-    return [Lion([p for _, p in named], lr=lr, weight_decay=0.1)]
+    return [Lion(_all(named), lr=run.lr, weight_decay=0.1)]
 
 
-OPTIMIZERS: dict[str, Callable[[Named, float], list[torch.optim.Optimizer]]] = {
-    "adamw": lambda named, lr: [_adamw([p for _, p in named], lr)],
-    "sgd": lambda named, lr: [torch.optim.SGD([p for _, p in named], lr=lr, momentum=0.9, weight_decay=1e-4)],
+def _schedule_free(named: Named, run: Run) -> list[torch.optim.Optimizer]:
+    from schedulefree import AdamWScheduleFree
+
+    warmup = int(run.steps * LR_WARMUP_SHARE)
+    optimizer = AdamWScheduleFree(_all(named), lr=run.lr, betas=(0.9, 0.95), weight_decay=0.1, warmup_steps=warmup)
+    optimizer.train()
+    return [optimizer]
+
+
+OPTIMIZERS: dict[str, Callable[[Named, Run], list[torch.optim.Optimizer]]] = {
+    "adamw": _adamw,
+    "sgd": lambda named, run: [torch.optim.SGD(_all(named), lr=run.lr, momentum=0.9, weight_decay=1e-4)],
     "lion": _lion,
-    "muon": muon,
-    "adafactor": lambda named, lr: [torch.optim.Adafactor([p for _, p in named], lr=lr)],
+    "muon": _muon,
+    "adafactor": lambda named, run: [torch.optim.Adafactor(_all(named), lr=run.lr)],
+    "schedule-free": _schedule_free,
 }
 
 
@@ -94,11 +104,14 @@ class Worker:
 
     def __init__(self, model: nn.Module, run: Run) -> None:
         self.model = model
-        self.optimizers = OPTIMIZERS[run.optimizer](list(model.named_parameters()), run.lr)
+        self.optimizers = OPTIMIZERS[run.optimizer](list(model.named_parameters()), run)
+        self.has_schedule = run.optimizer == "schedule-free"
         self.rates = [[group["lr"] for group in each.param_groups] for each in self.optimizers]
 
     def set_rate(self, share: float) -> None:
-        """Set all learning rates to this share of the highest ones."""
+        """Set all learning rates to this share of the highest ones, unless the optimizer has a schedule of its own."""
+        if self.has_schedule:
+            return
         for optimizer, rates in zip(self.optimizers, self.rates, strict=True):
             for group, rate in zip(optimizer.param_groups, rates, strict=True):
                 group["lr"] = rate * share
@@ -107,6 +120,21 @@ class Worker:
         """Compute the gradients of one batch."""
         self.model.zero_grad()
         task.loss(self.model, seed, step, rank).backward()
+
+    @contextlib.contextmanager
+    def evaluated(self) -> Iterator[nn.Module]:
+        """Context in which the model is as the optimizer evaluates it. Training then continues to the bit."""
+        if not self.has_schedule:
+            yield self.model
+            return
+        saved = [parameter.detach().clone() for parameter in self.model.parameters()]
+        for optimizer in self.optimizers:
+            optimizer.eval()
+        yield self.model
+        for optimizer in self.optimizers:
+            optimizer.train()
+        with torch.no_grad():
+            torch._foreach_copy_(list(self.model.parameters()), saved)
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
@@ -120,18 +148,9 @@ class Gradients:
     def __init__(self, run: Run, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self.optimizer = optimizers[0]
         self.layouts = [_layout(parameters_of(each)) for each in optimizers]
-        dense = run.exchange == "dense"
-        parts = split_by_size(self.layouts[0].parameters, DENSE_BELOW)
-        rule = None if dense else find_rule(self.optimizer)
+        rule = find_rule(self.optimizer) if run.sends_gradients and run.method not in ("powersgd", "demo") else None
         self.rule = None if rule is None else rule.from_options(self.optimizer, WrapOptions())
-        recipe: tritoncomm.Recipe = tritoncomm.Dense()
-        if not dense:
-            sparse = tritoncomm.OkTopk(density=0.03, values="4bit")
-            recipe = around(
-                sparse, int(run.steps * WARMUP_SHARE), *parts, by_update=self.rule is not None, tail="8bit",
-                node_size=1, warmup_values="8bit",
-            )  # fmt: skip
-        self.world = tritoncomm.SimulatedWorld(recipe, WORKERS, self.layouts[0].numel)
+        self.world = world_of(run, self.layouts[0], by_update=self.rule is not None)
         self.rows = torch.empty(WORKERS, self.layouts[0].numel)
 
     def step(self, sent: Sent) -> None:
@@ -151,6 +170,26 @@ class Gradients:
             torch._foreach_copy_(other.parameters, first.parameters)
 
 
+def world_of(run: Run, layout: BucketLayout, *, by_update: bool) -> World:
+    """Return the workers that exchange the gradients of ``layout``."""
+    shapes = [parameter.shape for parameter in layout.parameters]
+    if run.method == "powersgd":
+        return PowerSGDWorld(PowerSGD(run.count), WORKERS, shapes, run.dense_steps)
+    if run.method == "demo":
+        return DeMoWorld(DeMo(run.count, run.lr), WORKERS, shapes)
+    recipe: tritoncomm.Recipe = tritoncomm.Dense()
+    if run.sends_gradients:
+        if run.exchange == "updates":  # of an AdamW beside a Muon
+            sparse: tritoncomm.Recipe = tritoncomm.OkTopk(density=DEFAULT_DENSITY, values=DEFAULT_VALUES)
+        else:
+            sparse = recipe_of(run)
+        recipe = around(
+            sparse, run.dense_steps, *split_by_size(layout.parameters, DENSE_BELOW), by_update=by_update,
+            tail=DEFAULT_SMALL, node_size=1, warmup_values=run.dense_values,
+        )  # fmt: skip
+    return tritoncomm.SimulatedWorld(recipe, WORKERS, layout.numel)
+
+
 class Updates:
     """Lets every worker take steps of its own optimizers, and exchanges what they have changed."""
 
@@ -159,7 +198,11 @@ class Updates:
         self.optimizers = optimizers
         self.layouts = [BucketLayout([p for each in own for p in parameters_of(each)]) for own in optimizers]
         first = self.layouts[0]
-        self.world = tritoncomm.SimulatedWorld(recipe_of(run), WORKERS, first.numel)
+        self.world: tritoncomm.SimulatedWorld | SparseLoCoWorld
+        if run.method == "sparseloco":
+            self.world = SparseLoCoWorld(WORKERS, [p.shape for p in first.parameters], run.count)
+        else:
+            self.world = tritoncomm.SimulatedWorld(recipe_of(run), WORKERS, first.numel)
         self.anchor = torch.cat([p.detach().reshape(-1) for p in first.parameters])
         self.momentum = torch.zeros_like(self.anchor)
         self.signs = random_signs(first.numel, "cpu")
@@ -172,7 +215,7 @@ class Updates:
             for each in own:
                 each.step()
         self.steps += 1
-        if self.steps % self.run.local_steps == 0:
+        if self.steps % self.run.local_steps == 0 or self.steps == self.run.steps:
             self.merge(sent)
 
     def merge(self, sent: Sent) -> None:
@@ -181,6 +224,8 @@ class Updates:
         for layout, row in zip(self.layouts, self.rows, strict=True):
             row.copy_(torch.cat([p.reshape(-1) for p in layout.parameters]))
         torch.sub(self.anchor, self.rows, out=self.rows)
+        if run.decay != 1:
+            self._decay()
         with sent.counted(self.world, dense=False):
             mean = self.world.step(self.rows)[0].to_dense()
         mean *= self._gain() if run.match_length else 1.0
@@ -189,6 +234,11 @@ class Updates:
         for layout in self.layouts:
             for parameter, part in zip(layout.parameters, layout.parts(self.anchor), strict=True):
                 parameter.copy_(part.view(parameter.shape))
+
+    def _decay(self) -> None:
+        world = self.world
+        kept = [world.residuals] if isinstance(world, SparseLoCoWorld) else [each.residual for each in world.workers]
+        torch._foreach_mul_(kept, self.run.decay)
 
     def _gain(self) -> float:
         """Return the mean length of the workers' updates over the estimated length of their mean."""
@@ -208,7 +258,7 @@ def _is_adam(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def recipe_of(run: Run) -> tritoncomm.Recipe:
-    """Return the recipe that exchanges updates."""
+    """Return the recipe that exchanges updates, or all gradients."""
     if run.method == "dense":
         return tritoncomm.Dense()
     if run.method == "quantized":
@@ -228,14 +278,16 @@ def exchanges(run: Run, workers: Sequence[Worker]) -> Iterator[Gradients | Updat
     yield Updates(run, list(zip(*rest, strict=True)))
 
 
-def train(run: Run, batches: int = BATCHES) -> dict[str, float]:
-    """Train once. Return the score, kilobytes per step and seconds."""
+def train(run: Run, batches: int = BATCHES) -> Outcome:
+    """Train once. Return the columns of the results: the score, what was sent, the curve and the seconds."""
     started = time.perf_counter()
     torch.manual_seed(run.seed)
     task = TASKS[run.task](run.steps, batches)
+    few = TASKS[run.task](run.steps, min(batches, CURVE_BATCHES[run.task]))
     model = task.model()
     workers = [Worker(copy.deepcopy(model), run) for _ in range(WORKERS)]
     parts, sent = list(exchanges(run, workers)), [Sent() for _ in workers[0].optimizers]
+    curve, at_start = [], 0
     for step in range(run.steps):
         rate = min(1.0, (step + 1) / (run.steps * LR_WARMUP_SHARE)) * 0.5 * (1 + math.cos(math.pi * step / run.steps))
         for rank, worker in enumerate(workers):
@@ -244,27 +296,50 @@ def train(run: Run, batches: int = BATCHES) -> dict[str, float]:
         with torch.no_grad():
             for part, count in zip(parts, sent, strict=False):
                 part.step(count)
-    score = scored(task, workers[0].model)
-    kilobytes = sum(each.size for each in sent) / run.steps / 1e3
-    return {"score": score, "kilobytes": kilobytes, "seconds": time.perf_counter() - started}
+        if step < run.dense_steps:
+            at_start = sum(each.size for each in sent)
+        if is_recorded(run, step + 1):
+            with workers[0].evaluated() as model:
+                curve.append([step + 1, scored(few, model)])
+    with workers[0].evaluated() as model:
+        score = scored(task, model)
+    size, ordinary = sum(each.size for each in sent), max(1, run.steps - run.dense_steps)
+    return {
+        "score": score,
+        "kilobytes": size / run.steps / 1e3,
+        "kilobytes_after_start": (size - at_start) / ordinary / 1e3,
+        "messages": sum(each.messages for each in sent) / run.steps,
+        "curve": curve,
+        "seconds": time.perf_counter() - started,
+    }
+
+
+def is_recorded(run: Run, step: int) -> bool:
+    """Whether ``curve`` has a point after ``step`` steps: the last one, or the first exchange of a thirtieth of all."""
+    part, before = (max(0, each) * CURVE_POINTS // run.steps for each in (step, step - run.local_steps))
+    return step == run.steps or (step % run.local_steps == 0 and part > before)
 
 
 def arguments() -> argparse.ArgumentParser:
     """Return the parser of the command line. Every combination of the lists is trained."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--task", default="gpt", choices=["gpt", "demo"])
+    parser.add_argument("--task", default="gpt", choices=list(CURVE_BATCHES))
     parser.add_argument("--steps", type=int, help="steps, instead of the task's default")
-    parser.add_argument("--optimizer", default="muon", choices=list(OPTIMIZERS))
+    parser.add_argument("--optimizer", choices=list(OPTIMIZERS), help="muon, or that of the peer, unless given")
     parser.add_argument("--lr", type=float, nargs="+", default=[0.02], help="highest learning rates")
+    parser.add_argument("--peer", nargs="+", choices=list(PEERS), help="train these, instead of what --exchange says")
     parser.add_argument(
         "--exchange", nargs="+", default=["dense", "updates"], choices=["dense", "gradients", "updates"]
     )
     parser.add_argument("--method", default="quantized", help="how updates are exchanged")
     parser.add_argument("--values", nargs="+", default=["1bit"], help="formats of a value of an update")
-    parser.add_argument("--density", type=float, default=1.0, help="density of a sparse method for updates")
-    parser.add_argument("--local-steps", type=int, nargs="+", default=[1])
-    parser.add_argument("--outer-lr", type=float, default=1.0)
-    parser.add_argument("--outer-momentum", type=float, default=0.0)
+    parser.add_argument(
+        "--density", type=float, nargs="+", default=[DEFAULT_DENSITY], help="densities of Ok-Topk, or of --method"
+    )
+    parser.add_argument("--local-steps", type=int, nargs="+", help="1, or those of the peer, unless given")
+    parser.add_argument("--outer-lr", type=float, nargs="+", help="1, or that of the peer, unless given")
+    parser.add_argument("--outer-momentum", type=float, nargs="+", help="0, or that of the peer, unless given")
+    parser.add_argument("--dense-steps", type=int, help="dense steps at the start, instead of the default of wrap")
     parser.add_argument("--match-length", action="store_true", help="restore the length of the mean")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--json", type=Path, help="read finished runs from this file, and add new ones")
@@ -276,72 +351,54 @@ def arguments() -> argparse.ArgumentParser:
 def runs(options: argparse.Namespace) -> Iterator[Run]:
     """Yield what to train."""
     steps = options.steps or TASKS[options.task](None, 1).steps
-    plain = Run(options.task, steps, options.optimizer, 0.0, "dense")
-    for lr, exchange, seed in itertools.product(options.lr, options.exchange, options.seeds):
-        first = replace(plain, lr=lr, exchange=exchange, seed=seed)
+    plain = Run(options.task, steps, options.optimizer or "muon", 0.0, "dense")
+    kinds = list(peers(plain, options) if options.peer else ours(plain, options))
+    for lr, kind, seed in itertools.product(options.lr, kinds, options.seeds):
+        yield replace(kind, lr=lr, seed=seed)
+
+
+def ours(plain: Run, options: argparse.Namespace) -> Iterator[Run]:
+    """Yield the kinds of runs that ``--exchange`` describes, without their rates and seeds."""
+    for exchange in options.exchange:
+        first = replace(plain, exchange=exchange)
         if exchange == "dense":
             yield first
         elif exchange == "gradients":
-            yield replace(first, method="oktopk", values="4bit", density=0.03)
+            for density in options.density:
+                yield with_start(replace(first, method="oktopk", values=DEFAULT_VALUES, density=density), options)
         else:
-            for values, local_steps in itertools.product(options.values, options.local_steps):
-                yield replace(
-                    first, method=options.method, values=values, density=options.density, local_steps=local_steps,
-                    outer_lr=options.outer_lr, outer_momentum=options.outer_momentum,
-                    match_length=options.match_length,
-                )  # fmt: skip
+            densities = [1.0] if options.method in ("dense", "quantized") else options.density
+            for values, density in itertools.product(options.values, densities):
+                match = options.match_length
+                kind = replace(first, method=options.method, values=values, density=density, match_length=match)
+                yield from with_outer(kind, options)
 
 
-def read(path: Path | None) -> dict[Run, dict[str, float]]:
-    """Return the finished runs in ``path``."""
-    if path is None or not path.exists():
-        return {}
-    names = [field.name for field in fields(Run)]
-    return {
-        Run(**{name: row[name] for name in names}): {key: value for key, value in row.items() if key not in names}
-        for row in json.loads(path.read_text())["rows"]
-    }
+def peers(plain: Run, options: argparse.Namespace) -> Iterator[Run]:
+    """Yield the kinds of runs of the methods of ``--peer``, without their rates and seeds."""
+    for name in options.peer:
+        settings = PEERS[name] | ({"optimizer": options.optimizer} if options.optimizer else {})
+        kind = replace(plain, **settings)
+        yield from with_outer(kind, options) if kind.exchange == "updates" else [with_start(kind, options)]
 
 
-def label(run: Run) -> str:
-    """Return the name of the group of runs that differ from ``run`` in their seeds alone."""
-    if run.exchange == "dense":
-        return f"{run.optimizer}, dense"
-    if run.exchange == "gradients":
-        return f"{run.optimizer}, gradients, {run.method} at {run.density:.0%}"
-    steps = "" if run.local_steps == 1 else f", {run.local_steps} local steps"
-    outer = "" if run.outer_momentum == 0 else f", outer {run.outer_lr:g} and {run.outer_momentum:g}"
-    how = run.values if run.method == "quantized" else run.method
-    return f"{run.optimizer}, updates, {how}{steps}{outer}"
+def with_outer(kind: Run, options: argparse.Namespace) -> Iterator[Run]:
+    """Yield ``kind`` with every combination of what the command line says of exchanges of updates."""
+    names = "local_steps", "outer_lr", "outer_momentum"
+    given = [getattr(options, name) or [getattr(kind, name)] for name in names]
+    for settings in itertools.product(*given):
+        yield with_start(replace(kind, **dict(zip(names, settings, strict=True))), options)
 
 
-def picture(results: dict[Run, dict[str, float]], path: Path) -> None:
-    """Write a PNG of the mean loss of each group of runs against the bytes that a worker sends per step."""
-    import matplotlib as mpl
-    from matplotlib.figure import Figure
-
-    groups: dict[str, list[dict[str, float]]] = {}
-    for run, outcome in results.items():
-        groups.setdefault(label(run), []).append(outcome)
-    with mpl.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
-        figure = Figure(figsize=(8, 4.6), layout="constrained")
-        axes = figure.subplots()
-        for name, outcomes in sorted(groups.items(), key=lambda pair: -pair[1][0]["kilobytes"]):
-            scores = [outcome["score"] for outcome in outcomes]
-            mean, kilobytes = statistics.fmean(scores), statistics.fmean(each["kilobytes"] for each in outcomes)
-            if name.endswith(", dense"):
-                axes.axhline(mean, color="0.6", linewidth=0.8, linestyle="--")
-                text, place = f"{name} ({kilobytes:.0f} kB)", (0.01, mean)
-                axes.annotate(text, place, xycoords=("axes fraction", "data"), fontsize=8, va="bottom")
-                continue
-            spread = [[mean - min(scores)], [max(scores) - mean]]
-            axes.errorbar(kilobytes, mean, yerr=spread, fmt="o", markersize=5, label=name)
-        axes.set(xscale="log", xlabel="kB per step and worker", ylabel="validation loss (nats per byte)")
-        axes.set_xticks(_TICKS, [f"{tick:g}" for tick in _TICKS])
-        axes.minorticks_off()
-        axes.legend(frameon=False, fontsize=8)
-        axes.grid(alpha=0.25)
-        figure.savefig(path, dpi=130, format="png")
+def with_start(kind: Run, options: argparse.Namespace) -> Run:
+    """Return ``kind`` with the dense steps at the start: those of ``wrap``, those of PowerSGD, or none."""
+    given = options.dense_steps
+    if kind.method == "powersgd":
+        return replace(kind, dense_steps=int(kind.steps * POWER_SGD_START) if given is None else given)
+    starts = kind.sends_gradients and (kind.exchange == "updates" or kind.method == "oktopk")
+    if not starts:
+        return kind
+    return replace(kind, dense_steps=DEFAULT_WARMUP if given is None else given, dense_values=DEFAULT_SMALL)
 
 
 def main() -> None:
@@ -350,15 +407,12 @@ def main() -> None:
     if options.smoke:
         options.steps, options.seeds = 3, [0]
     for run in runs(options):
-        results = read(options.json)
-        if run in results:
+        if run in read(options.json):
             continue
         outcome = train(run, 1 if options.smoke else BATCHES)
         print(asdict(run) | outcome, flush=True)
         if options.json:
-            rows: list[Any] = [asdict(each) | found for each, found in (read(options.json) | {run: outcome}).items()]
-            held = json.loads(options.json.read_text()) if options.json.exists() else {"workers": WORKERS}
-            options.json.write_text(json.dumps(held | {"rows": rows}, indent=1) + "\n")
+            add(options.json, run, outcome, {"workers": WORKERS})
     if options.plot:
         picture(read(options.json), options.plot)
 

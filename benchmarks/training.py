@@ -38,6 +38,7 @@ from tritoncomm.step.stages import Staged
 import training_results
 from demo_compressor import DeMo, DeMoWorld
 from half_precision import HalfPrecision, HalfPrecisionWorld
+from peers import SparseLoCoWorld
 from power_sgd import PowerSGD, PowerSGDWorld
 from tasks import BATCHES, TASKS, WORKERS, Task
 from training_results import DEFAULT_STEP, Outcome, Run
@@ -55,7 +56,7 @@ STEPS = DEFAULT, UNSCALED, UNAWARE = (
 
 
 Compressor = tritoncomm.Recipe | PowerSGD | DeMo | HalfPrecision
-World = tritoncomm.SimulatedWorld | PowerSGDWorld | DeMoWorld | HalfPrecisionWorld
+World = tritoncomm.SimulatedWorld | PowerSGDWorld | DeMoWorld | HalfPrecisionWorld | SparseLoCoWorld
 
 
 # A function that clips the averaged gradients of the parameters of a layout.
@@ -155,13 +156,14 @@ def adapted(task: Task, recipe: Compressor, model: nn.Module) -> tuple[Task, tor
 
 @dataclass
 class Sent:
-    """Counts what a run sends: bytes of the busiest worker, and entries and words of packed sections.
+    """Counts what a run sends: bytes and messages of the busiest worker, and entries and words of packed sections.
 
     The figures named ``sparse``, and those of sections, leave out the dense steps at the start.
     """
 
     steps: int = 0
     size: int = 0
+    messages: int = 0
     sparse_steps: int = 0
     sparse_size: int = 0
     entries: int = 0
@@ -201,6 +203,7 @@ class Sent:
         most = max(traffic.bytes for traffic in world.traffic)
         self.steps += 1
         self.size += most
+        self.messages += max(traffic.messages for traffic in world.traffic)
         if not dense:
             self.sparse_steps += 1
             self.sparse_size += most

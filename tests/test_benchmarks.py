@@ -26,6 +26,8 @@ PARTS = {  # of other scripts
     "doors_trainer.py",
     "half_precision.py",
     "lion.py",
+    "optimizer_runs.py",
+    "peers.py",
     "power_sgd.py",
     "race_methods.py",
     "race_picture.py",

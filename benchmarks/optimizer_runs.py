@@ -1,0 +1,148 @@
+"""Runs of ``optimizers.py``: what identifies one, the file that holds them, and the picture of loss against bytes."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import statistics
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from training import WARMUP_SHARE
+
+_TICKS = 1, 2, 5, 10, 20, 50, 100  # kilobytes
+_SPARSE_START = "8bit"
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run.
+
+    ``method`` is how ``exchange`` travels, and ``values`` and ``density`` are its settings. ``count`` is the rank of
+    PowerSGD, and the number of entries per chunk of DeMo and SparseLoCo. ``dense_steps`` is the number of dense
+    exchanges of gradients at the start, and ``dense_values`` their format. ``decay`` multiplies residuals before an
+    exchange of updates.
+    """
+
+    task: str
+    steps: int
+    optimizer: str
+    lr: float
+    exchange: str  # "dense", "gradients" or "updates"
+    method: str = "dense"
+    values: str = "fp32"
+    density: float = 1.0
+    local_steps: int = 1
+    outer_lr: float = 1.0
+    outer_momentum: float = 0.0
+    match_length: bool = False
+    seed: int = 0
+    count: int = 0
+    decay: float = 1.0
+    dense_steps: int = 0
+    dense_values: str = "fp32"
+
+    @property
+    def sends_gradients(self) -> bool:
+        """Whether a method of this library exchanges gradients, at least those of the AdamW beside a Muon."""
+        beside = self.exchange == "updates" and self.local_steps == 1 and self.optimizer == "muon"
+        return beside or self.exchange == "gradients"
+
+
+Outcome = dict[str, Any]  # the columns that a run adds to a row
+Results = dict[Run, Outcome]
+
+
+def read(*paths: Path | None) -> Results:
+    """Return the finished runs in those of ``paths`` that exist."""
+    found: Results = {}
+    for path in paths:
+        if path is not None and path.exists():
+            found |= _parsed(path.read_text())
+    return found
+
+
+def add(path: Path, run: Run, outcome: Outcome, about: dict[str, Any]) -> None:
+    """Add a run to the file ``path``, which another process may be changing. ``about`` is for a new file."""
+    with path.open("a+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # until the file is closed
+        file.seek(0)
+        text = file.read()
+        held = json.loads(text) if text else about
+        rows = [asdict(each) | columns for each, columns in ((_parsed(text) if text else {}) | {run: outcome}).items()]
+        file.truncate(0)
+        file.write(json.dumps(held | {"rows": rows}, indent=1) + "\n")
+
+
+def _parsed(text: str) -> Results:
+    names = [field.name for field in fields(Run)]
+    return {
+        _run(row): {key: value for key, value in row.items() if key not in names} for row in json.loads(text)["rows"]
+    }
+
+
+def _run(row: dict[str, Any]) -> Run:
+    """Return the run of a row. Rows without ``dense_steps`` are from when it was a share of the steps."""
+    run = Run(**{field.name: row.get(field.name, field.default) for field in fields(Run)})
+    if "dense_steps" not in row and run.sends_gradients:
+        object.__setattr__(run, "dense_steps", int(run.steps * WARMUP_SHARE))
+        object.__setattr__(run, "dense_values", _SPARSE_START)
+    return run
+
+
+def label(run: Run) -> str:
+    """Return the name of the group of runs that differ from ``run`` in their seeds alone."""
+    if run.exchange == "dense":
+        return f"{run.optimizer}, dense"
+    how = {"powersgd": f"PowerSGD {run.count}", "demo": "DeMo", "sparseloco": "SparseLoCo"}.get(run.method)
+    if run.exchange == "gradients":
+        if how is None:
+            how = run.values if run.method == "quantized" else f"{run.method} at {run.density:.0%}"
+        return f"{run.optimizer}, gradients, {how}"
+    if how is None:
+        how = run.values if run.method == "quantized" else run.method
+    steps = "" if run.local_steps == 1 else f", {run.local_steps} local steps"
+    plain = run.outer_momentum == 0 and run.outer_lr == 1
+    outer = "" if plain else f", outer {run.outer_lr:g} and {run.outer_momentum:g}"
+    decay = "" if run.decay == 1 else f", decay {run.decay:g}"
+    return f"{run.optimizer}, updates, {how}{steps}{outer}{decay}"
+
+
+def picture(results: Results, path: Path) -> None:
+    """Write a PNG of the mean loss of each group of runs against the bytes that a worker sends per step."""
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    groups: dict[str, list[Outcome]] = {}
+    for run, outcome in results.items():
+        groups.setdefault(label(run), []).append(outcome)
+    with mpl.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
+        figure = Figure(figsize=(8, 4.6), layout="constrained")
+        axes = figure.subplots()
+        draw(axes, groups)
+        figure.savefig(path, dpi=130, format="png")
+
+
+def draw(axes: Any, groups: dict[str, list[Outcome]]) -> None:
+    """Draw the loss of ``groups`` against bytes. Dense ones are horizontal lines."""
+    for name, outcomes in sorted(groups.items(), key=lambda pair: -pair[1][0]["kilobytes"]):
+        scores = [outcome["score"] for outcome in outcomes]
+        mean, kilobytes = statistics.fmean(scores), _mean(each["kilobytes"] for each in outcomes)
+        if name.endswith(", dense"):
+            axes.axhline(mean, color="0.6", linewidth=0.8, linestyle="--")
+            text, place = f"{name} ({kilobytes:.0f} kB)", (0.01, mean)
+            axes.annotate(text, place, xycoords=("axes fraction", "data"), fontsize=8, va="bottom")
+            continue
+        spread = [[mean - min(scores)], [max(scores) - mean]]
+        axes.errorbar(kilobytes, mean, yerr=spread, fmt="o", markersize=5, label=name)
+    axes.set(xscale="log", xlabel="kB per step and worker", ylabel="validation loss (nats per byte)")
+    axes.set_xticks(_TICKS, [f"{tick:g}" for tick in _TICKS])
+    axes.minorticks_off()
+    axes.legend(frameon=False, fontsize=8)
+    axes.grid(alpha=0.25)
+
+
+def _mean(values: Iterable[float]) -> float:
+    return statistics.fmean(values)

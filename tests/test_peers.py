@@ -1,0 +1,170 @@
+"""The methods of others that ``benchmarks/optimizers.py`` trains, and its file of results."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from dataclasses import asdict
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from pages import ROOT
+
+pytest.importorskip("sklearn", reason="needs the extra 'benchmarks'")
+pytest.importorskip("schedulefree", reason="needs the extra 'test'")
+
+SHAPES = [torch.Size(shape) for shape in ([96, 128], [5000], [7])]
+SIZES = [4096, 4096, 4096, 4096, 904, 7]  # of the chunks
+# Sent per step of 20, after the start. Dense is 809.472. The last three exchange once, once and twice.
+KILOBYTES = {
+    "powersgd-4": 77.6, "powersgd-8": 144.4, "demo": 70.3, "1bit": 34.2, "2bit": 59.2,
+    "diloco": 809.472 / 20, "muloco": 2.85, "sparseloco": 1.77,
+}  # fmt: skip
+
+
+@pytest.fixture
+def optimizers(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The module of that name, with the defaults of ``wrap``, which conftest.py changes."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    module = importlib.import_module("optimizers")
+    for name, value in {"DEFAULT_WARMUP": 20, "DEFAULT_SMALL": "8bit", "DEFAULT_VALUES": "4bit"}.items():
+        monkeypatch.setattr(module, name, value)
+    return module
+
+
+@pytest.fixture
+def peers(optimizers: ModuleType) -> ModuleType:
+    """The module of that name."""
+    return importlib.import_module("peers")
+
+
+@pytest.fixture
+def runs(optimizers: ModuleType) -> ModuleType:
+    """The module ``optimizer_runs``."""
+    return importlib.import_module("optimizer_runs")
+
+
+def test_sparseloco_keeps_what_it_does_not_send(peers: ModuleType) -> None:
+    """What is delivered and what is kept add up to the updates. 64 entries of each chunk travel, the largest."""
+    world = peers.SparseLoCoWorld(3, SHAPES)
+    numel = sum(SIZES)
+    updates = torch.randn(3, numel, generator=torch.Generator().manual_seed(0))
+    means = world.step(updates)
+    mean = means[0].to_dense()
+    assert all(torch.equal(each.to_dense(), mean) for each in means)
+    torch.testing.assert_close(3 * mean + world.residuals.sum(0), updates.sum(0), rtol=0, atol=1e-5)
+    sent = updates - world.residuals
+    for before, chunk in zip(updates.split(SIZES, dim=1), sent.split(SIZES, dim=1), strict=True):
+        kept = min(64, chunk.shape[1])
+        assert ((chunk != 0).sum(1) == kept).all()
+        least = before.abs().sort(1).values[:, -kept, None]
+        assert torch.equal(chunk != 0, before.abs() >= least)
+        assert torch.equal(chunk.sign(), torch.where(chunk != 0, before.sign(), 0.0))
+        decoded = [set(row.abs().bfloat16().tolist()) - {0.0} for row in chunk]
+        assert all(len(found) == 2 for found in decoded)
+    bits = (5 * 64 + 7) * 14 + len(SIZES) * 32
+    assert [traffic.bytes for traffic in world.traffic] == [2 * -(-bits // 8)] * 3  # to two others
+
+
+def test_sparseloco_delivers_later(peers: ModuleType) -> None:
+    """Of an update that stays the same, every entry is delivered in the end, in turn."""
+    world = peers.SparseLoCoWorld(2, [torch.Size([4096])], count=1024)
+    update = torch.rand(1, 4096, generator=torch.Generator().manual_seed(1)).expand(2, -1) + 0.5
+    total = torch.zeros(4096)
+    for _ in range(100):
+        total += world.step(update)[0].to_dense()
+    torch.testing.assert_close(total / 100, update[0], rtol=0.2, atol=0)
+
+
+@pytest.mark.parametrize("name", KILOBYTES)
+def test_every_peer_trains(optimizers: ModuleType, peers: ModuleType, name: str) -> None:
+    """It lowers the loss, sends what it is known to send, and the curve ends with the last step."""
+    assert list(peers.PEERS) == list(KILOBYTES)
+    arguments = ["--peer", name, "--steps", "20", "--lr", "0.01", "--seeds", "10"]
+    (run,) = optimizers.runs(optimizers.arguments().parse_args(arguments))
+    outcome = optimizers.train(run, 1)
+    assert run.seed == 10
+    assert outcome["score"] < 4.8 < outcome["curve"][0][1] or outcome["curve"][0][0] > 2
+    assert outcome["curve"][-1] == [20, outcome["score"]]  # the batches of a point are those of the score here
+    steps = [step for step, _ in outcome["curve"]]
+    every = run.local_steps if run.exchange == "updates" else 1
+    assert steps == sorted({*range(every, 21, every), 20})
+    assert outcome["kilobytes_after_start"] == pytest.approx(KILOBYTES[name], rel=0.01)
+
+
+def test_decay_forgets(optimizers: ModuleType, runs: ModuleType) -> None:
+    """Residuals are multiplied by the decay before an exchange, those of both kinds of worlds."""
+    for method, settings in (("quantized", {"values": "2bit"}), ("sparseloco", {"count": 64})):
+        run = runs.Run("gpt", 9, "sgd", 0.1, "updates", method, decay=0.5, local_steps=3, **settings)
+        model = optimizers.TASKS["gpt"](9, 1).model()
+        workers = [optimizers.Worker(model, run)]
+        (exchange,) = optimizers.exchanges(run, workers)
+        world = exchange.world
+        kept = [world.residuals] if method == "sparseloco" else [each.residual for each in world.workers]
+        for each in kept:
+            each.fill_(2.0)
+        exchange._decay()
+        assert all((each == 1.0).all() for each in kept)
+
+
+def test_start_is_that_of_wrap(optimizers: ModuleType) -> None:
+    """Exchanges of gradients by Ok-Topk start with 20 dense steps in 8 bits, for any length. PowerSGD takes a tenth."""
+
+    def starts(*arguments: str) -> list[tuple[str, int, str]]:
+        options = optimizers.arguments().parse_args(["--seeds", "0", *arguments])
+        return [(run.method, run.dense_steps, run.dense_values) for run in optimizers.runs(options)]
+
+    start = (20, "8bit")
+    assert starts("--steps", "300", "--exchange", "gradients") == [("oktopk", *start)]
+    assert starts("--steps", "1600") == [("dense", 0, "fp32"), ("quantized", *start)]  # beside Muon is AdamW
+    assert starts("--local-steps", "4", "--exchange", "updates") == [("quantized", 0, "fp32")]
+    assert starts("--steps", "300", "--peer", "powersgd-4", "1bit") == [
+        ("powersgd", 30, "fp32"), ("quantized", 0, "fp32")
+    ]  # fmt: skip
+
+
+def test_schedule_free_is_evaluated_as_its_average(optimizers: ModuleType, runs: ModuleType) -> None:
+    """Inside the context, parameters are those of its eval mode. Training then continues with the same bits."""
+    run = runs.Run("gpt", 4, "schedule-free", 0.01, "dense")
+    task = optimizers.TASKS["gpt"](4, 1)
+    torch.manual_seed(0)
+    worker = optimizers.Worker(task.model(), run)
+    for step in range(3):
+        worker.set_rate(0.0)  # it has a schedule of its own
+        worker.backward(task, 0, step, 0)
+        worker.optimizers[0].step()
+    before = [parameter.detach().clone() for parameter in worker.model.parameters()]
+    assert worker.optimizers[0].param_groups[0]["lr"] == 0.01
+    with worker.evaluated() as model:
+        inside = [parameter.detach().clone() for parameter in model.parameters()]
+        assert not worker.optimizers[0].param_groups[0]["train_mode"]
+    assert worker.optimizers[0].param_groups[0]["train_mode"]
+    assert all(torch.equal(a, b) for a, b in zip(before, worker.model.parameters(), strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(before, inside, strict=True))
+
+
+def test_former_results_are_read(runs: ModuleType) -> None:
+    """Rows without the newer columns are read, and start as they did: with dense steps for a share of all."""
+    file = ROOT / "benchmarks" / "results" / "optimizers.json"
+    rows = [row for row in json.loads(file.read_text())["rows"] if "dense_steps" not in row]
+    former = [run for run in runs.read(file) if run.dense_steps in (0, 6, 32)]
+    assert len(former) >= len(rows) > 0
+    assert {run.dense_steps for run in former if run.optimizer == "lion" and run.exchange == "gradients"} == {32}
+    assert {run.dense_steps for run in former if run.exchange == "dense" or run.local_steps > 1} == {0}
+
+
+def test_file_keeps_rows_of_others(runs: ModuleType, tmp_path: Path) -> None:
+    """A run is added to what the file holds by then, whoever has written it. A repeated run replaces its row."""
+    file = tmp_path / "runs.json"
+    first, second = (runs.Run("gpt", 3, "adamw", 0.01, "dense", seed=seed) for seed in (0, 1))
+    outcomes: list[dict[str, Any]] = [{"score": 1.0}, {"score": 2.0}]
+    runs.add(file, first, outcomes[1], {"workers": 4})
+    runs.add(file, second, outcomes[0], {"workers": 5})
+    runs.add(file, first, outcomes[0], {})
+    assert runs.read(file, tmp_path / "none.json", None) == {first: outcomes[0], second: outcomes[0]}
+    assert json.loads(file.read_text())["workers"] == 4
+    assert json.loads(file.read_text())["rows"][0] == asdict(first) | outcomes[0]
