@@ -55,13 +55,18 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error("--plot requires matplotlib: pip install 'tritoncomm[demo]'")
     try:
         run: Callable[[argparse.Namespace], int] = options.run
-        return run(options)
+        code = run(options)
+        sys.stdout.flush()
+        return code
     except ConfigurationError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
+    except BrokenPipeError:  # nobody reads the output any more, as with "| head"
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python writes what is left when it exits
+        return 128 + signal.SIGPIPE
 
 
 class _Help(argparse.ArgumentDefaultsHelpFormatter):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -112,6 +114,16 @@ def test_interrupted_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     monkeypatch.setattr("tritoncomm.__main__.planner.advice", interrupt)
     assert main(["plan", "--numel", "1e6", "--workers", "2"]) == 130
     assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_reader_of_output_has_gone() -> None:
+    """A command whose output nobody reads any more ends without a traceback, as other commands do."""
+    command = [sys.executable, "-m", "tritoncomm", "plan", "--numel", "1e6", "--workers", "4", "--link", "1gbit,50us"]
+    reader, writer = os.pipe()
+    os.close(reader)
+    ended = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)  # noqa: S603 - ours
+    os.close(writer)
+    assert (ended.returncode, ended.stderr) == (128 + signal.SIGPIPE, "")
 
 
 def test_exit_code_follows_the_launcher(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
