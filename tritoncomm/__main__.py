@@ -57,7 +57,6 @@ def main(arguments: list[str] | None = None) -> int:
         run: Callable[[argparse.Namespace], int] = options.run
         code = run(options)
         sys.stdout.flush()
-        return code
     except ConfigurationError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -67,6 +66,8 @@ def main(arguments: list[str] | None = None) -> int:
     except BrokenPipeError:  # nobody reads the output any more, as with "| head"
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python writes what is left when it exits
         return 128 + signal.SIGPIPE
+    else:
+        return code
 
 
 class _Help(argparse.ArgumentDefaultsHelpFormatter):
