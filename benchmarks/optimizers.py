@@ -33,7 +33,14 @@ import tritoncomm
 from torch import Tensor, nn
 from tritoncomm.primitives.mean_norm import random_signs, sketch
 from tritoncomm.step.flat import BucketLayout, split_by_size
-from tritoncomm.step.options import DEFAULT_DENSITY, DEFAULT_SMALL, DEFAULT_VALUES, DEFAULT_WARMUP, WrapOptions
+from tritoncomm.step.options import (
+    DEFAULT_DENSITY,
+    DEFAULT_SMALL,
+    DEFAULT_START,
+    DEFAULT_VALUES,
+    DEFAULT_WARMUP,
+    WrapOptions,
+)
 from tritoncomm.step.rules import find_rule
 
 from demo_compressor import DeMo, DeMoWorld
@@ -398,7 +405,7 @@ def with_start(kind: Run, options: argparse.Namespace) -> Run:
     starts = kind.sends_gradients and (kind.exchange == "updates" or kind.method == "oktopk")
     if not starts:
         return kind
-    return replace(kind, dense_steps=DEFAULT_WARMUP if given is None else given, dense_values=DEFAULT_SMALL)
+    return replace(kind, dense_steps=DEFAULT_WARMUP if given is None else given, dense_values=DEFAULT_START)
 
 
 def main() -> None:

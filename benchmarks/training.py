@@ -33,6 +33,7 @@ from tritoncomm.primitives.quantized_mean import DENSE_FORMATS
 from tritoncomm.scheduler import wire
 from tritoncomm.step.adam import StalenessAwareAdam
 from tritoncomm.step.flat import BucketLayout, split_by_size
+from tritoncomm.step.options import start_values
 from tritoncomm.step.stages import Staged
 
 import training_results
@@ -94,7 +95,7 @@ def train(
         small: Format of small tensors, as in :func:`tritoncomm.wrap`.
         node_size: Workers of a node, within which gradients are summed, as in :class:`~tritoncomm.Hierarchical`.
         accumulate: Micro-batches of each worker in a step, whose gradients are averaged.
-        warmup_values: Format of the dense steps at the start. None is that of small tensors, as in ``wrap``.
+        warmup_values: Format of the dense steps at the start. None is that of ``wrap`` for this ``small``.
     """
     started = time.perf_counter()
     torch.manual_seed(seed)
@@ -107,7 +108,7 @@ def train(
     warmup = int(task.steps * WARMUP_SHARE) if warmup is None else warmup
     world = build(
         recipe, layout, parameters, warmup, by_update=step_rule == DEFAULT, small=small, node_size=node_size,
-        warmup_values=warmup_values or small,
+        warmup_values=warmup_values or start_values(small),
     )  # fmt: skip
     gradients = torch.empty(WORKERS, layout.numel)
     sent, score, late = Sent(), math.nan, math.nan

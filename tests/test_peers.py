@@ -31,8 +31,8 @@ def optimizers(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The module of that name, with the defaults of ``wrap``, which conftest.py changes."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     module = importlib.import_module("optimizers")
-    for name, value in {"DEFAULT_WARMUP": 20, "DEFAULT_SMALL": "8bit", "DEFAULT_VALUES": "4bit"}.items():
-        monkeypatch.setattr(module, name, value)
+    for name, value in {"WARMUP": 20, "SMALL": "8bit", "START": "2bit", "VALUES": "4bit"}.items():
+        monkeypatch.setattr(module, f"DEFAULT_{name}", value)
     return module
 
 
@@ -112,13 +112,13 @@ def test_decay_forgets(optimizers: ModuleType, runs: ModuleType) -> None:
 
 
 def test_start_is_that_of_wrap(optimizers: ModuleType) -> None:
-    """Exchanges of gradients by Ok-Topk start with 20 dense steps in 8 bits, for any length. PowerSGD takes a tenth."""
+    """Exchanges of gradients by Ok-Topk start with 20 dense steps in 2 bits, for any length. PowerSGD takes a tenth."""
 
     def starts(*arguments: str) -> list[tuple[str, int, str]]:
         options = optimizers.arguments().parse_args(["--seeds", "0", *arguments])
         return [(run.method, run.dense_steps, run.dense_values) for run in optimizers.runs(options)]
 
-    start = (20, "8bit")
+    start = (20, "2bit")
     assert starts("--steps", "300", "--exchange", "gradients") == [("oktopk", *start)]
     assert starts("--steps", "1600") == [("dense", 0, "fp32"), ("quantized", *start)]  # beside Muon is AdamW
     assert starts("--local-steps", "4", "--exchange", "updates") == [("quantized", 0, "fp32")]

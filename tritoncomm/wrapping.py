@@ -120,11 +120,11 @@ def wrap(
         timeout: Maximum time of each wait for a peer. Default: the time-out of the process group.
         dense_below: Tensors with fewer elements, or at most one dimension (biases, norms), are sent dense, all
             together. If all are one-dimensional, only the first rule applies. 0 sends none dense. Default: 1024.
-        small: Format of what is sent dense: these tensors, and all tensors in the dense steps at the start.
-            ``"fp32"``, or ``"8bit"`` for about a quarter of the bytes: values are then quantized in both directions,
-            and what this cuts off stays in the residual. A magnitude of 2**112 or more then rejects the step. Dense
-            steps of ``dgc`` are not quantized. A :class:`~tritoncomm.Warmup` that is passed has a format of its own.
-            Default: None, which is ``"8bit"``.
+        small: Format of these tensors: ``"fp32"``, or ``"8bit"`` for about a quarter of the bytes. Values are then
+            quantized in both directions, and what this cuts off stays in the residual. A magnitude of 2**112 or more
+            rejects the step. In the dense steps at the start, all other tensors are quantized to 2 bits in the same
+            way, but not if ``small="fp32"``, nor with ``dgc``. A :class:`~tritoncomm.Warmup` that is passed has a
+            format of its own. Default: None, which is ``"8bit"``.
         broadcast_parameters: Whether to copy all parameters and buffers of ``model`` from the group's first rank to its
             other ranks first, as ``DistributedDataParallel`` does. Without ``model``, these are the parameters of the
             optimizer alone. If False, parameters that differ raise an error, and buffers a warning: each rank may have

@@ -36,7 +36,7 @@ def test_doctor_in_one_process(
     assert 0.05 < figures["break_even_density"] <= 0.2
     out = capsys.readouterr().out
     assert "Compression pays at density 3.00%" in out
-    assert "The first 20 steps are dense, in 8 bits, and take " in out
+    assert "The first 20 steps are dense, in 2 bits, and take " in out
     assert "work        " in out
     assert "For other links: python -m tritoncomm plan --numel 200000 --workers 8 --density 0.03 --values 4bit" in out
     assert "--link 10mbit,1us --step-ms 0 --work-ms " in out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import logging
 import re
@@ -178,10 +179,11 @@ def test_default_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_default_formats(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Entries travel in 4 bits and small tensors in 8, at 3 %, unless the user asks for something else."""
+    """Entries travel in 4 bits, small tensors in 8 and dense steps in 2, at 3 %, unless the user asks for more."""
     source = inspect.getsource(options)
-    constants = dict(re.findall(r"^(DEFAULT_(?:VALUES|SMALL|DENSITY)) = \"?([\w.]+)\"?$", source, re.MULTILINE))
-    assert constants == {"DEFAULT_VALUES": "4bit", "DEFAULT_SMALL": "8bit", "DEFAULT_DENSITY": "0.03"}
+    constants = dict(re.findall(r"^(DEFAULT_(?:VALUES|SMALL|START|DENSITY)) = \"?([\w.]+)\"?$", source, re.MULTILINE))
+    expected = {"VALUES": "4bit", "SMALL": "8bit", "START": "2bit", "DENSITY": "0.03"}
+    assert constants == {f"DEFAULT_{name}": value for name, value in expected.items()}
     monkeypatch.setattr(options, "DEFAULT_VALUES", constants["DEFAULT_VALUES"])
     monkeypatch.setattr(options, "DEFAULT_SMALL", constants["DEFAULT_SMALL"])
 
@@ -196,6 +198,11 @@ def test_default_formats(monkeypatch: pytest.MonkeyPatch) -> None:
     assert wrapped(algo=OkTopk(density=0.2)).recipe == OkTopk(density=0.2)
     assert wrapped(algo="exdyna").recipe == ExDyna(density=0.03)
     assert wrapped(algo="dense").recipe.name == "dense"
+    start = tritoncomm.Warmup(recipe=OkTopk(density=0.03, values="4bit"), steps=3, values="2bit")
+    assert wrapped(warmup_steps=3).recipe == start
+    assert wrapped(warmup_steps=3, small="fp32").recipe == dataclasses.replace(start, values="fp32")
+    momentum = options.resolve_recipe("dgc", 0.03, 3, {}, small="8bit", function=tritoncomm.wrap)
+    assert momentum.values == "fp32"
     with pytest.raises(ConfigurationError, match="packed=False: values='2bit' are always packed: leave out packed"):
         wrapped(values="2bit", packed=False)
     with pytest.raises(ConfigurationError, match="unknown algorithm 'auto'"):

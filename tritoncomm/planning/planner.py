@@ -16,7 +16,7 @@ from tritoncomm.algorithms import Dense, Quantized, RandomBlock, Recipe, Warmup,
 from tritoncomm.algorithms.base import EntryRecipe
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.scheduler.cost import Link
-from tritoncomm.step.options import DEFAULT_ALGO, DEFAULT_DENSITY, DEFAULT_SMALL, DEFAULT_WARMUP, with_form
+from tritoncomm.step.options import DEFAULT_ALGO, DEFAULT_DENSITY, DEFAULT_START, DEFAULT_WARMUP, with_form
 
 DENSITIES = (0.001, 0.01, 0.05)
 # The methods that are recommended, because they are known to train well: benchmarks/results/training.json
@@ -205,11 +205,12 @@ def _line_of_code(chosen: Recipe, values: str) -> str:
 def dense_start(setting: Setting, chosen: Recipe) -> str:
     """Return a sentence on the dense steps with which ``wrap`` begins before it uses ``chosen``."""
     quantized = chosen.averages_when_dense
-    warmup = Warmup(recipe=chosen, steps=DEFAULT_WARMUP, values=DEFAULT_SMALL if quantized else "fp32")
+    warmup = Warmup(recipe=chosen, steps=DEFAULT_WARMUP, values=DEFAULT_START if quantized else "fp32")
     exchange = warmup.build(setting.numel).predicted_traffic(setting.workers).seconds(setting.link)
     seconds = DEFAULT_WARMUP * (setting.step + (setting.work or 0.0) + exchange)
+    bits = f", in {DEFAULT_START[0]} bits," if quantized else ""
     return (
-        f"The first {DEFAULT_WARMUP} steps are dense{', in 8 bits,' if quantized else ''} and take {seconds:.3g} s, "
+        f"The first {DEFAULT_WARMUP} steps are dense{bits} and take {seconds:.3g} s, "
         f"as long as {seconds / setting.estimate(chosen).step:.0f} of the others. In a short run on a slow link, pass "
         "fewer as warmup_steps."
     )

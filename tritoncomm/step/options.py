@@ -50,8 +50,10 @@ DEFAULT_VALUES = "4bit"
 DENSE_BELOW = 1024
 DEFAULT_SMALL = "8bit"
 # Dense exchanges before the first sparse one. Thresholds and moments of the first steps are far from those that follow,
-# and selection by update has its first scale after 20 steps. Measured: benchmarks/results/defaults.json
+# and selection by update has its first scale after 20 steps. Two bits are as good as eight, one is not. Measured:
+# benchmarks/results/defaults.json
 DEFAULT_WARMUP = 20
+DEFAULT_START = "2bit"
 SINGLE_WORKER_SELECTS = False  # only tests set it, to look at residuals in one process
 NONFINITE_POLICIES = ("skip", "raise", "zero")
 
@@ -252,6 +254,11 @@ def resolved_small(small: str | None) -> str:
     return chosen
 
 
+def start_values(small: str) -> str:
+    """Return the format of dense steps at the start, for the format ``small`` of small tensors. fp32 rounds nothing."""
+    return small if small == "fp32" else DEFAULT_START
+
+
 def check_keywords(function: Callable[..., Any], algo: str | Recipe, given: Iterable[str]) -> None:
     """Raise :class:`~tritoncomm.ConfigurationError` if a keyword is neither an argument nor a field of the recipe.
 
@@ -287,7 +294,7 @@ def with_warmup_and_nodes(
     """Return ``chosen`` with ``warmup_steps`` dense steps before it, and used between the nodes of ``node_group`` only.
 
     ``None`` is :data:`DEFAULT_WARMUP`, and 0 for a recipe that delivers every entry or wraps another one. Values of the
-    dense steps travel in the format ``small``, unless the method applies momentum in them.
+    dense steps travel as :func:`start_values` says, unless the method applies momentum in them.
 
     Raises:
         ConfigurationError: ``node_group`` is not a node of consecutive ranks.
@@ -296,7 +303,7 @@ def with_warmup_and_nodes(
     if warmup_steps is None:
         warmup_steps = 0 if chosen.delivers_all() or isinstance(chosen, WrapperRecipe) else DEFAULT_WARMUP
     if warmup_steps != 0:
-        values = small if chosen.averages_when_dense else "fp32"
+        values = start_values(small) if chosen.averages_when_dense else "fp32"
         chosen = Warmup(recipe=chosen, steps=warmup_steps, values=values)
     if node_group is None:
         return chosen
