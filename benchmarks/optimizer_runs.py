@@ -5,14 +5,14 @@ from __future__ import annotations
 import fcntl
 import json
 import statistics
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from training import WARMUP_SHARE
 
-_TICKS = 1, 2, 5, 10, 20, 50, 100  # kilobytes
+_TICKS = 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000  # kilobytes
 _SPARSE_START = "8bit"
 
 
@@ -53,6 +53,27 @@ class Run:
 
 Outcome = dict[str, Any]  # the columns that a run adds to a row
 Results = dict[Run, Outcome]
+_SWEPT: dict[str, Any] = {"lr": 0.0, "outer_lr": 1.0, "outer_momentum": 0.0, "match_length": False}
+
+
+def kind(run: Run) -> Run:
+    """Return ``run`` without its seed and what is swept: the learning rate, and how a mean of updates is applied."""
+    return replace(run, seed=0, **_SWEPT)
+
+
+def chosen(results: Results, sweep: Sequence[int]) -> dict[Run, list[Run]]:
+    """Return what was swept of each kind, best first, with seed 0: by the mean score of the seeds ``sweep``.
+
+    What has not been trained with all of these seeds is left out.
+    """
+    scores: dict[Run, list[float]] = {}
+    for run, outcome in results.items():
+        if run.seed in sweep:
+            scores.setdefault(replace(run, seed=0), []).append(outcome["score"])
+    found: dict[Run, list[Run]] = {}
+    for run in sorted((run for run in scores if len(scores[run]) == len(sweep)), key=lambda run: _mean(scores[run])):
+        found.setdefault(kind(run), []).append(run)
+    return found
 
 
 def read(*paths: Path | None) -> Results:

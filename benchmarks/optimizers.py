@@ -13,6 +13,8 @@ have changed (:mod:`tritoncomm.step.updates`). With a single local step, the Ada
 these steps are exchanges. ``kilobytes_after_start`` leaves out the dense steps at the start, and ``messages`` is the
 number that the busiest worker sends per step.
 
+With ``--best``, the seeds are trained with the rate and the outer setting that were best in the runs of the file.
+
 Every finished run is added to the file of ``--json``, and is not repeated. Several processes may share the file.
 """
 
@@ -37,7 +39,7 @@ from tritoncomm.step.options import DEFAULT_DENSITY, DEFAULT_SMALL, DEFAULT_VALU
 from tritoncomm.step.rules import find_rule
 
 from demo_compressor import DeMo, DeMoWorld
-from optimizer_runs import Outcome, Run, add, picture, read
+from optimizer_runs import Outcome, Run, add, chosen, picture, read
 from peers import PEERS, SparseLoCoWorld
 from power_sgd import PowerSGD, PowerSGDWorld
 from tasks import BATCHES, TASKS, WORKERS, Task
@@ -342,6 +344,10 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--dense-steps", type=int, help="dense steps at the start, instead of the default of wrap")
     parser.add_argument("--match-length", action="store_true", help="restore the length of the mean")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument(
+        "--best", action="store_true", help="train the best of each kind in the file of --json, by the seeds of --sweep"
+    )
+    parser.add_argument("--sweep", type=int, nargs="+", default=[10], help="seeds on which rates were swept")
     parser.add_argument("--json", type=Path, help="read finished runs from this file, and add new ones")
     parser.add_argument("--plot", type=Path, help="write a PNG of loss against bytes of the runs in the file of --json")
     parser.add_argument("--smoke", action="store_true", help="a few steps: only checks that the script runs")
@@ -351,6 +357,11 @@ def arguments() -> argparse.ArgumentParser:
 def runs(options: argparse.Namespace) -> Iterator[Run]:
     """Yield what to train."""
     steps = options.steps or TASKS[options.task](None, 1).steps
+    if options.best:
+        for best, *_ in chosen(read(options.json), options.sweep).values():
+            if (best.task, best.steps) == (options.task, steps):
+                yield from (replace(best, seed=seed) for seed in options.seeds)
+        return
     plain = Run(options.task, steps, options.optimizer or "muon", 0.0, "dense")
     kinds = list(peers(plain, options) if options.peer else ours(plain, options))
     for lr, kind, seed in itertools.product(options.lr, kinds, options.seeds):

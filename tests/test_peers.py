@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -168,3 +168,18 @@ def test_file_keeps_rows_of_others(runs: ModuleType, tmp_path: Path) -> None:
     assert runs.read(file, tmp_path / "none.json", None) == {first: outcomes[0], second: outcomes[0]}
     assert json.loads(file.read_text())["workers"] == 4
     assert json.loads(file.read_text())["rows"][0] == asdict(first) | outcomes[0]
+
+
+def test_best_are_trained_again(optimizers: ModuleType, runs: ModuleType, tmp_path: Path) -> None:
+    """With ``--best``, the other seeds are those of the best rate and outer step of each kind of this task."""
+    file = tmp_path / "runs.json"
+    dense = runs.Run("gpt", 1600, "adamw", 0.0, "dense", seed=10)
+    local = runs.Run("gpt", 1600, "adamw", 0.0, "updates", local_steps=30, outer_lr=0.7, outer_momentum=0.9, seed=10)
+    for kind in (dense, local, replace(local, outer_lr=1.0), replace(dense, task="demo", steps=300)):
+        for lr in (0.1, 0.2, 0.3):
+            score = abs(lr - 0.2) + kind.outer_lr
+            runs.add(file, replace(kind, lr=lr), {"score": score}, {})
+    options = optimizers.arguments().parse_args(["--best", "--json", str(file), "--seeds", "0", "1"])
+    assert list(optimizers.runs(options)) == [
+        replace(kind, lr=0.2, seed=seed) for kind in (local, dense) for seed in (0, 1)
+    ]
