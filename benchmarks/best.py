@@ -207,27 +207,42 @@ def errors_of(found: Sequence[Entry], paces: Paces) -> list[dict[str, Any]]:
 
 
 def picture(found: Sequence[Entry], paces: Paces, path: Path) -> None:
-    """Write a PNG: loss against bytes, and against seconds at 100 Mbit/s where the seconds are known."""
+    """Write a PNG: the loss against bytes, and against seconds on one network where the seconds of steps are known."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
+    styles = {
+        entry.name: {"color": "black" if entry.method == Method("dense") else f"C{number % 10}", "marker": marker}
+        for number, entry in enumerate(found)
+        for marker in ("o", "s", "^")[number // 10 % 3]
+    }
     with mpl.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
-        figure = Figure(figsize=(13, 5.4), layout="constrained")
-        left, right = figure.subplots(1, 2)
-        optimizer_runs.draw(left, {entry.name: list(entry.outcomes.values()) for entry in found})
-        dense = dense_of(found)
-        if dense:
-            right.axhline(TARGET * dense.mean("score"), color="0.6", linewidth=0.8, linestyle=":")
-        for number, entry in enumerate([] if paces.is_empty else found):
-            steps, losses = mean_curve(entry)
-            seconds = [seconds_after(entry, step, paces, RATES[PICTURED])[0] for step in steps]
-            style = {"color": "black"} if entry is dense else {"color": f"C{number % 10}"}
-            right.plot(seconds[1:], losses[1:], "-" if number < 10 else "--", linewidth=1.2, label=entry.name, **style)  # noqa: PLR2004
-        right.set(xscale="log", xlabel=f"seconds of training at {PICTURED}", ylabel="validation loss (nats per byte)")
-        right.grid(alpha=0.25)
-        if not paces.is_empty:
-            right.legend(frameon=False, fontsize=7)
+        figure = Figure(figsize=(6.5 if paces.is_empty else 12, 5.6), layout="constrained")
+        left, *others = figure.subplots(1, 1 if paces.is_empty else 2, squeeze=False)[0]
+        groups = {entry.name: list(entry.outcomes.values()) for entry in found}
+        optimizer_runs.draw(left, groups, {name: {"fmt": "", **style} for name, style in styles.items()})
+        for axes in others:
+            _against_seconds(axes, found, paces, styles)
+        handles, names = figure.axes[-1].get_legend_handles_labels()
+        figure.legend(handles, names, loc="outside lower center", ncols=3, frameon=False, fontsize=8)
         figure.savefig(path, dpi=130, format="png")
+
+
+def _against_seconds(axes: Any, found: Sequence[Entry], paces: Paces, styles: dict[str, dict[str, Any]]) -> None:
+    """Draw the mean loss of each method against seconds of training, and the target, which is the same for all."""
+    dense = dense_of(found)
+    if dense:
+        axes.axhline(TARGET * dense.mean("score"), color="0.6", linewidth=0.8, linestyle=":")
+    for entry in found:
+        steps, losses = mean_curve(entry)
+        seconds = [seconds_after(entry, step, paces, RATES[PICTURED])[0] for step in steps]
+        axes.plot(
+            seconds[1:], losses[1:], linewidth=1.2, markevery=[-1], markersize=5, label=entry.name, **styles[entry.name]
+        )
+    axes.set(xscale="log", xlabel=f"seconds of training at {PICTURED}", ylabel="validation loss (nats per byte)")
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.xaxis.set_minor_formatter(lambda value, _: f"{value:g}" if f"{value:g}"[0] in "25" else "")
+    axes.grid(alpha=0.25)
 
 
 def mean_curve(entry: Entry) -> tuple[list[float], list[float]]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import fcntl
 import json
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from training import WARMUP_SHARE
@@ -124,11 +125,14 @@ def label(run: Run) -> str:
         return f"{run.optimizer}, gradients, {how}"
     if how is None:
         how = run.values if run.method == "quantized" else run.method
+    if run.method == "dense" and run.local_steps > 1:
+        how = "DiLoCo"
+    if run.decay != 1 and run.method != "sparseloco":
+        how = f"MuLoCo, {how}"
     steps = "" if run.local_steps == 1 else f", {run.local_steps} local steps"
     plain = run.outer_momentum == 0 and run.outer_lr == 1
     outer = "" if plain else f", outer {run.outer_lr:g} and {run.outer_momentum:g}"
-    decay = "" if run.decay == 1 else f", decay {run.decay:g}"
-    return f"{run.optimizer}, updates, {how}{steps}{outer}{decay}"
+    return f"{run.optimizer}, updates, {how}{steps}{outer}"
 
 
 def picture(results: Results, path: Path) -> None:
@@ -143,11 +147,14 @@ def picture(results: Results, path: Path) -> None:
         figure = Figure(figsize=(8, 4.6), layout="constrained")
         axes = figure.subplots()
         draw(axes, groups)
+        axes.legend(frameon=False, fontsize=8)
         figure.savefig(path, dpi=130, format="png")
 
 
-def draw(axes: Any, groups: dict[str, list[Outcome]]) -> None:
-    """Draw the loss of ``groups`` against bytes. Dense ones are horizontal lines."""
+def draw(
+    axes: Any, groups: dict[str, list[Outcome]], styles: Mapping[str, dict[str, Any]] = MappingProxyType({})
+) -> None:
+    """Draw the loss of ``groups`` against bytes. Dense ones are horizontal lines. ``styles`` are those of others."""
     for name, outcomes in sorted(groups.items(), key=lambda pair: -pair[1][0]["kilobytes"]):
         scores = [outcome["score"] for outcome in outcomes]
         mean, kilobytes = statistics.fmean(scores), _mean(each["kilobytes"] for each in outcomes)
@@ -157,11 +164,11 @@ def draw(axes: Any, groups: dict[str, list[Outcome]]) -> None:
             axes.annotate(text, place, xycoords=("axes fraction", "data"), fontsize=8, va="bottom")
             continue
         spread = [[mean - min(scores)], [max(scores) - mean]]
-        axes.errorbar(kilobytes, mean, yerr=spread, fmt="o", markersize=5, label=name)
+        style = {"fmt": "o", "markersize": 5} | styles.get(name, {})
+        axes.errorbar(kilobytes, mean, yerr=spread, label=name, **style)
     axes.set(xscale="log", xlabel="kB per step and worker", ylabel="validation loss (nats per byte)")
     axes.set_xticks(_TICKS, [f"{tick:g}" for tick in _TICKS])
     axes.minorticks_off()
-    axes.legend(frameon=False, fontsize=8)
     axes.grid(alpha=0.25)
 
 

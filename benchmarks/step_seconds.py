@@ -22,7 +22,10 @@ from optimizer_runs import Outcome, Run
 from race_methods import Contender
 from race_results import Row, Rows
 
-_IGNORED = ("door", "warmup_steps", "bucket_mb", "lr", "momentum", "outer_lr", "outer_momentum", "match_length")
+_IGNORED = (
+    *("door", "bucket_mb", "warmup_steps", "rate"),
+    *("lr", "momentum", "outer_lr", "outer_momentum", "match_length"),
+)
 _WORK_OF = "oktopk"
 
 

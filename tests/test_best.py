@@ -140,6 +140,7 @@ def test_runs_and_contenders_match(best: ModuleType) -> None:
     )
     updates = replace(run, exchange="updates", local_steps=30)
     sparse = replace(run, exchange="gradients", method="oktopk", values="4bit", density=0.03, dense_steps=20)
+    muon: dict[str, Any] = {"optimizer": "muon", "method": "quantized", "density": 1.0}
     pairs = {
         "dense": run,
         "powersgd:rank=8": replace(sparse, method="powersgd", count=8, density=1.0, values="fp32"),
@@ -147,6 +148,9 @@ def test_runs_and_contenders_match(best: ModuleType) -> None:
         "oktopk:warmup_steps=20": sparse,
         "oktopk:density=0.01,door=ddp": replace(sparse, density=0.01),
         "quantized:values=2bit": replace(sparse, method="quantized", values="2bit", density=1.0),
+        "dense:optimizer=muon,rate=0.04": replace(run, optimizer="muon"),
+        "quantized:optimizer=muon,warmup_steps=20": replace(updates, **muon, values="1bit", local_steps=1),
+        "quantized:optimizer=muon,local_steps=30,values=2bit": replace(updates, **muon, values="2bit"),
     }
     for text, each in pairs.items():
         assert best.Method.of_contender(contender(text)) == best.Method.of_run(each), text
