@@ -179,6 +179,24 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def sweep_table(results: Results, task: str, sweep: Sequence[int]) -> str:
+    """Return what was swept of each method of ``task`` as Markdown, the best first."""
+    lines = ["| method | rate, and rate and momentum of the outer step: mean loss |", "|---|---|"]
+    for swept in optimizer_runs.chosen(results, sweep).values():
+        cells = []
+        for run in swept:
+            loss = statistics.fmean(results[replace(run, seed=seed)]["score"] for seed in sweep)
+            cells.append(f"{_settings(run)}: {loss:.3f}")
+        if swept[0].task == task:
+            lines.append(f"| {named(swept[0])} | {'; '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _settings(run: Run) -> str:
+    outer = "" if run.outer_lr == 1 and run.outer_momentum == 0 else f", {run.outer_lr:g} and {run.outer_momentum:g}"
+    return f"{run.lr:g}{outer}{', length restored' if run.match_length else ''}"
+
+
 def _time(row: dict[str, Any], name: str) -> str:
     found = row["seconds"][name]
     if row["steps_to_target"] is None:
@@ -280,6 +298,7 @@ def main() -> None:
     options = arguments().parse_args()
     results = smoke_results() if options.smoke else optimizer_runs.read(*options.runs)
     found = entries(results, options.task, options.sweep)
+    print(f"Sweep on seeds {options.sweep}:\n\n{sweep_table(results, options.task, options.sweep)}\n", flush=True)
     if not found:
         raise SystemExit(f"no method of {options.task} was swept and then trained with other seeds")
     steps = TASKS[options.task](None, 1).steps

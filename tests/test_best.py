@@ -74,6 +74,8 @@ def test_the_best_is_chosen_on_the_seeds_of_the_sweep(best: ModuleType) -> None:
     assert best.entries(results, "gpt", [10, 11]) == []
     (swept,) = best.optimizer_runs.chosen(results, [10, 11]).values()
     assert [(run.lr, run.outer_lr) for run in swept] == [(0.2, 0.7), (0.2, 1.0), (0.1, 1.0), (0.4, 1.0)]
+    shown = "| 0.2, 0.7 and 0: 1.900; 0.2: 2.000; 0.1: 2.100; 0.4: 2.300 |"
+    assert best.sweep_table(results, "demo", [10, 11]).endswith(shown)
 
 
 def test_a_rate_at_the_end_of_the_sweep_is_marked(best: ModuleType) -> None:
