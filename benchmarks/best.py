@@ -132,7 +132,7 @@ def figures(found: Sequence[Entry], paces: Paces) -> list[dict[str, Any]]:
         known = [each for each in steps.values() if each is not None]
         row: dict[str, Any] = {
             "task": entry.run.task, "method": entry.name, "lr": entry.run.lr, "lr_is_at_end_of_sweep": entry.at_end,
-            "outer_lr": entry.run.outer_lr, "outer_momentum": entry.run.outer_momentum,
+            "schedule": entry.run.schedule, "outer_lr": entry.run.outer_lr, "outer_momentum": entry.run.outer_momentum,
             "match_length": entry.run.match_length, "seeds": sorted(entry.outcomes), "score": statistics.fmean(scores),
             "kilobytes": entry.mean("kilobytes"), "reached": len(known),
             "steps_to_target": statistics.fmean(known) if known else None,
@@ -167,7 +167,9 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
         steps = "never" if row["steps_to_target"] is None else f"{row['steps_to_target']:.0f}{some}"
         cells = [
             row["method"],
-            f"{row['lr']:g}" + (" (end)" if row["lr_is_at_end_of_sweep"] else ""),
+            f"{row['lr']:g}"
+            + (" constant" if row["schedule"] == "constant" else "")
+            + (" (end)" if row["lr_is_at_end_of_sweep"] else ""),
             "" if plain else f"{row['outer_lr']:g} and {row['outer_momentum']:g}",
             f"{row['gap']:+.1f} % ({low:+.1f} to {high:+.1f})" if "gap" in row else "-",
             f"{row['kilobytes']:.3g}" if row["kilobytes"] < 1000 else f"{row['kilobytes']:.0f}",  # noqa: PLR2004
@@ -194,7 +196,8 @@ def sweep_table(results: Results, task: str, sweep: Sequence[int]) -> str:
 
 def _settings(run: Run) -> str:
     outer = "" if run.outer_lr == 1 and run.outer_momentum == 0 else f", {run.outer_lr:g} and {run.outer_momentum:g}"
-    return f"{run.lr:g}{outer}{', length restored' if run.match_length else ''}"
+    constant = " constant" if run.schedule == "constant" else ""
+    return f"{run.lr:g}{constant}{outer}{', length restored' if run.match_length else ''}"
 
 
 def _time(row: dict[str, Any], name: str) -> str:

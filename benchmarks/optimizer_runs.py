@@ -24,7 +24,8 @@ class Run:
     ``method`` is how ``exchange`` travels, and ``values`` and ``density`` are its settings. ``count`` is the rank of
     PowerSGD, and the number of entries per chunk of DeMo and SparseLoCo. ``dense_steps`` is the number of dense
     exchanges of gradients at the start, and ``dense_values`` their format. ``decay`` multiplies residuals before an
-    exchange of updates.
+    exchange of updates. After a warm-up, the learning rate of the ``schedule`` "cosine" falls to 0, and that of
+    "constant" stays.
     """
 
     task: str
@@ -44,6 +45,7 @@ class Run:
     decay: float = 1.0
     dense_steps: int = 0
     dense_values: str = "fp32"
+    schedule: str = "cosine"
 
     @property
     def sends_gradients(self) -> bool:
@@ -54,11 +56,17 @@ class Run:
 
 Outcome = dict[str, Any]  # the columns that a run adds to a row
 Results = dict[Run, Outcome]
-_SWEPT: dict[str, Any] = {"lr": 0.0, "outer_lr": 1.0, "outer_momentum": 0.0, "match_length": False}
+_SWEPT: dict[str, Any] = {
+    "lr": 0.0,
+    "outer_lr": 1.0,
+    "outer_momentum": 0.0,
+    "match_length": False,
+    "schedule": "cosine",
+}
 
 
 def kind(run: Run) -> Run:
-    """Return ``run`` without its seed and what is swept: the learning rate, and how a mean of updates is applied."""
+    """Return ``run`` without its seed and what is swept: rate and schedule, and how a mean of updates is applied."""
     return replace(run, seed=0, **_SWEPT)
 
 

@@ -1,8 +1,8 @@
 """Train with several optimizers, and compare the exchange of gradients, the exchange of updates, and dense.
 
 Four simulated workers train the byte-level GPT of ``training.py``, or the model of the demo. The score is the
-validation loss in nats per byte. Rates follow a linear warm-up and half a cosine. Bytes are those that the busiest
-worker sends per step, over the whole run.
+validation loss in nats per byte. Rates follow a linear warm-up, and then half a cosine or nothing. Bytes are those that
+the busiest worker sends per step, over the whole run.
 
 ``dense`` averages gradients. ``gradients`` exchanges them by Ok-Topk, as :func:`tritoncomm.wrap` does for optimizers
 with a rule. ``updates`` lets every worker take ``--local-steps`` steps of its own optimizer, and exchanges what they
@@ -291,7 +291,9 @@ def train(run: Run, batches: int = BATCHES) -> Outcome:
     parts, sent = list(exchanges(run, workers)), [Sent() for _ in workers[0].optimizers]
     curve, at_start = [], 0
     for step in range(run.steps):
-        rate = min(1.0, (step + 1) / (run.steps * LR_WARMUP_SHARE)) * 0.5 * (1 + math.cos(math.pi * step / run.steps))
+        rate = min(1.0, (step + 1) / (run.steps * LR_WARMUP_SHARE))
+        if run.schedule == "cosine":
+            rate = rate * 0.5 * (1 + math.cos(math.pi * step / run.steps))
         for rank, worker in enumerate(workers):
             worker.set_rate(rate)
             worker.backward(task, run.seed, step, rank)
@@ -329,6 +331,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=int, help="steps, instead of the task's default")
     parser.add_argument("--optimizer", choices=list(OPTIMIZERS), help="muon, or that of the peer, unless given")
     parser.add_argument("--lr", type=float, nargs="+", default=[0.02], help="highest learning rates")
+    parser.add_argument("--schedule", default="cosine", choices=["cosine", "constant"], help="rates after the warm-up")
     parser.add_argument("--peer", nargs="+", choices=list(PEERS), help="train these, instead of what --exchange says")
     parser.add_argument(
         "--exchange", nargs="+", default=["dense", "updates"], choices=["dense", "gradients", "updates"]
@@ -362,7 +365,7 @@ def runs(options: argparse.Namespace) -> Iterator[Run]:
             if (best.task, best.steps) == (options.task, steps):
                 yield from (replace(best, seed=seed) for seed in options.seeds)
         return
-    plain = Run(options.task, steps, options.optimizer or "muon", 0.0, "dense")
+    plain = Run(options.task, steps, options.optimizer or "muon", 0.0, "dense", schedule=options.schedule)
     kinds = list(peers(plain, options) if options.peer else ours(plain, options))
     for lr, kind, seed in itertools.product(options.lr, kinds, options.seeds):
         yield replace(kind, lr=lr, seed=seed)

@@ -170,6 +170,20 @@ def test_file_keeps_rows_of_others(runs: ModuleType, tmp_path: Path) -> None:
     assert json.loads(file.read_text())["rows"][0] == asdict(first) | outcomes[0]
 
 
+@pytest.mark.parametrize(("schedule", "shares"), [("cosine", [1.0, 0.5, 0.0]), ("constant", [1.0, 1.0, 1.0])])
+def test_schedule(
+    optimizers: ModuleType, runs: ModuleType, monkeypatch: pytest.MonkeyPatch, schedule: str, shares: list[float]
+) -> None:
+    """After a tenth of the steps, the rate falls by half a cosine, or stays."""
+    found: list[float] = []
+    monkeypatch.setattr(optimizers.Worker, "set_rate", lambda _, share: found.append(share))
+    run = runs.Run("gpt", 20, "sgd", 0.01, "dense", schedule=schedule)
+    optimizers.train(run, 1)
+    rates = found[:: optimizers.WORKERS]
+    assert rates[0] == pytest.approx(0.5, abs=0.01)
+    assert [rates[1], rates[10], rates[19]] == pytest.approx(shares, abs=0.01)
+
+
 def test_best_are_trained_again(optimizers: ModuleType, runs: ModuleType, tmp_path: Path) -> None:
     """With ``--best``, the other seeds are those of the best rate and outer step of each kind of this task."""
     file = tmp_path / "runs.json"
