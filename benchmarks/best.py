@@ -153,7 +153,12 @@ def figures(found: Sequence[Entry], paces: Paces) -> list[dict[str, Any]]:
             for name, rate in RATES.items()
         }
         rows.append(row)
-    return sorted(rows, key=lambda row: (row["seconds"][PICTURED] or {"mean": math.inf})["mean"])
+
+    def place(row: dict[str, Any]) -> tuple[float, float]:
+        seconds = row["seconds"][PICTURED]
+        return seconds["mean"] if seconds else math.inf, row["steps_to_target"] or math.inf
+
+    return sorted(rows, key=place)
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:

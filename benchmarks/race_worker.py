@@ -43,6 +43,7 @@ class Task:
 
 TASKS = {
     "demo": Task(Shape(), demo_run.Settings().steps),
+    "gpt": Task(Shape(context=32, width=64, layers=2, heads=2), 1600, rows=16),
     "gpt10m": Task(Shape(width=384, layers=6, heads=6), 300, validation_batches=16, validation_rows=8),
     "tiny": Task(Shape(context=16, width=32, layers=1, heads=1), 6, rows=2, validation_batches=4),  # for --smoke
 }

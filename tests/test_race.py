@@ -8,6 +8,7 @@ import importlib
 import json
 
 import pytest
+import torch
 
 from pages import ROOT
 
@@ -74,6 +75,22 @@ def test_rate(module) -> None:
         "dense": [1e-3], "dense:rate=0.004": [0.004],
         "dense:optimizer=muon": [0.02, 2e-3], "dense:optimizer=muon,rate=0.04": [0.04, 4e-3],
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["demo", "gpt"])
+def test_tasks_are_those_of_simulated_runs(module, name: str) -> None:
+    """A task of the race has the model, the steps and the batches of the task of that name in tasks.py."""
+    pytest.importorskip("sklearn", reason="needs the extra 'benchmarks'")
+    worker, task = module("race_worker"), module("tasks").TASKS[name](None, 1)
+    own = worker.TASKS[name]
+    torch.manual_seed(0)
+    simulated = task.model()
+    torch.manual_seed(0)
+    model = worker.ByteGPT(own.shape)
+    assert own.steps == task.steps
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), simulated.parameters(), strict=True))
+    rows = worker.batch(worker.standard_library().train, own.rows, own.shape.context, 3, 5, 1)
+    assert model(rows).item() == task.loss(simulated, 3, 5, 1).item()
 
 
 def test_networks(module) -> None:
