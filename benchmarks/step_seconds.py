@@ -5,8 +5,10 @@ density, format, rank and local steps. The number of dense steps at the start ma
 measured apart from those of the others.
 
 The estimate is the seconds of a step that exchanges nothing, what the machine works for an exchange, the bytes over the
-rate, and a latency for each message. The work is what steps of the method take longer on the fastest network. A method
-that is not measured there counts with the work of Ok-Topk, in the steps that exchange.
+rate, and a latency for each message. Bytes count times what the kernel counts more in dense training at that rate than
+on the fastest network, where it counts packets before they are cut: headers and acknowledgements. The work is what
+steps of the method take longer on the fastest network. A method that is not measured there counts with the work of
+Ok-Topk, in the steps that exchange.
 """
 
 from __future__ import annotations
@@ -108,7 +110,8 @@ class Paces:
     def estimate(self, method: Method, kilobytes: float, messages: float, rate: float) -> float:
         """Return the estimated seconds of a step in which each worker sends this much."""
         latency = _mean(self._all(lambda _, at: at == self._nearest(rate)), lambda row: row.latency)
-        return self._alone(method) + self._work(method) + kilobytes * 8e3 / rate + messages * latency
+        transfer = kilobytes * self._overhead(rate) * 8e3 / rate
+        return self._alone(method) + self._work(method) + transfer + messages * latency
 
     def errors(self, sent: dict[Method, Outcome]) -> list[tuple[Method, float, float, float]]:
         """Return the method, the rate, and the measured and estimated seconds of each measured step but the fastest.
@@ -130,6 +133,16 @@ class Paces:
 
     def _nearest(self, rate: float) -> float:
         return min((at for _, at in self._rows), key=lambda at: abs(at - rate))
+
+    def _overhead(self, rate: float) -> float:
+        """Return the bytes that the kernel counts in dense training at ``rate``, over those on the fastest network."""
+        dense = Method("dense")
+        rows, fastest = (self._rows.get((dense, at)) for at in (self._nearest(rate), self._fastest))
+        if not rows or not fastest:
+            return 1.0
+        return _mean(rows, lambda row: row.kilobytes_after_warmup) / _mean(
+            fastest, lambda row: row.kilobytes_after_warmup
+        )
 
     def _all(self, fits: Callable[[Method, float], bool]) -> list[Row]:
         return [row for key, rows in self._rows.items() if fits(*key) for row in rows]

@@ -134,6 +134,15 @@ def test_estimates_are_held_against_what_is_measured(best: ModuleType, paces: An
     assert "| dense adamw 1 | 10 |" in best.error_table(list(errors.values()))
 
 
+def test_estimates_have_headers(best: ModuleType) -> None:
+    """What the kernel counts more for dense on a slow network than on the fastest one, others send more, too."""
+    rows = [row(best, "dense", rate, kilobytes, 1.0, 1.0) for rate, kilobytes in ((1e7, 5500), (1e9, 5000))]
+    paces = best.Paces({each.cell: each for each in rows}, "demo", 4, 300)
+    for rate, factor in ((1e7, 1.1), (2e7, 1.1), (1e9, 1.0)):
+        found = paces.estimate(best.Method("demo"), 100, 0, rate)
+        assert found == pytest.approx(ALONE + factor * 100 * 8e3 / rate)
+
+
 def test_runs_and_contenders_match(best: ModuleType) -> None:
     """A run of the harness and a text of the race that mean the same method are equal, whatever their rates are."""
     contender, run = (
