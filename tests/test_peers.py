@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import json
 from dataclasses import asdict, replace
@@ -96,19 +97,26 @@ def test_every_peer_trains(optimizers: ModuleType, peers: ModuleType, name: str)
     assert outcome["kilobytes_after_start"] == pytest.approx(KILOBYTES[name], rel=0.01)
 
 
-def test_decay_forgets(optimizers: ModuleType, runs: ModuleType) -> None:
-    """Residuals are multiplied by the decay before an exchange, those of both kinds of worlds."""
-    for method, settings in (("quantized", {"values": "2bit"}), ("sparseloco", {"count": 64})):
-        run = runs.Run("gpt", 9, "sgd", 0.1, "updates", method, decay=0.5, local_steps=3, **settings)
-        model = optimizers.TASKS["gpt"](9, 1).model()
-        workers = [optimizers.Worker(model, run)]
-        (exchange,) = optimizers.exchanges(run, workers)
+@pytest.mark.parametrize("method", ["quantized", "sparseloco"])
+def test_decay_forgets(optimizers: ModuleType, runs: ModuleType, method: str) -> None:
+    """An exchange delivers and keeps the residuals times the decay, and what has changed: here nothing."""
+    settings = {"quantized": {"values": "2bit"}, "sparseloco": {"count": 64}}[method]
+    run = runs.Run("gpt", 9, "sgd", 0.1, "updates", method, decay=0.5, local_steps=3, **settings)
+    model = optimizers.TASKS["gpt"](9, 1).model()
+    workers = [optimizers.Worker(copy.deepcopy(model), run) for _ in range(optimizers.WORKERS)]
+    (exchange,) = optimizers.exchanges(run, workers)
+
+    def residuals() -> list[torch.Tensor]:
         world = exchange.world
-        kept = [world.residuals] if method == "sparseloco" else [each.residual for each in world.workers]
-        for each in kept:
-            each.fill_(2.0)
-        exchange._decay()
-        assert all((each == 1.0).all() for each in kept)
+        return list(world.residuals) if method == "sparseloco" else [each.residual for each in world.workers]
+
+    for residual in residuals():
+        residual.fill_(0.25)
+    before = exchange.anchor.clone()
+    with torch.no_grad():
+        exchange.merge(optimizers.Sent())
+    total = len(workers) * (before - exchange.anchor) + sum(residuals())
+    torch.testing.assert_close(total, torch.full_like(total, len(workers) * 0.125), rtol=0, atol=1e-5)
 
 
 def test_start_is_that_of_wrap(optimizers: ModuleType) -> None:
