@@ -5,14 +5,15 @@ from __future__ import annotations
 import fcntl
 import json
 import statistics
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from training import WARMUP_SHARE
 
-_TICKS = 1, 2, 5, 10, 20, 50, 100  # kilobytes
+_TICKS = 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000  # kilobytes
 _SPARSE_START = "8bit"
 
 
@@ -23,7 +24,8 @@ class Run:
     ``method`` is how ``exchange`` travels, and ``values`` and ``density`` are its settings. ``count`` is the rank of
     PowerSGD, and the number of entries per chunk of DeMo and SparseLoCo. ``dense_steps`` is the number of dense
     exchanges of gradients at the start, and ``dense_values`` their format. ``decay`` multiplies residuals before an
-    exchange of updates.
+    exchange of updates. After a warm-up, the learning rate of the ``schedule`` "cosine" falls to 0, and that of
+    "constant" stays.
     """
 
     task: str
@@ -43,6 +45,7 @@ class Run:
     decay: float = 1.0
     dense_steps: int = 0
     dense_values: str = "fp32"
+    schedule: str = "cosine"
 
     @property
     def sends_gradients(self) -> bool:
@@ -53,6 +56,33 @@ class Run:
 
 Outcome = dict[str, Any]  # the columns that a run adds to a row
 Results = dict[Run, Outcome]
+_SWEPT: dict[str, Any] = {
+    "lr": 0.0,
+    "outer_lr": 1.0,
+    "outer_momentum": 0.0,
+    "match_length": False,
+    "schedule": "cosine",
+}
+
+
+def kind(run: Run) -> Run:
+    """Return ``run`` without its seed and what is swept: rate and schedule, and how a mean of updates is applied."""
+    return replace(run, seed=0, **_SWEPT)
+
+
+def chosen(results: Results, sweep: Sequence[int]) -> dict[Run, list[Run]]:
+    """Return what was swept of each kind, best first, with seed 0: by the mean score of the seeds ``sweep``.
+
+    What has not been trained with all of these seeds is left out.
+    """
+    scores: dict[Run, list[float]] = {}
+    for run, outcome in results.items():
+        if run.seed in sweep:
+            scores.setdefault(replace(run, seed=0), []).append(outcome["score"])
+    found: dict[Run, list[Run]] = {}
+    for run in sorted((run for run in scores if len(scores[run]) == len(sweep)), key=lambda run: _mean(scores[run])):
+        found.setdefault(kind(run), []).append(run)
+    return found
 
 
 def read(*paths: Path | None) -> Results:
@@ -103,11 +133,14 @@ def label(run: Run) -> str:
         return f"{run.optimizer}, gradients, {how}"
     if how is None:
         how = run.values if run.method == "quantized" else run.method
+    if run.method == "dense" and run.local_steps > 1:
+        how = "DiLoCo"
+    if run.decay != 1 and run.method != "sparseloco":
+        how = f"MuLoCo, {how}"
     steps = "" if run.local_steps == 1 else f", {run.local_steps} local steps"
     plain = run.outer_momentum == 0 and run.outer_lr == 1
     outer = "" if plain else f", outer {run.outer_lr:g} and {run.outer_momentum:g}"
-    decay = "" if run.decay == 1 else f", decay {run.decay:g}"
-    return f"{run.optimizer}, updates, {how}{steps}{outer}{decay}"
+    return f"{run.optimizer}, updates, {how}{steps}{outer}"
 
 
 def picture(results: Results, path: Path) -> None:
@@ -122,11 +155,14 @@ def picture(results: Results, path: Path) -> None:
         figure = Figure(figsize=(8, 4.6), layout="constrained")
         axes = figure.subplots()
         draw(axes, groups)
+        axes.legend(frameon=False, fontsize=8)
         figure.savefig(path, dpi=130, format="png")
 
 
-def draw(axes: Any, groups: dict[str, list[Outcome]]) -> None:
-    """Draw the loss of ``groups`` against bytes. Dense ones are horizontal lines."""
+def draw(
+    axes: Any, groups: dict[str, list[Outcome]], styles: Mapping[str, dict[str, Any]] = MappingProxyType({})
+) -> None:
+    """Draw the loss of ``groups`` against bytes. Dense ones are horizontal lines. ``styles`` are those of others."""
     for name, outcomes in sorted(groups.items(), key=lambda pair: -pair[1][0]["kilobytes"]):
         scores = [outcome["score"] for outcome in outcomes]
         mean, kilobytes = statistics.fmean(scores), _mean(each["kilobytes"] for each in outcomes)
@@ -136,11 +172,11 @@ def draw(axes: Any, groups: dict[str, list[Outcome]]) -> None:
             axes.annotate(text, place, xycoords=("axes fraction", "data"), fontsize=8, va="bottom")
             continue
         spread = [[mean - min(scores)], [max(scores) - mean]]
-        axes.errorbar(kilobytes, mean, yerr=spread, fmt="o", markersize=5, label=name)
+        style = {"fmt": "o", "markersize": 5} | styles.get(name, {})
+        axes.errorbar(kilobytes, mean, yerr=spread, label=name, **style)
     axes.set(xscale="log", xlabel="kB per step and worker", ylabel="validation loss (nats per byte)")
     axes.set_xticks(_TICKS, [f"{tick:g}" for tick in _TICKS])
     axes.minorticks_off()
-    axes.legend(frameon=False, fontsize=8)
     axes.grid(alpha=0.25)
 
 

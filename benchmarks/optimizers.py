@@ -1,8 +1,8 @@
 """Train with several optimizers, and compare the exchange of gradients, the exchange of updates, and dense.
 
 Four simulated workers train the byte-level GPT of ``training.py``, or the model of the demo. The score is the
-validation loss in nats per byte. Rates follow a linear warm-up and half a cosine. Bytes are those that the busiest
-worker sends per step, over the whole run.
+validation loss in nats per byte. Rates follow a linear warm-up, and then half a cosine or nothing. Bytes are those that
+the busiest worker sends per step, over the whole run.
 
 ``dense`` averages gradients. ``gradients`` exchanges them by Ok-Topk, as :func:`tritoncomm.wrap` does for optimizers
 with a rule. ``updates`` lets every worker take ``--local-steps`` steps of its own optimizer, and exchanges what they
@@ -12,6 +12,8 @@ have changed (:mod:`tritoncomm.step.updates`). With a single local step, the Ada
 ``curve`` is the loss on a few batches at about 30 steps, the same batches for all runs of a task. With local steps,
 these steps are exchanges. ``kilobytes_after_start`` leaves out the dense steps at the start, and ``messages`` is the
 number that the busiest worker sends per step.
+
+With ``--best``, the seeds are trained with the rate and the outer setting that were best in the runs of the file.
 
 Every finished run is added to the file of ``--json``, and is not repeated. Several processes may share the file.
 """
@@ -44,7 +46,7 @@ from tritoncomm.step.options import (
 from tritoncomm.step.rules import find_rule
 
 from demo_compressor import DeMo, DeMoWorld
-from optimizer_runs import Outcome, Run, add, picture, read
+from optimizer_runs import Outcome, Run, add, chosen, picture, read
 from peers import PEERS, SparseLoCoWorld
 from power_sgd import PowerSGD, PowerSGDWorld
 from tasks import BATCHES, TASKS, WORKERS, Task
@@ -296,7 +298,9 @@ def train(run: Run, batches: int = BATCHES) -> Outcome:
     parts, sent = list(exchanges(run, workers)), [Sent() for _ in workers[0].optimizers]
     curve, at_start = [], 0
     for step in range(run.steps):
-        rate = min(1.0, (step + 1) / (run.steps * LR_WARMUP_SHARE)) * 0.5 * (1 + math.cos(math.pi * step / run.steps))
+        rate = min(1.0, (step + 1) / (run.steps * LR_WARMUP_SHARE))
+        if run.schedule == "cosine":
+            rate = rate * 0.5 * (1 + math.cos(math.pi * step / run.steps))
         for rank, worker in enumerate(workers):
             worker.set_rate(rate)
             worker.backward(task, run.seed, step, rank)
@@ -334,6 +338,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=int, help="steps, instead of the task's default")
     parser.add_argument("--optimizer", choices=list(OPTIMIZERS), help="muon, or that of the peer, unless given")
     parser.add_argument("--lr", type=float, nargs="+", default=[0.02], help="highest learning rates")
+    parser.add_argument("--schedule", default="cosine", choices=["cosine", "constant"], help="rates after the warm-up")
     parser.add_argument("--peer", nargs="+", choices=list(PEERS), help="train these, instead of what --exchange says")
     parser.add_argument(
         "--exchange", nargs="+", default=["dense", "updates"], choices=["dense", "gradients", "updates"]
@@ -349,6 +354,10 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--dense-steps", type=int, help="dense steps at the start, instead of the default of wrap")
     parser.add_argument("--match-length", action="store_true", help="restore the length of the mean")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument(
+        "--best", action="store_true", help="train the best of each kind in the file of --json, by the seeds of --sweep"
+    )
+    parser.add_argument("--sweep", type=int, nargs="+", default=[10], help="seeds on which rates were swept")
     parser.add_argument("--json", type=Path, help="read finished runs from this file, and add new ones")
     parser.add_argument("--plot", type=Path, help="write a PNG of loss against bytes of the runs in the file of --json")
     parser.add_argument("--smoke", action="store_true", help="a few steps: only checks that the script runs")
@@ -358,7 +367,12 @@ def arguments() -> argparse.ArgumentParser:
 def runs(options: argparse.Namespace) -> Iterator[Run]:
     """Yield what to train."""
     steps = options.steps or TASKS[options.task](None, 1).steps
-    plain = Run(options.task, steps, options.optimizer or "muon", 0.0, "dense")
+    if options.best:
+        for best, *_ in chosen(read(options.json), options.sweep).values():
+            if (best.task, best.steps) == (options.task, steps):
+                yield from (replace(best, seed=seed) for seed in options.seeds)
+        return
+    plain = Run(options.task, steps, options.optimizer or "muon", 0.0, "dense", schedule=options.schedule)
     kinds = list(peers(plain, options) if options.peer else ours(plain, options))
     for lr, kind, seed in itertools.product(options.lr, kinds, options.seeds):
         yield replace(kind, lr=lr, seed=seed)

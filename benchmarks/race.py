@@ -13,6 +13,9 @@ Real processes train on real sockets. ``--network`` says where, and may be repea
 ``oktopk:door=wrap,density=0.03,values=4bit``. ``door`` is the kind of module: wrap (a plain one), ddp or fsdp. All
 other settings are arguments of ``wrap``, with its defaults.
 
+``optimizer=muon`` lets any of them train with Muon, and AdamW beside it. ``rate`` is the highest learning rate. Our
+methods then exchange updates, as they do with local steps: ``quantized:optimizer=muon,local_steps=4``.
+
 All train the same model on the same batches. Methods with dense steps at the start take 2 % of the steps. Columns:
 
 * ``ms per step``: mean, without the dense steps at the start. ``compute`` is forward and backward, ``select`` what our
@@ -64,8 +67,11 @@ from race_worker import TASKS, Cell, Settings
 RIVALS = ("dense", "fp16", "powersgd:rank=4", "powersgd:rank=8", "diloco:steps=30", "diloco:steps=30,lr=1,momentum=0")
 OURS = ("oktopk", "spardl", "oktopk:door=ddp")
 SMOKE = (
-    ["dense", "fp16", "powersgd:rank=1", "diloco:steps=2"],
-    ["oktopk:values=8bit", "spardl:door=ddp", "oktopk:door=fsdp"],
+    ["dense", "fp16", "powersgd:rank=1", "diloco:steps=2", "dense:optimizer=muon,rate=0.04"],
+    [
+        *("oktopk:values=8bit", "spardl:door=ddp", "oktopk:door=fsdp"),
+        *("quantized:optimizer=muon", "quantized:optimizer=muon,local_steps=4"),
+    ],
 )
 TIMEOUT = timedelta(minutes=10)  # of a wait for another worker: a dense exchange on a slow link takes long
 _FIELDS = {"namespaces": ("workers", "rate", "delay"), "loopback": ("workers",), "torchrun": ("rate",)}

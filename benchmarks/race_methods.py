@@ -1,4 +1,4 @@
-"""The contenders of ``race.py``: dense DDP, its compressing hooks, DiLoCo, and this library's methods."""
+"""The contenders of ``race.py``: dense DDP, its compressing hooks, DiLoCo, and ours. All train with AdamW or Muon."""
 
 from __future__ import annotations
 
@@ -14,13 +14,17 @@ import tritoncomm
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
+from tritoncomm.algorithms import field_names
 from tritoncomm.demo import train as demo_run
 from tritoncomm.demo.model import ByteGPT
 from tritoncomm.scheduler import tracing
+from tritoncomm.step.optimizer_list import OptimizerList
 
 DOORS = ("wrap", "ddp", "fsdp")
+OPTIMIZERS = ("adamw", "muon")
 ONE_BUCKET = 1e6  # megabytes
-NewOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
+Optimizers = torch.optim.Optimizer | list[torch.optim.Optimizer]
+NewOptimizer = Callable[[nn.Module], Optimizers]
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,8 @@ class Contender:
         door = found.get("door", "wrap")
         if door not in DOORS:
             raise ValueError(f"door={door} is unknown: choose from {', '.join(DOORS)}")
+        if found.optimizer not in OPTIMIZERS:
+            raise ValueError(f"optimizer={found.optimizer} is unknown: choose from {', '.join(OPTIMIZERS)}")
         return found
 
     def get(self, key: str, otherwise: Any) -> Any:
@@ -57,14 +63,34 @@ class Contender:
         """Whether it is a method of this library."""
         return self.name not in RIVALS
 
+    @property
+    def optimizer(self) -> str:
+        """The optimizer, one of :data:`OPTIMIZERS`."""
+        return str(self.get("optimizer", "adamw"))
+
+    @property
+    def local_steps(self) -> int:
+        """The number of steps between two exchanges."""
+        return int(self.get("steps", DILOCO_STEPS) if self.name == "diloco" else self.get("local_steps", 1))
+
+    @property
+    def exchanges_updates(self) -> bool:
+        """Whether it is a method of this library that exchanges what steps have changed, at least those of Muon."""
+        return self.is_ours and (self.local_steps > 1 or self.optimizer == "muon")
+
     def warmup(self, steps: int) -> int:
-        """Return the number of first steps of ``steps`` that averages leave out: the dense ones. DiLoCo has none."""
-        return 0 if self.name == "diloco" else int(self.get("warmup_steps", int(steps * demo_run.WARMUP_SHARE)))
+        """Return the number of first steps of ``steps`` that averages leave out: the dense ones.
+
+        There are none with local steps, nor where ``wrap`` has none by default: all gradients travel in few bits.
+        """
+        if self.local_steps > 1 or (self.name == "quantized" and not self.exchanges_updates):
+            return 0
+        return int(self.get("warmup_steps", int(steps * demo_run.WARMUP_SHARE)))
 
     @property
     def period(self) -> int:
         """The number of steps after which the work of steps repeats, as far as it does not depend on the data."""
-        return int(self.get("steps", DILOCO_STEPS)) if self.name == "diloco" else 1
+        return self.local_steps
 
 
 def _literal(text: str) -> Any:
@@ -97,7 +123,7 @@ class Trained:
     def __init__(self, plain: nn.Module, optimizer: NewOptimizer, bucket_megabytes: float | None = None) -> None:
         self._watch = Watch(plain)
         self.model: nn.Module = DistributedDataParallel(plain, bucket_cap_mb=bucket_megabytes)
-        self.optimizer = optimizer(plain)
+        self.optimizer = one(optimizer(plain))
 
     def parts(self, began: float, returned: float, ended: float) -> dict[str, float]:
         """Return the seconds of the last step by part."""
@@ -117,6 +143,14 @@ class Trained:
     def evaluated(self) -> Iterator[nn.Module]:
         """Context in which the model has the parameters that all ranks agree on."""
         yield self.model
+
+    def finish(self) -> None:
+        """Exchange what is left after the last step of a run."""
+
+
+def one(optimizers: Optimizers) -> torch.optim.Optimizer:
+    """Return one optimizer that stands for all of ``optimizers``."""
+    return OptimizerList(optimizers) if isinstance(optimizers, list) else optimizers
 
 
 def dense(plain: ByteGPT, optimizer: NewOptimizer, contender: Contender, _: int) -> Trained:
@@ -160,8 +194,8 @@ class DiLoCo(Trained):
 
     def __init__(self, plain: ByteGPT, optimizer: NewOptimizer, contender: Contender, warmup: int) -> None:
         self.model = plain
-        self.optimizer = optimizer(plain)
-        self._every = int(contender.get("steps", DILOCO_STEPS))
+        self.optimizer = one(optimizer(plain))
+        self._every = contender.local_steps
         self._anchor = [parameter.detach().clone() for parameter in plain.parameters()]
         momentum = contender.get("momentum", 0.9)
         self._outer = torch.optim.SGD(
@@ -215,18 +249,31 @@ class DiLoCo(Trained):
 
 
 class Wrapped(Trained):
-    """Train with a wrapped optimizer and the kind of module that ``door`` names. ``step()`` exchanges."""
+    """Train with a wrapped optimizer and the kind of module that ``door`` names. ``step()`` exchanges.
+
+    Where updates travel, the method and its fields are for them. Beside a Muon without local steps, an AdamW then
+    exchanges gradients by the default method, after ``warmup`` dense steps.
+    """
 
     def __init__(self, plain: ByteGPT, optimizer: NewOptimizer, contender: Contender, warmup: int) -> None:
         self.model, arguments = demo_run.opened(contender.get("door", "wrap"), plain, dist.get_world_size(), {})
-        arguments |= {key: value for key, value in contender.settings if key != "door"}
-        arguments["warmup_steps"] = warmup
-        self.optimizer: Any = tritoncomm.wrap(optimizer(plain), contender.name, **arguments)
+        arguments |= {key: value for key, value in contender.settings if key not in ("door", "optimizer", "rate")}
+        if contender.local_steps == 1:
+            arguments["warmup_steps"] = warmup
+        if contender.exchanges_updates:
+            fields = {key: arguments.pop(key) for key in field_names(contender.name) if key in arguments}
+            arguments["updates_algo"] = tritoncomm.recipe(contender.name, **fields)
+        else:
+            arguments["algo"] = contender.name
+        self.optimizer: Any = tritoncomm.wrap(optimizer(plain), **arguments)
+        self._every, self._steps = contender.local_steps, 0
 
     def parts(self, began: float, returned: float, ended: float) -> dict[str, float]:
         """See :class:`Trained`."""
         metrics = self.optimizer.metrics()
-        select, exchange = metrics["seconds_select"], metrics["seconds_exchange"]
+        self._steps += 1
+        exchanged = self._steps % self._every == 0  # else the metrics are of an earlier step
+        select, exchange = (metrics[name] if exchanged else 0.0 for name in ("seconds_select", "seconds_exchange"))
         return {
             "compute": returned - began, "select": select, "exchange": exchange,
             "apply": max(0.0, ended - returned - select - exchange),
@@ -236,6 +283,17 @@ class Wrapped(Trained):
     def hidden(self) -> float | None:
         """Nothing is hidden: the exchange follows backward."""
         return 0.0
+
+    @contextlib.contextmanager
+    def evaluated(self) -> Iterator[nn.Module]:
+        """See :class:`Trained`."""
+        with self.optimizer.averaged():
+            yield self.model
+
+    def finish(self) -> None:
+        """See :class:`Trained`."""
+        if self._steps % self._every:
+            self.optimizer.merge()
 
 
 RIVALS: dict[str, Callable[..., Trained]] = {"dense": dense, "fp16": fp16, "powersgd": powersgd, "diloco": DiLoCo}

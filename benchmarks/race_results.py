@@ -181,7 +181,7 @@ def _estimate(row: Row) -> planner.Estimate | None:
     """Return what ``plan`` predicts without the work of the machine, or None for what it does not know."""
     contender = Contender.parse(row.cell.contender)
     known = contender.name == "dense" or (contender.is_ours and contender.get("door", "wrap") == "wrap")
-    if row.rate == 0 or not known:
+    if row.rate == 0 or not known or contender.exchanges_updates or contender.optimizer != "adamw":
         return None
     setting = planner.Setting(
         numel=row.numel,

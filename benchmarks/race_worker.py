@@ -21,7 +21,7 @@ from tritoncomm.demo.text import Text, batch, standard_library, validation_batch
 from tritoncomm.scheduler import tracing
 
 import race_methods
-from race_methods import Contender
+from race_methods import Contender, one
 
 VALIDATIONS = 20  # evaluations of the validation loss per run
 PROGRESS_SECONDS = 10.0
@@ -37,13 +37,13 @@ class Task:
     shape: Shape
     steps: int
     rows: int = demo_run.ROWS
-    lr: float = demo_run.LEARNING_RATE
     validation_batches: int = demo_run.VALIDATION_BATCHES // 2
     validation_rows: int = demo_run.VALIDATION_ROWS
 
 
 TASKS = {
     "demo": Task(Shape(), demo_run.Settings().steps),
+    "gpt": Task(Shape(context=32, width=64, layers=2, heads=2), 1600, rows=16),
     "gpt10m": Task(Shape(width=384, layers=6, heads=6), 300, validation_batches=16, validation_rows=8),
     "tiny": Task(Shape(context=16, width=32, layers=1, heads=1), 6, rows=2, validation_batches=4),  # for --smoke
 }
@@ -132,11 +132,14 @@ class Run:
         self.bytes: list[float] = []
         self._interface, self._counted = Interface(settings.shared_by), 0.0
 
-    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        """Return the optimizer of the task for ``model``."""
-        return torch.optim.AdamW(
-            model.parameters(), lr=self.task.lr, betas=demo_run.BETAS, weight_decay=demo_run.WEIGHT_DECAY
-        )
+    def optimizer(self, model: nn.Module) -> race_methods.Optimizers:
+        """Return the optimizer of the contender for ``model``, or several. Its ``rate`` is the first learning rate."""
+        found = demo_run.optimizers(self.contender.optimizer, model)
+        groups = one(found).param_groups
+        scale = self.contender.get("rate", groups[0]["lr"]) / groups[0]["lr"]
+        for group in groups:
+            group["lr"] *= scale
+        return found
 
     def loss(self, model: nn.Module, step: int) -> torch.Tensor:
         """Return the loss of this worker's batch in ``step``."""
@@ -149,7 +152,7 @@ class Run:
 
         So it is a step of the slowest worker, as that of every method that exchanges in each step.
         """
-        optimizer, seconds = self.optimizer(model), []
+        optimizer, seconds = one(self.optimizer(model)), []
         dist.barrier()
         for step in range(ALONE_STEPS):
             started = time.perf_counter()
@@ -166,10 +169,12 @@ class Run:
         every, reported = max(1, steps // VALIDATIONS), time.monotonic()
         lr_warmup = demo_run.Settings(steps=steps).lr_warmup
         complete = self.settings.take == steps
+        groups = self.trained.optimizer.param_groups
+        rates = [group["lr"] for group in groups]
         self._evaluate(0)
         for step in range(self.settings.take):
-            for group in self.trained.optimizer.param_groups:
-                group["lr"] = self.task.lr * min(1.0, (step + 1) / lr_warmup)
+            for group, rate in zip(groups, rates, strict=True):
+                group["lr"] = rate * min(1.0, (step + 1) / lr_warmup)
             self._step(step)
             self._count()
             if complete and ((step + 1) % every == 0 or step + 1 == steps):
@@ -184,6 +189,8 @@ class Run:
         self.loss(self.trained.model, step).backward()
         returned = tracing.now()
         self.trained.optimizer.step()
+        if step + 1 == self.cell.steps:
+            self.trained.finish()
         ended = tracing.now()
         self.seconds.append(ended - began)
         self.parts.append(self.trained.parts(began, returned, ended))

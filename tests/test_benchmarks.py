@@ -34,6 +34,7 @@ PARTS = {  # of other scripts
     "race_results.py",
     "race_worker.py",
     "selection_routes.py",
+    "step_seconds.py",
     "tasks.py",
     "torture_situations.py",
     "torture_trainer.py",

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -96,19 +97,26 @@ def test_every_peer_trains(optimizers: ModuleType, peers: ModuleType, name: str)
     assert outcome["kilobytes_after_start"] == pytest.approx(KILOBYTES[name], rel=0.01)
 
 
-def test_decay_forgets(optimizers: ModuleType, runs: ModuleType) -> None:
-    """Residuals are multiplied by the decay before an exchange, those of both kinds of worlds."""
-    for method, settings in (("quantized", {"values": "2bit"}), ("sparseloco", {"count": 64})):
-        run = runs.Run("gpt", 9, "sgd", 0.1, "updates", method, decay=0.5, local_steps=3, **settings)
-        model = optimizers.TASKS["gpt"](9, 1).model()
-        workers = [optimizers.Worker(model, run)]
-        (exchange,) = optimizers.exchanges(run, workers)
+@pytest.mark.parametrize("method", ["quantized", "sparseloco"])
+def test_decay_forgets(optimizers: ModuleType, runs: ModuleType, method: str) -> None:
+    """An exchange delivers and keeps the residuals times the decay, and what has changed: here nothing."""
+    settings = {"quantized": {"values": "2bit"}, "sparseloco": {"count": 64}}[method]
+    run = runs.Run("gpt", 9, "sgd", 0.1, "updates", method, decay=0.5, local_steps=3, **settings)
+    model = optimizers.TASKS["gpt"](9, 1).model()
+    workers = [optimizers.Worker(copy.deepcopy(model), run) for _ in range(optimizers.WORKERS)]
+    (exchange,) = optimizers.exchanges(run, workers)
+
+    def residuals() -> list[torch.Tensor]:
         world = exchange.world
-        kept = [world.residuals] if method == "sparseloco" else [each.residual for each in world.workers]
-        for each in kept:
-            each.fill_(2.0)
-        exchange._decay()
-        assert all((each == 1.0).all() for each in kept)
+        return list(world.residuals) if method == "sparseloco" else [each.residual for each in world.workers]
+
+    for residual in residuals():
+        residual.fill_(0.25)
+    before = exchange.anchor.clone()
+    with torch.no_grad():
+        exchange.merge(optimizers.Sent())
+    total = len(workers) * (before - exchange.anchor) + sum(residuals())
+    torch.testing.assert_close(total, torch.full_like(total, len(workers) * 0.125), rtol=0, atol=1e-5)
 
 
 def test_start_is_that_of_wrap(optimizers: ModuleType) -> None:
@@ -168,3 +176,32 @@ def test_file_keeps_rows_of_others(runs: ModuleType, tmp_path: Path) -> None:
     assert runs.read(file, tmp_path / "none.json", None) == {first: outcomes[0], second: outcomes[0]}
     assert json.loads(file.read_text())["workers"] == 4
     assert json.loads(file.read_text())["rows"][0] == asdict(first) | outcomes[0]
+
+
+@pytest.mark.parametrize(("schedule", "shares"), [("cosine", [1.0, 0.5, 0.0]), ("constant", [1.0, 1.0, 1.0])])
+def test_schedule(
+    optimizers: ModuleType, runs: ModuleType, monkeypatch: pytest.MonkeyPatch, schedule: str, shares: list[float]
+) -> None:
+    """After a tenth of the steps, the rate falls by half a cosine, or stays."""
+    found: list[float] = []
+    monkeypatch.setattr(optimizers.Worker, "set_rate", lambda _, share: found.append(share))
+    run = runs.Run("gpt", 20, "sgd", 0.01, "dense", schedule=schedule)
+    optimizers.train(run, 1)
+    rates = found[:: optimizers.WORKERS]
+    assert rates[0] == pytest.approx(0.5, abs=0.01)
+    assert [rates[1], rates[10], rates[19]] == pytest.approx(shares, abs=0.01)
+
+
+def test_best_are_trained_again(optimizers: ModuleType, runs: ModuleType, tmp_path: Path) -> None:
+    """With ``--best``, the other seeds are those of the best rate and outer step of each kind of this task."""
+    file = tmp_path / "runs.json"
+    dense = runs.Run("gpt", 1600, "adamw", 0.0, "dense", seed=10)
+    local = runs.Run("gpt", 1600, "adamw", 0.0, "updates", local_steps=30, outer_lr=0.7, outer_momentum=0.9, seed=10)
+    for kind in (dense, local, replace(local, outer_lr=1.0), replace(dense, task="demo", steps=300)):
+        for lr in (0.1, 0.2, 0.3):
+            score = abs(lr - 0.2) + kind.outer_lr
+            runs.add(file, replace(kind, lr=lr), {"score": score}, {})
+    options = optimizers.arguments().parse_args(["--best", "--json", str(file), "--seeds", "0", "1"])
+    assert list(optimizers.runs(options)) == [
+        replace(kind, lr=0.2, seed=seed) for kind in (local, dense) for seed in (0, 1)
+    ]

@@ -8,6 +8,7 @@ import importlib
 import json
 
 import pytest
+import torch
 
 from pages import ROOT
 
@@ -33,9 +34,63 @@ def test_contenders(module) -> None:
     assert not parse("powersgd:rank=4").is_ours
     assert [parse(text).period for text in ("diloco:steps=7", "dense", "oktopk")] == [7, 1, 1]
     assert [parse(text).warmup(300) for text in ("diloco", "dense", "oktopk:warmup_steps=20")] == [0, 6, 20]
-    for wrong, said in {"okpotk": "choose from dense", "oktopk:door": "KEY=VALUE", "oktopk:door=gate": "fsdp"}.items():
+    wrong_texts = {
+        "okpotk": "choose from dense", "oktopk:door": "KEY=VALUE", "oktopk:door=gate": "fsdp",
+        "dense:optimizer=moun": "choose from adamw, muon",
+    }  # fmt: skip
+    for wrong, said in wrong_texts.items():
         with pytest.raises(ValueError, match=said):
             parse(wrong)
+
+
+@pytest.mark.parametrize(
+    ("text", "updates", "every", "warmup"),
+    [
+        ("oktopk", False, 1, 6),
+        ("quantized:values=2bit", False, 1, 0),
+        ("oktopk:local_steps=4", True, 4, 0),
+        ("quantized:optimizer=muon,warmup_steps=20", True, 1, 20),  # of the AdamW beside it
+        ("quantized:optimizer=muon,local_steps=16,values=2bit", True, 16, 0),
+        ("dense:optimizer=muon,rate=0.04", False, 1, 6),
+        ("diloco:steps=7,optimizer=muon", False, 7, 0),
+    ],
+)
+def test_what_travels(module, text: str, updates: bool, every: int, warmup: int) -> None:
+    """Ours exchange updates with Muon and with local steps. With local steps, work repeats after that many."""
+    contender = module("race_methods").Contender.parse(text)
+    found = contender.exchanges_updates, contender.local_steps, contender.period, contender.warmup(300)
+    assert found == (updates, every, every, warmup)
+
+
+def test_rate(module) -> None:
+    """The optimizer of a contender has its rate. AdamW beside Muon keeps its share of it."""
+    methods, worker = module("race_methods"), module("race_worker")
+    model = worker.ByteGPT(worker.TASKS["tiny"].shape)
+    run = object.__new__(worker.Run)
+    rates = {}
+    for text in ("dense", "dense:rate=0.004", "dense:optimizer=muon", "dense:optimizer=muon,rate=0.04"):
+        run.contender = methods.Contender.parse(text)
+        rates[text] = [group["lr"] for group in methods.one(run.optimizer(model)).param_groups]
+    assert rates == {
+        "dense": [1e-3], "dense:rate=0.004": [0.004],
+        "dense:optimizer=muon": [0.02, 2e-3], "dense:optimizer=muon,rate=0.04": [0.04, 4e-3],
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["demo", "gpt"])
+def test_tasks_are_those_of_simulated_runs(module, name: str) -> None:
+    """A task of the race has the model, the steps and the batches of the task of that name in tasks.py."""
+    pytest.importorskip("sklearn", reason="needs the extra 'benchmarks'")
+    worker, task = module("race_worker"), module("tasks").TASKS[name](None, 1)
+    own = worker.TASKS[name]
+    torch.manual_seed(0)
+    simulated = task.model()
+    torch.manual_seed(0)
+    model = worker.ByteGPT(own.shape)
+    assert own.steps == task.steps
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), simulated.parameters(), strict=True))
+    rows = worker.batch(worker.standard_library().train, own.rows, own.shape.context, 3, 5, 1)
+    assert model(rows).item() == task.loss(simulated, 3, 5, 1).item()
 
 
 def test_networks(module) -> None:
@@ -105,7 +160,7 @@ def test_predictions(module, row) -> None:
     assert of("spardl") is None  # no run shows the work
     assert of("dense") == of("dense", fast) == pytest.approx(0.1 + 2 * 3 / 4 * 900_000 * 4 / 2.5e6 - 0.05, rel=0.01)
     assert of("dense", cores=0.5) == pytest.approx(of("dense") + 0.05)
-    for other in ("fp16", "powersgd:rank=4", "diloco", "oktopk:door=fsdp", "oktopk:door=ddp"):
+    for other in ("fp16", "powersgd:rank=4", "diloco", "oktopk:door=fsdp", "oktopk:door=ddp", "dense:optimizer=muon"):
         assert of(other, fast) is None
     assert of("oktopk", rate=0.0) is None
 

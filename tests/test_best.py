@@ -1,0 +1,188 @@
+"""``benchmarks/best.py``: the choice of the best rate, steps and seconds to a loss, and the estimate of seconds."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from dataclasses import replace
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from pages import ROOT
+
+pytest.importorskip("sklearn", reason="needs the extra 'benchmarks'")
+
+NUMEL = 867_072  # parameters of the demo's model
+LATENCY, ALONE, WORK = 1e-4, 0.08, 0.05
+
+
+@pytest.fixture
+def best(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The module of that name, with a default of ``wrap`` that conftest.py changes."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    monkeypatch.setattr(importlib.import_module("step_seconds"), "DEFAULT_VALUES", "4bit")
+    return importlib.import_module("best")
+
+
+def outcome(score: float, *curve: tuple[int, float], kilobytes: float = 5202.0) -> dict[str, Any]:
+    """What a run leaves in a file."""
+    points = [list(point) for point in curve or [(300, score)]]
+    return {
+        "score": score, "kilobytes": kilobytes, "kilobytes_after_start": kilobytes, "messages": 6.0, "curve": points,
+    }  # fmt: skip
+
+
+def row(best: ModuleType, contender: str, rate: float, kilobytes: float, step: float, start: float) -> Any:
+    """A row of the race: 20 dense steps at the start, and 20 others."""
+    worker = importlib.import_module("race_worker")
+    cell = worker.Cell("demo", f"{rate:g}", 4, contender, 0, 300)
+    return best.race_results.Row(
+        cell, rate, "machine", 0.5, NUMEL, 20, LATENCY, ALONE, None, step, {}, kilobytes, kilobytes,
+        [start] * 20 + [step] * 20, [],
+    )  # fmt: skip
+
+
+@pytest.fixture
+def paces(best: ModuleType) -> Any:
+    """The paces of a race in which dense and Ok-Topk are as estimated, and PowerSGD is twice as slow."""
+    found = []
+    for rate in (1e7, 1e9):
+        for contender, kilobytes, more in (("dense", 5202, 0), ("oktopk", 75, WORK), ("powersgd:rank=8", 500, 1)):
+            exact = ALONE + more + kilobytes * 8e3 / rate
+            found.append(row(best, contender, rate, kilobytes, exact, 1.5))
+    return best.Paces({each.cell: each for each in found}, "demo", 4, 300)
+
+
+def test_the_best_is_chosen_on_the_seeds_of_the_sweep(best: ModuleType) -> None:
+    """It is the rate and the outer step with the lowest mean, whatever other seeds say. What lacks a seed is out."""
+    plain = best.Run("demo", 300, "adamw", 0.0, "updates", local_steps=30)
+    sweep = {  # rate, outer rate -> scores of seeds 10 and 11
+        (0.1, 1.0): (2.0, 2.2), (0.2, 1.0): (1.9, 2.1), (0.4, 1.0): (2.3, 2.3), (0.2, 0.7): (1.8, 2.0),
+        (0.3, 1.0): (1.0,),
+    }  # fmt: skip
+    results = {
+        replace(plain, lr=lr, outer_lr=outer, seed=10 + number): outcome(score)
+        for (lr, outer), scores in sweep.items()
+        for number, score in enumerate(scores)
+    }
+    results |= {replace(plain, lr=lr, outer_lr=0.7, seed=0): outcome(score) for lr, score in ((0.2, 3.0), (0.1, 1.0))}
+    (found,) = best.entries(results, "demo", [10, 11])
+    assert (found.run.lr, found.run.outer_lr, list(found.outcomes), found.mean("score")) == (0.2, 0.7, [0], 3.0)
+    assert not found.at_end
+    assert best.entries(results, "gpt", [10, 11]) == []
+    (swept,) = best.optimizer_runs.chosen(results, [10, 11]).values()
+    assert [(run.lr, run.outer_lr) for run in swept] == [(0.2, 0.7), (0.2, 1.0), (0.1, 1.0), (0.4, 1.0)]
+    shown = "| 0.2, 0.7 and 0: 1.900; 0.2: 2.000; 0.1: 2.100; 0.4: 2.300 |"
+    assert best.sweep_table(results, "demo", [10, 11]).endswith(shown)
+
+
+def test_a_rate_at_the_end_of_the_sweep_is_marked(best: ModuleType) -> None:
+    """A rate beyond might be better. Without other seeds a method is left out, and so are runs without a curve."""
+    plain = best.Run("demo", 300, "adamw", 0.0, "dense")
+    results = {replace(plain, lr=lr, seed=10): outcome(lr) for lr in (0.1, 0.2, 0.4)}
+    assert best.entries(results, "demo", [10]) == []
+    seed = replace(plain, lr=0.1, seed=0)
+    assert best.entries(results | {seed: {"score": 1.0, "kilobytes": 1.0}}, "demo", [10]) == []
+    dense, half = best.entries(results | {seed: outcome(1.0)}, "demo", [10])
+    assert dense.at_end
+    assert (dense.method.name, half.method.name, half.mean("kilobytes")) == ("dense", "fp16", 2601.0)
+    assert half.curve(0) == dense.curve(0)
+
+
+def test_steps_to_a_loss(best: ModuleType) -> None:
+    """They are interpolated on a curve that ends with the final score, and may be none."""
+    run = best.Run("demo", 300, "adamw", 0.1, "dense")
+    curve = outcome(2.0, (100, 4.0), (200, 3.0), (300, 2.5))
+    found = best.Entry(run, "", best.Method("dense"), {0: curve, 1: outcome(4.0)})
+    assert found.curve(0) == [(0.0, math.log(256)), (100, pytest.approx(3.2)), (200, pytest.approx(2.4)), (300, 2.0)]
+    assert found.steps_to(2.8, 0) == pytest.approx(150)
+    assert found.steps_to(2.0, 0) == 300
+    assert found.steps_to(1.99, 0) is None
+    assert best.reached(found, found) == {
+        0: pytest.approx(290),
+        1: pytest.approx(300 * (math.log(256) - 4.08) / (math.log(256) - 4.0)),
+    }
+
+
+def test_seconds_are_measured_or_estimated(best: ModuleType, paces: Any) -> None:
+    """The dense steps at the start count with their own seconds. Work is that of the method, or that of Ok-Topk."""
+    sent = outcome(1.0, kilobytes=75) | {"kilobytes": (20 * 1300 + 280 * 75) / 300, "messages": 100.0}
+    ok_topk = best.Method("oktopk", setting="0.03, 4bit")
+    pace = paces.of(ok_topk, sent, 20, 300, 1e7)
+    assert pace.is_measured
+    assert pace.after(10, 20) == pytest.approx(15)
+    assert pace.after(120, 20) == pytest.approx(30 + 100 * (ALONE + WORK + 0.06))
+    for name, steps in (("oktopk", 1), ("quantized", 4)):  # another density, and what is measured nowhere
+        pace = paces.of(best.Method(name, local_steps=steps, setting="?"), sent, 20, 300, 1e7)
+        assert not pace.is_measured
+        base = ALONE + WORK / steps + 100 * LATENCY
+        assert (pace.ordinary, pace.start) == (pytest.approx(base + 0.06), pytest.approx(base + 1.04))
+    local = paces.of(best.Method("diloco", local_steps=30), outcome(1.0, kilobytes=100), 0, 300, 1e8)
+    assert local.ordinary == pytest.approx(ALONE + 6 * LATENCY + 0.008)
+
+
+def test_estimates_are_held_against_what_is_measured(best: ModuleType, paces: Any) -> None:
+    """Where a method is as assumed, the error is 0. Its work is measured on the fastest network, which is left out."""
+    found = [best.Entry(best.Run("demo", 300, "adamw", 0.1, "dense"), "", best.Method("dense"), {0: outcome(1.0)})]
+    errors = {each["method"].split()[0]: each for each in best.errors_of(found, paces)}
+    assert {name: each["rate"] for name, each in errors.items()} == dict.fromkeys(("dense", "oktopk", "powersgd"), 1e7)
+    for name in ("oktopk", "powersgd"):
+        assert errors[name]["estimated"] == pytest.approx(errors[name]["measured"])
+    assert errors["dense"]["estimated"] == pytest.approx(errors["dense"]["measured"] + 6 * LATENCY)
+    assert "| dense adamw 1 | 10 |" in best.error_table(list(errors.values()))
+
+
+def test_estimates_have_headers(best: ModuleType) -> None:
+    """What the kernel counts more for dense on a slow network than on the fastest one, others send more, too."""
+    rows = [row(best, "dense", rate, kilobytes, 1.0, 1.0) for rate, kilobytes in ((1e7, 5500), (1e9, 5000))]
+    paces = best.Paces({each.cell: each for each in rows}, "demo", 4, 300)
+    for rate, factor in ((1e7, 1.1), (2e7, 1.1), (1e9, 1.0)):
+        found = paces.estimate(best.Method("demo"), 100, 0, rate)
+        assert found == pytest.approx(ALONE + factor * 100 * 8e3 / rate)
+
+
+def test_runs_and_contenders_match(best: ModuleType) -> None:
+    """A run of the harness and a text of the race that mean the same method are equal, whatever their rates are."""
+    contender, run = (
+        importlib.import_module("race_methods").Contender.parse,
+        best.Run("demo", 300, "adamw", 0.1, "dense"),
+    )
+    updates = replace(run, exchange="updates", local_steps=30)
+    sparse = replace(run, exchange="gradients", method="oktopk", values="4bit", density=0.03, dense_steps=20)
+    muon: dict[str, Any] = {"optimizer": "muon", "method": "quantized", "density": 1.0}
+    pairs = {
+        "dense": run,
+        "powersgd:rank=8": replace(sparse, method="powersgd", count=8, density=1.0, values="fp32"),
+        "diloco:steps=30,lr=1,momentum=0": replace(updates, outer_lr=0.7, outer_momentum=0.9),
+        "oktopk:warmup_steps=20": sparse,
+        "oktopk:density=0.01,door=ddp": replace(sparse, density=0.01),
+        "quantized:values=2bit": replace(sparse, method="quantized", values="2bit", density=1.0),
+        "dense:optimizer=muon,rate=0.04": replace(run, optimizer="muon"),
+        "quantized:optimizer=muon,warmup_steps=20": replace(updates, **muon, values="1bit", local_steps=1),
+        "quantized:optimizer=muon,local_steps=30,values=2bit": replace(updates, **muon, values="2bit"),
+    }
+    for text, each in pairs.items():
+        assert best.Method.of_contender(contender(text)) == best.Method.of_run(each), text
+    assert len({best.Method.of_run(each) for each in pairs.values()}) == len(pairs)
+
+
+def test_table(best: ModuleType, paces: Any) -> None:
+    """It has the target's steps and seconds, fastest first, and says what never reaches it."""
+    dense = best.Run("demo", 300, "adamw", 0.1, "dense")
+    sparse = replace(dense, exchange="gradients", method="oktopk", values="4bit", density=0.03, dense_steps=20)
+    results = {replace(run, seed=10): outcome(2.0) for run in (dense, sparse, replace(dense, optimizer="sgd"))}
+    results[replace(dense, seed=0)] = outcome(2.0, (200, 2.04), (300, 2.0))
+    results[replace(sparse, seed=0)] = outcome(1.9, (100, 2.04), (300, 1.9), kilobytes=75)
+    results[replace(dense, optimizer="sgd", seed=0)] = outcome(3.0)
+    lines = best.table(best.figures(best.entries(results, "demo", [10]), paces)).splitlines()
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+    assert [each[0] for each in cells] == [
+        "adamw, gradients, oktopk at 3%", "adamw, dense in fp16", "adamw, dense", "sgd, dense"
+    ]  # fmt: skip
+    assert cells[0][3:6] == ["-5.0 % (-5.0 to -5.0)", "75", "100"]
+    assert cells[0][6] == f"{20 * 1.5 + 80 * (ALONE + WORK + 0.06):.0f}"
+    assert cells[2][5:7] == ["200", f"{20 * 0 + 200 * (ALONE + 4.1616):.0f}"]
+    assert cells[1][6].startswith("~ ")
+    assert cells[3][5:10] == ["never"] * 5
