@@ -67,12 +67,13 @@ class Cell:
 
 @dataclass
 class Result:
-    """The score of one run, the kilobytes that the busiest worker sent per step, and the seconds it took."""
+    """The score of one run, the kilobytes that the busiest worker sent per step, the seconds it took, and its day."""
 
     cell: Cell
     score: float
     kilobytes: float
     seconds: float
+    measured: str = ""
 
 
 def clipped(layout: training.BucketLayout, *_: object) -> None:
@@ -121,7 +122,8 @@ def run(cell: Cell, batches: int = tasks.BATCHES) -> Result:
         accumulate=cell.accumulate,
         warmup_values=cell.warmup_values,
     )
-    return Result(cell, outcome.score, outcome.kilobytes, time.perf_counter() - started)
+    day = time.strftime("%Y-%m-%d")
+    return Result(cell, outcome.score, outcome.kilobytes, time.perf_counter() - started, day)
 
 
 def cells(options: argparse.Namespace) -> Iterator[Cell]:
