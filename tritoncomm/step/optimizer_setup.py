@@ -278,7 +278,8 @@ class OptimizerSetup(OptimizerProxy):
         check_clipping(self._options.gradient_limit, parameters)
         anchors = set() if self._local is None else set(map(id, self._local.anchors))
         changed_by_exchange = [each for each in parameters if id(each) not in anchors]
-        self._local_changes = LocalChanges([] if self._optimizer_step.alone else changed_by_exchange)
+        watched = [] if self._optimizer_step.alone else changed_by_exchange
+        self._local_changes = LocalChanges(watched, can_synchronize=self._local is None)
         dense = dense_ids(self.optimizer)
         if self._local is not None:
             dense |= {anchor for anchor, owner in self._local.owners.items() if id(owner) in dense}
