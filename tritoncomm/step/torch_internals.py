@@ -99,6 +99,12 @@ def is_flattened(parameter: torch.Tensor) -> bool:
     return getattr(parameter, "_fsdp_flattened", False)
 
 
+def is_zero(optimizer: torch.optim.Optimizer) -> bool:
+    """Return True for a ``ZeroRedundancyOptimizer``. To import its class takes seconds, and it may not be loaded."""
+    module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
+    return module is not None and isinstance(optimizer, module.ZeroRedundancyOptimizer)
+
+
 def step_hooks(optimizer: torch.optim.Optimizer) -> tuple[list[Callable[..., Any]], list[Callable[..., Any]]]:
     """Return the hooks of ``optimizer`` before and after its step.
 

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.hooks import RemovableHandle
 
+from tritoncomm.errors import ConfigurationError
 from tritoncomm.scheduler.process_group import is_distributed
 from tritoncomm.step.flat import Delivered
 from tritoncomm.step.guard import check_inside, optimizers_inside, refuse, stepping
@@ -139,6 +140,23 @@ def _without_coupled_decay(optimizer: torch.optim.Optimizer) -> Iterator[None]:
             group["weight_decay"] = decay
 
 
+@contextmanager
+def _naming_closure(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Say what to do if ``optimizer`` has failed because it is called without a closure, although it has a default."""
+    try:
+        yield
+    except (AssertionError, RuntimeError, TypeError, ValueError) as error:
+        text = str(error)
+        if "closure" in text.lower() or "'NoneType' object is not callable" in text:
+            kind = type(optimizer).__name__
+            raise ConfigurationError(
+                f"{kind}.step() has failed: {text}. A wrapped optimizer calls a closure once, before the exchange, and "
+                f"{kind}.step() without it. Wrap the optimizer inside {kind} instead, if it has one, or use another "
+                "optimizer"
+            ) from error
+        raise
+
+
 class OptimizerStep:
     """The step of ``optimizer``: its own step, or the staleness-aware step for its type.
 
@@ -203,7 +221,7 @@ class OptimizerStep:
         ``decayed``: whether ``.grad`` contains the coupled weight decay.
         """
         without_decay = _without_coupled_decay(self.optimizer) if decayed else nullcontext()
-        with stepping((self.optimizer, *self._inside)), without_decay:
+        with stepping((self.optimizer, *self._inside)), without_decay, _naming_closure(self.optimizer):
             if has_own_step(self.optimizer):
                 self.optimizer.step()
             elif self._aware is None or self.alone:
