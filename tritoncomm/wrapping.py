@@ -27,6 +27,7 @@ from tritoncomm.step.model import (
 from tritoncomm.step.optimizer_list import OptimizerList
 from tritoncomm.step.options import (
     DEFAULT_ALGO,
+    DEFAULT_DENSITY,
     DEFAULT_UPDATES,
     DENSE_BELOW,
     WrapOptions,
@@ -201,7 +202,7 @@ def wrap(
         )
         given = {
             "algo": None if algo == DEFAULT_ALGO else algo,
-            "density": density,
+            "density": None if density == DEFAULT_DENSITY else density,
             "warmup_steps": warmup_steps,
             "dense_below": None if dense_below == DENSE_BELOW else dense_below,
             "select_by": None if select_by == "auto" else select_by,
