@@ -275,6 +275,25 @@ def drift_from_the_first_step(rank: int, world_size: int, send) -> None:
         train(model, optimizer, rank, range(1, 2))
 
 
+def held_later(rank: int, world_size: int, send) -> None:
+    """Parameters that a group brings in later are compared as those of the optimizer from then on."""
+    replicas.EVERY = 1
+    for local_steps in (1, 2):
+        model = tiny_model()
+        model[2].requires_grad_(requires_grad=False)
+        optimizer = sparse_wrap(
+            torch.optim.SGD(model[0].parameters(), lr=0.1),
+            model=model,
+            **({"local_steps": 2, "density": None} if local_steps > 1 else {}),
+        )
+        train(model, optimizer, rank, range(4))
+        model[2].requires_grad_()
+        optimizer.add_param_group({"params": list(model[2].parameters())})
+        train(model, optimizer, rank, range(4, 8))
+        assert same_everywhere(flat(model))
+    replicas.EVERY = 100
+
+
 def saved(rank: int, world_size: int, send, folder: str) -> None:
     """A save refuses replicas that differ, and writes no file."""
     model = tiny_model()

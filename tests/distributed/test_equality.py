@@ -18,6 +18,7 @@ def test_situations() -> None:
         equality_workers.parameters_of_another_model,
         equality_workers.drift_from_the_first_step,
         equality_workers.optimizers_that_exchange,
+        equality_workers.held_later,
     ]
     run_situations(situations, 2)
 

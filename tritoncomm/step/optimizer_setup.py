@@ -284,7 +284,9 @@ class OptimizerSetup(OptimizerProxy):
         if self._local is not None:
             dense |= {anchor for anchor, owner in self._local.owners.items() if id(owner) in dense}
         exchange = exchange_of(self._exchanged, self._parts, trained, self._options, group, dense=dense, before=before)
-        exchange.replica = Replica(self._exchanged, self._parameters.names, self._others)
+        held = agree.parameter_ids(self.optimizer)  # a group may have been added, of parameters that were not held
+        others = [(parameter, name) for parameter, name in self._others if id(parameter) not in held]
+        exchange.replica = Replica(self._exchanged, self._parameters.names, others)
         return exchange
 
     def _compare(self, exchange: GradientExchange, **fields: Any) -> None:

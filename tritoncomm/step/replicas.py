@@ -74,15 +74,17 @@ class Replica:
 
     def _values(self) -> Iterator[tuple[str, torch.Tensor | Real]]:
         """Return parameters, and then numbers and tensors of the state, each with its name."""
-        named = {
-            self._names.get(id(parameter)) or f"parameter {number} of shape {tuple(parameter.shape)}": parameter
-            for number, (parameter, _) in enumerate(agree.named_parameters(self._optimizer))
-        }
+        named: dict[str, torch.Tensor] = {}
+        for number, (parameter, _) in enumerate(agree.named_parameters(self._optimizer)):
+            position = f"parameter {number} of shape {tuple(parameter.shape)}"
+            name = self._names.get(id(parameter)) or position
+            named[f"{name} ({position})" if name in named else name] = parameter  # of two modules, names may be equal
+        state = self._optimizer.state
         yield from ((name, parameter) for name, parameter in named.items() if has_bits(parameter))
-        yield from ((name, parameter) for parameter, name in self._others if name not in named)
+        yield from ((f"{name} (not held)" if name in named else name, each) for each, name in self._others)
         for name, parameter in named.items():
-            if parameter in self._optimizer.state:  # to read a state that is missing adds an empty one
-                yield from _leaves(self._optimizer.state[parameter], f"of {name}")
+            if parameter in state:  # to read a state that is missing adds an empty one
+                yield from _leaves(state[parameter], f"of {name}")
 
     def digest(self) -> int:
         """Return a digest of all figures."""
