@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 import tritoncomm
@@ -128,19 +130,53 @@ def test_decoupled_decay_stays_with_the_optimizer() -> None:
         assert coupled_decay(decoupled) == {}
 
 
-def test_options_are_as_before_after_a_step() -> None:
+class SGDW(torch.optim.SGD):
+    """A subclass whose own step decays parameters apart from the gradient."""
+
+    @torch.no_grad()
+    def step(self, closure=None) -> None:
+        """Decay, and take a step."""
+        decays = [group["weight_decay"] for group in self.param_groups]
+        for group, decay in zip(self.param_groups, decays, strict=True):
+            torch._foreach_mul_(group["params"], 1 - group["lr"] * decay)
+            group["weight_decay"] = 0
+        super().step()
+        for group, decay in zip(self.param_groups, decays, strict=True):
+            group["weight_decay"] = decay
+
+
+@pytest.mark.parametrize("density", [1.0, 0.1])
+def test_a_step_of_a_subclass_decays_by_itself(density: float) -> None:
+    """Nothing is known of the decay in an overridden step, and it is left to it."""
+    found = []
+    for wraps in (False, True):
+        parameter = Parameter(torch.ones(32, 32))
+        optimizer: torch.optim.Optimizer = SGDW([parameter], lr=0.1, momentum=0.9, weight_decay=0.1)
+        assert coupled_decay(optimizer) == {}
+        if wraps:
+            optimizer = tritoncomm.wrap(optimizer, density=density, values="fp32")
+        for _ in range(50):
+            parameter.grad = torch.zeros(32, 32)
+            optimizer.step()
+        found.append(parameter.detach())
+    assert torch.allclose(*found)
+    assert torch.allclose(found[0], torch.full((32, 32), 0.99**50))
+
+
+def test_options_are_as_before_after_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step reads no decay from the group, and leaves it as it was, also if it fails."""
-    parameter = Parameter(torch.ones(8, 8))
-    seen = []
+    parameter, seen, module = Parameter(torch.ones(8, 8)), [], sys.modules[torch.optim.SGD.__module__]
+    function = module.sgd
 
-    class Watching(torch.optim.SGD):
-        def step(self, closure=None):
-            seen.append(self.param_groups[0]["weight_decay"])
-            if len(seen) > 1:
-                raise MemoryError
-            super().step(closure)
+    def watching(*args: object, **kwargs: object) -> None:
+        seen.append(kwargs["weight_decay"])
+        if len(seen) > 1:
+            raise MemoryError
+        function(*args, **kwargs)
 
-    optimizer = tritoncomm.wrap(Watching([parameter], lr=0.1, weight_decay=0.2), density=0.5, warmup_steps=0)
+    monkeypatch.setattr(module, "sgd", watching)
+    base = torch.optim.SGD([parameter], lr=0.1, weight_decay=0.2)
+    optimizer = tritoncomm.wrap(base, density=0.5, warmup_steps=0)
     for fails in (False, True):
         parameter.grad = torch.ones(8, 8)
         if fails:

@@ -135,6 +135,14 @@ def has_own_step(optimizer: torch.optim.Optimizer) -> bool:
     return own is not None and getattr(own, "__func__", own) is not type(optimizer).step
 
 
+def written_step(kind: type[torch.optim.Optimizer]) -> Callable[..., Any]:
+    """Return ``step`` of a class as its author wrote it. torch wraps it, for each class again."""
+    step: Callable[..., Any] = kind.step
+    while getattr(step, "__globals__", {}).get("__name__") == "torch.optim.optimizer" and hasattr(step, "__wrapped__"):
+        step = step.__wrapped__
+    return step
+
+
 def hooks_key(optimizer: torch.optim.Optimizer) -> int:
     """Return a number that ``optimizer`` has in common with proxies that share its attributes, and so its hooks."""
     return id(optimizer._optimizer_step_pre_hooks)  # noqa: SLF001

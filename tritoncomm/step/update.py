@@ -28,6 +28,7 @@ from tritoncomm.step.torch_internals import (
     step_hooks,
     version_of,
     without_compile,
+    written_step,
 )
 
 logger = logging.getLogger("tritoncomm")
@@ -91,7 +92,8 @@ class StepState:
         )
 
 
-# Optimizers that add weight decay to the gradient, unless it is decoupled. Others shrink parameters apart from it.
+# Optimizers that add weight decay to the gradient, unless it is decoupled. Others shrink parameters apart from it, and
+# so may a step of a subclass.
 _COUPLED = (
     torch.optim.Adadelta,
     torch.optim.Adagrad,
@@ -117,11 +119,18 @@ def coupled_decay(optimizer: torch.optim.Optimizer) -> dict[int, float]:
     return found
 
 
+def _adds_decay(optimizer: torch.optim.Optimizer) -> bool:
+    """Return True if ``optimizer`` takes the step that torch has written for one of these classes."""
+    if has_own_step(optimizer) or not isinstance(optimizer, _COUPLED):
+        return False
+    return written_step(type(optimizer)) in map(written_step, _COUPLED)
+
+
 def _coupled_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     return [
         group
         for part in parts_of(optimizer)
-        if isinstance(part, _COUPLED) and not has_own_step(part)
+        if _adds_decay(part)
         for group in part.param_groups
         if not group.get("decoupled_weight_decay", False)
     ]
