@@ -97,7 +97,7 @@ def _all_reduce(flag: torch.Tensor, group: dist.ProcessGroup | None, optimizer: 
         work.wait() if timeout is None else work.wait(timeout)
     except BaseException as error:
         if is_interruption(error):
-            report_failure(group, "unscale_() of a GradScaler", error)
+            report_failure(group, flag.device, "unscale_() of a GradScaler", error)
         elif isinstance(error, RuntimeError):
             if exchange is not None and exchange.vectors:
                 exchange.vectors[0].equal_on_all_ranks([0])  # raises an error that names the lost rank

@@ -79,25 +79,35 @@ def reporting(group: dist.ProcessGroup | None, device: torch.device | None, wher
         is_interruption = failure_report.is_interruption(error)
         if not is_interruption and not isinstance(error, RuntimeError):
             raise
-        found = report_failure(group, where, guard.fail(error) if guard is not None else error)
+        found = report_failure(group, device, where, error, guard)
         if is_interruption:
             raise
         raise found from error
 
 
-def report_failure(group: dist.ProcessGroup | None, where: str, error: BaseException) -> Exception:
-    """Report ``error``, outside of an exchange, to the ranks of ``group``, which may wait for this one.
+def report_failure(
+    group: dist.ProcessGroup | None,
+    device: torch.device | None,
+    where: str,
+    error: BaseException,
+    guard: watcher.Watcher | None = None,
+) -> Exception:
+    """Report ``error``, outside of an exchange, to the ranks of ``group``, which may wait for this one on ``device``.
 
-    Return what this rank raises if ``error`` is no interruption. ``where`` says what has failed.
+    Return what this rank raises if ``error`` is no interruption. ``where`` says what has failed. ``guard`` has watched
+    it, if anything has.
     """
     if is_broken(group):
         return ExchangeError(f"{where} failed, because an exchange in this process group has failed before: {error}")
+    guard = guard or watcher.of(group, device)
+    if guard is not None:
+        error = guard.fail(error)
     rank, ranks = dist.get_rank(group), dist.get_process_group_ranks(group or dist.group.WORLD)
     peers = [other for other in range(len(ranks)) if other != rank]
     kind, text = failure_report.kind_of(error), failure_report.text_of(error)
     own = failure_report.RankReport(kind, where, text, peers)
-    report = _collected(group, own)
-    return report.error(rank, ranks, where, error, "")
+    report = _collected(group, own, watcher.RELEASE_SECONDS if guard is not None else 0.0)
+    return report.error(rank, ranks, where, error, watcher.advice() if guard is not None else "")
 
 
 def _collected(

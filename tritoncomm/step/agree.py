@@ -96,7 +96,7 @@ def propagate_errors(group: dist.ProcessGroup | None, device: torch.device | Non
         raise
     except BaseException as error:
         if is_distributed() and is_interruption(error):
-            report_failure(group, _CHECK, error)
+            report_failure(group, device, _CHECK, error)
         elif is_distributed():
             propagate_error(str(error), group, device)
         raise
