@@ -169,6 +169,10 @@ def test_methods_of_the_original_optimizer_are_reachable() -> None:
     optimizer = tritoncomm.wrap(ScheduleFree(net().parameters(), lr=0.1), density=0.1)
     optimizer.eval()
     assert optimizer.mode == optimizer.optimizer.mode == "eval"
+    optimizer.mode = "other"  # an attribute that the step of the original reads
+    assert optimizer.mode == optimizer.optimizer.mode == "other"
+    optimizer.note = "mine"
+    assert not hasattr(optimizer.optimizer, "note")
     with pytest.raises(AttributeError, match="has no attribute 'evaluate'"):
         optimizer.evaluate()
     assert not hasattr(optimizer, "grad_scale")

@@ -5,7 +5,10 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import inspect
+import logging
 import pkgutil
+import subprocess
+import sys
 
 import pytest
 import tritoncomm
@@ -46,3 +49,37 @@ def test_public_methods_have_docstrings(package) -> None:
                     and not inspect.getdoc(getattr(kind, method))
                 ]
     assert not missing
+
+
+@pytest.mark.parametrize(
+    ("configured", "said"),
+    [
+        ("", "tritoncomm: slow\n"),
+        ("logging.basicConfig()", "WARNING:tritoncomm:slow\n"),
+        ("logging.basicConfig(format='%(message)s')", "slow\n"),
+        ("logging.getLogger('tritoncomm').addHandler(logging.NullHandler())", ""),
+        ("logging.getLogger('tritoncomm').propagate = False", "tritoncomm: slow\n"),
+        ("logging.getLogger('tritoncomm').setLevel(logging.ERROR)", ""),
+    ],
+)
+def test_warnings_begin_with_the_name_of_the_library(configured: str, said: str) -> None:
+    """If logging is not configured, a warning says who warns. Otherwise handlers decide. It is written once."""
+    program = f"""
+import logging, tritoncomm
+import importlib
+importlib.reload(tritoncomm)
+{configured}
+logging.getLogger("tritoncomm").info("fast")
+logging.getLogger("tritoncomm").warning("%s", "slow")
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)  # noqa: S603
+    assert ended.stderr == said
+
+
+def test_every_logger_is_that_of_the_library() -> None:
+    """All modules log to one logger, whose name warnings begin with."""
+    names = [each.name for each in pkgutil.walk_packages(tritoncomm.__path__, "tritoncomm.")]
+    for name in names:
+        if not name.endswith("__main__") and ".integrations." not in name:
+            found = [each for each in vars(importlib.import_module(name)).values() if isinstance(each, logging.Logger)]
+            assert all(each.name == "tritoncomm" for each in found), name

@@ -2,6 +2,7 @@
 
 from tritoncomm import amp as amp
 from tritoncomm import checkpoint as checkpoint
+from tritoncomm import last_resort
 from tritoncomm.algorithms import (
     DGC,
     Dense,
@@ -42,6 +43,8 @@ from tritoncomm.step.late import LateRule
 from tritoncomm.step.rules import add_rule
 from tritoncomm.version import __version__
 from tritoncomm.wrapping import wrap
+
+last_resort.install()
 
 __all__ = [
     "DGC",

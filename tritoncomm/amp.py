@@ -9,7 +9,8 @@ import torch.distributed as dist
 
 from tritoncomm.errors import ExchangeError
 from tritoncomm.optimizer import SparseOptimizer
-from tritoncomm.scheduler.process_group import is_distributed
+from tritoncomm.scheduler.failure_report import is_interruption
+from tritoncomm.scheduler.process_group import is_distributed, report_failure
 from tritoncomm.step.options import check_group
 
 
@@ -94,7 +95,11 @@ def _all_reduce(flag: torch.Tensor, group: dist.ProcessGroup | None, optimizer: 
         work = dist.all_reduce(flag, dist.ReduceOp.MAX, group=group, async_op=True)
         timeout = None if exchange is None or flag.device.type != "cpu" else exchange.options.timeout
         work.wait() if timeout is None else work.wait(timeout)
-    except RuntimeError as error:
-        if exchange is not None and exchange.vectors:
-            exchange.vectors[0].equal_on_all_ranks([0])  # raises an error that names the lost rank
-        raise ExchangeError(f"GradScaler: a rank was lost or did not take part: {error}") from error
+    except BaseException as error:
+        if is_interruption(error):
+            report_failure(group, flag.device, "unscale_() of a GradScaler", error)
+        elif isinstance(error, RuntimeError):
+            if exchange is not None and exchange.vectors:
+                exchange.vectors[0].equal_on_all_ranks([0])  # raises an error that names the lost rank
+            raise ExchangeError(f"GradScaler: a rank was lost or did not take part: {error}") from error
+        raise

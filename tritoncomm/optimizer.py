@@ -252,10 +252,9 @@ class SparseOptimizer(OptimizerSetup):
 
     @property
     def _decays_in_vector(self) -> bool:
-        """True if coupled weight decay is added to this rank's gradients before they are exchanged.
+        """True if coupled weight decay is added to what is exchanged, see :mod:`tritoncomm.step.decay`.
 
-        It is then delivered late, like every part of the gradient, and reaches all coordinates. A single worker and a
-        dense exchange leave it to the optimizer.
+        A single worker and a dense exchange leave it to the optimizer.
         """
         return not (self._exchange.vectors[-1].is_bare or never_delays(self.recipe))
 

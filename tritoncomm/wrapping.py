@@ -15,10 +15,19 @@ from tritoncomm.errors import ConfigurationError
 from tritoncomm.optimizer import SparseOptimizer
 from tritoncomm.scheduler.process_group import is_distributed
 from tritoncomm.step import agree
-from tritoncomm.step.model import check_model, checked_module, compare_buffers, group_of, keep_gradients_local, names_of
+from tritoncomm.step.model import (
+    check_held,
+    check_model,
+    checked_module,
+    compare_buffers,
+    group_of,
+    keep_gradients_local,
+    names_of,
+)
 from tritoncomm.step.optimizer_list import OptimizerList
 from tritoncomm.step.options import (
     DEFAULT_ALGO,
+    DEFAULT_DENSITY,
     DEFAULT_UPDATES,
     DENSE_BELOW,
     WrapOptions,
@@ -80,8 +89,8 @@ def wrap(
     which hold the same shard.
 
     All ranks must call this with identical parameters, optimizer settings and arguments, which are compared. Parameters
-    and the optimizer's state are compared again every 100 steps. Nothing else may average the gradients. A single
-    worker takes the original optimizer's steps, to the bit.
+    and the optimizer's state are compared again after 1, 10 and every 100 steps. Nothing else may average the
+    gradients. A single worker takes the original optimizer's steps, to the bit.
 
     Args:
         optimizer: Optimizer to wrap, or a list of optimizers of different parameters, which are stepped as one. A
@@ -173,6 +182,7 @@ def wrap(
         if not isinstance(broadcast_parameters, bool):
             raise ConfigurationError(f"broadcast_parameters={broadcast_parameters!r}: must be True or False")
         check_model(model, group)
+        check_held(model, whole)
         options = WrapOptions(
             staleness=staleness or "aware",
             select_by=select_by,
@@ -192,7 +202,7 @@ def wrap(
         )
         given = {
             "algo": None if algo == DEFAULT_ALGO else algo,
-            "density": density,
+            "density": None if density == DEFAULT_DENSITY else density,
             "warmup_steps": warmup_steps,
             "dense_below": None if dense_below == DENSE_BELOW else dense_below,
             "select_by": None if select_by == "auto" else select_by,

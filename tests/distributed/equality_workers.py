@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 import tritoncomm
 from ddp_models import ddp
 from fsdp_models import Net, bits, mesh, sharded
@@ -198,6 +200,98 @@ def steps_by_other_names(rank: int, world_size: int, send) -> None:
     base.inside.append(sgd(model[2].parameters()))
     with pytest.raises(ConfigurationError, match=r"the SGD inside this Lookahead has a parameter of shape \(3, 20\)"):
         sparse_wrap(base)
+
+
+class Shared(torch.optim.SGD):
+    """An optimizer that shares the work between ranks, as Muon does: each computes some updates, and sends them."""
+
+    @torch.no_grad()
+    def step(self, closure=None) -> None:
+        """Step by the gradients of one rank for each parameter."""
+        super().step(closure)
+        for number, parameter in enumerate(p for group in self.param_groups for p in group["params"]):
+            dist.broadcast(parameter, number % dist.get_world_size())
+
+
+class ClosureSAM(SAM):
+    """The usual SAM, which insists on a closure that has a default."""
+
+    def step(self, closure=None) -> None:
+        """Take both steps."""
+        assert closure is not None, "SAM requires closure, but it was not provided"
+        self.first_step(zero_grad=True)
+        closure()
+        self.second_step()
+
+
+def optimizers_that_exchange(rank: int, world_size: int, send) -> None:
+    """An optimizer that exchanges by itself is told apart by what it changes in the first step. ZeRO is refused."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # noqa: PLC0415 - it takes a while
+
+    wide = nn.Sequential(nn.Linear(6, 256), nn.Tanh(), nn.Linear(256, 3))
+    for kind, noticed in ((Shared, True), (torch.optim.SGD, False)):
+        model = deepcopy(wide)
+        optimizer = sparse_wrap(kind(model.parameters(), lr=0.1), model=model, exchange="updates")
+        with log_lines() as lines:
+            train(model, optimizer, rank, range(3))
+        found = [line for line in lines if "exchange parameters or updates in its own step" in line]
+        assert len(found) == (noticed and rank == 0)
+        assert not found or "1 large parameters equally, the first of shape (256, 6)" in found[0]
+    zero = ZeroRedundancyOptimizer(wide.parameters(), optimizer_class=torch.optim.Adam, lr=0.1)
+    for fields in ({}, {"exchange": "gradients"}, {"algo": "dense", "density": None}):
+        with pytest.raises(ConfigurationError, match="ZeroRedundancyOptimizer steps a part"):
+            sparse_wrap(zero, **fields)
+
+
+def steps_that_need_a_closure(rank: int, world_size: int, send) -> None:
+    """SAM's own step fails without its closure, and the error says what to wrap."""
+    model = tiny_model()
+    base = ClosureSAM(model.parameters(), partial(torch.optim.SGD, lr=0.1))
+    optimizer = sparse_wrap(base, model=model)
+    before = flat(model)
+    with pytest.raises(
+        ConfigurationError, match=r"ClosureSAM.step\(\) has failed: SAM requires closure.*inside ClosureS"
+    ):
+        optimizer.step(lambda: loss_of(model, rank, 0).backward())
+    assert flat(model) == before
+
+
+def parameters_of_another_model(rank: int, world_size: int, send) -> None:
+    """An optimizer of copies, or of parameters that were replaced since, does not train the model."""
+    model, other = tiny_model(), tiny_model()
+    with pytest.raises(ConfigurationError, match="model is a Sequential, and optimizer holds none of its parameters"):
+        sparse_wrap(adamw(other), model=model)
+    sparse_wrap([adamw(other), torch.optim.SGD(model[0].parameters(), lr=0.1)], model=model)
+
+
+def drift_from_the_first_step(rank: int, world_size: int, send) -> None:
+    """What an optimizer that is not wrapped changes is found in the second step."""
+    model = tiny_model()
+    optimizer = sparse_wrap(torch.optim.SGD(model[0].parameters(), lr=0.1), model=model)
+    forgotten = torch.optim.SGD(model[2].parameters(), lr=0.1)
+    train(model, optimizer, rank, range(1))
+    forgotten.step()
+    with pytest.raises(ProtocolMismatchError, match=r"step 2 .*2.weight differs between ranks.*after step 0\."):
+        train(model, optimizer, rank, range(1, 2))
+
+
+def held_later(rank: int, world_size: int, send) -> None:
+    """Parameters that a group brings in later are compared as those of the optimizer from then on."""
+    replicas.EVERY = 1
+    for local_steps in (1, 2):
+        model = tiny_model()
+        model[2].requires_grad_(requires_grad=False)
+        optimizer = sparse_wrap(
+            torch.optim.SGD(model[0].parameters(), lr=0.1),
+            model=model,
+            **({"local_steps": 2, "density": None} if local_steps > 1 else {}),
+        )
+        train(model, optimizer, rank, range(4))
+        model[2].requires_grad_()
+        optimizer.add_param_group({"params": list(model[2].parameters())})
+        train(model, optimizer, rank, range(4, 8))
+        assert same_everywhere(flat(model))
+    replicas.EVERY = 100
 
 
 def saved(rank: int, world_size: int, send, folder: str) -> None:

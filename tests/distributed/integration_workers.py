@@ -267,6 +267,9 @@ def check_limits(folder: str, data: list[Any]) -> None:
         own = {"optimizers": (torch.optim.AdamW(net.layers[0].parameters()), None)} if part else {}
         trainer = transformers.Trainer(net, arguments, train_dataset=data, callbacks=[callback], **own)
         trainer.train()
+        everybody = [None] * dist.get_world_size()
+        dist.all_gather_object(everybody, weights(net).tolist())
+        assert everybody[0] == everybody[1]
         return trainer, callback.optimizer
 
     for clips_itself in (trained(0.0), trained(-1.0), trained(MAX_NORM, part=True)):

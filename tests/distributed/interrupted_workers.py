@@ -229,6 +229,69 @@ def raised_in_the_confirmation(rank: int, world_size: int, send) -> None:
     assert same_everywhere(flat(model))
 
 
+def raised_in_a_check(rank: int, world_size: int, send) -> None:
+    """It leaves a comparison of ranks outside of a step as it is, too. The others do not wait for the time-out."""
+    scaler = GradScaler("cpu", init_scale=8.0)
+
+    def unscale(model: nn.Module, optimizer: tritoncomm.SparseOptimizer) -> None:
+        scaler.scale(loss_of(model, rank, 2)).backward()
+        scaler.step(optimizer)  # rank 0 may have got its sum, and learns of it when it exchanges gradients
+
+    def broadcast(model: nn.Module, optimizer: tritoncomm.SparseOptimizer) -> None:
+        sparse_wrap(adamw(net()), process_group=optimizer.process_group, broadcast_parameters=True)
+
+    acts: dict[str, Callable[[nn.Module, tritoncomm.SparseOptimizer], object]] = {
+        "set_density": lambda _, optimizer: optimizer.set_density(0.5),
+        "save": lambda _, optimizer: checkpoint.save(optimizer, "never-written"),
+        "load": lambda _, optimizer: optimizer.load_state_dict(optimizer.state_dict()),
+        "add": lambda _, optimizer: optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]}),
+        "wrap": lambda _, optimizer: sparse_wrap(adamw(net()), process_group=optimizer.process_group),
+        "broadcast": broadcast,
+        "unscale": unscale,
+    }
+    for act in acts.values():
+        raised = PreemptedError("SIGTERM")
+        group, model = dist.new_group(timeout=timedelta(seconds=30)), net()
+        optimizer = sparse_wrap(adamw(model), process_group=group)
+        train(model, optimizer, rank, range(2))
+        before = flat(model)
+        if rank == 1:
+            signal_soon(raised)
+        else:
+            time.sleep(1.0)
+        start = time.monotonic()
+        with pytest.raises(PreemptedError if rank == 1 else ExchangeError, match="SIGTERM") as caught:
+            act(model, optimizer)
+        assert time.monotonic() - start < 15
+        if rank == 1:
+            assert caught.value is raised
+        else:
+            assert str(caught.value).endswith("rank 1 stopped: PreemptedError: SIGTERM")
+            assert caught.value.peers == (1,)
+        assert flat(model) == before
+        optimizer.zero_grad()
+        with pytest.raises(ExchangeError):  # the group has failed
+            train(model, optimizer, rank, range(2, 3))
+        assert flat(model) == before
+        dist.barrier()
+
+
+def raised_before_a_check(rank: int, world_size: int, send) -> None:
+    """A rank that is interrupted by itself, while the others wait for its answer, reports it, too."""
+    group, model = dist.new_group(timeout=timedelta(seconds=30)), net()
+    optimizer = sparse_wrap(adamw(model), process_group=group)
+    if rank == 1:
+        from tritoncomm.step import optimizer_setup  # noqa: PLC0415 - changed here alone
+
+        optimizer_setup.with_density = interrupted
+    start = time.monotonic()
+    with pytest.raises(KeyboardInterrupt if rank == 1 else ExchangeError) as caught:
+        optimizer.set_density(0.5)
+    assert rank == 1 or str(caught.value).endswith("rank 1 stopped: KeyboardInterrupt")
+    assert time.monotonic() - start < 15
+    dist.barrier()
+
+
 def signal_soon(raised: BaseException) -> None:
     """Let a signal arrive in this process, whose handler raises ``raised``."""
 

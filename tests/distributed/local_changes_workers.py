@@ -75,8 +75,16 @@ def ordinary_loops(rank: int, world_size: int, send) -> None:
     def discarded(model: nn.Module, _: tritoncomm.SparseOptimizer) -> None:
         model.zero_grad(set_to_none=False)
 
+    def not_reached(model: nn.Module, _: tritoncomm.SparseOptimizer) -> None:
+        nn.utils.clip_grad_norm_(model.parameters(), 1e3)  # multiplies by 1
+        nn.utils.clip_grad_value_(model.parameters(), 1e3)
+
+    def halved(model: nn.Module, _: tritoncomm.SparseOptimizer) -> None:
+        for parameter in model.parameters():
+            parameter.grad.div_(2.0)
+
     for kind in KINDS:
-        for act in (lambda *_: None, averaged, discarded):
+        for act in (lambda *_: None, averaged, discarded, not_reached, halved):
             assert heard(rank, kind, act) == [], (kind, act)
             assert heard(rank, kind, act, micro=2) == [], (kind, act)
     for kind in (in_ddp, partial(in_ddp, gradient_as_bucket_view=True)):
@@ -87,7 +95,7 @@ def scaled_loops(rank: int, world_size: int, send) -> None:
     """A scaler changes gradients, and nothing is said. If they are clipped as well, the limit is named."""
     for kind in KINDS[:-1]:
         for make in (torch.amp.GradScaler, tritoncomm.amp.GradScaler):
-            for unscales, clips in ((False, False), (True, False), (True, True)):
+            for unscales, clips in ((False, False), (True, False), (True, 1e3), (True, 0.1)):
                 (model, optimizer), scaler = kind(), make("cpu", init_scale=64.0)
                 with log_lines() as lines:
                     for step in range(4):
@@ -96,11 +104,11 @@ def scaled_loops(rank: int, world_size: int, send) -> None:
                         if unscales:
                             scaler.unscale_(optimizer)
                         if clips:
-                            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+                            nn.utils.clip_grad_norm_(model.parameters(), clips)
                         scaler.step(optimizer)
                         scaler.update()
                 said = [line for line in lines if SEEN in line]
-                assert len(said) == (clips and rank == 0), (kind, make, unscales, clips, said)
+                assert len(said) == (clips == 0.1 and rank == 0), (kind, make, unscales, clips, said)
                 assert all("max_grad_norm=0.1 " in line for line in said)
 
 
@@ -124,6 +132,39 @@ def clipped_loops(rank: int, world_size: int, send) -> None:
     said = heard(rank, plain, divide)
     assert len(said) == (rank == 0)
     assert all("A factor that is equal on all ranks needs no change" in line for line in said)
+
+    def cut(model: nn.Module, _: tritoncomm.SparseOptimizer) -> None:
+        nn.utils.clip_grad_value_(model.parameters(), 1e-3)
+
+    assert len(heard(rank, plain, cut)) == (rank == 0)
+
+    def clip_late(model: nn.Module, optimizer: tritoncomm.SparseOptimizer) -> None:
+        nn.utils.clip_grad_norm_(model.parameters(), 1e3 if optimizer.metrics()["steps"] < 3 else 0.25)
+
+    said = heard(rank, plain, clip_late)
+    assert len(said) == (rank == 0)
+    assert all("max_grad_norm=0.25 " in line for line in said)
+
+
+def lists(rank: int, world_size: int, send) -> None:
+    """What is said of a list, some optimizers of which exchange updates, names no function that is refused for it."""
+
+    def mixed() -> tuple[nn.Module, tritoncomm.SparseOptimizer]:
+        model = net()
+        halves = torch.optim.RMSprop(model[0].parameters(), lr=1e-3), adamw(model[2])
+        return model, tritoncomm.wrap(list(halves), model=model, **SETTINGS)
+
+    for limit, parts in (("max_grad_norm=0.25 ", 1), ("max_grad_norm= ", 3)):
+
+        def clip(model: nn.Module, _: tritoncomm.SparseOptimizer, parts: int = parts) -> None:
+            for parameter in model.parameters():
+                parameter.grad.div_(parts)
+            if parts == 1:
+                nn.utils.clip_grad_norm_(model[2].parameters(), 0.25)
+
+        said = heard(rank, mixed, clip)
+        assert len(said) == (rank == 0)
+        assert all(limit in line and "synchronize" not in line for line in said), said
 
 
 def hooks_are_removed(rank: int, world_size: int, send) -> None:

@@ -14,6 +14,11 @@ def test_situations() -> None:
         equality_workers.rest_of_the_model,
         equality_workers.drifting,
         equality_workers.steps_by_other_names,
+        equality_workers.steps_that_need_a_closure,
+        equality_workers.parameters_of_another_model,
+        equality_workers.drift_from_the_first_step,
+        equality_workers.optimizers_that_exchange,
+        equality_workers.held_later,
     ]
     run_situations(situations, 2)
 

@@ -17,6 +17,7 @@ from helpers import run_situations
         ],
         [interrupted_workers.failing_update, interrupted_workers.failing_on_the_way],
         [interrupted_workers.raised_in_a_wait, interrupted_workers.raised_in_the_confirmation],
+        [interrupted_workers.raised_in_a_check, interrupted_workers.raised_before_a_check],
     ],
     ids=lambda situations: ",".join(situation.__name__ for situation in situations),
 )

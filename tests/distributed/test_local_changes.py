@@ -11,7 +11,7 @@ from helpers import run_situations
     "situations",
     [
         [local_changes_workers.ordinary_loops, local_changes_workers.hooks_are_removed],
-        [local_changes_workers.scaled_loops, local_changes_workers.clipped_loops],
+        [local_changes_workers.scaled_loops, local_changes_workers.clipped_loops, local_changes_workers.lists],
     ],
     ids=lambda situations: ",".join(situation.__name__ for situation in situations),
 )

@@ -228,3 +228,27 @@ def test_rank_that_hangs(kind: str) -> None:
         return caught.value.peers
 
     assert ranks.run(train, WORLD_SIZE, network=Network(WORLD_SIZE, limit=6.0)) == [(VICTIM,)] * WORLD_SIZE
+
+
+class Interrupting(float):
+    """A density, at which Ctrl-C comes."""
+
+    def __gt__(self, other: object) -> bool:
+        raise KeyboardInterrupt
+
+    __lt__ = __ge__ = __le__ = __gt__
+
+
+def test_rank_that_is_interrupted_outside_of_a_step() -> None:
+    """The others do not wait for the time-out in a comparison of settings, and learn which rank has stopped."""
+
+    def change(rank: int) -> float:
+        model, optimizer = opened("plain", LATE)
+        step_of(model, optimizer, rank, 0)
+        start = time.monotonic()
+        with pytest.raises(KeyboardInterrupt if rank == VICTIM else tritoncomm.ExchangeError) as caught:
+            optimizer.set_density(Interrupting(0.2) if rank == VICTIM else 0.2)
+        assert rank == VICTIM or str(caught.value).endswith("rank 1 stopped: KeyboardInterrupt"), caught.value
+        return time.monotonic() - start
+
+    assert max(ranks.run(change, WORLD_SIZE, network=Network(WORLD_SIZE, limit=6.0))) < 4

@@ -101,7 +101,7 @@ def test_a_moment_waits() -> None:
 def test_a_residual_takes_no_place() -> None:
     """After the first step without gradient, all that is delivered belongs to the other parameter."""
     p, q = pair()
-    optimizer = tritoncomm.wrap(MAKERS["SGD"]([p, q]), "topk_allgather", density=0.1)
+    optimizer = tritoncomm.wrap(torch.optim.SGD([p, q], lr=0.1), "topk_allgather", density=0.1)
     take(optimizer, p, q, 4, using=lambda _: True)
     take(optimizer, p, q, 2, using=lambda _: False)
     assert int(torch.count_nonzero(p.grad)) == int(0.1 * 2 * 64 * 64)

@@ -76,3 +76,17 @@ def test_what_is_compared() -> None:
 def test_numbers_count() -> None:
     """So do numbers in a state, and a state that is missing."""
     assert len({replica(state).digest() for state in ({}, {"step": 1}, {"step": 2}, {"count": 1})}) == 4
+
+
+def test_names_that_are_equal() -> None:
+    """Every parameter counts, also if an optimizer of two modules calls two of them the same."""
+    first, second = (nn.Parameter(torch.ones(2)) for _ in range(2))
+    optimizer = torch.optim.SGD([{"params": [first]}, {"params": [second]}], lr=0.1)
+    named = Replica(optimizer, ["weight", "weight"])
+    assert list(named.figures()) == ["weight", "weight (parameter 1 of shape (2,))"]
+    before = named.digest()
+    for parameter in (first, second):
+        with torch.no_grad():
+            parameter[0] += 1
+        assert named.digest() != before
+        before = named.digest()

@@ -83,7 +83,9 @@ def _average_before_clipping(accelerator: Accelerator) -> None:
             return clip_norm(chosen, max_norm, norm_type)
         if all(each._options.gradient_limit is not None for each in averaged):  # noqa: SLF001 - of this library
             return _norm_of_means(averaged)
-        return nn.utils.clip_grad_norm_(chosen, max_norm, norm_type)
+        # Gradients of other parameters are local, and would make norms differ between ranks.
+        held = {id(p) for each in averaged for group in each.param_groups for p in group["params"]}
+        return nn.utils.clip_grad_norm_([each for each in chosen if id(each) in held], max_norm, norm_type)
 
     def clip_grad_value_(parameters: Any, value: float) -> None:
         chosen = _listed(parameters)

@@ -166,10 +166,12 @@ def kind_of(error: BaseException) -> str:
 
 def text_of(error: BaseException) -> str:
     """Return what a report says of ``error``. Its type says what an interruption is."""
-    name = type(error).__name__
+    name, text = type(error).__name__, ""
+    with suppress(Exception):  # of the user's own class
+        text = str(error)
     if is_interruption(error):
-        return f"{name}: {error}" if str(error) else name
-    return str(error) or name
+        return f"{name}: {text}" if text else name
+    return text or name
 
 
 def is_interruption(error: BaseException) -> bool:
@@ -208,15 +210,23 @@ def has_arrived(work: Any) -> bool:
 
 
 def collect(
-    group: dist.ProcessGroup | None, rank: int, ranks: list[int], key: str, own: RankReport, patience: float = 0.0
+    group: dist.ProcessGroup | None,
+    rank: int,
+    ranks: list[int],
+    key: str,
+    own: RankReport,
+    patience: float = 0.0,
+    *,
+    writes: bool = True,
 ) -> FailureReport:
     """Write the report ``own`` to the store, and collect the reports of all ranks of the group.
 
     ``rank`` is this rank's number in the group. ``ranks`` are the global ranks of the group, in its order. ``key``
-    names the group in the store. ``patience`` is the number of seconds that ranks need to notice a failure. Returns
-    when all ranks have reported or the waiting time is over.
+    names the group in the store. ``patience`` is the number of seconds that ranks need to notice a failure. Without
+    ``writes``, the report that this rank has written before stays. Returns when all ranks have reported or the waiting
+    time is over.
     """
-    collection = _Collection(_store(), f"tritoncomm/{key}/", rank, len(ranks), own)
+    collection = _Collection(_store(), f"tritoncomm/{key}/", rank, len(ranks), own, writes=writes)
     deadline = time.monotonic() + _SILENT_SECONDS + patience
     # On a thread of its own, because operations of a store never end if its host cannot be reached.
     thread = threading.Thread(target=collection.run, args=(deadline,), daemon=True)
@@ -230,12 +240,14 @@ def collect(
 class _Collection:
     """Collects the reports of ``size`` ranks under ``prefix`` in ``store``. ``own`` is the report of ``rank``.
 
-    ``closed`` are the ranks whose connections were closed, known when ``is_cut`` is set.
+    ``writes``: see :func:`collect`. ``closed`` are the ranks whose connections were closed, known when ``is_cut`` is
+    set.
     """
 
-    def __init__(self, store: Any, prefix: str, rank: int, size: int, own: RankReport) -> None:
+    def __init__(self, store: Any, prefix: str, rank: int, size: int, own: RankReport, *, writes: bool = True) -> None:
         self._store, self._prefix, self._rank, self._size = store, prefix, rank, size
         self._reports = {rank: own}
+        self._writes = writes
         self._agreed: FailureReport | None = None
         self.closed: set[int] = set()
         self.is_cut = threading.Event()
@@ -246,7 +258,8 @@ class _Collection:
         if store is None:
             return
         with suppress(RuntimeError):  # the process that hosted the store may have died
-            store.set(f"{self._prefix}{self._rank}", json.dumps(asdict(self._reports[self._rank])))
+            if self._writes:
+                store.set(f"{self._prefix}{self._rank}", json.dumps(asdict(self._reports[self._rank])))
             self.is_cut.wait()
             self._read(deadline)
             missing, gone = self._found()

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, ClassVar
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -41,8 +42,8 @@ from tritoncomm.scheduler.together import Running, run_together
 
 # The highest exchange id in each group, by the group's name; and the subgroups, by id of the group and members.
 _exchange_ids: Counter[str] = Counter()
-# Names of the groups in which an exchange has failed. Their connections may be closed.
-_broken: set[str] = set()
+# The groups in which an exchange has failed. Their connections may be closed. Names come again in a new default group.
+_broken: WeakSet[dist.ProcessGroup] = WeakSet()
 _subgroups: dict[tuple[int, tuple[int, ...]], tuple[Any, dist.ProcessGroup | None]] = {}
 # The name of the collective since PyTorch 2.13, and before.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -52,12 +53,74 @@ _START = Round("start", {}, {})
 
 def is_broken(group: dist.ProcessGroup | None) -> bool:
     """Return True if an exchange in ``group`` has failed on this rank."""
-    return _name(group) in _broken
+    return (group or dist.group.WORLD) in _broken
 
 
 def is_distributed() -> bool:
     """Return True if the default process group is initialized."""
     return dist.is_available() and dist.is_initialized()
+
+
+@contextmanager
+def reporting(group: dist.ProcessGroup | None, device: torch.device | None, where: str) -> Iterator[None]:
+    """Let the other ranks of ``group`` know if the body, in which ranks wait for each other, fails on this one.
+
+    ``where`` says what the body does. An interruption leaves it as it is. On a GPU, ``device``, the wait for a lost
+    rank ends after the time-out of ``group``.
+
+    Raises:
+        ExchangeError: A rank was lost, was interrupted, or did not take part. The group is unusable afterwards.
+    """
+    guard = watcher.of(group, device)
+    try:
+        with guard or nullcontext():
+            yield
+    except BaseException as error:
+        is_interruption = failure_report.is_interruption(error)
+        if not is_interruption and not isinstance(error, RuntimeError):
+            raise
+        found = report_failure(group, device, where, error, guard)
+        if is_interruption:
+            raise
+        raise found from error
+
+
+def report_failure(
+    group: dist.ProcessGroup | None,
+    device: torch.device | None,
+    where: str,
+    error: BaseException,
+    guard: watcher.Watcher | None = None,
+) -> Exception:
+    """Report ``error``, outside of an exchange, to the ranks of ``group``, which may wait for this one on ``device``.
+
+    Return what this rank raises if ``error`` is no interruption. ``where`` says what has failed. ``guard`` has watched
+    it, if anything has.
+    """
+    if is_broken(group):
+        return ExchangeError(f"{where} failed, because an exchange in this process group has failed before: {error}")
+    guard = guard or watcher.of(group, device)
+    if guard is not None:
+        error = guard.fail(error)
+    rank, ranks = dist.get_rank(group), dist.get_process_group_ranks(group or dist.group.WORLD)
+    peers = [other for other in range(len(ranks)) if other != rank]
+    kind, text = failure_report.kind_of(error), failure_report.text_of(error)
+    own = failure_report.RankReport(kind, where, text, peers)
+    report = _collected(group, own, watcher.RELEASE_SECONDS if guard is not None else 0.0)
+    return report.error(rank, ranks, where, error, watcher.advice() if guard is not None else "")
+
+
+def _collected(
+    group: dist.ProcessGroup | None, own: failure_report.RankReport, patience: float = 0.0
+) -> failure_report.FailureReport:
+    """Write the report ``own`` unless this rank has reported a failure of ``group`` before, and collect all reports."""
+    rank, ranks = dist.get_rank(group), dist.get_process_group_ranks(group or dist.group.WORLD)
+    # The key is the group alone. Step and method may differ between the ranks, and a group fails only once.
+    is_first, whole = not is_broken(group), group or dist.group.WORLD
+    report = failure_report.collect(group, rank, ranks, _name(group), own, patience, writes=is_first)
+    if whole is not None:
+        _broken.add(whole)
+    return report
 
 
 class ProcessGroupScheduler:
@@ -323,13 +386,10 @@ class ProcessGroupScheduler:
         own, details = self._report(op, error)
         for subgroup in self._subgroups.values():
             failure_report.cut_connections(subgroup.group, subgroup.rank, subgroup._global_ranks)  # noqa: SLF001 - same class
-        # The key is the group alone. Step and method may differ between the ranks, and a group fails only once.
-        patience = watcher.RELEASE_SECONDS if self._watcher is not None else 0.0
-        report = failure_report.collect(self.group, self.rank, self._global_ranks, _name(self.group), own, patience)
+        report = _collected(self.group, own, watcher.RELEASE_SECONDS if self._watcher is not None else 0.0)
         advice = watcher.advice() if self._watcher is not None else ""
         raised = report.error(self.rank, self._global_ranks, own.where + details, error, advice)
         self._failure = raised
-        _broken.add(_name(self.group))
         return raised
 
     def _report(self, op: Op, error: BaseException) -> tuple[failure_report.RankReport, str]:

@@ -49,6 +49,8 @@ _under_way: set[Watcher] = set()
 _last: dict[torch.device, tuple[torch.Event, torch.Event]] = {}
 # Keys are weak: a store that is still referenced after destroy_process_group keeps its server, and with it old keys.
 _connections: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+# What was in the store when a group was watched for the first time.
+_stale: WeakKeyDictionary[dist.ProcessGroup, bytes] = WeakKeyDictionary()
 _starting = threading.Lock()
 _thread: threading.Thread | None = None
 
@@ -79,7 +81,7 @@ class Watcher:
         self._store = _own_connection(dist.distributed_c10d._get_default_store())  # noqa: SLF001 - not public
         self._told = self._stale = b""
         self._ask()
-        self._stale = self._told  # of an earlier default group with the same store
+        self._stale = _stale.setdefault(group, self._told)  # of an earlier default group with the same store
         self._asking: threading.Thread | None = None
         self._aborting: list[threading.Thread] = []
         self._lock = threading.Lock()

@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -20,8 +20,8 @@ from tritoncomm.errors import (
     NonFiniteError,
     ProtocolMismatchError,
 )
-from tritoncomm.scheduler import watcher
-from tritoncomm.scheduler.process_group import is_distributed
+from tritoncomm.scheduler.failure_report import is_interruption
+from tritoncomm.scheduler.process_group import is_distributed, report_failure, reporting
 from tritoncomm.step.shards import bytes_of, local
 from tritoncomm.version import __version__
 from tritoncomm_kernels import devices
@@ -34,6 +34,7 @@ UPDATES_ADVICE = (
     "load a checkpoint on all ranks"
 )
 _LONG = 8  # entries of a list that are not all written into a message
+_CHECK = "configuration check"  # what has failed, in errors
 _ERROR = "error"  # key of the error that a rank reports to the others
 NOT_HELD = "values of parameters that the optimizer does not hold"  # as UPDATES
 _EQUAL = "give all ranks the same parameters, or call wrap(..., broadcast_parameters=True)"
@@ -84,6 +85,8 @@ def differences(
 def propagate_errors(group: dist.ProcessGroup | None, device: torch.device | None = None) -> Iterator[None]:
     """Report an error that the body raises on this rank to the other ranks, whose next :func:`compare` raises it.
 
+    If an interruption ends the body, they raise :class:`~tritoncomm.ExchangeError`.
+
     ``device`` is the current device in the body. See :func:`all_gather`.
     """
     try:
@@ -91,8 +94,10 @@ def propagate_errors(group: dist.ProcessGroup | None, device: torch.device | Non
             yield
     except (ConfigMismatchError, ExchangeError):  # all ranks raise these
         raise
-    except Exception as error:
-        if is_distributed():
+    except BaseException as error:
+        if is_distributed() and is_interruption(error):
+            report_failure(group, device, _CHECK, error)
+        elif is_distributed():
             propagate_error(str(error), group, device)
         raise
 
@@ -108,15 +113,14 @@ def all_gather(
     """Return ``fields`` (small, picklable) of every rank, ordered by rank.
 
     NCCL sends objects from the current CUDA device, which is GPU 0 on every rank of a program that has not set it. They
-    are therefore sent from ``device``, the one of the exchange. None is the current device. On a GPU, the wait for a
-    lost rank ends after the time-out of ``group``.
+    are therefore sent from ``device``, the one of the exchange. None is the current device.
+
+    Raises:
+        ExchangeError: A rank was lost, was interrupted, or did not take part.
     """
     gathered: list[Any] = [None] * dist.get_world_size(group)
-    try:
-        with devices.on(device), watcher.of(group, device) or nullcontext():
-            dist.all_gather_object(gathered, fields, group=group)
-    except RuntimeError as error:
-        raise ExchangeError(f"configuration check failed, a rank was lost or did not take part: {error}") from error
+    with reporting(group, device, _CHECK), devices.on(device):
+        dist.all_gather_object(gathered, fields, group=group)
     return gathered
 
 
@@ -272,12 +276,9 @@ def _broadcast(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup | None)
     shards = [local(tensor.detach()) for tensor in tensors]
     device = shards[0].device if shards else None
     received = [shard.to(device, copy=True, memory_format=torch.contiguous_format) for shard in shards]
-    try:
-        with watcher.of(group, device) or nullcontext():
-            for values in filter(torch.numel, received):
-                dist.broadcast(values.reshape(-1).view(torch.uint8), src=source, group=group)  # any dtype
-    except RuntimeError as error:
-        raise ExchangeError(f"a rank was lost while parameters were broadcast: {error}") from error
+    with reporting(group, device, "broadcast of parameters"):
+        for values in filter(torch.numel, received):
+            dist.broadcast(values.reshape(-1).view(torch.uint8), src=source, group=group)  # any dtype
     for shard, values in zip(shards, received, strict=True):
         shard.copy_(values)
 

@@ -25,6 +25,7 @@ from tritoncomm.scheduler.span import Span
 from tritoncomm.scheduler.together import run_together
 from tritoncomm.step import agree, gradients
 from tritoncomm.step.clipping import clipped
+from tritoncomm.step.decay import with_decay
 from tritoncomm.step.flat import Delivered, check_range, scattered
 from tritoncomm.step.presence import Presence
 from tritoncomm.step.replicas import Replica
@@ -70,10 +71,12 @@ TRANSITIONS = {
 class _Begun(NamedTuple):
     """A vector whose mean is known, and not applied yet, and the time of its exchange.
 
-    Of vectors that are exchanged together, the first has the time of all.
+    ``sent`` is what was exchanged, and ``mean`` contains the decay. Of vectors that are exchanged together, the first
+    has the time of all.
     """
 
     vector: VectorExchange
+    sent: SparseVector
     mean: SparseVector
     span: Span | None
 
@@ -92,7 +95,7 @@ class GradientExchange:
 
     Attributes:
         all_shards: See above.
-        replica: What must be equal on all ranks with the same shard, and is compared every 100 updates.
+        replica: What must be equal on all ranks with the same shard, and is compared every 100 updates, and early.
         state: How far the present step is.
         vectors: The flat vectors, in the order in which they are exchanged.
         trained: Their parameters in the order of the optimizer. Empty if that is the order of the vectors.
@@ -199,7 +202,7 @@ class GradientExchange:
             scale: Loss scale. Gradients are divided by it, and the mean is not multiplied by it.
             overflowed: Whether the scaled loss overflowed, so that the gradients cannot be exchanged.
             zero: Whether to replace NaN and Inf by zero.
-            decay: The share of each parameter (by id) that is added to its gradient, after the norm was limited.
+            decay: The share of each parameter (by id) that is added to the mean of its gradient.
             inspect: Called with the vectors while every ``.grad`` is still this rank's gradient. What it raises rejects
                 the step. Default: None.
 
@@ -242,8 +245,8 @@ class GradientExchange:
             raise (local_error or error) from None
         self._ready(lambda means: gradients.write(vectors, means, kept, scale, self._left))
         whole = span.end()
-        for vector, mean, _ in self._begun:
-            vector.measure(mean, whole if vector is vectors[0] else None)
+        for vector, sent, *_ in self._begun:
+            vector.measure(sent, whole if vector is vectors[0] else None)
 
     def flush(self) -> None:
         """Exchange the residuals dense, and replace every ``.grad`` by their mean. The state is then READY.
@@ -286,9 +289,9 @@ class GradientExchange:
             self._commit()
 
     def _commit(self) -> None:
-        for vector, _, _ in self._begun:
-            vector.commit(self._left, self.presence.waiting, self._decay)
-        for (vector, _, _), delivered in zip(self._begun, self.delivered or (), strict=False):
+        for vector, *_ in self._begun:
+            vector.commit(self._left)
+        for (vector, *_), delivered in zip(self._begun, self.delivered or (), strict=False):
             vector.waiting.note(delivered, self._left, vector.feedback.residual)
         self._begun, self.delivered = [], None
 
@@ -375,8 +378,6 @@ class GradientExchange:
             vector.meter = Meter()  # also of one that does not begin, because the step is rejected before
         limit = None if dense or vectors[0].is_bare else self.options.max_gradient_norm
         clipping = None if limit is None else self._clip(limit, [v for v in vectors if not v.options.is_anchor])
-        for vector in vectors if limit is None else ():
-            vector.add_share(self._decay, self.presence.waiting)
         means: dict[VectorExchange, SparseVector] = {}
         span = Span(vectors[0].device)
         try:
@@ -388,7 +389,8 @@ class GradientExchange:
                 begin = partial(noting, means=means, dense=dense, waiting=self.presence.waiting)
                 run_together([begin(one, first=clipping), *map(begin, others)])
             finally:
-                self._begun = [_Begun(vector, means[vector], None) for vector in vectors if vector in means]
+                self._begun = [_Begun(vector, *2 * (means[vector],), None) for vector in vectors if vector in means]
+            self._begun = [step._replace(mean=with_decay(step.vector, step.sent, self._decay)) for step in self._begun]
             self._begun[0] = self._begun[0]._replace(span=span.end())
             check_range([Delivered(step.mean, step.vector.layout) for step in self._begun])
         except NonFiniteError as error:
@@ -408,13 +410,11 @@ class GradientExchange:
         return True
 
     def _clip(self, limit: float, vectors: Sequence[VectorExchange]) -> Pattern[None]:
-        """Scale the gradients to this norm at most (:func:`~tritoncomm.step.clipping.clipped`), and add the decay."""
+        """Scale the gradients to this norm at most, see :func:`~tritoncomm.step.clipping.clipped`."""
         shard = (
             0 if self.all_shards is None else dist.get_process_group_ranks(self.options.group or dist.group.WORLD)[0]
         )
         self.gradient_norm = yield from clipped(vectors, limit, shard, vectors[0].world_size)
-        for vector in vectors:
-            vector.add_share(self._decay, self.presence.waiting)
 
     def _fail(self, error: BaseException) -> None:
         """Roll back, and report ``error`` to the ranks that may wait for this one and do not raise it themselves."""
@@ -431,14 +431,14 @@ class GradientExchange:
         """Let the step be rejected. Residuals, methods and gradients have not changed."""
         if self.state is State.IDLE:
             return
-        for vector, _, span in self._begun:
+        for vector, *_, span in self._begun:
             vector.measure(None, span)
         self._drop()
         self._move("reject")
 
     def _drop(self) -> None:
         """Forget the means of a step that was not applied."""
-        for vector, _, _ in self._begun:
+        for vector, *_ in self._begun:
             vector.feedback.rollback()
         self._begun, self.delivered = [], None
 
@@ -456,8 +456,8 @@ class GradientExchange:
             if self.state is not State.IDLE:  # it was rejected
                 self._move("lose")
             raise
-        for vector, mean, span in self._begun:
-            vector.measure(mean, span)
+        for vector, sent, _, span in self._begun:
+            vector.measure(sent, span)
             self.total.count("all", vector.meter.sent, vector.meter.received)
 
     def _confirm(self) -> None:

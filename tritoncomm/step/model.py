@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Container, Iterable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -118,6 +118,18 @@ def check_model(model: nn.Module | None, group: dist.ProcessGroup | None) -> Non
         _check_hooks(module)
     if model is not None and not found:
         _check_shards(model, group)
+
+
+def check_held(model: nn.Module | None, optimizer: torch.optim.Optimizer) -> None:
+    """Raise :class:`~tritoncomm.ConfigurationError` if ``optimizer`` holds no parameter that ``model`` trains."""
+    trained = [] if model is None else [each for each in model.parameters() if each.requires_grad]
+    held = agree.parameter_ids(optimizer)
+    if trained and held and not any(id(each) in held for each in trained):
+        raise ConfigurationError(
+            f"model is a {type(model).__name__}, and optimizer holds none of its parameters: build the optimizer from "
+            "model.parameters(), after fully_shard() or whatever else replaces them. An optimizer that keeps copies of "
+            "parameters cannot be wrapped"
+        )
 
 
 def keep_gradients_local(model: nn.Module | None) -> None:
@@ -234,8 +246,16 @@ def check_not_reduced(
     if not is_distributed() or dist.get_world_size(group) == 1:
         return
     parameters = [owners.get(id(each), each) for vector in vectors for each in vector.parameters]
+    anchors = [each for vector in vectors if vector.options.is_anchor for each in vector.parameters]
     digests = [_digest(parameter.grad) for parameter in parameters]
-    equal = vectors[0].equal_on_all_ranks(digests)
+    changes = [_digest(anchor.grad) for anchor in anchors]
+    equal = vectors[0].equal_on_all_ranks([*digests, *changes])
+    equal, equally_changed = equal[: len(parameters)], equal[len(parameters) :]
+    differ = {id(p) for p, digest, same in zip(parameters, digests, equal, strict=True) if digest and not same}
+    chosen = zip(anchors, changes, equally_changed, strict=True)
+    _check_steps_are_local(
+        [owners[id(anchor)] for anchor, change, same in chosen if change and same], differ, dist.get_rank(group)
+    )
     averaged = {id(p) for p, digest, same in zip(parameters, digests, equal, strict=True) if digest and same}
     if not averaged:
         return
@@ -254,6 +274,23 @@ def check_not_reduced(
         logger.warning(
             "the gradients of all ranks are equal in the first step: give each rank other data, and do not average "
             "gradients before step()"
+        )
+
+
+_LARGE = 1024  # elements. Steps by a sign are equal by chance for smaller tensors
+
+
+def _check_steps_are_local(changed: Sequence[torch.Tensor], differ: Container[int], rank: int) -> None:
+    """Warn if steps on all ranks have ``changed`` large parameters equally, whose gradients (by id) ``differ``."""
+    found = [each for each in changed if id(each) in differ and each.dim() > 1 and each.numel() >= _LARGE]
+    if found and rank == 0:
+        logger.warning(
+            "in the first step, all ranks have changed %d large parameters equally, the first of shape %s, although "
+            "their gradients differ: the optimizer seems to exchange parameters or updates in its own step(), so that "
+            "each parameter is trained by the gradient of one rank. Pass an optimizer that steps on each rank by "
+            "itself, or exchange='gradients' and algo='dense'",
+            len(found),
+            tuple(found[0].shape),
         )
 
 

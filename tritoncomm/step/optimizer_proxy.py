@@ -11,11 +11,15 @@ from tritoncomm.step.guard import SWAPS, forwarded
 
 __all__ = ["OptimizerProxy"]
 
+# Public attributes of this object, whatever the original optimizer has.
+_OWN = ("optimizer", "recipe", "grad_scale", "found_inf")
+
 
 class OptimizerProxy(torch.optim.Optimizer):
     """Shares ``param_groups``, ``state`` and ``defaults`` with the original optimizer, which is ``optimizer``.
 
-    Public attributes that this class does not have are those of the original optimizer. Hooks are not shared.
+    Public attributes that this class does not have are those of the original optimizer, also if they are assigned.
+    Hooks are not shared.
     """
 
     # A GradScaler then always calls step(). It sets the other two: its scale, and its overflow flag of this rank.
@@ -30,12 +34,21 @@ class OptimizerProxy(torch.optim.Optimizer):
         # initializes only hooks and profiling.
         super().__setstate__({})
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Assign a public attribute of the original optimizer there, so that its step reads it."""
+        optimizer = vars(self).get("optimizer")
+        own = name.startswith("_") or name in _OWN or name in vars(self) or hasattr(type(self), name)
+        if own or optimizer is None or not hasattr(optimizer, name):
+            super().__setattr__(name, value)
+        else:
+            setattr(optimizer, name, value)
+
     def __getattr__(self, name: str) -> Any:
         """Return a public attribute of the original optimizer that this class does not have.
 
         A method raises if it changes parameters by gradients, which are exchanged in ``step()`` alone.
         """
-        if name.startswith("_") or name in ("optimizer", "grad_scale", "found_inf"):
+        if name.startswith("_") or name in _OWN:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         value = getattr(self.optimizer, name)
         is_method = inspect.ismethod(value) and isinstance(value.__self__, torch.optim.Optimizer)

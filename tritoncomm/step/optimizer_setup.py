@@ -278,12 +278,15 @@ class OptimizerSetup(OptimizerProxy):
         check_clipping(self._options.gradient_limit, parameters)
         anchors = set() if self._local is None else set(map(id, self._local.anchors))
         changed_by_exchange = [each for each in parameters if id(each) not in anchors]
-        self._local_changes = LocalChanges([] if self._optimizer_step.alone else changed_by_exchange)
+        watched = [] if self._optimizer_step.alone else changed_by_exchange
+        self._local_changes = LocalChanges(watched, can_synchronize=self._local is None)
         dense = dense_ids(self.optimizer)
         if self._local is not None:
             dense |= {anchor for anchor, owner in self._local.owners.items() if id(owner) in dense}
         exchange = exchange_of(self._exchanged, self._parts, trained, self._options, group, dense=dense, before=before)
-        exchange.replica = Replica(self._exchanged, self._parameters.names, self._others)
+        held = agree.parameter_ids(self.optimizer)  # a group may have been added, of parameters that were not held
+        others = [(parameter, name) for parameter, name in self._others if id(parameter) not in held]
+        exchange.replica = Replica(self._exchanged, self._parameters.names, others)
         return exchange
 
     def _compare(self, exchange: GradientExchange, **fields: Any) -> None:

@@ -35,7 +35,7 @@ from tritoncomm.primitives.quantized_mean import DENSE_FORMATS
 from tritoncomm.scheduler import cost
 from tritoncomm.scheduler.process_group import is_distributed
 from tritoncomm.step import agree
-from tritoncomm.step.torch_internals import has_hooks, has_own_step, is_flattened
+from tritoncomm.step.torch_internals import has_hooks, has_own_step, is_flattened, is_zero
 from tritoncomm_kernels.devices import is_asynchronous
 
 logger = logging.getLogger("tritoncomm")
@@ -397,6 +397,11 @@ def check_optimizer(
         raise ConfigurationError("LBFGS evaluates its closure several times per step and cannot be wrapped")
     if isinstance(optimizer, torch.optim.SparseAdam) and not alone:
         raise ConfigurationError("SparseAdam needs sparse gradients, which are not exchanged: use Adam with dense ones")
+    if is_zero(optimizer) and not alone:
+        raise ConfigurationError(
+            "ZeroRedundancyOptimizer steps a part of the parameters on each rank, by the gradients of this rank, and "
+            "broadcasts them densely: pass the optimizer of all parameters, or shard the model by fully_shard()"
+        )
     _check_closure(optimizer)
     for parameter in (p for group in optimizer.param_groups for p in group["params"]):
         if parameter.is_meta:

@@ -17,6 +17,7 @@ from tritoncomm.step import agree
 from tritoncomm.step.shards import has_bits, local
 
 EVERY = 100  # updates from one comparison to the next
+EARLY = (1, 10)  # and some before: what makes replicas differ usually does so in the first step
 
 # Integers of the size of an element. A pair of elements is summed as one int64, which is much faster.
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -51,7 +52,7 @@ class Replica:
     @staticmethod
     def is_due(updates: int) -> bool:
         """Return True if ranks compare their values in the step behind this number of ``updates``."""
-        return updates % EVERY == 0
+        return updates % EVERY == 0 or updates in EARLY
 
     def figures(self) -> dict[str, int]:
         """Return a figure of the bits of each value, by its name. The host waits for a GPU once.
@@ -73,15 +74,17 @@ class Replica:
 
     def _values(self) -> Iterator[tuple[str, torch.Tensor | Real]]:
         """Return parameters, and then numbers and tensors of the state, each with its name."""
-        named = {
-            self._names.get(id(parameter)) or f"parameter {number} of shape {tuple(parameter.shape)}": parameter
-            for number, (parameter, _) in enumerate(agree.named_parameters(self._optimizer))
-        }
+        named: dict[str, torch.Tensor] = {}
+        for number, (parameter, _) in enumerate(agree.named_parameters(self._optimizer)):
+            position = f"parameter {number} of shape {tuple(parameter.shape)}"
+            name = self._names.get(id(parameter)) or position
+            named[f"{name} ({position})" if name in named else name] = parameter  # of two modules, names may be equal
+        state = self._optimizer.state
         yield from ((name, parameter) for name, parameter in named.items() if has_bits(parameter))
-        yield from ((name, parameter) for parameter, name in self._others if name not in named)
+        yield from ((f"{name} (not held)" if name in named else name, each) for each, name in self._others)
         for name, parameter in named.items():
-            if parameter in self._optimizer.state:  # to read a state that is missing adds an empty one
-                yield from _leaves(self._optimizer.state[parameter], f"of {name}")
+            if parameter in state:  # to read a state that is missing adds an empty one
+                yield from _leaves(state[parameter], f"of {name}")
 
     def digest(self) -> int:
         """Return a digest of all figures."""

@@ -7,9 +7,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
 import torch
+import torch.distributed as dist
 
 from tritoncomm.algorithms import DGC, Dense, Recipe, takes_density
 from tritoncomm.errors import ConfigurationError
+from tritoncomm.scheduler.process_group import is_distributed
 from tritoncomm.step.adam import StalenessAwareAdam
 from tritoncomm.step.flat import FlatDelivery
 from tritoncomm.step.lion import LateLion
@@ -169,7 +171,7 @@ def check_exchange(optimizer: torch.optim.Optimizer, options: WrapOptions, given
             )
     elif all(kinds.values()):
         unused = [name for name in given if name not in ("staleness", "updates_algo")]
-        if unused:
+        if unused and (not is_distributed() or dist.get_rank() == 0):
             logger.warning(
                 "%s is for optimizers that exchange gradients, and has no effect, because %s exchanges updates: pass a "
                 "recipe as updates_algo, or exchange='gradients'",

@@ -99,6 +99,12 @@ def is_flattened(parameter: torch.Tensor) -> bool:
     return getattr(parameter, "_fsdp_flattened", False)
 
 
+def is_zero(optimizer: torch.optim.Optimizer) -> bool:
+    """Return True for a ``ZeroRedundancyOptimizer``. To import its class takes seconds, and it may not be loaded."""
+    module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
+    return module is not None and isinstance(optimizer, module.ZeroRedundancyOptimizer)
+
+
 def step_hooks(optimizer: torch.optim.Optimizer) -> tuple[list[Callable[..., Any]], list[Callable[..., Any]]]:
     """Return the hooks of ``optimizer`` before and after its step.
 
@@ -127,6 +133,14 @@ def has_own_step(optimizer: torch.optim.Optimizer) -> bool:
     while getattr(getattr(own, "__code__", None), "co_filename", None) == lr_scheduler.__file__:
         own = own.__wrapped__  # type: ignore[union-attr]
     return own is not None and getattr(own, "__func__", own) is not type(optimizer).step
+
+
+def written_step(kind: type[torch.optim.Optimizer]) -> Callable[..., Any]:
+    """Return ``step`` of a class as its author wrote it. torch wraps it, for each class again."""
+    step: Callable[..., Any] = kind.step
+    while getattr(step, "__globals__", {}).get("__name__") == "torch.optim.optimizer" and hasattr(step, "__wrapped__"):
+        step = step.__wrapped__
+    return step
 
 
 def hooks_key(optimizer: torch.optim.Optimizer) -> int:

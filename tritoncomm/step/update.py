@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.hooks import RemovableHandle
 
+from tritoncomm.errors import ConfigurationError
 from tritoncomm.scheduler.process_group import is_distributed
 from tritoncomm.step.flat import Delivered
 from tritoncomm.step.guard import check_inside, optimizers_inside, refuse, stepping
@@ -27,6 +28,7 @@ from tritoncomm.step.torch_internals import (
     step_hooks,
     version_of,
     without_compile,
+    written_step,
 )
 
 logger = logging.getLogger("tritoncomm")
@@ -90,7 +92,8 @@ class StepState:
         )
 
 
-# Optimizers that add weight decay to the gradient, unless it is decoupled. Others shrink parameters apart from it.
+# Optimizers that add weight decay to the gradient, unless it is decoupled. Others shrink parameters apart from it, and
+# so may a step of a subclass.
 _COUPLED = (
     torch.optim.Adadelta,
     torch.optim.Adagrad,
@@ -116,11 +119,18 @@ def coupled_decay(optimizer: torch.optim.Optimizer) -> dict[int, float]:
     return found
 
 
+def _adds_decay(optimizer: torch.optim.Optimizer) -> bool:
+    """Return True if ``optimizer`` takes the step that torch has written for one of these classes."""
+    if has_own_step(optimizer) or not isinstance(optimizer, _COUPLED):
+        return False
+    return written_step(type(optimizer)) in map(written_step, _COUPLED)
+
+
 def _coupled_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     return [
         group
         for part in parts_of(optimizer)
-        if isinstance(part, _COUPLED) and not has_own_step(part)
+        if _adds_decay(part)
         for group in part.param_groups
         if not group.get("decoupled_weight_decay", False)
     ]
@@ -137,6 +147,23 @@ def _without_coupled_decay(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     finally:
         for group, decay in held:
             group["weight_decay"] = decay
+
+
+@contextmanager
+def _naming_closure(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Say what to do if ``optimizer`` has failed because it is called without a closure, although it has a default."""
+    try:
+        yield
+    except (AssertionError, RuntimeError, TypeError, ValueError) as error:
+        text = str(error)
+        if "closure" in text.lower() or "'NoneType' object is not callable" in text:
+            kind = type(optimizer).__name__
+            raise ConfigurationError(
+                f"{kind}.step() has failed: {text}. A wrapped optimizer calls a closure once, before the exchange, and "
+                f"{kind}.step() without it. Wrap the optimizer inside {kind} instead, if it has one, or use another "
+                "optimizer"
+            ) from error
+        raise
 
 
 class OptimizerStep:
@@ -203,7 +230,7 @@ class OptimizerStep:
         ``decayed``: whether ``.grad`` contains the coupled weight decay.
         """
         without_decay = _without_coupled_decay(self.optimizer) if decayed else nullcontext()
-        with stepping((self.optimizer, *self._inside)), without_decay:
+        with stepping((self.optimizer, *self._inside)), without_decay, _naming_closure(self.optimizer):
             if has_own_step(self.optimizer):
                 self.optimizer.step()
             elif self._aware is None or self.alone:

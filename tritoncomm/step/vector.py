@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import zlib
-from collections.abc import Collection, Container, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from itertools import pairwise
@@ -28,7 +28,6 @@ from tritoncomm.scheduler.span import Span
 from tritoncomm.scheduler.together import Running
 from tritoncomm.step.flat import BucketLayout, split_by_size
 from tritoncomm.step.options import rounds, with_form, without_encoding
-from tritoncomm.step.shards import local
 from tritoncomm.step.stages import Scale, Staged, StagedAlgorithm
 from tritoncomm.step.waiting import Waiting
 from tritoncomm_kernels import Workspace, has_non_finite
@@ -104,6 +103,11 @@ class ErrorFeedback:
         assert verdict is None or verdict.is_settled, "the method has not read what the ranks found wrong in its step"
         self._after, self.algorithm.state = self.algorithm.state, self._before
         return mean
+
+    @property
+    def pending(self) -> torch.Tensor:
+        """The residual that a commit will put in the place of :attr:`residual`, fp32 ``[numel]``."""
+        return self._scratch
 
     def commit(self, left: Sequence[slice] = ()) -> None:
         """Replace residual and algorithm state by those after the step.
@@ -302,35 +306,14 @@ class VectorExchange:
         )
         return ErrorFeedback(whole.build(self.layout.numel), self.device)
 
-    def add_share(self, shares: Mapping[int, float], waiting: Container[int] = ()) -> None:
-        """Add the share of each parameter that ``shares`` has (by id) to :attr:`flat`, except of those ``waiting``.
-
-        None waits where every entry is delivered: if no rank has a gradient, the mean is not used.
-        """
-        waiting = () if self.recipe.delivers_all() else waiting
-        self._add_share({key: share for key, share in shares.items() if key not in waiting}, self.flat)
-
-    def _add_share(self, shares: Mapping[int, float], vector: torch.Tensor) -> None:
-        for parameter, part in zip(self.layout.parameters, self.layout.parts(vector), strict=True):
-            if id(parameter) in shares:
-                held = local(parameter.detach())
-                part.view(held.shape).add_(held, alpha=shares[id(parameter)])
-
-    def commit(self, left: Collection[int], waiting: Collection[int], shares: Mapping[int, float]) -> None:
+    def commit(self, left: Collection[int]) -> None:
         """Let residual and method be those after the step.
 
-        Args:
-            left: Ids of the parameters that are left alone. Their residuals and moments are those before the step.
-            waiting: Ids of the parameters to which this rank has contributed nothing. The others keep in their residual
-                what this rank would have contributed.
-            shares: The shares that :meth:`add_share` has added.
+        ``left`` are ids of the parameters that are left alone. Their residuals and moments are those before the step.
         """
-        scale, waiting = self.scale, () if self.recipe.delivers_all() else waiting
+        scale = self.scale
         moment = None if scale is None else scale.moment
         self.feedback.commit(self._slices(left))
-        self._add_share(
-            {key: share for key, share in shares.items() if key in waiting and key not in left}, self.feedback.residual
-        )
         tensors = [position for position, parameter in enumerate(self.large) if id(parameter) in left] if left else []
         if scale is not None and moment is not None and tensors:
             scale.keep(moment, tensors)
