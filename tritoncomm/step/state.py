@@ -16,7 +16,7 @@ from tritoncomm.step import agree
 from tritoncomm.step.exchange import GradientExchange
 from tritoncomm.step.shards import bytes_of, local
 from tritoncomm.step.stages import Scale
-from tritoncomm.step.updates import LocalSteps
+from tritoncomm.step.updates import LocalSteps, all_finite, delta_of
 from tritoncomm.step.vector import ErrorFeedback, VectorExchange
 
 logger = logging.getLogger("tritoncomm")
@@ -192,10 +192,10 @@ def _folded(state: Mapping[str, Any]) -> Mapping[str, Any]:
     own = state["local"]
     if own is None or not own["parameters"]:
         return state
-    residuals = list(state["residuals"])
-    for position, (anchor, parameter) in enumerate(zip(own["anchors"], own["parameters"], strict=True)):
-        rounded = anchor.to(parameter.dtype).to(anchor.dtype)
-        residuals[position] = residuals[position] + (rounded - parameter).reshape(-1)
+    deltas = [delta_of(anchor, each) for anchor, each in zip(own["anchors"], own["parameters"], strict=True)]
+    residuals = state["residuals"]
+    if all_finite(deltas):
+        residuals = [residual + delta for residual, delta in zip(residuals, deltas, strict=True)]
     return {**state, "residuals": residuals, "local": own | {"parameters": [], "taken": 0, "pending": False}}
 
 

@@ -82,7 +82,7 @@ class LocalSteps:
         self.is_pending = False
         self.delta_norm = torch.zeros(())
         self._bad: dict[int, int] = {}  # numbers of NaN and Inf that the next exchange must be refused for
-        self._has_said = self._is_stale = False
+        self._has_said = self._is_stale = self._is_broken = False
         self._swaps = 0  # contexts in which parameters are the anchor
         self._divided: list[int] = []  # versions of gradients that were divided by a loss scale
         self._versions: list[int] = []
@@ -110,7 +110,7 @@ class LocalSteps:
     @property
     def owners(self) -> dict[int, torch.Tensor]:
         """The parameter of each anchor, by the id of the anchor."""
-        return {id(anchor): parameter for anchor, parameter in zip(self.anchors, self.parameters, strict=True)}
+        return {id(anchor): parameter for anchor, parameter in self._pairs()}
 
     @property
     def is_due(self) -> bool:
@@ -227,7 +227,7 @@ class LocalSteps:
         """
         if self.taken or self._versions == [version_of(parameter) for parameter in self.parameters]:
             return False
-        pairs = [(local(a.detach()), local(p.detach())) for a, p in zip(self.anchors, self.parameters, strict=True)]
+        pairs = [(local(a.detach()), local(p.detach())) for a, p in self._pairs()]
         change = sum(float((_rounded(anchor, own) - own).double().square().sum()) for anchor, own in pairs)
         size = sum(float(anchor.double().square().sum()) for anchor, _ in pairs)
         return change > _LARGE**2 * size
@@ -243,7 +243,7 @@ class LocalSteps:
             found = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
             is_usable = not found or bool(whole(torch.nn.utils.get_total_norm(found)).isfinite())
         else:
-            is_usable = _all_finite(gradients)
+            is_usable = all_finite(gradients)
         if is_usable:
             return True
         if policy == "zero":
@@ -268,7 +268,8 @@ class LocalSteps:
         """Let the gradient of each anchor be what this worker has changed.
 
         It is taken against the anchor in the dtype of the parameter, so that its rounding is no change. If it is NaN or
-        Inf, this worker gives zeros and forgets the state of its optimizers, unless the policy is to raise.
+        Inf, this worker gives zeros, unless the policy is to raise. When they are settled, it forgets the state of its
+        optimizers, which may be NaN, too.
 
         Args:
             alone: Whether there is a single worker, and nothing is left of earlier exchanges. Its parameters are then
@@ -277,26 +278,34 @@ class LocalSteps:
         self.outer.param_groups[0][_TAKEN] = self.taken
         if alone and self.is_plain:
             self.accept()
-        deltas = [
-            _rounded(local(a.detach()), local(p.detach())).sub_(local(p.detach()))
-            for a, p in zip(self.anchors, self.parameters, strict=True)
-        ]
-        if self._bad:
-            for position, count in self._bad.items():
-                deltas[position].view(-1)[:count] = torch.nan
-        elif self._options.on_nonfinite != "raise" and not _all_finite(deltas):
-            logger.warning(
-                "a local step has made parameters NaN or Inf on this rank: it continues from the mean of the others"
-            )
-            self.dropped += 1
-            for delta in deltas:
-                delta.zero_()
-            for optimizer in self._optimizers:
-                optimizer.state.clear()
+        deltas = self._deltas() if self._bad or self._options.on_nonfinite == "raise" else self._finite_deltas()
+        for position, count in self._bad.items():
+            deltas[position].view(-1)[:count] = torch.nan
         self.delta_norm = torch.linalg.vector_norm(torch.stack([delta.norm() for delta in deltas]))
         self._bad = {}
         for anchor, delta in zip(self.anchors, deltas, strict=True):
             anchor.grad = like_parameter(anchor, delta.reshape(-1))
+
+    def _deltas(self) -> list[torch.Tensor]:
+        """Return what this worker has changed of each parameter, in the dtype of its anchor."""
+        self._is_broken = False
+        return [delta_of(local(a.detach()), local(p.detach())) for a, p in self._pairs()]
+
+    def _finite_deltas(self) -> list[torch.Tensor]:
+        """Return the same, or zeros if a parameter is NaN or Inf."""
+        deltas = self._deltas()
+        self._is_broken = not all_finite(deltas)
+        if self._is_broken:
+            logger.warning(
+                "a local step has made parameters NaN or Inf on this rank: it continues from the mean of the others"
+            )
+            for delta in deltas:
+                delta.zero_()
+        return deltas
+
+    def _pairs(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Return each anchor and its parameter."""
+        return zip(self.anchors, self.parameters, strict=True)
 
     def withdraw(self) -> None:
         """Forget what :meth:`give` has given."""
@@ -321,17 +330,22 @@ class LocalSteps:
         """Let the parameters of this worker be the anchor."""
         self.withdraw()
         self._go_to_anchor()
+        if self._is_broken:
+            self._is_broken = False
+            self.dropped += 1
+            for optimizer in self._optimizers:
+                optimizer.state.clear()
         self.taken, self.is_pending = 0, False
         self._note_versions()
 
     def _go_to_anchor(self) -> None:
-        for anchor, parameter in zip(self.anchors, self.parameters, strict=True):
+        for anchor, parameter in self._pairs():
             local(parameter.detach()).copy_(local(anchor.detach()))
 
     @torch.no_grad()
     def accept(self) -> None:
         """Let the anchor be the parameters of this worker."""
-        for anchor, parameter in zip(self.anchors, self.parameters, strict=True):
+        for anchor, parameter in self._pairs():
             local(anchor.detach()).copy_(local(parameter.detach()))
         self._is_stale = False
         self._note_versions()
@@ -340,11 +354,11 @@ class LocalSteps:
     def fold(self, residuals: Mapping[torch.Tensor, torch.Tensor]) -> None:
         """Add what this worker has changed to its ``residuals`` (flat views by anchor), and continue from the anchor.
 
-        Nothing is lost and nothing is sent, so a worker may do it at any time.
+        Nothing is lost and nothing is sent, so a worker may do it at any time. If a parameter is NaN or Inf, nothing is
+        added.
         """
-        for anchor, parameter in zip(self.anchors, self.parameters, strict=True):
-            own = local(parameter.detach())
-            residuals[anchor].view(own.shape).add_(_rounded(local(anchor.detach()), own).sub_(own))
+        for anchor, delta in zip(self.anchors, self._finite_deltas(), strict=True):
+            residuals[anchor].view(delta.shape).add_(delta)
         self.settle()
 
     @contextmanager
@@ -441,12 +455,17 @@ def _anchor_of(parameter: torch.Tensor) -> torch.Tensor:
     return like_parameter(parameter, own.to(dtype, copy=True).reshape(-1)).requires_grad_()
 
 
+def delta_of(anchor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """Return what was changed of ``parameter`` since it was the ``anchor``, in the dtype of the anchor."""
+    return _rounded(anchor, parameter).sub_(parameter)
+
+
 def _rounded(anchor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     """Return ``anchor`` with the precision of ``parameter``, as a new tensor with the dtype of the anchor."""
     return anchor.to(parameter.dtype).to(anchor.dtype, copy=True)
 
 
-def _all_finite(tensors: Sequence[torch.Tensor]) -> bool:
+def all_finite(tensors: Sequence[torch.Tensor]) -> bool:
     """Return True if no tensor has a NaN or Inf. The host waits for a GPU once."""
     dense = [each if each.layout is torch.strided else each.coalesce().values() for each in tensors]
     found = [each for each in dense if each.numel()]

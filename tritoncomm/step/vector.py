@@ -17,12 +17,12 @@ import torch.distributed as dist
 from tritoncomm.algorithms import Algorithm, Dense, Recipe
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.primitives.accumulator import Accumulator
-from tritoncomm.primitives.mean_norm import random_signs, sketch
+from tritoncomm.primitives.mean_norm import gain_of_mean, random_signs, sketch
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.primitives.verdict import Verdict
 from tritoncomm.scheduler.meter import Meter
 from tritoncomm.scheduler.process_group import ProcessGroupScheduler, is_distributed
-from tritoncomm.scheduler.rounds import AllGather, AllReduce, Pattern, Result
+from tritoncomm.scheduler.rounds import AllGather, Pattern, Result
 from tritoncomm.scheduler.simulated import SimulatedScheduler
 from tritoncomm.scheduler.span import Span
 from tritoncomm.scheduler.together import Running
@@ -381,11 +381,8 @@ class VectorExchange:
             raise
 
     def _measuring(self) -> Pattern[None]:
-        """Find out how much longer the vectors of the ranks are than their mean, whose length is estimated."""
-        lengths = torch.linalg.vector_norm(self.flat).reshape(1)
-        total = yield AllReduce("length of updates", torch.cat([self.sketch(), lengths]))
-        ratio = total[-1] / torch.linalg.vector_norm(total[:-1])
-        self.gain = ratio.nan_to_num(1.0).clamp(1.0, math.sqrt(self.world_size))
+        """Find out how much longer the vectors of the ranks are than their mean."""
+        self.gain = yield from gain_of_mean(self.flat, self.sketch(), self.world_size)
 
     def confirm(self, state: str, others: Sequence[VectorExchange], *, raises: bool) -> tuple[bool, bool]:
         """Wait until every rank has the mean, and return whether all are in the same ``state``.
