@@ -11,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tritoncomm import Dense, algorithms
 from tritoncomm.checkpoint import reshard
-from tritoncomm.step import updates
+from tritoncomm.step import anchors
 from tritoncomm.step.updates import LocalSteps
 
 import laws
@@ -151,7 +151,7 @@ def keeps_in_parameters(patch: pytest.MonkeyPatch) -> None:
 
 def delta_of_whole_anchor(patch: pytest.MonkeyPatch) -> None:
     """Take what was changed against the anchor with all its bits, so that rounding counts as progress."""
-    patch.setattr(updates, "_rounded", lambda anchor, parameter: anchor.clone())
+    patch.setattr(anchors, "rounded", lambda anchor, parameter: anchor.clone())
 
 
 def momentum_of_a_failed_exchange(patch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import os
 import re
 from pathlib import Path
@@ -441,27 +442,63 @@ def sharded(rank: int, world_size: int, send, folder: str) -> None:
             outer_momentum=0.5,
         )
 
-    model, optimizer = made()
-    fsdp_models.train(model, optimizer, rank, range(4))
-    assert same_everywhere(fsdp_models.bits(model), replicas)
-    path = f"{folder}/checkpoint"
-    _save(model, optimizer, path)
-    again, resumed = made()
-    _load(again, resumed, path)
-    assert fsdp_models.bits(again) == fsdp_models.bits(model)
-    assert torch.equal(residual(resumed), residual(optimizer))
-    fsdp_models.train(again, resumed, rank, range(4, 8))
-    assert same_everywhere(fsdp_models.bits(again), replicas)
-    plain = fsdp_models.Net()
-    inner = torch.optim.AdamW(plain.parameters(), lr=0.01)
-    options = {"model": plain, "local_steps": 2, "updates_algo": METHODS["oktopk"], "outer_momentum": 0.5}
-    other = tritoncomm.wrap(inner, **options)
-    _load(plain, other, path, checkpoint_id=path)
-    fsdp_models.train(plain, other, rank, range(4, 8))
-    assert same_everywhere(flat(plain))
-    fsdp_models.train(model, optimizer, rank, range(4, 5))
-    with pytest.raises(tritoncomm.ConfigurationError, match=r"call optimizer\.merge\(\) before"):
-        ResidualState(optimizer).state_dict()
+    for steps in (4, 5):  # no and one local step since the last exchange
+        model, optimizer = made()
+        fsdp_models.train(model, optimizer, rank, range(steps))
+        with optimizer.averaged():
+            assert same_everywhere(fsdp_models.bits(model), replicas)
+        path = f"{folder}/{steps}"
+        _save(model, optimizer, path)
+        again, resumed = made()
+        _load(again, resumed, path)
+        owed = _owed(optimizer) / 2  # replicas
+        fsdp_models.train(model, optimizer, rank, range(steps, 9))
+        fsdp_models.train(again, resumed, rank, range(steps, 9))
+        assert fsdp_models.bits(again) == fsdp_models.bits(model)
+        assert torch.equal(residual(resumed), residual(optimizer))
+        assert not same_everywhere(fsdp_models.bits(again), replicas)
+        plain = fsdp_models.Net()
+        inner = torch.optim.AdamW(plain.parameters(), lr=0.01)
+        options = {"model": plain, "local_steps": 2, "updates_algo": METHODS["oktopk"], "outer_momentum": 0.5}
+        other = tritoncomm.wrap(inner, **options)
+        _load(plain, other, path, checkpoint_id=path)
+        with other.averaged():
+            assert same_everywhere(flat(plain))
+        torch.testing.assert_close(_owed(other) / world_size, owed)
+        fsdp_models.train(plain, other, rank, range(4, 8))
+        assert same_everywhere(flat(plain))
+
+
+def _owed(optimizer: tritoncomm.SparseOptimizer) -> torch.Tensor:
+    """Return the sum over all ranks of residuals, and of what was changed since the last exchange."""
+    return total(sum(each.double().sum() for each in (residual(optimizer), *optimizer._local._deltas())))
+
+
+def in_checkpoints(rank: int, world_size: int, send, folder: str) -> None:
+    """Both kinds of checkpoints resume to the bit, at any number of local steps, whatever the saved model holds."""
+    for kind, saved_after in itertools.product(("files", "dcp"), (3, 4, 5)):
+        torch.manual_seed(0)
+        path, model = Path(folder) / f"{kind}-{saved_after}", nn.Linear(8, 8)
+        optimizer = adam_of(model, METHODS["2 bits"])
+        for step in range(saved_after):
+            train(model, optimizer, step, rank)
+        if kind == "dcp":
+            _save(model, optimizer, str(path))
+        else:
+            tritoncomm.checkpoint.save(optimizer, path)
+        again = nn.Linear(8, 8)
+        resumed = adam_of(again, METHODS["2 bits"], broadcast_parameters=True)
+        if kind == "dcp":
+            _load(again, resumed, str(path))
+            again.load_state_dict(nn.Linear(8, 8).state_dict())  # what belongs to this rank comes after the model
+        else:
+            tritoncomm.checkpoint.load(resumed, path)
+        with optimizer.averaged(), resumed.averaged():
+            assert flat(again) == flat(model)
+        for step in range(saved_after, 8):
+            train(model, optimizer, step, rank)
+            train(again, resumed, step, rank)
+            assert flat(again) == flat(model), (kind, saved_after, step)
 
 
 def _save(model: nn.Module, optimizer: tritoncomm.SparseOptimizer, path: str) -> None:

@@ -52,9 +52,10 @@ def test_shards(tmp_path: Path) -> None:
     run_workers(workers.one_bad_shard, 4)
 
 
-def test_list_in_a_checkpoint(tmp_path: Path) -> None:
-    """A list of optimizers can be saved and resumed."""
-    run_workers(workers.list_in_a_checkpoint, 2, str(tmp_path))
+def test_checkpoints(tmp_path: Path) -> None:
+    """Local steps, and a list of optimizers, can be saved and resumed."""
+    run_workers(workers.in_checkpoints, 2, str(tmp_path / "local steps"))
+    run_workers(workers.list_in_a_checkpoint, 2, str(tmp_path / "list"))
 
 
 def test_every_optimizer_trains() -> None:

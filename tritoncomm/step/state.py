@@ -13,15 +13,16 @@ import torch.distributed as dist
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.scheduler.process_group import is_distributed
 from tritoncomm.step import agree
+from tritoncomm.step.anchors import all_finite, delta_of
 from tritoncomm.step.exchange import GradientExchange
 from tritoncomm.step.shards import bytes_of, local
 from tritoncomm.step.stages import Scale
-from tritoncomm.step.updates import LocalSteps, all_finite, delta_of
+from tritoncomm.step.updates import LocalSteps
 from tritoncomm.step.vector import ErrorFeedback, VectorExchange
 
 logger = logging.getLogger("tritoncomm")
 
-SCHEMA = 6
+SCHEMA = 7
 _Methods = Sequence[Mapping[str, Any]]  # the state of the method of each vector
 _FIELDS = (
     "schema",
@@ -128,7 +129,7 @@ def reshard(states: Sequence[Mapping[str, Any]], world_size: int) -> list[dict[s
             raise ConfigurationError(f"the states of ranks 0 and {rank} are from steps {steps}: a save was interrupted")
         if [len(each) for each in state["residuals"]] != [len(each) for each in states[0]["residuals"]]:
             raise ConfigurationError(f"the states of ranks 0 and {rank} belong to models with other parameters")
-    states = [_folded(state) for state in states]
+    states = [folded(state) for state in states]
     resharded = []
     for rank in range(world_size):
         own = states[rank::world_size]
@@ -187,7 +188,7 @@ def taken_over(
     )
 
 
-def _folded(state: Mapping[str, Any]) -> Mapping[str, Any]:
+def folded(state: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return ``state`` as if its worker had called :meth:`LocalSteps.fold` before it was saved."""
     own = state["local"]
     if own is None or not own["parameters"]:

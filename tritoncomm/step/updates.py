@@ -20,9 +20,10 @@ from typing import Any
 import torch
 
 from tritoncomm.errors import ConfigurationError
+from tritoncomm.step.anchors import all_finite, anchor_of, delta_of, flat, write
 from tritoncomm.step.options import WrapOptions
 from tritoncomm.step.parameters import KnownParameters
-from tritoncomm.step.shards import like_parameter, local
+from tritoncomm.step.shards import like_parameter, local, with_shards, without_shards
 from tritoncomm.step.torch_internals import version_of
 from tritoncomm.step.update import OptimizerStep, OptimizerSteps, clip_norm, whole
 
@@ -81,6 +82,7 @@ class LocalSteps:
         self.taken = self.total = self.dropped = self.here = 0
         self.is_pending = False
         self.delta_norm = torch.zeros(())
+        self._later: tuple[Mapping[str, Any], Sequence[Any]] | None = None  # states that the next use loads
         self._bad: dict[int, int] = {}  # numbers of NaN and Inf that the next exchange must be refused for
         self._has_said = self._is_stale = self._is_broken = False
         self._swaps = 0  # contexts in which parameters are the anchor
@@ -95,7 +97,7 @@ class LocalSteps:
         for known in self._known:
             for parameter, name in known.trained:
                 if id(parameter) not in held:
-                    anchor = _anchor_of(parameter)
+                    anchor = anchor_of(parameter)
                     self.parameters.append(parameter)
                     added.append(anchor)
                     self._names[id(anchor)] = name
@@ -189,6 +191,7 @@ class LocalSteps:
             found: Overflow flag of a ``GradScaler``. None without one.
         """
         self.check()
+        self._load_later()
         if self._is_stale or self._were_loaded():
             self.accept()
         overflowed = found is not None and bool(found) and not self._has_shards
@@ -228,7 +231,7 @@ class LocalSteps:
         if self.taken or self._versions == [version_of(parameter) for parameter in self.parameters]:
             return False
         pairs = [(local(a.detach()), local(p.detach())) for a, p in self._pairs()]
-        change = sum(float((_rounded(anchor, own) - own).double().square().sum()) for anchor, own in pairs)
+        change = sum(float(delta_of(anchor, own).double().square().sum()) for anchor, own in pairs)
         size = sum(float(anchor.double().square().sum()) for anchor, _ in pairs)
         return change > _LARGE**2 * size
 
@@ -275,6 +278,7 @@ class LocalSteps:
             alone: Whether there is a single worker, and nothing is left of earlier exchanges. Its parameters are then
                 the new anchor, to the bit.
         """
+        self._load_later()
         self.outer.param_groups[0][_TAKEN] = self.taken
         if alone and self.is_plain:
             self.accept()
@@ -357,6 +361,7 @@ class LocalSteps:
         Nothing is lost and nothing is sent, so a worker may do it at any time. If a parameter is NaN or Inf, nothing is
         added.
         """
+        self._load_later()
         for anchor, delta in zip(self.anchors, self._finite_deltas(), strict=True):
             residuals[anchor].view(delta.shape).add_(delta)
         self.settle()
@@ -364,6 +369,7 @@ class LocalSteps:
     @contextmanager
     def averaged(self) -> Iterator[None]:
         """Let the parameters be the anchor in the body, and this worker's own again behind it."""
+        self._load_later()
         swaps = self.taken > 0 and not self._swaps
         own = [local(parameter.detach()).clone() for parameter in self.parameters] if swaps else []
         with torch.no_grad():
@@ -400,13 +406,14 @@ class LocalSteps:
 
     def saved(self) -> dict[str, Any]:
         """Return this worker's state. Between two exchanges, it holds the parameters of this worker."""
+        self._load_later()
         found = [self.outer.state[anchor].get("momentum_buffer") for anchor in self.anchors]
-        momentum = [_flat(a) * 0 if each is None else _flat(each) for a, each in zip(self.anchors, found, strict=True)]
+        momentum = [flat(a) * 0 if each is None else flat(each) for a, each in zip(self.anchors, found, strict=True)]
         (group,) = self.outer.param_groups
         return {
-            "anchors": [_flat(anchor) for anchor in self.anchors],
-            "momentum": [] if all(each is None for each in found) else momentum,
-            "parameters": [_flat(parameter) for parameter in self.parameters] if self.taken else [],
+            "anchors": [flat(anchor) for anchor in self.anchors],
+            "momentum": momentum if group["momentum"] else [],
+            "parameters": [flat(parameter) for parameter in self.parameters] if self.taken else [],
             "taken": self.taken,
             "pending": self.is_pending,
             "total": self.total,
@@ -427,55 +434,53 @@ class LocalSteps:
         A state without anchors, of other shards, takes the parameters for the anchor when the next step begins.
         """
         self.withdraw()
+        self._later = None
         self._is_stale = not state["anchors"]
         for anchor, own in zip(self.anchors, state["anchors"], strict=False):
-            _write(anchor, own)
+            write(anchor, own)
         self.outer.state.clear()
         for anchor, own in zip(self.anchors, state["momentum"], strict=False):
             buffer = torch.empty_like(anchor)
-            _write(buffer, own)
+            write(buffer, own)
             self.outer.state[anchor]["momentum_buffer"] = buffer
         if not self._is_stale:
             self.settle()
         for parameter, own in zip(self.parameters, state["parameters"], strict=False):
-            _write(parameter, own)
+            write(parameter, own)
         self.outer.param_groups[0]["lr"] = state["outer_lr"]
         self.taken, self.total, self.is_pending = state["taken"], state["total"], state["pending"]
         self._note_versions()
 
+    def inner_states(self) -> list[dict[Any, Any]]:
+        """Return the states of the original optimizers, which differ between workers. Shards are plain tensors."""
+        return [
+            {key: without_shards(value) for key, value in each.state_dict()["state"].items()}
+            for each in self._optimizers
+        ]
+
+    def load_later(self, state: Mapping[str, Any], inner: Sequence[Mapping[Any, Any]]) -> None:
+        """Load ``state``, and what :meth:`inner_states` returned, before the next step, exchange, save or context.
+
+        Until then, what one rank has saved may be loaded into the model and the optimizers. An empty ``inner`` leaves
+        the states of the optimizers as they are.
+        """
+        self._later = state, inner
+
+    @torch.no_grad()
+    def _load_later(self) -> None:
+        if self._later is None:
+            return
+        state, inner = self._later
+        self.load(state)
+        for optimizer, own in zip(self._optimizers, inner, strict=False):
+            held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            states = {key: with_shards(held[key], value) for key, value in own.items()}
+            optimizer.load_state_dict({"state": states, "param_groups": optimizer.state_dict()["param_groups"]})
+
     def renew(self) -> None:
-        """Take the parameters for the anchor when the next step begins: a state without an anchor was loaded."""
+        """Take the parameters for the anchor when the next step begins: a state without an anchor was loaded.
+
+        What :meth:`load_later` was given has precedence.
+        """
         self.withdraw()
         self.taken, self.is_pending, self._is_stale = 0, False, True
-
-
-def _anchor_of(parameter: torch.Tensor) -> torch.Tensor:
-    own = local(parameter.detach())
-    dtype = torch.promote_types(own.dtype, torch.float32)
-    return like_parameter(parameter, own.to(dtype, copy=True).reshape(-1)).requires_grad_()
-
-
-def delta_of(anchor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """Return what was changed of ``parameter`` since it was the ``anchor``, in the dtype of the anchor."""
-    return _rounded(anchor, parameter).sub_(parameter)
-
-
-def _rounded(anchor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """Return ``anchor`` with the precision of ``parameter``, as a new tensor with the dtype of the anchor."""
-    return anchor.to(parameter.dtype).to(anchor.dtype, copy=True)
-
-
-def all_finite(tensors: Sequence[torch.Tensor]) -> bool:
-    """Return True if no tensor has a NaN or Inf. The host waits for a GPU once."""
-    dense = [each if each.layout is torch.strided else each.coalesce().values() for each in tensors]
-    found = [each for each in dense if each.numel()]
-    return not found or bool(torch.stack([(each * 0).sum() for each in found]).isfinite().all())
-
-
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    return local(tensor.detach()).reshape(-1).clone()
-
-
-def _write(tensor: torch.Tensor, values: torch.Tensor) -> None:
-    own = local(tensor.detach())
-    own.copy_(values.view(own.shape))
