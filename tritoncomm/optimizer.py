@@ -200,8 +200,8 @@ class SparseOptimizer(OptimizerSetup):
     def merge(self) -> None:
         """Exchange what local steps have changed now, on all ranks alike, however many there were.
 
-        Call it at the end of training if the number of steps is no multiple of ``local_steps``, and after an exchange
-        that has failed. Without optimizers that exchange updates, nothing is pending, and nothing happens.
+        Call it at the end of training, and after an exchange that has failed. Without local steps since the last
+        exchange, nothing happens.
 
         Raises:
             ExchangeError: A peer was lost, or a wait timed out. Nothing has changed. For other errors see :meth:`step`.
@@ -211,8 +211,8 @@ class SparseOptimizer(OptimizerSetup):
             return
         local_steps.check_not_averaged("merge()")
         if not self.is_synchronized:
-            if self._is_mixed and not local_steps.taken:
-                return  # gradients of the others were exchanged in the same step
+            if not local_steps.taken:
+                return
             bare = all(vector.keeps_gradient() for vector in self._exchange.vectors if vector.options.is_anchor)
             local_steps.give(alone=bare)
         try:

@@ -16,7 +16,7 @@ from tritoncomm.optimizer import SparseOptimizer
 from tritoncomm.scheduler.process_group import is_distributed
 from tritoncomm.step import agree
 from tritoncomm.step.model import check_model, checked_module, compare_buffers, group_of, keep_gradients_local, names_of
-from tritoncomm.step.optimizer_list import OptimizerList
+from tritoncomm.step.optimizer_list import OptimizerList, parts_of
 from tritoncomm.step.options import (
     DEFAULT_ALGO,
     DEFAULT_UPDATES,
@@ -85,6 +85,7 @@ def wrap(
 
     Args:
         optimizer: Optimizer to wrap, or a list of optimizers of different parameters, which are stepped as one. A
+            trainer that takes one optimizer takes an :class:`~tritoncomm.OptimizerList`. A
             parameter group that says ``dense=True`` travels whole in each step, as small tensors do.
         algo: Name of a method from :func:`tritoncomm.algorithms`, or a recipe. Default: ``"oktopk"``.
         density: Fraction of entries to deliver per step, in (0, 1]. If the learning rate bounds how far parameters get,
@@ -159,13 +160,13 @@ def wrap(
         ConfigMismatchError: Ranks are configured differently, or an argument is invalid on another rank.
     """
     check_group("process_group", process_group)
-    listed: list[torch.optim.Optimizer] = [*optimizer] if isinstance(optimizer, Sequence) else [optimizer]
+    listed = [*optimizer] if isinstance(optimizer, Sequence) else parts_of(optimizer)
     device = agree.device_of(listed[0]) if listed else None
     with agree.propagate_errors(process_group, device):
         model = checked_module(model)
     group = group_of(model, process_group)
     with agree.propagate_errors(group, device):
-        whole = OptimizerList(listed) if isinstance(optimizer, Sequence) else listed[0]
+        whole = OptimizerList(listed) if isinstance(optimizer, Sequence) else optimizer
         for each in listed:
             check_optimizer(each, alone=is_alone(group), names=names_of(model))
         if any(isinstance(each, SparseOptimizer) for each in listed):

@@ -151,6 +151,11 @@ class OptimizerSetup(OptimizerProxy):
         return all(part.is_anchor for part in self._parts)
 
     @property
+    def is_unscaled(self) -> bool:
+        """True if a ``tritoncomm.amp.GradScaler`` has unscaled the gradients of this step."""
+        return self._step_state.found_in_unscale is not None
+
+    @property
     def _vector(self) -> VectorExchange:
         """The flat vector of an optimizer that has one."""
         (vector,) = self._exchange.vectors

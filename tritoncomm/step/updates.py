@@ -156,8 +156,8 @@ class LocalSteps:
         if not self._has_said:
             self._has_said = True
             logger.info(
-                "synchronize() has left gradients alone, because %s exchanges updates: what changes .grad before "
-                "step() changes the gradients of this worker, and clipping limits their norm",
+                "gradients stay those of this worker until step(), because %s exchanges updates: what changes .grad "
+                "before changes them alone, and clipping limits their norm",
                 " and ".join(type(each).__name__ for each in self._optimizers),
             )
 
