@@ -112,7 +112,8 @@ def wrap(
             :class:`~tritoncomm.NonFiniteError` on all ranks, ``"zero"`` replaces the values by zero. If a
             ``GradScaler`` finds an overflow, the step is always skipped. Default: ``"skip"``.
         max_grad_norm: Maximum 2-norm of the averaged gradient, which is clipped. Optimizers that exchange updates clip
-            the gradient of their own parameters on this rank. Default: None, no clipping.
+            this rank's gradient. The norm is always that of the gradients of all optimizers of a list. Default: None,
+            no clipping.
         clip_by: What ``max_grad_norm`` limits. ``"gradient"``: the mean over ranks of the gradients of this step,
             before they are added to the residual, as in a dense run. Its norm is estimated, with a standard deviation
             of 3 %, from 2 KB that all ranks sum. Copies of parameters that tensor parallelism keeps raise an error.

@@ -274,6 +274,55 @@ def several_optimizers(rank: int, world_size: int, send) -> None:
         tritoncomm.wrap([torch.optim.SGD(hidden, lr=1.0), torch.optim.AdamW(hidden)])
 
 
+class Plain(torch.optim.Optimizer):
+    """Subtracts gradients, and has no rule for late ones."""
+
+    def __init__(self, params, lr: float = 1.0) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None) -> None:
+        """Take a step."""
+        for group in self.param_groups:
+            for parameter in (p for p in group["params"] if p.grad is not None):
+                parameter.sub_(parameter.grad, alpha=group["lr"])
+
+
+def clipped_together(rank: int, world_size: int, send) -> None:
+    """One norm of all gradients limits those of a list: of the mean, or of this worker where updates are exchanged."""
+    for large in (0, 1):  # either of them has most of the norm
+        parameters = [nn.Parameter(torch.zeros(600)), nn.Parameter(torch.zeros(20, 30))]
+        kinds = [Plain(parameters[:1]), torch.optim.SGD(parameters[1:], lr=1.0)]
+        options = {"updates_algo": "dense", "match_length": False, "dense_below": 0, "max_grad_norm": 1.0}
+        optimizer = tritoncomm.wrap(kinds, OkTopk(density=1.0), **options)
+        generator = torch.Generator().manual_seed(rank)
+        grads = [
+            torch.randn(p.shape, generator=generator) * (100.0 if i == large else 1.0) for i, p in enumerate(parameters)
+        ]
+        for parameter, grad in zip(parameters, grads, strict=True):
+            parameter.grad = grad.clone()
+        optimizer.step()
+        means = [total(grad) / world_size for grad in grads]
+        norms = [float(torch.nn.utils.get_total_norm(each)) for each in (grads, means)]
+        expected = total(grads[0] / norms[0]) / world_size
+        torch.testing.assert_close(-parameters[0].detach(), expected, rtol=1e-4, atol=1e-6)
+        factor = float(parameters[1].detach().norm() / means[1].norm()) * norms[1]
+        assert abs(factor - 1) < (0.15 if world_size > 1 else 1e-4), factor  # the norm of the mean is an estimate
+        assert optimizer.metrics()["grad_norm"] == pytest.approx(norms[1], rel=0.15)
+
+
+def not_clipped_twice(rank: int, world_size: int, send) -> None:
+    """``max_grad_norm`` limits gradients, and not what several steps have changed."""
+    for local_steps in (1, 4):
+        parameters = [nn.Parameter(torch.zeros(100))]
+        options = {"local_steps": local_steps, "match_length": False, "updates_algo": "dense", "outer_lr": 0.5}
+        optimizer = tritoncomm.wrap(Plain(parameters, lr=10.0), exchange="updates", max_grad_norm=1.0, **options)
+        for _ in range(local_steps):
+            parameters[0].grad = torch.ones(100)
+            optimizer.step()
+        torch.testing.assert_close(parameters[0].detach(), torch.full((100,), -0.5 * local_steps))
+
+
 def lost(rank: int, world_size: int, send) -> None:
     """If a worker is lost in an exchange, nothing has changed on the others, which repeat it without that worker."""
     failure_report._CLOSED_SECONDS, failure_report._SILENT_SECONDS = 1.0, 2.5

@@ -18,6 +18,8 @@ SITUATIONS = [
     workers.refused,
     workers.broken_parameters,
     workers.several_optimizers,
+    workers.clipped_together,
+    workers.not_clipped_twice,
     workers.kinds_of_models,
     workers.scaled,
     workers.copied,
@@ -37,7 +39,7 @@ def test_situations(world_size: int) -> None:
 
 def test_one_worker() -> None:
     """A worker that is alone in its process group exchanges with nobody."""
-    run_situations([workers.conserved], 1)
+    run_situations([workers.conserved, workers.clipped_together, workers.not_clipped_twice], 1)
 
 
 @pytest.mark.parametrize("situation", [workers.lost, workers.lost_in_confirmation])

@@ -127,6 +127,7 @@ def lightning(rank: int, world_size: int, send: Any, folder: str) -> None:
     from tritoncomm.integrations.lightning import SparseDDPStrategy  # noqa: PLC0415 - optional
 
     under_torchrun(rank, world_size)
+    half = 2 * 8 * SAVE_AT
 
     class Module(library.LightningModule):
         def __init__(self, kind: str) -> None:
@@ -142,19 +143,25 @@ def lightning(rank: int, world_size: int, send: Any, folder: str) -> None:
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return OPTIMIZERS[self.kind][0](self.net)
 
+        def train_dataloader(self) -> torch.utils.data.DataLoader:
+            first = half * self.trainer.current_epoch
+            return torch.utils.data.DataLoader(rows(2 * half)[first : first + half], batch_size=8)
+
+        def val_dataloader(self) -> torch.utils.data.DataLoader:
+            return torch.utils.data.DataLoader(rows(32), batch_size=8)
+
     def train(kind: str, path: str | None) -> Net:
         strategy = SparseDDPStrategy(process_group_backend="gloo", **OPTIMIZERS[kind][1])
         saving = library.pytorch.callbacks.ModelCheckpoint(
             f"{folder}/{kind}", "{step}", every_n_train_steps=SAVE_AT, save_top_k=-1
         )
         trainer = library.Trainer(
-            accelerator="cpu", devices=world_size, strategy=strategy, max_steps=STEPS, logger=False,
-            enable_progress_bar=False, enable_model_summary=False, val_check_interval=SAVE_AT, callbacks=[saving],
-            gradient_clip_val=1e9,
+            accelerator="cpu", devices=world_size, strategy=strategy, max_epochs=2, logger=False,
+            enable_progress_bar=False, enable_model_summary=False, callbacks=[saving], gradient_clip_val=1e9,
+            reload_dataloaders_every_n_epochs=1,
         )  # fmt: skip
-        module, samples = Module(kind), rows(2 * 8 * STEPS)
-        loaders = [torch.utils.data.DataLoader(each, batch_size=8) for each in (samples, samples[:32])]
-        trainer.fit(module, *loaders, ckpt_path=path)
+        module = Module(kind)
+        trainer.fit(module, ckpt_path=path)
         return module.net
 
     for kind in OPTIMIZERS:

@@ -106,6 +106,7 @@ class GradientExchange:
         total: Traffic of all steps.
         gradient_norm: Norm of the mean of the last gradients before they were clipped, if they were to be (fp64
             ``[]``). None before.
+        counted: A sketch of gradients that count in this norm of the next exchange, although they are not exchanged.
     """
 
     def __init__(
@@ -126,6 +127,7 @@ class GradientExchange:
         self.total = Meter()
         self.gradient_norm: torch.Tensor | None = None
         self.all_shards = all_shards
+        self.counted: torch.Tensor | None = None
         self.presence = Presence()
         self._decay: Mapping[int, float] = {}
         self.replica = Replica(optimizer)
@@ -141,6 +143,11 @@ class GradientExchange:
     def parameters(self) -> list[torch.Tensor]:
         """The parameters of all vectors, in the order of :attr:`trained`."""
         return self.trained or [parameter for vector in self.vectors for parameter in vector.parameters]
+
+    @property
+    def shard(self) -> int:
+        """A number of this rank's shard of the model, equal on the ranks that hold the same shard."""
+        return 0 if self.all_shards is None else dist.get_process_group_ranks(self.options.group or dist.group.WORLD)[0]
 
     @property
     def gradients(self) -> list[torch.Tensor | None]:
@@ -409,10 +416,8 @@ class GradientExchange:
 
     def _clip(self, limit: float, vectors: Sequence[VectorExchange]) -> Pattern[None]:
         """Scale the gradients to this norm at most (:func:`~tritoncomm.step.clipping.clipped`), and add the decay."""
-        shard = (
-            0 if self.all_shards is None else dist.get_process_group_ranks(self.options.group or dist.group.WORLD)[0]
-        )
-        self.gradient_norm = yield from clipped(vectors, limit, shard, vectors[0].world_size)
+        counted, self.counted = self.counted, None
+        self.gradient_norm = yield from clipped(vectors, limit, self.shard, vectors[0].world_size, counted)
         for vector in vectors:
             vector.add_share(self._decay, self.presence.waiting)
 

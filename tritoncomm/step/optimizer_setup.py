@@ -105,7 +105,13 @@ class OptimizerSetup(OptimizerProxy):
             self._exchanged = OptimizerList([part.optimizer for part in self._parts])
         self.recipe = self._parts[-1].recipe
         steps = [
-            OptimizerStep(part.optimizer, options, delayed=not never_delays(part.recipe), alone=alone)
+            OptimizerStep(
+                part.optimizer,
+                options,
+                delayed=not never_delays(part.recipe),
+                alone=alone,
+                is_anchor=part.is_anchor,
+            )
             for part in self._parts
         ]
         self._optimizer_step = OptimizerSteps(steps, options)

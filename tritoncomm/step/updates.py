@@ -25,7 +25,7 @@ from tritoncomm.step.options import WrapOptions
 from tritoncomm.step.parameters import KnownParameters
 from tritoncomm.step.shards import like_parameter, local, with_shards, without_shards
 from tritoncomm.step.torch_internals import version_of
-from tritoncomm.step.update import OptimizerStep, OptimizerSteps, clip_norm, whole
+from tritoncomm.step.update import OptimizerStep, OptimizerSteps, clip_norm, gradients_of, whole
 
 logger = logging.getLogger("tritoncomm")
 
@@ -181,7 +181,12 @@ class LocalSteps:
         del self.parameters[count:], self.anchors[count:], self.outer.param_groups[0]["params"][count:]
 
     @torch.no_grad()
-    def take(self, scale: torch.Tensor | None, found: torch.Tensor | None) -> None:
+    def take(
+        self,
+        scale: torch.Tensor | None,
+        found: torch.Tensor | None,
+        others: Sequence[torch.optim.Optimizer] = (),
+    ) -> None:
         """Take a step of each original optimizer by this worker's gradients.
 
         A step with a NaN, an Inf or an overflow is left out on this worker, and counts.
@@ -189,6 +194,8 @@ class LocalSteps:
         Args:
             scale: Loss scale by which gradients must be divided. None if they are not scaled.
             found: Overflow flag of a ``GradScaler``. None without one.
+            others: Optimizers of the same list whose gradients are exchanged. They are divided by ``scale``, too, and
+                count in the norm that is limited. A single worker clips them here.
         """
         self.check()
         self._load_later()
@@ -196,16 +203,20 @@ class LocalSteps:
             self.accept()
         overflowed = found is not None and bool(found) and not self._has_shards
         gradients = [local(parameter.grad) for parameter in self.parameters if parameter.grad is not None]
-        if scale is not None and not overflowed and self._divided != [version_of(each) for each in gradients]:
-            for gradient in gradients:
+        scaled = [*gradients, *map(local, gradients_of(others))]
+        if scale is not None and not overflowed and self._divided != [version_of(each) for each in scaled]:
+            for gradient in scaled:
                 gradient.div_(scale.to(gradient.device))
-            self._divided = [version_of(each) for each in gradients]  # a hook may raise, and the step be repeated
+            self._divided = [version_of(each) for each in scaled]  # a hook may raise, and the step be repeated
         if overflowed or not self._usable(gradients):
             self._count()
             return
         limit = self._options.max_grad_norm
         if limit is not None:
-            self._steps.grad_norm = clip_norm(self._optimizers, limit)
+            clipped, beside = (
+                (self._optimizers, others) if not self._steps.alone else ([*self._optimizers, *others], ())
+            )
+            self._steps.grad_norm = clip_norm(clipped, limit, beside)
         self._steps.step([], self._counted(), clip=False)
 
     @contextmanager

@@ -349,7 +349,8 @@ class VectorExchange:
         those of it and of the names of the parameters.
         """
         if self._signs is None:
-            seed = () if shard is None else (zlib.crc32(f"{shard} {self.names}".encode()),)
+            kind = "anchors" if self.options.is_anchor else ""
+            seed = () if shard is None else (zlib.crc32(f"{shard} {self.names}{kind}".encode()),)
             self._signs = random_signs(self.flat.numel(), self.flat.device, *seed)
         return sketch(self.flat, self._signs)
 
