@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import logging
 import os
 import re
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import tritoncomm
-from helpers import flat, same_everywhere, total
+from helpers import flat, log_lines, same_everywhere, total
 from recovery_workers import BEHIND, LOST, TIMEOUT, not_confirmed
 from schedulefree import AdamWScheduleFree
 from torch import nn
@@ -272,6 +273,26 @@ def several_optimizers(rank: int, world_size: int, send) -> None:
         optimizer.release()
     with pytest.raises(tritoncomm.ConfigurationError, match=r"entries 0 \(SGD\) and 1 \(AdamW\)"):
         tritoncomm.wrap([torch.optim.SGD(hidden, lr=1.0), torch.optim.AdamW(hidden)])
+
+
+def rates_differ(rank: int, world_size: int, send) -> None:
+    """A learning rate that differs between ranks is told once, with its group and ranks, and training goes on."""
+    model = nn.Linear(8, 8)
+    groups = [{"params": [model.weight]}, {"params": [model.bias], "label": "biases"}]
+    optimizer = tritoncomm.wrap(
+        torch.optim.AdamW(groups, lr=0.1), model=model, local_steps=2, broadcast_parameters=True
+    )
+    told = []
+    for step in range(8):
+        if rank == 1 and step == 2:
+            optimizer.param_groups[1]["lr"] = 0.05
+        with log_lines(logging.WARNING) as lines:
+            train(model, optimizer, step, rank)
+        told += [(step, line) for line in lines]
+    assert same_everywhere(flat(model))
+    others = "rank 0 has 0.1" if world_size == 2 else f"ranks {[r for r in range(world_size) if r != 1]} have 0.1"
+    assert [step for step, _ in told] == ([3] if rank == 0 else [])
+    assert all(f"lr of biases: {others}, rank 1 has 0.05" in line for _, line in told)
 
 
 class Plain(torch.optim.Optimizer):

@@ -18,6 +18,7 @@ SITUATIONS = [
     workers.refused,
     workers.broken_parameters,
     workers.several_optimizers,
+    workers.rates_differ,
     workers.clipped_together,
     workers.not_clipped_twice,
     workers.kinds_of_models,

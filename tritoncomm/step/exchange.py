@@ -10,7 +10,7 @@ from dataclasses import replace
 from enum import Enum
 from functools import partial
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -106,6 +106,7 @@ class GradientExchange:
         total: Traffic of all steps.
         gradient_norm: Norm of the mean of the last gradients before they were clipped, if they were to be (fp64
             ``[]``). None before.
+        rates: Returns the learning rates of optimizers that exchange updates. None if there are none.
         counted: A sketch of gradients that count in this norm of the next exchange, although they are not exchanged.
     """
 
@@ -128,6 +129,8 @@ class GradientExchange:
         self.gradient_norm: torch.Tensor | None = None
         self.all_shards = all_shards
         self.counted: torch.Tensor | None = None
+        self.rates: Callable[[], dict[str, Any]] | None = None
+        self._has_told_rates = False
         self.presence = Presence()
         self._decay: Mapping[int, float] = {}
         self.replica = Replica(optimizer)
@@ -472,9 +475,14 @@ class GradientExchange:
         """
         begun, presence, all_shards = [step.vector for step in self._begun], self.presence, self.all_shards
         replica = self.replica if self.vectors[0].world_size > 1 and self.replica.is_due(self.updates) else None
-        own = Confirmation(begun, self.parameters, self.stepping, presence, replica, self.options.group, self.steps)
+        rates = None if self.rates is None else self.rates()
+        group = self.options.group
+        own = Confirmation(begun, self.parameters, self.stepping, presence, replica, group, self.steps, rates)
         if all_shards is None:
-            news = own.within_group()
+            news, same_rates = own.within_group()
+            if not same_rates and not self._has_told_rates:
+                self._has_told_rates = True
+                agree.tell_rates(rates or {}, group, self.vectors[0].device)
         else:
             rejected, news = own.of_all_shards(all_shards, rejected=self._rejected is not None)
             if rejected:

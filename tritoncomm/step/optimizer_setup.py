@@ -294,6 +294,8 @@ class OptimizerSetup(OptimizerProxy):
         if self._local is not None:
             dense |= {anchor for anchor, owner in self._local.owners.items() if id(owner) in dense}
         exchange = exchange_of(self._exchanged, self._parts, trained, self._options, group, dense=dense, before=before)
+        if self._local is not None:
+            exchange.rates = self._local.rates
         exchange.replica = Replica(self._exchanged, self._parameters.names, self._others)
         return exchange
 

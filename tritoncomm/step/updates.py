@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from tritoncomm.errors import ConfigurationError
+from tritoncomm.step import agree
 from tritoncomm.step.anchors import all_finite, anchor_of, delta_of, flat, write
 from tritoncomm.step.options import WrapOptions
 from tritoncomm.step.parameters import KnownParameters
@@ -124,6 +125,10 @@ class LocalSteps:
         """True if the outer step goes to the mean of the parameters."""
         (group,) = self.outer.param_groups
         return float(group["lr"]) == 1.0 and group["momentum"] == 0
+
+    def rates(self) -> dict[str, Any]:
+        """Return the learning rates of the original optimizers, by names of their groups."""
+        return agree.rates_of(group for optimizer in self._optimizers for group in optimizer.param_groups)
 
     def guard(self) -> None:
         """Let ``step()`` of the original optimizers raise an error from now on."""

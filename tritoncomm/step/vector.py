@@ -385,22 +385,25 @@ class VectorExchange:
         """Find out how much longer the vectors of the ranks are than their mean."""
         self.gain = yield from gain_of_mean(self.flat, self.sketch(), self.world_size)
 
-    def confirm(self, state: str, others: Sequence[VectorExchange], *, raises: bool) -> tuple[bool, bool]:
+    def confirm(
+        self, state: str, others: Sequence[VectorExchange], *, raises: bool, noted: str | None
+    ) -> tuple[bool, bool, bool]:
         """Wait until every rank has the mean, and return whether all are in the same ``state``.
 
-        The second answer is whether any rank ``raises`` a flag. Without the wait, some ranks could apply a step that
-        other ranks have lost.
+        The second answer is whether any rank ``raises`` a flag, the third whether all have ``noted`` the same. Without
+        the wait, some ranks could apply a step that other ranks have lost.
 
         Args:
             state: Which parameters are not frozen, the optimizer's options and the number of its updates.
             others: The other vectors of the same step.
             raises: A flag of this rank.
+            noted: A text that may differ between ranks. None on all ranks compares none.
         """
         if self.world_size == 1:
-            return True, raises
+            return True, raises, True
         assert self.scheduler is not None
         schedulers = [other.scheduler for other in others if other.scheduler is not None]
-        return self.run(self.scheduler.confirmation(state, schedulers, raises=raises))
+        return self.run(self.scheduler.confirmation(state, schedulers, raises=raises, noted=noted))
 
     def equal_on_all_ranks(self, figures: Sequence[int]) -> list[bool]:
         """Return for each of ``figures`` whether all ranks pass the same. They call it together, also within a step.
