@@ -365,27 +365,31 @@ def restore_rules(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) 
 
 
 @torch.no_grad()
-def clip_norm(
-    optimizers: Iterable[torch.optim.Optimizer], max_norm: float, beside: Iterable[torch.optim.Optimizer] = ()
-) -> float:
-    """Clip the gradients of all ``optimizers`` together, of all shards of a DTensor. Return their norm before that.
+def clip_norm(optimizers: Sequence[torch.optim.Optimizer], max_norm: float) -> float:
+    """Clip the gradients of all ``optimizers`` together, of all shards of a DTensor. Return their norm before that."""
+    gradients = gradients_of(optimizers)
+    norm = norm_of(gradients)
+    limit_norm(gradients, norm, max_norm)
+    return float(norm)
 
-    The gradients of the optimizers ``beside`` count in the norm, if it is finite, and do not change.
-    """
-    own, others = gradients_of(optimizers), gradients_of(beside)
+
+def norm_of(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Return the norm of all ``gradients`` together, ``[]``, of all shards of a DTensor."""
     by_mesh: dict[Any, list[torch.Tensor]] = {}
-    for gradient in (*own, *others):
+    for gradient in gradients:
         by_mesh.setdefault(getattr(gradient, "device_mesh", None), []).append(gradient)
     # Tensor parallelism leaves some parameters without a mesh, and torch has no operation on both.
-    norms = [whole(torch.nn.utils.get_total_norm(gradients)) for gradients in by_mesh.values()]
-    if not norms:
-        return 0.0
-    norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
-    if others and not bool(norm.isfinite()):
-        return clip_norm(optimizers, max_norm)
-    if own:
-        torch._foreach_mul_([local(gradient) for gradient in own], (max_norm / (norm + 1e-6)).clamp(max=1.0))
-    return float(norm)
+    norms = [whole(torch.nn.utils.get_total_norm(own)) for own in by_mesh.values()]
+    if len(norms) == 1:
+        return norms[0]
+    return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
+
+
+def limit_norm(gradients: Sequence[torch.Tensor], norm: torch.Tensor, max_norm: float) -> None:
+    """Multiply ``gradients`` as ``torch.nn.utils.clip_grad_norm_`` does, where ``norm`` is the one before that."""
+    if gradients:
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        torch._foreach_mul_([local(gradient) for gradient in gradients], factor)
 
 
 def gradients_of(optimizers: Iterable[torch.optim.Optimizer]) -> list[torch.Tensor]:

@@ -26,7 +26,7 @@ from tritoncomm.step.options import WrapOptions
 from tritoncomm.step.parameters import KnownParameters
 from tritoncomm.step.shards import like_parameter, local, with_shards, without_shards
 from tritoncomm.step.torch_internals import version_of
-from tritoncomm.step.update import OptimizerStep, OptimizerSteps, clip_norm, gradients_of, whole
+from tritoncomm.step.update import OptimizerStep, OptimizerSteps, gradients_of, limit_norm, norm_of
 
 logger = logging.getLogger("tritoncomm")
 
@@ -213,15 +213,16 @@ class LocalSteps:
             for gradient in scaled:
                 gradient.div_(scale.to(gradient.device))
             self._divided = [version_of(each) for each in scaled]  # a hook may raise, and the step be repeated
-        if overflowed or not self._usable(gradients):
+        limit, trained = self._options.max_grad_norm, gradients_of(self._optimizers)
+        norm = None if limit is None else norm_of([*trained, *gradients_of(others)])  # finite if no gradient is NaN
+        is_finite = norm is not None and bool(norm.isfinite())
+        if overflowed or not (is_finite or self._usable(gradients)):
             self._count()
             return
-        limit = self._options.max_grad_norm
         if limit is not None:
-            clipped, beside = (
-                (self._optimizers, others) if not self._steps.alone else ([*self._optimizers, *others], ())
-            )
-            self._steps.grad_norm = clip_norm(clipped, limit, beside)
+            norm = norm if norm is not None and is_finite else norm_of(trained)
+            limit_norm(trained if not self._steps.alone else [*trained, *gradients_of(others)], norm, limit)
+            self._steps.grad_norm = float(norm)
         self._steps.step([], self._counted(), clip=False)
 
     @contextmanager
@@ -233,7 +234,6 @@ class LocalSteps:
         self.taken, self.total, self.here = self.taken + 1, self.total + 1, self.here + 1
         self.is_pending = self.is_due
         self._divided = []
-        self._note_versions()
 
     def _note_versions(self) -> None:
         self._versions = [version_of(parameter) for parameter in self.parameters]
@@ -256,22 +256,17 @@ class LocalSteps:
         return any(hasattr(parameter, "device_mesh") for parameter in self.parameters)
 
     def _usable(self, gradients: Sequence[torch.Tensor]) -> bool:
-        """Return True if the optimizers may step by ``gradients``."""
+        """Return True if the optimizers may step by ``gradients``. The ranks of a replica decide alike."""
         policy = self._options.on_nonfinite
-        if self._has_shards:  # the ranks of a replica decide alike
-            found = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
-            is_usable = not found or bool(whole(torch.nn.utils.get_total_norm(found)).isfinite())
-        else:
-            is_usable = all_finite(gradients)
-        if is_usable:
+        shards = self._has_shards
+        if bool(norm_of(gradients_of(self._optimizers)).isfinite()) if shards else all_finite(gradients):
             return True
         if policy == "zero":
             for gradient in gradients:
                 gradient.nan_to_num_(0.0, 0.0, 0.0)
             return True
         if policy == "raise":
-            grads = [None if parameter.grad is None else local(parameter.grad) for parameter in self.parameters]
-            counts = [0 if grad is None else int((~grad.isfinite()).sum()) for grad in grads]
+            counts = [0 if p.grad is None else int((~local(p.grad).isfinite()).sum()) for p in self.parameters]
             self._bad = {position: count for position, count in enumerate(counts) if count}
         else:
             logger.warning("a local step was left out on this rank: NaN or Inf in its gradients")
