@@ -563,6 +563,10 @@ def in_checkpoints(rank: int, world_size: int, send, folder: str) -> None:
             again.load_state_dict(nn.Linear(8, 8).state_dict())  # what belongs to this rank comes after the model
         else:
             tritoncomm.checkpoint.load(resumed, path)
+        assert resumed.metrics()["steps_until_exchange"] == 6 - saved_after
+        if saved_after == 4:
+            for each in (optimizer, resumed):
+                each.merge()
         with optimizer.averaged(), resumed.averaged():
             assert flat(again) == flat(model)
         for step in range(saved_after, 8):
@@ -721,8 +725,10 @@ def list_in_a_checkpoint(rank: int, world_size: int, send, folder: str) -> None:
     again, resumed = made()
     _load(again, resumed, folder)
     assert flat(again) == flat(model)
-    train(again, resumed, 3, rank)
-    assert same_everywhere(flat(again))
+    for step in (3, 4):
+        train(model, optimizer, step, rank)
+        train(again, resumed, step, rank)
+        assert flat(again) == flat(model)  # with the momentum of each rank's Muon
     tritoncomm.checkpoint.save(optimizer, Path(folder) / "own")
     with pytest.raises(
         tritoncomm.ConfigurationError, match="written for Muon and AdamW, this optimizer is AdamW and Muon"

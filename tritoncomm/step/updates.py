@@ -13,6 +13,7 @@ what this worker has changed.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -208,20 +209,22 @@ class LocalSteps:
             self.accept()
         overflowed = found is not None and bool(found) and not self._has_shards
         gradients = [local(parameter.grad) for parameter in self.parameters if parameter.grad is not None]
-        scaled = [*gradients, *map(local, gradients_of(others))]
+        trained, rest = gradients_of(self._optimizers), gradients_of(others)
+        scaled = [*gradients, *map(local, rest)]
         if scale is not None and not overflowed and self._divided != [version_of(each) for each in scaled]:
             for gradient in scaled:
                 gradient.div_(scale.to(gradient.device))
             self._divided = [version_of(each) for each in scaled]  # a hook may raise, and the step be repeated
-        limit, trained = self._options.max_grad_norm, gradients_of(self._optimizers)
-        norm = None if limit is None else norm_of([*trained, *gradients_of(others)])  # finite if no gradient is NaN
-        is_finite = norm is not None and bool(norm.isfinite())
-        if overflowed or not (is_finite or self._usable(gradients)):
+        limit = self._options.max_grad_norm
+        norm = torch.zeros(()) if limit is None else norm_of([*trained, *rest])
+        figure = math.nan if limit is None else float(norm)  # the host waits for a GPU once
+        if overflowed or not (math.isfinite(figure) or self._usable(gradients)):
             self._count()
             return
         if limit is not None:
-            norm = norm if norm is not None and is_finite else norm_of(trained)
-            limit_norm(trained if not self._steps.alone else [*trained, *gradients_of(others)], norm, limit)
+            if not math.isfinite(figure):  # of the others, or of what is zero now
+                norm = norm_of(trained)
+            limit_norm([*trained, *(rest if self._steps.alone else ())], norm, limit)
             self._steps.grad_norm = float(norm)
         self._steps.step([], self._counted(), clip=False)
 
@@ -257,8 +260,7 @@ class LocalSteps:
 
     def _usable(self, gradients: Sequence[torch.Tensor]) -> bool:
         """Return True if the optimizers may step by ``gradients``. The ranks of a replica decide alike."""
-        policy = self._options.on_nonfinite
-        shards = self._has_shards
+        policy, shards = self._options.on_nonfinite, self._has_shards
         if bool(norm_of(gradients_of(self._optimizers)).isfinite()) if shards else all_finite(gradients):
             return True
         if policy == "zero":
@@ -494,4 +496,5 @@ class LocalSteps:
         What :meth:`load_later` was given has precedence.
         """
         self.withdraw()
-        self.taken, self.is_pending, self._is_stale = 0, False, True
+        if self._later is None:
+            self.taken, self.is_pending, self._is_stale = 0, False, True
