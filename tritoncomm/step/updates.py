@@ -420,9 +420,8 @@ class LocalSteps:
     def saved(self) -> dict[str, Any]:
         """Return this worker's state. Between two exchanges, it holds the parameters of this worker."""
         self._load_later()
-        found = [self.outer.state[anchor].get("momentum_buffer") for anchor in self.anchors]
-        momentum = [flat(a) * 0 if each is None else flat(each) for a, each in zip(self.anchors, found, strict=True)]
-        (group,) = self.outer.param_groups
+        state, (group,) = self.outer.state, self.outer.param_groups
+        momentum = [flat(state[each].get("momentum_buffer", torch.zeros_like(each))) for each in self.anchors]
         return {
             "anchors": [flat(anchor) for anchor in self.anchors],
             "momentum": momentum if group["momentum"] else [],
