@@ -3,7 +3,8 @@
 Every contender has a model of its own, and they take turns, step by step. Each therefore finds the caches filled with
 other data, as after a backward pass. Ratios are to the faster bare AdamW, of minima, which depend least on other jobs.
 ``wrap`` runs as a single worker, once as for a user, whose optimizer takes its own step, and once with a residual, as
-among several workers. Then the time of its selection is subtracted. ``weight decay alone`` is the only part of the
+among several workers. Then the time of its selection is subtracted. ``wrap, local step`` exchanges nothing: beside bare
+AdamW it shows what a step between two exchanges of updates costs. ``weight decay alone`` is the only part of the
 staleness-aware step that passes over all values. ``memory alone`` is weight decay, and the reads and writes of the
 delivered entries of the parameters and of three states, without arithmetic. In ``memory alone, one record``, the states
 of an entry are in one record of 16 bytes. The last rows time new imports.
@@ -93,6 +94,11 @@ def wrapped(parameters: list[nn.Parameter], density: float, *, alone: bool) -> C
     return run
 
 
+def local_step(parameters: list[nn.Parameter], *, fused: bool) -> Callable[[], object]:
+    """Return the step of ``wrap`` between two exchanges of updates."""
+    return tritoncomm.wrap(torch.optim.AdamW(parameters, fused=fused), local_steps=1 << 30).step
+
+
 def memory_alone(
     parameters: list[nn.Parameter], delivered: list[torch.Tensor | None], *, one_record: bool = False
 ) -> Callable[[], None]:
@@ -153,6 +159,8 @@ def contenders(model: Callable[[], list[nn.Parameter]], density: float) -> dict[
         "weight decay alone": timed(lambda: torch._foreach_mul_(decayed, 0.99999)),
         "memory alone": timed(memory_alone(model(), deliveries[0])),
         "memory alone, one record": timed(memory_alone(model(), deliveries[0], one_record=True)),
+        "wrap, local step": timed(local_step(model(), fused=False)),
+        "wrap, local step, fused": timed(local_step(model(), fused=True)),
         "wrap, one worker": wrapped(model(), density, alone=False),
         "wrap, sparse": wrapped(model(), density, alone=True),
     }

@@ -21,7 +21,7 @@ def test_public_names() -> None:
     assert sorted(tritoncomm.__all__) == [
         "ConfigMismatchError", "ConfigurationError", "DGC", "Dense", "ExDyna", "ExchangeError",
         "ExchangeTimeoutError", "GTopk", "GaussianK",
-        "HardThreshold", "Hierarchical", "LateRule", "MiCRO", "NonFiniteError", "OkTopk",
+        "HardThreshold", "Hierarchical", "LateRule", "MiCRO", "NonFiniteError", "OkTopk", "OptimizerList",
         "PeerLostError", "ProtocolMismatchError", "Quantized", "RandomBlock", "RandomK",
         "Recipe", "SIDCo", "SimulatedWorld", "SparDL", "SparseOptimizer", "SparseVector", "TopkAllgather", "TopkDSA",
         "TritoncommError", "Warmup", "__version__", "add_rule", "algorithms", "recipe", "trace", "wrap",

@@ -40,6 +40,7 @@ from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.scheduler.tracing import trace
 from tritoncomm.simulation import SimulatedWorld
 from tritoncomm.step.late import LateRule
+from tritoncomm.step.optimizer_list import OptimizerList
 from tritoncomm.step.rules import add_rule
 from tritoncomm.version import __version__
 from tritoncomm.wrapping import wrap
@@ -62,6 +63,7 @@ __all__ = [
     "MiCRO",
     "NonFiniteError",
     "OkTopk",
+    "OptimizerList",
     "PeerLostError",
     "ProtocolMismatchError",
     "Quantized",

@@ -28,7 +28,7 @@ from tritoncomm.scheduler.process_group import is_distributed
 from tritoncomm.step import agree
 from tritoncomm.step import state as exchange_state
 from tritoncomm.step.optimizer_list import parts_of
-from tritoncomm.step.portable_state import ShardOfReplica, held_by, joined, resharded, split
+from tritoncomm.step.portable_state import ANCHORS, MOMENTUM, Parts, ShardOfReplica, held_by, joined, resharded, split
 from tritoncomm.step.state import reshard
 
 __all__ = ["ResidualState", "load", "reshard", "save"]
@@ -276,8 +276,10 @@ class ResidualState:
     the same sharding, training continues to the bit. Otherwise the pending update, ``sum(residual) / replicas``, is
     kept, and methods determine thresholds and partitions from scratch. Without sharding, every rank is a replica.
 
-    Where updates are exchanged, call ``optimizer.merge()`` first. The state of an optimizer that steps locally differs
-    between ranks, and ``get_optimizer_state_dict`` keeps that of one, so that such a run does not continue to the bit.
+    Where updates are exchanged, a save may come between two exchanges. The model and ``get_optimizer_state_dict`` then
+    have what one rank holds. This object has the parameters and the optimizer's state of each rank. They take effect
+    when the next step begins, or inside ``optimizer.averaged()``, whatever is loaded into the model until then. With
+    other ranks or shards, training continues from the common parameters, and residuals have what was not exchanged.
 
     ``torch.distributed.checkpoint`` would treat the tensors of one rank as those of all ranks. The state of each rank
     is therefore stored under its rank, and the residuals of a replica under its first rank.
@@ -306,22 +308,23 @@ class ResidualState:
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state. ``dcp.save`` writes it, and ``dcp.load`` replaces its content."""
-        here, parameters = self._here, self.optimizer._exchange.parameters  # noqa: SLF001 - no setting
-        state = self.optimizer.state_dict()["tritoncomm"]
-        rest, residuals = split(state, parameters, here)
-        rank, size = _rank()
+        parts = self._parts()
+        here, (rank, size) = self._here, _rank()
         if self._saved is None:
-            if state["local"] is not None and state["local"]["taken"]:
-                raise ConfigurationError(
-                    "updates were not exchanged since the last local steps, so parameters differ between ranks, and "
-                    "dcp.save() keeps those of one: call optimizer.merge() before, on all ranks"
-                )
             key = f"rank {rank} of {size}, replica {here.replica} of {here.replicas} ({_HINT})"
-            return {key: _pack(rest), _replica(here.first_rank): residuals}
-        return dict.fromkeys(self._saved.ranks_for(here, rank, size), b"") | {
-            key: {number: torch.zeros_like(own) for number, own in residuals.items()}
-            for key in self._saved.replicas_for(here)
-        }
+            return {key: _pack(parts.rest), _replica(here.first_rank): parts.residuals, **parts.common}
+        like = dict.fromkeys(self._saved.replicas_for(here), parts.residuals)
+        if parts.common:
+            like |= {key: parts.common.get(key, parts.common[ANCHORS]) for key in self._saved.common}
+        zeros = {key: {number: torch.zeros_like(own) for number, own in each.items()} for key, each in like.items()}
+        return dict.fromkeys(self._saved.ranks_for(here, rank, size), b"") | zeros
+
+    def _parts(self) -> Parts:
+        """Return the present state of this rank."""
+        optimizer, inner = self.optimizer, self.optimizer._local  # noqa: SLF001 - no setting
+        state = optimizer.state_dict()["tritoncomm"]
+        own = [] if inner is None else inner.inner_states()
+        return split(state, optimizer._exchange.parameters, self._here, own)  # noqa: SLF001 - no setting
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load this rank's state, for ``dcp.load``. If a rank cannot load its state, nothing changes on any rank."""
@@ -334,15 +337,18 @@ class ResidualState:
         if is_distributed() and agree.differences({"has its own state": own is not None}, group, device):
             own = None
         with agree.propagate_errors(group, device):
+            common = {key: state_dict[key] for key in (ANCHORS, MOMENTUM) if key in state_dict}
             if own is not None:
-                state = joined(own, state_dict[_replica(here.first_rank)])
+                state = joined(Parts(own, state_dict[_replica(here.first_rank)], common))
             elif self._saved is not None:
                 replicas = [state_dict[key] for key in self._saved.replicas_for(here)]
-                state = resharded(states, replicas, here, optimizer.state_dict()["tritoncomm"])
+                state = resharded(states, replicas, common, here, optimizer.state_dict()["tritoncomm"])
             else:
                 raise ConfigurationError(f"this checkpoint was saved with another sharding: {_HINT}")
         # set_optimizer_state_dict loads the state of the original optimizer, before or after this.
         optimizer.load_state_dict(optimizer.optimizer.state_dict() | {"tritoncomm": state})
+        if optimizer._local is not None:  # noqa: SLF001 - as above
+            optimizer._local.load_later(state["local"], [] if own is None else own["inner"])  # noqa: SLF001
 
     def _check_step(self) -> None:
         """Raise if a single worker, which takes the optimizer's own steps, has saved what this optimizer needs."""
@@ -370,11 +376,13 @@ class _Saved(NamedTuple):
         ranks: The key of each rank.
         first_ranks: The first rank of each replica, in ascending order.
         replicas: The number of replicas.
+        common: The keys of what all replicas have in common.
     """
 
     ranks: list[str]
     first_ranks: list[int]
     replicas: int
+    common: list[str]
 
     @classmethod
     def by(cls, reader: Any, where: object) -> _Saved:
@@ -393,7 +401,8 @@ class _Saved(NamedTuple):
                 f"checkpoint_id={where}: this checkpoint has no ResidualState, or those of several runs or stages of a "
                 "pipeline: pass a folder into which dcp.save() has written one"
             )
-        return cls([ranks[rank] for rank in sorted(ranks)], sorted(first), replicas.pop())
+        common = [key for key in (ANCHORS, MOMENTUM) if any(f".{key}." in name for name in names)]
+        return cls([ranks[rank] for rank in sorted(ranks)], sorted(first), replicas.pop(), common)
 
     def ranks_for(self, here: ShardOfReplica, rank: int, size: int) -> list[str]:
         """Return the keys of the states that ``rank`` of ``size`` reads: of rank 0, and what may be its own."""

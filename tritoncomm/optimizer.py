@@ -16,6 +16,7 @@ from tritoncomm.errors import ConfigurationError, NonFiniteError
 from tritoncomm.scheduler.process_group import is_distributed
 from tritoncomm.step import agree
 from tritoncomm.step import state as exchange_state
+from tritoncomm.step.clipping import sketch_of_owners
 from tritoncomm.step.exchange import State
 from tritoncomm.step.figures import figures_of
 from tritoncomm.step.model import check_not_reduced, checked_module, group_of
@@ -23,7 +24,6 @@ from tritoncomm.step.optimizer_list import join, parts_of, split
 from tritoncomm.step.optimizer_setup import OptimizerSetup
 from tritoncomm.step.options import check_group, check_outer_lr, never_delays, one_of
 from tritoncomm.step.rules import exchanges_updates
-from tritoncomm.step.shards import local
 from tritoncomm.step.torch_internals import creates_state, without_compile
 from tritoncomm.step.update import coupled_decay, restore_rules, saved_state
 from tritoncomm.step.updates import LocalSteps
@@ -152,15 +152,15 @@ class SparseOptimizer(OptimizerSetup):
             local_steps.add_new_parameters()
         scale, found = self._scaler
         found = self._step_state.found_in_unscale if found is None else found
-        local_steps.take(scale, found)
-        if not self._is_mixed:  # an overflow of this rank is no matter of the exchange
-            self.grad_scale = self.found_inf = self._step_state.found_in_unscale = None
-        elif scale is not None:  # they are exchanged without the scale, and a rank's overflow is an Inf
-            others = [part.optimizer for part in self._parts if not part.is_anchor]
-            rest = [parameter.grad for each in others for parameter, _ in agree.named_parameters(each)]
-            for gradient in (local(each) for each in rest if each is not None):
-                gradient.div_(scale.to(gradient.device))
+        others = [part.optimizer for part in self._parts if not part.is_anchor]
+        if others and self._options.gradient_limit is not None and not self._optimizer_step.alone:
+            anchored = [vector for vector in self._exchange.vectors if vector.options.is_anchor]
+            self._exchange.counted = sketch_of_owners(anchored, local_steps.owners, self._exchange.shard, scale)
+        local_steps.take(scale, found, others)
+        if others:  # they are exchanged without the scale
             self.grad_scale = None
+        else:  # an overflow of this rank is no matter of the exchange
+            self.grad_scale = self.found_inf = self._step_state.found_in_unscale = None
         if not local_steps.is_due:
             self._step_state.reset()
 
@@ -200,8 +200,8 @@ class SparseOptimizer(OptimizerSetup):
     def merge(self) -> None:
         """Exchange what local steps have changed now, on all ranks alike, however many there were.
 
-        Call it at the end of training if the number of steps is no multiple of ``local_steps``, and after an exchange
-        that has failed. Without optimizers that exchange updates, nothing is pending, and nothing happens.
+        Call it at the end of training, and after an exchange that has failed. Without local steps since the last
+        exchange, nothing happens.
 
         Raises:
             ExchangeError: A peer was lost, or a wait timed out. Nothing has changed. For other errors see :meth:`step`.
@@ -211,8 +211,8 @@ class SparseOptimizer(OptimizerSetup):
             return
         local_steps.check_not_averaged("merge()")
         if not self.is_synchronized:
-            if self._is_mixed and not local_steps.taken:
-                return  # gradients of the others were exchanged in the same step
+            if not local_steps.taken:
+                return
             bare = all(vector.keeps_gradient() for vector in self._exchange.vectors if vector.options.is_anchor)
             local_steps.give(alone=bare)
         try:
@@ -376,10 +376,9 @@ class SparseOptimizer(OptimizerSetup):
             figures |= inner | {"exchanges": figures["steps"], "bytes_per_step": each}
         if self._options.max_grad_norm is None:
             return figures
-        if self._local is not None:
-            return figures | {"grad_norm": self._local.grad_norm}
         by_gradient = self._options.gradient_limit is not None and not self._optimizer_step.alone
-        norm, own = self._exchange.gradient_norm if by_gradient else None, self._optimizer_step.grad_norm
+        norm = self._exchange.gradient_norm if by_gradient else None
+        own = self._optimizer_step.grad_norm if self._local is None else self._local.grad_norm
         return figures | {"grad_norm": own if norm is None else float(norm)}
 
     def state_dict(self) -> dict[str, Any]:

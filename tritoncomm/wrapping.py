@@ -24,7 +24,7 @@ from tritoncomm.step.model import (
     keep_gradients_local,
     names_of,
 )
-from tritoncomm.step.optimizer_list import OptimizerList
+from tritoncomm.step.optimizer_list import OptimizerList, parts_of
 from tritoncomm.step.options import (
     DEFAULT_ALGO,
     DEFAULT_DENSITY,
@@ -94,6 +94,7 @@ def wrap(
 
     Args:
         optimizer: Optimizer to wrap, or a list of optimizers of different parameters, which are stepped as one. A
+            trainer that takes one optimizer takes an :class:`~tritoncomm.OptimizerList`. A
             parameter group that says ``dense=True`` travels whole in each step, as small tensors do.
         algo: Name of a method from :func:`tritoncomm.algorithms`, or a recipe. Default: ``"oktopk"``.
         density: Fraction of entries to deliver per step, in (0, 1]. If the learning rate bounds how far parameters get,
@@ -120,7 +121,8 @@ def wrap(
             :class:`~tritoncomm.NonFiniteError` on all ranks, ``"zero"`` replaces the values by zero. If a
             ``GradScaler`` finds an overflow, the step is always skipped. Default: ``"skip"``.
         max_grad_norm: Maximum 2-norm of the averaged gradient, which is clipped. Optimizers that exchange updates clip
-            the gradient of their own parameters on this rank. Default: None, no clipping.
+            this rank's gradient. The norm is always that of the gradients of all optimizers of a list. Default: None,
+            no clipping.
         clip_by: What ``max_grad_norm`` limits. ``"gradient"``: the mean over ranks of the gradients of this step,
             before they are added to the residual, as in a dense run. Its norm is estimated, with a standard deviation
             of 3 %, from 2 KB that all ranks sum. Copies of parameters that tensor parallelism keeps raise an error.
@@ -168,13 +170,13 @@ def wrap(
         ConfigMismatchError: Ranks are configured differently, or an argument is invalid on another rank.
     """
     check_group("process_group", process_group)
-    listed: list[torch.optim.Optimizer] = [*optimizer] if isinstance(optimizer, Sequence) else [optimizer]
+    listed = [*optimizer] if isinstance(optimizer, Sequence) else parts_of(optimizer)
     device = agree.device_of(listed[0]) if listed else None
     with agree.propagate_errors(process_group, device):
         model = checked_module(model)
     group = group_of(model, process_group)
     with agree.propagate_errors(group, device):
-        whole = OptimizerList(listed) if isinstance(optimizer, Sequence) else listed[0]
+        whole = OptimizerList(listed) if isinstance(optimizer, Sequence) else optimizer
         for each in listed:
             check_optimizer(each, alone=is_alone(group), names=names_of(model))
         if any(isinstance(each, SparseOptimizer) for each in listed):

@@ -13,6 +13,7 @@ import integration_edge_workers
 import integration_workers
 import pytest
 import torch
+import trainer_updates_workers
 import tritoncomm
 from helpers import run_workers
 from tritoncomm import checkpoint
@@ -60,6 +61,14 @@ def test_special_cases(case: str, tmp_path: Path) -> None:
     if importlib.util.find_spec("accelerate") is None or importlib.util.find_spec("lightning") is None:
         pytest.skip("accelerate or lightning is not installed: tox -e trainers has both")
     run_workers(getattr(integration_edge_workers, case), 1 if case == "alone" else 2, str(tmp_path / "checkpoints"))
+
+
+@pytest.mark.parametrize("framework", ["accelerate", "transformers", "lightning"])
+def test_updates(framework: str, tmp_path: Path) -> None:
+    """Local steps, and a list of Muon and AdamW, train, evaluate and resume as by hand, to the bit."""
+    if importlib.util.find_spec(framework) is None:
+        pytest.skip(f"{framework} is not installed: tox -e trainers has it")
+    run_workers(getattr(trainer_updates_workers, framework), 2, str(tmp_path / "checkpoints"))
 
 
 def test_trainer_with_one_worker(tmp_path: Path) -> None:

@@ -12,17 +12,15 @@ from helpers import reports, run_situations, run_workers
 SITUATIONS = [
     workers.conserved,
     workers.free_between_exchanges,
-    workers.dense_is_averaging,
-    workers.like_gradients_of_sgd,
-    workers.outer_step,
     workers.length_is_matched,
-    workers.rounded_parameters,
     workers.resumed,
     workers.merged_and_flushed,
     workers.refused,
     workers.broken_parameters,
-    workers.within_budget,
     workers.several_optimizers,
+    workers.rates_differ,
+    workers.clipped_together,
+    workers.not_clipped_twice,
     workers.kinds_of_models,
     workers.scaled,
     workers.copied,
@@ -40,6 +38,11 @@ def test_situations(world_size: int) -> None:
     run_situations(SITUATIONS, world_size)
 
 
+def test_one_worker() -> None:
+    """A worker that is alone in its process group exchanges with nobody."""
+    run_situations([workers.conserved, workers.clipped_together, workers.not_clipped_twice], 1)
+
+
 @pytest.mark.parametrize("situation", [workers.lost, workers.lost_in_confirmation])
 def test_lost_worker(situation: Callable[..., None]) -> None:
     """The other two workers repeat or complete the exchange, and train to the end."""
@@ -52,24 +55,10 @@ def test_shards(tmp_path: Path) -> None:
     run_workers(workers.one_bad_shard, 4)
 
 
-def test_list_in_a_checkpoint(tmp_path: Path) -> None:
-    """A list of optimizers can be saved and resumed."""
-    run_workers(workers.list_in_a_checkpoint, 2, str(tmp_path))
-
-
-@pytest.mark.parametrize(
-    ("breaks", "situation"),
-    [
-        (workers.keeps_in_parameters, workers.conserved),
-        (workers.delta_of_whole_anchor, workers.rounded_parameters),
-        (workers.momentum_of_a_failed_exchange, workers.refused),
-        (workers.counts_on_after_merge, workers.merged_and_flushed),
-    ],
-    ids=lambda each: each.__name__,
-)
-def test_planted_bugs(breaks: Callable[[], None], situation: Callable[..., None]) -> None:
-    """The situation that should find a bug finds it, on every rank."""
-    assert reports(workers.broken, 2, breaks, situation) == dict.fromkeys((0, 1), ("found",))
+def test_checkpoints(tmp_path: Path) -> None:
+    """Local steps, and a list of optimizers, can be saved and resumed."""
+    run_workers(workers.in_checkpoints, 2, str(tmp_path / "local steps"))
+    run_workers(workers.list_in_a_checkpoint, 2, str(tmp_path / "list"))
 
 
 def test_every_optimizer_trains() -> None:

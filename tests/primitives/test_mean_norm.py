@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tritoncomm.primitives.mean_norm import WIDTH, norm_of_mean, random_signs, sketch
+from tritoncomm.primitives.mean_norm import WIDTH, gain_of_mean, norm_of_mean, random_signs, sketch
 from tritoncomm.scheduler.simulated import SimulatedScheduler
 
 
@@ -54,6 +54,29 @@ def test_mean_over_ranks(numel: int) -> None:
     exact = torch.stack(vectors).mean(0).norm()
     # A vector that is not longer than the sketch loses nothing.
     assert float(norms[0]) == pytest.approx(float(exact), rel=1e-5 if numel <= WIDTH else 0.15)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5, 8, 17])
+def test_gain_of_mean(world_size: int) -> None:
+    """The mean of equal vectors is as long as they are, that of independent ones shorter by the root of their number.
+
+    Vectors that cancel, and vectors of zeros, have a finite gain.
+    """
+    signs = random_signs(20_000, "cpu")
+
+    def gain(vectors: list[torch.Tensor]) -> float:
+        found = SimulatedScheduler(world_size).run(
+            [gain_of_mean(vector, sketch(vector, signs), world_size) for vector in vectors]
+        )
+        assert len(set(map(float, found))) == 1
+        return float(found[0])
+
+    every = [torch.randn(20_000, generator=torch.Generator().manual_seed(rank)) for rank in range(world_size)]
+    assert gain(every) == pytest.approx(world_size**0.5, rel=0.1)
+    assert gain(every[:1] * world_size) == pytest.approx(1.0, abs=0.1)
+    assert gain([torch.zeros(20_000)] * world_size) == 1.0
+    if world_size % 2 == 0:
+        assert gain([every[0], -every[0]] * (world_size // 2)) == pytest.approx(world_size**0.5)
 
 
 def test_norm_of_several_vectors() -> None:

@@ -173,3 +173,15 @@ def test_local_steps_count_for_a_schedule() -> None:
         parameter.grad = torch.full((4,), value)
         optimizer.step()
     assert optimizer.steps_taken == 1
+
+
+def test_settings_of_gradients_have_no_effect_on_updates(caplog: pytest.LogCaptureFixture) -> None:
+    """All tensors travel alike where updates are exchanged, unless a group says ``dense=True``. That is told."""
+    net = nn.Linear(40, 40)
+    groups = [{"params": [net.weight]}, {"params": [net.bias], "dense": True}]
+    for parameters, dense in ((net.parameters(), 0), (groups, 40)):
+        caplog.clear()
+        optimizer = tritoncomm.wrap(torch.optim.RMSprop(parameters), dense_below=7)
+        assert "dense_below=7 is for optimizers that exchange gradients, and has no effect" in caplog.text
+        assert [vector.dense_numel for vector in optimizer._exchange.vectors] == [dense]
+        optimizer.release()

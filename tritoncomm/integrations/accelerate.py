@@ -51,7 +51,7 @@ def wrap(
         ConfigurationError: An argument is invalid.
         ConfigMismatchError: Ranks are configured differently.
     """
-    restore = beside.check(residuals, {})
+    restore = beside.check(residuals)
     sparse = connect(accelerator, model, optimizer, algo, **settings)
     prepared = [id(each) for each in accelerator._optimizers]  # noqa: SLF001 - no public attribute has them
     name = beside.name_of(prepared.index(id(optimizer)))

@@ -18,6 +18,8 @@ from tritoncomm import checkpoint as checkpoints
 from tritoncomm.algorithms import Recipe
 from tritoncomm.amp import with_equal_scales
 from tritoncomm.integrations import residuals as beside
+from tritoncomm.integrations.clipping import average
+from tritoncomm.optimizer import SparseOptimizer
 
 __all__ = ["SparseDDPStrategy"]
 
@@ -30,9 +32,13 @@ _SETTINGS = set(inspect.signature(tritoncomm.wrap).parameters) - {
 class SparseDDPStrategy(DDPStrategy):
     """Lightning's DDP strategy, with a sparse exchange: ``Trainer(strategy=SparseDDPStrategy(density=0.01))``.
 
-    Each optimizer of ``configure_optimizers()`` is wrapped. They are ``trainer.optimizers``, for example for their
+    Each optimizer of ``configure_optimizers()`` is wrapped. Return a :class:`~tritoncomm.OptimizerList` if several step
+    together. They are ``trainer.optimizers``, for example for their
     ``metrics()``. Gradients are exchanged after the backward pass of a step, before ``on_before_optimizer_step()`` and
     before Lightning clips them. With manual optimization, ``clip_gradients()`` and ``step()`` exchange them.
+
+    With ``local_steps``, workers exchange what they have changed before a validation, a checkpoint and the end, too.
+    Gradients that Lightning clips are then this worker's own.
 
     A checkpoint ``x.ckpt`` gets a folder ``x.ckpt.tritoncomm`` with the residual of each rank. The folder of a second
     optimizer is ``x.ckpt.tritoncomm_1``.
@@ -47,7 +53,7 @@ class SparseDDPStrategy(DDPStrategy):
     optimizers: list[Any]  # a property of the strategy
 
     def __init__(self, algo: str | Recipe = "oktopk", *, residuals: str = "restore", **settings: Any) -> None:
-        self._restore = beside.check(residuals, settings)
+        self._restore = beside.check(residuals)
         self._settings = {name: settings.pop(name) for name in _SETTINGS & set(settings)} | {"algo": algo}
         super().__init__(**settings)
 
@@ -71,13 +77,34 @@ class SparseDDPStrategy(DDPStrategy):
         self.optimizers = [tritoncomm.wrap(each, model=self.model, **self._settings) for each in optimizers]
 
     def _average(self, optimizer: Any) -> None:
-        """Exchange the gradients of ``optimizer``, unless that was done."""
+        """Exchange the gradients of ``optimizer``, unless that was done, or updates are exchanged."""
         if optimizer.is_synchronized:
             return
         scaler = getattr(self.precision_plugin, "scaler", None)
-        if scaler is not None:
+        if scaler is not None and not optimizer.is_unscaled:
             scaler.unscale_(optimizer)
-        optimizer.synchronize()
+        average(optimizer)
+
+    def _merge(self) -> None:
+        """Let all workers hold the same parameters, if their optimizers take local steps."""
+        for optimizer in self.optimizers:
+            if isinstance(optimizer, SparseOptimizer):
+                optimizer.merge()
+
+    def on_validation_start(self) -> None:
+        """Validate the parameters that all workers have in common."""
+        self._merge()
+        super().on_validation_start()
+
+    def on_train_end(self) -> None:
+        """End with them, too."""
+        self._merge()
+        super().on_train_end()
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return the parameters that all workers have in common. Lightning calls this on all ranks."""
+        self._merge()
+        return super().lightning_module_state_dict()  # type: ignore[no-any-return]
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Run ``closure``, exchange the gradients, let Lightning clip them, and take the step."""

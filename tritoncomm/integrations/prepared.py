@@ -16,6 +16,7 @@ import tritoncomm
 from tritoncomm.algorithms import Recipe
 from tritoncomm.amp import with_equal_scales
 from tritoncomm.errors import ConfigurationError
+from tritoncomm.integrations.clipping import average, clips_itself
 from tritoncomm.optimizer import SparseOptimizer
 from tritoncomm.scheduler.process_group import is_distributed
 
@@ -81,7 +82,7 @@ def _average_before_clipping(accelerator: Accelerator) -> None:
         averaged = _average(accelerator, chosen)
         if not averaged:
             return clip_norm(chosen, max_norm, norm_type)
-        if all(each._options.gradient_limit is not None for each in averaged):  # noqa: SLF001 - of this library
+        if all(map(clips_itself, averaged)):
             return _norm_of_means(averaged)
         # Gradients of other parameters are local, and would make norms differ between ranks.
         held = {id(p) for each in averaged for group in each.param_groups for p in group["params"]}
@@ -119,19 +120,18 @@ def _average(accelerator: Accelerator, parameters: Iterable[torch.Tensor]) -> li
     if averaged:
         accelerator.unscale_gradients(found)
     for optimizer in averaged:
-        if not optimizer.is_synchronized:
-            optimizer.synchronize()
+        average(optimizer)
     return averaged
 
 
 def _norm_of_means(optimizers: Iterable[SparseOptimizer]) -> torch.Tensor:
     """Return the norm of the mean of the gradients of this step, which the exchange has clipped.
 
-    A single worker clips when it steps.
+    A single worker clips when it steps, and so do local steps, which know the norm of this worker's gradients.
     """
     norms = []
     for optimizer in optimizers:
-        found = optimizer._exchange.gradient_norm  # noqa: SLF001 - of this library
+        found = optimizer._exchange.gradient_norm if optimizer.is_synchronized else None  # noqa: SLF001 - of this library
         gradients = (p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
         norms.append(nn.utils.get_total_norm(gradients) if found is None else found.float())
     norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms))

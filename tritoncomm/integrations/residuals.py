@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from tritoncomm.errors import ConfigMismatchError, ConfigurationError
 from tritoncomm.step.options import one_of
@@ -19,17 +18,11 @@ def name_of(number: int) -> str:
     return f"{FOLDER}_{number}" if number else FOLDER
 
 
-def check(residuals: str, settings: Mapping[str, Any]) -> bool:
+def check(residuals: str) -> bool:
     """Return True if ``residuals`` asks to restore residuals from a checkpoint.
 
-    Raises:
-        ConfigurationError: It is neither ``"restore"`` nor ``"reset"``, or ``settings`` ask for local steps.
+    Raises :class:`~tritoncomm.ConfigurationError` if it is neither ``"restore"`` nor ``"reset"``.
     """
-    if settings.get("local_steps", 1) != 1:
-        raise ConfigurationError(
-            f"local_steps={settings['local_steps']!r}: this trainer evaluates and saves the parameters of each worker, "
-            "which differ between two exchanges: write the loop yourself, with tritoncomm.wrap() and averaged()"
-        )
     one_of("residuals", residuals, ("restore", "reset"))
     return residuals == "restore"
 

@@ -22,7 +22,9 @@ class SparseGradients(TrainerCallback):
     """Callback that exchanges gradients sparsely: ``Trainer(..., callbacks=[SparseGradients()])``.
 
     Optimizer, schedule and accumulation stay as they are. ``max_grad_norm`` limits gradients as in a dense run, by
-    ``clip_by="gradient"`` of ``wrap``. A checkpoint gets a folder ``tritoncomm`` with the residual of each rank.
+    ``clip_by="gradient"`` of ``wrap``. With ``local_steps``, workers exchange what they have changed before an
+    evaluation, a checkpoint and the end, too. To train several optimizers together, pass the Trainer an
+    :class:`~tritoncomm.OptimizerList`. A checkpoint gets a folder ``tritoncomm`` with the residual of each rank.
 
     Args:
         algo: Name of a method, or a recipe. See :func:`tritoncomm.wrap`. Default: ``"oktopk"``.
@@ -35,7 +37,7 @@ class SparseGradients(TrainerCallback):
     """
 
     def __init__(self, algo: str | Recipe = "oktopk", *, residuals: str = "restore", **settings: Any) -> None:
-        self._restore = beside.check(residuals, settings)
+        self._restore = beside.check(residuals)
         self._algo, self._settings = algo, settings
         self.optimizer: SparseOptimizer | None = None
 
@@ -49,6 +51,20 @@ class SparseGradients(TrainerCallback):
         if load:
             with beside.name_the_fix("SparseGradients()"):
                 checkpoint.load(self.optimizer, Path(resumed) / beside.FOLDER)
+
+    def on_step_end(self, _args: Any, _state: Any, control: Any, **__: Any) -> None:
+        """Let all workers hold the same parameters before they evaluate or save, and at the end.
+
+        Only local steps make them differ.
+        """
+        if self.optimizer is not None and (
+            control.should_evaluate or control.should_save or control.should_training_stop
+        ):
+            self.optimizer.merge()
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **fields: Any) -> None:
+        """Do the same at the end of an epoch."""
+        self.on_step_end(args, state, control, **fields)
 
     def on_save(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
         """Save the residual of each rank into the checkpoint that the Trainer has just written."""

@@ -8,6 +8,8 @@ Approximating the Frequency Moments" (STOC 1996). The standard deviation of the 
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from tritoncomm.scheduler.rounds import AllReduce, Pattern
@@ -50,3 +52,20 @@ def norm_of_mean(own: torch.Tensor, world_size: int) -> Pattern[torch.Tensor]:
     total = yield AllReduce(_PHASE, own)
     norm: torch.Tensor = total.double().norm()  # squares may overflow in fp32
     return norm / world_size
+
+
+def gain_of_mean(vector: torch.Tensor, own: torch.Tensor, world_size: int) -> Pattern[torch.Tensor]:
+    """Return how many times longer vectors are than their mean, fp32 ``[]``, the same on all ranks.
+
+    That is the mean of their norms over an estimate of the norm of their mean. It is between 1, which equal vectors
+    have, and the root of ``world_size``, which independent ones have.
+
+    Args:
+        vector: This rank's vector, fp32 ``[numel]``.
+        own: Its sketch.
+        world_size: Number of vectors.
+    """
+    norm = torch.linalg.vector_norm(vector).reshape(1)
+    total = yield AllReduce("length of updates", torch.cat([own, norm]))
+    ratio: torch.Tensor = total[-1] / torch.linalg.vector_norm(total[:-1])
+    return ratio.nan_to_num(1.0).clamp(1.0, math.sqrt(world_size))

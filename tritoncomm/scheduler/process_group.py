@@ -230,17 +230,24 @@ class ProcessGroupScheduler:
             subgroup._watcher = self._watcher  # noqa: SLF001 - same class
 
     def confirmation(
-        self, state: str = "", others: Sequence[ProcessGroupScheduler] = (), *, raises: bool = False
-    ) -> Pattern[tuple[bool, bool]]:
+        self,
+        state: str = "",
+        others: Sequence[ProcessGroupScheduler] = (),
+        *,
+        raises: bool = False,
+        noted: str | None = None,
+    ) -> Pattern[tuple[bool, bool, bool]]:
         """Return whether all ranks have reached the end of the same step of the same exchange, in the same state.
 
-        The second answer is whether any rank ``raises`` a flag. Both answers are the same on all ranks.
+        The second answer is whether any rank ``raises`` a flag, the third whether all have ``noted`` the same. The
+        answers are the same on all ranks.
 
         Args:
             state: A text that must be equal on all ranks: it says which parameters are not frozen, and the options of
                 the optimizer.
             others: Schedulers in the same group that have exchanged other vectors of this step.
             raises: A flag of this rank, which may differ between ranks.
+            noted: A text that may differ between ranks. None on all ranks compares none.
 
         Raises:
             ProtocolMismatchError: A GPU has received a wrong header. All ranks raise it.
@@ -249,12 +256,14 @@ class ProcessGroupScheduler:
         state += "".join(f" {other.step} {other._stamp}" for other in others)  # noqa: SLF001 - same class
         signature = (self.step << 32) + (self._stamp ^ wire.stamp(state))
         # Each word is filled by a kernel, because the host would wait for a GPU to copy them.
-        words = [torch.full((1,), each, dtype=torch.int64, device=self.device) for each in (signature, int(raises))]
-        counts = yield AllReduce("confirm", torch.cat([*words, *take_suspects((self, *others))]))
-        total, raised, *suspect = counts.tolist()
-        if any(suspect):
+        told = [signature, int(raises), *([] if noted is None else [wire.stamp(noted)])]
+        words = [torch.full((1,), each, dtype=torch.int64, device=self.device) for each in told]
+        counts = (yield AllReduce("confirm", torch.cat([*words, *take_suspects((self, *others))]))).tolist()
+        total, raised, *same = counts[: len(told)]
+        if any(counts[len(told) :]):
             raise self.suspicion()
-        return bool(total == signature * self.world_size), bool(raised)
+        expected = [each * self.world_size for each in told]
+        return bool(total == expected[0]), bool(raised), same == expected[2:]
 
     @property
     def last_step(self) -> str:

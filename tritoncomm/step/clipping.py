@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,15 +11,18 @@ import torch
 import torch.distributed as dist
 
 from tritoncomm.errors import ConfigurationError
-from tritoncomm.primitives.mean_norm import norm_of_mean
+from tritoncomm.primitives.mean_norm import WIDTH, norm_of_mean
 from tritoncomm.scheduler.rounds import Pattern
+from tritoncomm.step.flat import BucketLayout
 from tritoncomm.step.options import WrapOptions
 from tritoncomm.step.vector import VectorExchange
 
 logger = logging.getLogger("tritoncomm")
 
 
-def clipped(vectors: Sequence[VectorExchange], limit: float, shard: int, world_size: int) -> Pattern[torch.Tensor]:
+def clipped(
+    vectors: Sequence[VectorExchange], limit: float, shard: int, world_size: int, counted: torch.Tensor | None = None
+) -> Pattern[torch.Tensor]:
     """Scale each ``vector.flat``, so that the norm of the mean of all of them is at most ``limit``.
 
     The norm is an estimate, equal on all ranks (:mod:`tritoncomm.primitives.mean_norm`). It is returned, fp64 ``[]``.
@@ -31,9 +34,11 @@ def clipped(vectors: Sequence[VectorExchange], limit: float, shard: int, world_s
         limit: The largest norm.
         shard: Number of this rank's shard of the model, equal on the ranks that hold the same shard.
         world_size: Number of ranks that hold the same shard.
+        counted: The sketch of other gradients that count in the norm.
     """
-    is_whole = len(vectors) == 1 and shard == 0
+    is_whole = len(vectors) == 1 and shard == 0 and counted is None
     total, *others = [vector.sketch(None if is_whole else shard) for vector in vectors]
+    others += [] if counted is None else [counted]
     for other in others:
         total += other
     norm = yield from norm_of_mean(total, world_size)
@@ -42,6 +47,28 @@ def clipped(vectors: Sequence[VectorExchange], limit: float, shard: int, world_s
     for vector in vectors:
         vector.flat.mul_(factor)
     return norm
+
+
+def sketch_of_owners(
+    vectors: Sequence[VectorExchange], owners: Mapping[int, torch.Tensor], shard: int, scale: torch.Tensor | None
+) -> torch.Tensor:
+    """Return a sketch of the gradients of parameters whose updates are exchanged, for :func:`clipped`.
+
+    It is zero if any is NaN or Inf, because this worker then leaves out its step. Each ``vector.flat`` is overwritten.
+
+    Args:
+        vectors: The vectors of their anchors.
+        owners: The parameter of each anchor, by the id of the anchor.
+        shard: Number of this rank's shard of the model.
+        scale: Loss scale of the gradients. None if they are not scaled.
+    """
+    total = torch.zeros(WIDTH, device=vectors[0].device)
+    for vector in vectors:
+        BucketLayout([owners[id(anchor)] for anchor in vector.layout.parameters]).read_gradients(vector.flat)
+        total += vector.sketch(shard)
+    if scale is not None:
+        total /= scale.to(total.device)
+    return torch.where(total.isfinite().all(), total, 0.0)
 
 
 def with_clipping(options: WrapOptions, optimizer: torch.optim.Optimizer) -> WrapOptions:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from enum import Enum
 from functools import partial
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -109,6 +109,8 @@ class GradientExchange:
         total: Traffic of all steps.
         gradient_norm: Norm of the mean of the last gradients before they were clipped, if they were to be (fp64
             ``[]``). None before.
+        rates: Returns the learning rates of optimizers that exchange updates. None if there are none.
+        counted: A sketch of gradients that count in this norm of the next exchange, although they are not exchanged.
     """
 
     def __init__(
@@ -129,6 +131,9 @@ class GradientExchange:
         self.total = Meter()
         self.gradient_norm: torch.Tensor | None = None
         self.all_shards = all_shards
+        self.counted: torch.Tensor | None = None
+        self.rates: Callable[[], dict[str, Any]] | None = None
+        self._has_told_rates = False
         self.presence = Presence()
         self._decay: Mapping[int, float] = {}
         self.replica = Replica(optimizer)
@@ -144,6 +149,11 @@ class GradientExchange:
     def parameters(self) -> list[torch.Tensor]:
         """The parameters of all vectors, in the order of :attr:`trained`."""
         return self.trained or [parameter for vector in self.vectors for parameter in vector.parameters]
+
+    @property
+    def shard(self) -> int:
+        """A number of this rank's shard of the model, equal on the ranks that hold the same shard."""
+        return 0 if self.all_shards is None else dist.get_process_group_ranks(self.options.group or dist.group.WORLD)[0]
 
     @property
     def gradients(self) -> list[torch.Tensor | None]:
@@ -411,10 +421,8 @@ class GradientExchange:
 
     def _clip(self, limit: float, vectors: Sequence[VectorExchange]) -> Pattern[None]:
         """Scale the gradients to this norm at most, see :func:`~tritoncomm.step.clipping.clipped`."""
-        shard = (
-            0 if self.all_shards is None else dist.get_process_group_ranks(self.options.group or dist.group.WORLD)[0]
-        )
-        self.gradient_norm = yield from clipped(vectors, limit, shard, vectors[0].world_size)
+        counted, self.counted = self.counted, None
+        self.gradient_norm = yield from clipped(vectors, limit, self.shard, vectors[0].world_size, counted)
 
     def _fail(self, error: BaseException) -> None:
         """Roll back, and report ``error`` to the ranks that may wait for this one and do not raise it themselves."""
@@ -467,9 +475,14 @@ class GradientExchange:
         """
         begun, presence, all_shards = [step.vector for step in self._begun], self.presence, self.all_shards
         replica = self.replica if self.vectors[0].world_size > 1 and self.replica.is_due(self.updates) else None
-        own = Confirmation(begun, self.parameters, self.stepping, presence, replica, self.options.group, self.steps)
+        rates = None if self.rates is None else self.rates()
+        group = self.options.group
+        own = Confirmation(begun, self.parameters, self.stepping, presence, replica, group, self.steps, rates)
         if all_shards is None:
-            news = own.within_group()
+            news, same_rates = own.within_group()
+            if not same_rates and not self._has_told_rates:
+                self._has_told_rates = True
+                agree.tell_rates(rates or {}, group, self.vectors[0].device)
         else:
             rejected, news = own.of_all_shards(all_shards, rejected=self._rejected is not None)
             if rejected:

@@ -14,7 +14,9 @@ __all__ = ["OptimizerList", "parts_of"]
 
 
 class OptimizerList(torch.optim.Optimizer):
-    """Stands for several optimizers of different parameters. They keep their state and parameter groups.
+    """Several optimizers of different parameters, as one. They keep their state and parameter groups.
+
+    :func:`~tritoncomm.wrap` makes it of a list. A trainer that takes a single optimizer takes it, too.
 
     ``param_groups`` are those of all, the same objects, so that learning rate schedulers of any of them work.
     ``state_dict()`` holds all in the usual form, with parameters numbered through.

@@ -105,7 +105,13 @@ class OptimizerSetup(OptimizerProxy):
             self._exchanged = OptimizerList([part.optimizer for part in self._parts])
         self.recipe = self._parts[-1].recipe
         steps = [
-            OptimizerStep(part.optimizer, options, delayed=not never_delays(part.recipe), alone=alone)
+            OptimizerStep(
+                part.optimizer,
+                options,
+                delayed=not never_delays(part.recipe),
+                alone=alone,
+                is_anchor=part.is_anchor,
+            )
             for part in self._parts
         ]
         self._optimizer_step = OptimizerSteps(steps, options)
@@ -149,6 +155,11 @@ class OptimizerSetup(OptimizerProxy):
     def exchanges_only_updates(self) -> bool:
         """True if no gradient is exchanged. An overflow or a NaN in one is then a matter of its rank alone."""
         return all(part.is_anchor for part in self._parts)
+
+    @property
+    def is_unscaled(self) -> bool:
+        """True if a ``tritoncomm.amp.GradScaler`` has unscaled the gradients of this step."""
+        return self._step_state.found_in_unscale is not None
 
     @property
     def _vector(self) -> VectorExchange:
@@ -284,6 +295,8 @@ class OptimizerSetup(OptimizerProxy):
         if self._local is not None:
             dense |= {anchor for anchor, owner in self._local.owners.items() if id(owner) in dense}
         exchange = exchange_of(self._exchanged, self._parts, trained, self._options, group, dense=dense, before=before)
+        if self._local is not None:
+            exchange.rates = self._local.rates
         held = agree.parameter_ids(self.optimizer)  # a group may have been added, of parameters that were not held
         others = [(parameter, name) for parameter, name in self._others if id(parameter) not in held]
         exchange.replica = Replica(self._exchanged, self._parameters.names, others)

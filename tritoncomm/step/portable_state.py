@@ -7,7 +7,6 @@ rest of the state belongs to one rank.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -17,8 +16,6 @@ import torch.distributed as dist
 from tritoncomm.scheduler.process_group import is_distributed
 from tritoncomm.step import state as exchange_state
 from tritoncomm.step.shards import like_parameter, local, mesh_ranks, place
-
-logger = logging.getLogger("tritoncomm")
 
 
 class ShardOfReplica(NamedTuple):
@@ -51,14 +48,51 @@ class ShardOfReplica(NamedTuple):
         return not any(self.shards)
 
 
+class Parts(NamedTuple):
+    """The state of a rank in parts. Tensors are given by number, and shaped and sharded like the parameters.
+
+    Attributes:
+        rest: What belongs to this rank alone.
+        residuals: The residuals of its replica, with what local steps have changed since the last exchange.
+        common: What all replicas have in common if updates are exchanged, by its key: the anchors and their momentum.
+    """
+
+    rest: dict[str, Any]
+    residuals: dict[str, torch.Tensor]
+    common: dict[str, dict[str, torch.Tensor]]
+
+
+# Keys of what is common. torch.distributed.checkpoint names a key that it does not find.
+ANCHORS = "common parameters of the exchange of updates"
+MOMENTUM = "momentum of the common parameters, by outer_momentum"
+_FIELDS = {ANCHORS: "anchors", MOMENTUM: "momentum"}
+
+
 def split(
-    state: Mapping[str, Any], parameters: Sequence[torch.Tensor], here: ShardOfReplica
-) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """Return the ``state`` of this rank without its residuals, and these by number, shaped like ``parameters``."""
-    pairs = zip(state["residuals"], parameters, strict=True)
-    residuals = {str(number): like_parameter(parameter, own) for number, (own, parameter) in enumerate(pairs)}
-    rest = {key: value for key, value in state.items() if key != "residuals"}
-    return rest | {"held": list(here)}, residuals
+    state: Mapping[str, Any], parameters: Sequence[torch.Tensor], here: ShardOfReplica, inner: Sequence[Any]
+) -> Parts:
+    """Return the ``state`` of this rank in parts.
+
+    Args:
+        state: The state.
+        parameters: The parameters that are exchanged. Anchors come first.
+        here: What this rank holds of the model.
+        inner: The states of the optimizers that step locally, of this rank alone.
+    """
+    own: Mapping[str, Any] | None = state["local"]
+    rest = {key: value for key, value in state.items() if key != "residuals"} | {"held": list(here), "inner": inner}
+    common: dict[str, dict[str, torch.Tensor]] = {}
+    if own is not None:
+        rest["local"] = {**own, **{field: [] for field in _FIELDS.values()}}
+        common = {key: _shaped(own[field], parameters) for key, field in _FIELDS.items() if own[field]}
+        if own["parameters"]:  # the sum that other ranks would continue from is rounded
+            rest["residuals"] = state["residuals"]
+    return Parts(rest, _shaped(exchange_state.folded(state)["residuals"], parameters), common)
+
+
+def _shaped(values: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+    pairs = zip(values, parameters, strict=False)
+    return {str(number): like_parameter(parameter, own) for number, (own, parameter) in enumerate(pairs)}
 
 
 def held_by(rest: Mapping[str, Any]) -> ShardOfReplica:
@@ -66,15 +100,20 @@ def held_by(rest: Mapping[str, Any]) -> ShardOfReplica:
     return ShardOfReplica(*rest["held"])
 
 
-def joined(rest: Mapping[str, Any], residuals: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """Return the state of which :func:`split` returned the parts."""
-    state = {key: value for key, value in rest.items() if key != "held"}
-    return state | {"residuals": _flat(residuals)}
+def joined(parts: Parts) -> dict[str, Any]:
+    """Return the state of which :func:`split` returned the ``parts``."""
+    state = {key: value for key, value in parts.rest.items() if key not in ("held", "inner")}
+    return {"residuals": _flat(parts.residuals)} | state | {"local": _local_of(state["local"], parts.common)}
+
+
+def _local_of(own: Mapping[str, Any] | None, common: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, Any] | None:
+    return None if own is None else {**own, **{_FIELDS[key]: _flat(tensors) for key, tensors in common.items()}}
 
 
 def resharded(
     states: Sequence[Mapping[str, Any]],
     replicas: Sequence[Mapping[str, torch.Tensor]],
+    shared: Mapping[str, Mapping[str, torch.Tensor]],
     here: ShardOfReplica,
     present: Mapping[str, Any],
 ) -> dict[str, Any]:
@@ -84,6 +123,7 @@ def resharded(
         states: First parts that :func:`split` returned: that of the first rank, and, if every rank held a whole
             replica, those of the ranks whose residuals this rank takes over.
         replicas: The residuals of the replicas that this rank takes over. The list may be empty.
+        shared: What all replicas have in common.
         here: What this rank holds.
         present: The present state of this rank.
     """
@@ -94,7 +134,7 @@ def resharded(
     else:
         common = [_without_entries(each) for each in common]
     return exchange_state.taken_over(
-        {**states[0], "local": _local_of(states, is_whole=is_whole)},
+        {**states[0], "local": _local_of(states[0]["local"], shared)},
         rank=here.replica,
         world_size=here.replicas,
         saved_by=held_by(states[0]).replicas,
@@ -103,18 +143,6 @@ def resharded(
         methods=methods,
         common=common,
     )
-
-
-def _local_of(states: Sequence[Mapping[str, Any]], *, is_whole: bool) -> dict[str, Any] | None:
-    """Return the state of local steps that a rank of another number of ranks, or with other shards, continues from."""
-    local: dict[str, Any] | None = states[0]["local"]
-    if local is None or is_whole:
-        return local
-    if local["momentum"]:
-        logger.warning(
-            "the checkpoint has other shards: the outer momentum of the exchange of updates starts from zero"
-        )
-    return local | {"anchors": [], "momentum": []}
 
 
 def _without_entries(method: Mapping[str, Any]) -> dict[str, Any]:

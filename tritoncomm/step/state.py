@@ -13,6 +13,7 @@ import torch.distributed as dist
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.scheduler.process_group import is_distributed
 from tritoncomm.step import agree
+from tritoncomm.step.anchors import all_finite, delta_of
 from tritoncomm.step.exchange import GradientExchange
 from tritoncomm.step.shards import bytes_of, local
 from tritoncomm.step.stages import Scale
@@ -21,7 +22,7 @@ from tritoncomm.step.vector import ErrorFeedback, VectorExchange
 
 logger = logging.getLogger("tritoncomm")
 
-SCHEMA = 6
+SCHEMA = 7
 _Methods = Sequence[Mapping[str, Any]]  # the state of the method of each vector
 _FIELDS = (
     "schema",
@@ -128,7 +129,7 @@ def reshard(states: Sequence[Mapping[str, Any]], world_size: int) -> list[dict[s
             raise ConfigurationError(f"the states of ranks 0 and {rank} are from steps {steps}: a save was interrupted")
         if [len(each) for each in state["residuals"]] != [len(each) for each in states[0]["residuals"]]:
             raise ConfigurationError(f"the states of ranks 0 and {rank} belong to models with other parameters")
-    states = [_folded(state) for state in states]
+    states = [folded(state) for state in states]
     resharded = []
     for rank in range(world_size):
         own = states[rank::world_size]
@@ -187,15 +188,15 @@ def taken_over(
     )
 
 
-def _folded(state: Mapping[str, Any]) -> Mapping[str, Any]:
+def folded(state: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return ``state`` as if its worker had called :meth:`LocalSteps.fold` before it was saved."""
     own = state["local"]
     if own is None or not own["parameters"]:
         return state
-    residuals = list(state["residuals"])
-    for position, (anchor, parameter) in enumerate(zip(own["anchors"], own["parameters"], strict=True)):
-        rounded = anchor.to(parameter.dtype).to(anchor.dtype)
-        residuals[position] = residuals[position] + (rounded - parameter).reshape(-1)
+    deltas = [delta_of(anchor, each) for anchor, each in zip(own["anchors"], own["parameters"], strict=True)]
+    residuals = state["residuals"]
+    if all_finite(deltas):
+        residuals = [residual + delta for residual, delta in zip(residuals, deltas, strict=True)]
     return {**state, "residuals": residuals, "local": own | {"parameters": [], "taken": 0, "pending": False}}
 
 

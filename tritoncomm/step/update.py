@@ -174,16 +174,24 @@ class OptimizerStep:
         options: The options of ``wrap``.
         delayed: Whether the recipe delivers entries with a delay.
         alone: Whether there is a single worker. It takes the optimizer's own step.
+        is_anchor: Whether it steps by updates, which are not clipped.
 
     Attributes:
         alone: See above. It may change between steps.
+        is_anchor: See above.
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, options: WrapOptions, *, delayed: bool, alone: bool = False
+        self,
+        optimizer: torch.optim.Optimizer,
+        options: WrapOptions,
+        *,
+        delayed: bool,
+        alone: bool = False,
+        is_anchor: bool = False,
     ) -> None:
         self.optimizer = optimizer
-        self.alone = alone
+        self.alone, self.is_anchor = alone, is_anchor
         self._options = options
         self._aware: AwareStep | None = None
         is_aware = delayed and options.staleness == "aware"
@@ -271,10 +279,6 @@ class OptimizerSteps:
         """True if the next step of an optimizer is the staleness-aware one."""
         return any(part.takes_aware_step for part in self.parts)
 
-    @property
-    def _optimizers(self) -> list[torch.optim.Optimizer]:
-        return [part.optimizer for part in self.parts]
-
     def guard(self) -> None:
         """Let ``step()`` of every optimizer, and of those inside, raise an error from now on."""
         for part in self.parts:
@@ -311,13 +315,15 @@ class OptimizerSteps:
             decayed: Whether ``.grad`` contains the coupled weight decay.
         """
         self.check()  # before any gradient or parameter changes
-        limit = self._options.max_grad_norm if clip and (self.alone or self._options.clip_by == "delivered") else None
+        clipped = [part.optimizer for part in self.parts if not part.is_anchor]
+        clip = clip and bool(clipped) and (self.alone or self._options.clip_by == "delivered")
+        limit = self._options.max_grad_norm if clip else None
 
         @contextmanager
         def clipping() -> Iterator[None]:
             with update:
                 if limit is not None:
-                    self.grad_norm = clip_norm(self._optimizers, limit)
+                    self.grad_norm = clip_norm(clipped, limit)
                 yield
 
         def aware(rule: AwareStep, readable: bool) -> None:
@@ -386,22 +392,37 @@ def restore_rules(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) 
 
 
 @torch.no_grad()
-def clip_norm(optimizers: Iterable[torch.optim.Optimizer], max_norm: float) -> float:
+def clip_norm(optimizers: Sequence[torch.optim.Optimizer], max_norm: float) -> float:
     """Clip the gradients of all ``optimizers`` together, of all shards of a DTensor. Return their norm before that."""
-    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    parameters = [parameter for group in groups for parameter in group["params"]]
-    by_mesh: dict[Any, list[torch.Tensor]] = {}
-    for parameter in parameters:
-        if parameter.grad is not None:
-            by_mesh.setdefault(getattr(parameter.grad, "device_mesh", None), []).append(parameter.grad)
-    if len(by_mesh) <= 1:
-        return float(whole(torch.nn.utils.clip_grad_norm_(parameters, max_norm)))
-    # Tensor parallelism leaves some parameters without a mesh, and torch has no operation on both.
-    norms = [whole(torch.nn.utils.get_total_norm(gradients)) for gradients in by_mesh.values()]
-    norm = torch.linalg.vector_norm(torch.stack(norms))
-    shards = [local(gradient) for gradients in by_mesh.values() for gradient in gradients]
-    torch._foreach_mul_(shards, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+    gradients = gradients_of(optimizers)
+    norm = norm_of(gradients)
+    limit_norm(gradients, norm, max_norm)
     return float(norm)
+
+
+def norm_of(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Return the norm of all ``gradients`` together, ``[]``, of all shards of a DTensor."""
+    by_mesh: dict[Any, list[torch.Tensor]] = {}
+    for gradient in gradients:
+        by_mesh.setdefault(getattr(gradient, "device_mesh", None), []).append(gradient)
+    # Tensor parallelism leaves some parameters without a mesh, and torch has no operation on both.
+    norms = [whole(torch.nn.utils.get_total_norm(own)) for own in by_mesh.values()]
+    if len(norms) == 1:
+        return norms[0]
+    return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
+
+
+def limit_norm(gradients: Sequence[torch.Tensor], norm: torch.Tensor, max_norm: float) -> None:
+    """Multiply ``gradients`` as ``torch.nn.utils.clip_grad_norm_`` does, where ``norm`` is the one before that."""
+    if gradients:
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        torch._foreach_mul_([local(gradient) for gradient in gradients], factor)
+
+
+def gradients_of(optimizers: Iterable[torch.optim.Optimizer]) -> list[torch.Tensor]:
+    """Return every ``.grad`` of the parameters of ``optimizers`` that is not None."""
+    groups = (group for optimizer in optimizers for group in optimizer.param_groups)
+    return [parameter.grad for group in groups for parameter in group["params"] if parameter.grad is not None]
 
 
 def _remove(handles: Iterable[RemovableHandle]) -> None:

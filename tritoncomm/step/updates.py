@@ -13,6 +13,7 @@ what this worker has changed.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -20,11 +21,13 @@ from typing import Any
 import torch
 
 from tritoncomm.errors import ConfigurationError
+from tritoncomm.step import agree
+from tritoncomm.step.anchors import all_finite, anchor_of, delta_of, flat, write
 from tritoncomm.step.options import WrapOptions
 from tritoncomm.step.parameters import KnownParameters
-from tritoncomm.step.shards import like_parameter, local
+from tritoncomm.step.shards import like_parameter, local, with_shards, without_shards
 from tritoncomm.step.torch_internals import version_of
-from tritoncomm.step.update import OptimizerStep, OptimizerSteps, clip_norm, whole
+from tritoncomm.step.update import OptimizerStep, OptimizerSteps, gradients_of, limit_norm, norm_of
 
 logger = logging.getLogger("tritoncomm")
 
@@ -81,8 +84,9 @@ class LocalSteps:
         self.taken = self.total = self.dropped = self.here = 0
         self.is_pending = False
         self.delta_norm = torch.zeros(())
+        self._later: tuple[Mapping[str, Any], Sequence[Any]] | None = None  # states that the next use loads
         self._bad: dict[int, int] = {}  # numbers of NaN and Inf that the next exchange must be refused for
-        self._has_said = self._is_stale = False
+        self._has_said = self._is_stale = self._is_broken = False
         self._swaps = 0  # contexts in which parameters are the anchor
         self._divided: list[int] = []  # versions of gradients that were divided by a loss scale
         self._versions: list[int] = []
@@ -95,7 +99,7 @@ class LocalSteps:
         for known in self._known:
             for parameter, name in known.trained:
                 if id(parameter) not in held:
-                    anchor = _anchor_of(parameter)
+                    anchor = anchor_of(parameter)
                     self.parameters.append(parameter)
                     added.append(anchor)
                     self._names[id(anchor)] = name
@@ -110,7 +114,7 @@ class LocalSteps:
     @property
     def owners(self) -> dict[int, torch.Tensor]:
         """The parameter of each anchor, by the id of the anchor."""
-        return {id(anchor): parameter for anchor, parameter in zip(self.anchors, self.parameters, strict=True)}
+        return {id(anchor): parameter for anchor, parameter in self._pairs()}
 
     @property
     def is_due(self) -> bool:
@@ -122,6 +126,10 @@ class LocalSteps:
         """True if the outer step goes to the mean of the parameters."""
         (group,) = self.outer.param_groups
         return float(group["lr"]) == 1.0 and group["momentum"] == 0
+
+    def rates(self) -> dict[str, Any]:
+        """Return the learning rates of the original optimizers, by names of their groups."""
+        return agree.rates_of(group for optimizer in self._optimizers for group in optimizer.param_groups)
 
     def guard(self) -> None:
         """Let ``step()`` of the original optimizers raise an error from now on."""
@@ -154,8 +162,8 @@ class LocalSteps:
         if not self._has_said:
             self._has_said = True
             logger.info(
-                "synchronize() has left gradients alone, because %s exchanges updates: what changes .grad before "
-                "step() changes the gradients of this worker, and clipping limits their norm",
+                "gradients stay those of this worker until step(), because %s exchanges updates: what changes .grad "
+                "before changes them alone, and clipping limits their norm",
                 " and ".join(type(each).__name__ for each in self._optimizers),
             )
 
@@ -179,7 +187,12 @@ class LocalSteps:
         del self.parameters[count:], self.anchors[count:], self.outer.param_groups[0]["params"][count:]
 
     @torch.no_grad()
-    def take(self, scale: torch.Tensor | None, found: torch.Tensor | None) -> None:
+    def take(
+        self,
+        scale: torch.Tensor | None,
+        found: torch.Tensor | None,
+        others: Sequence[torch.optim.Optimizer] = (),
+    ) -> None:
         """Take a step of each original optimizer by this worker's gradients.
 
         A step with a NaN, an Inf or an overflow is left out on this worker, and counts.
@@ -187,22 +200,32 @@ class LocalSteps:
         Args:
             scale: Loss scale by which gradients must be divided. None if they are not scaled.
             found: Overflow flag of a ``GradScaler``. None without one.
+            others: Optimizers of the same list whose gradients are exchanged. They are divided by ``scale``, too, and
+                count in the norm that is limited. A single worker clips them here.
         """
         self.check()
+        self._load_later()
         if self._is_stale or self._were_loaded():
             self.accept()
         overflowed = found is not None and bool(found) and not self._has_shards
         gradients = [local(parameter.grad) for parameter in self.parameters if parameter.grad is not None]
-        if scale is not None and not overflowed and self._divided != [version_of(each) for each in gradients]:
-            for gradient in gradients:
+        trained, rest = gradients_of(self._optimizers), gradients_of(others)
+        scaled = [*gradients, *map(local, rest)]
+        if scale is not None and not overflowed and self._divided != [version_of(each) for each in scaled]:
+            for gradient in scaled:
                 gradient.div_(scale.to(gradient.device))
-            self._divided = [version_of(each) for each in gradients]  # a hook may raise, and the step be repeated
-        if overflowed or not self._usable(gradients):
+            self._divided = [version_of(each) for each in scaled]  # a hook may raise, and the step be repeated
+        limit = self._options.max_grad_norm
+        norm = torch.zeros(()) if limit is None else norm_of([*trained, *rest])
+        figure = math.nan if limit is None else float(norm)  # the host waits for a GPU once
+        if overflowed or not (math.isfinite(figure) or self._usable(gradients)):
             self._count()
             return
-        limit = self._options.max_grad_norm
         if limit is not None:
-            self._steps.grad_norm = clip_norm(self._optimizers, limit)
+            if not math.isfinite(figure):  # of the others, or of what is zero now
+                norm = norm_of(trained)
+            limit_norm([*trained, *(rest if self._steps.alone else ())], norm, limit)
+            self._steps.grad_norm = float(norm)
         self._steps.step([], self._counted(), clip=False)
 
     @contextmanager
@@ -214,7 +237,6 @@ class LocalSteps:
         self.taken, self.total, self.here = self.taken + 1, self.total + 1, self.here + 1
         self.is_pending = self.is_due
         self._divided = []
-        self._note_versions()
 
     def _note_versions(self) -> None:
         self._versions = [version_of(parameter) for parameter in self.parameters]
@@ -227,8 +249,8 @@ class LocalSteps:
         """
         if self.taken or self._versions == [version_of(parameter) for parameter in self.parameters]:
             return False
-        pairs = [(local(a.detach()), local(p.detach())) for a, p in zip(self.anchors, self.parameters, strict=True)]
-        change = sum(float((_rounded(anchor, own) - own).double().square().sum()) for anchor, own in pairs)
+        pairs = [(local(a.detach()), local(p.detach())) for a, p in self._pairs()]
+        change = sum(float(delta_of(anchor, own).double().square().sum()) for anchor, own in pairs)
         size = sum(float(anchor.double().square().sum()) for anchor, _ in pairs)
         return change > _LARGE**2 * size
 
@@ -237,22 +259,16 @@ class LocalSteps:
         return any(hasattr(parameter, "device_mesh") for parameter in self.parameters)
 
     def _usable(self, gradients: Sequence[torch.Tensor]) -> bool:
-        """Return True if the optimizers may step by ``gradients``."""
-        policy = self._options.on_nonfinite
-        if self._has_shards:  # the ranks of a replica decide alike
-            found = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
-            is_usable = not found or bool(whole(torch.nn.utils.get_total_norm(found)).isfinite())
-        else:
-            is_usable = _all_finite(gradients)
-        if is_usable:
+        """Return True if the optimizers may step by ``gradients``. The ranks of a replica decide alike."""
+        policy, shards = self._options.on_nonfinite, self._has_shards
+        if bool(norm_of(gradients_of(self._optimizers)).isfinite()) if shards else all_finite(gradients):
             return True
         if policy == "zero":
             for gradient in gradients:
                 gradient.nan_to_num_(0.0, 0.0, 0.0)
             return True
         if policy == "raise":
-            grads = [None if parameter.grad is None else local(parameter.grad) for parameter in self.parameters]
-            counts = [0 if grad is None else int((~grad.isfinite()).sum()) for grad in grads]
+            counts = [0 if p.grad is None else int((~local(p.grad).isfinite()).sum()) for p in self.parameters]
             self._bad = {position: count for position, count in enumerate(counts) if count}
         else:
             logger.warning("a local step was left out on this rank: NaN or Inf in its gradients")
@@ -268,35 +284,45 @@ class LocalSteps:
         """Let the gradient of each anchor be what this worker has changed.
 
         It is taken against the anchor in the dtype of the parameter, so that its rounding is no change. If it is NaN or
-        Inf, this worker gives zeros and forgets the state of its optimizers, unless the policy is to raise.
+        Inf, this worker gives zeros, unless the policy is to raise. When they are settled, it forgets the state of its
+        optimizers, which may be NaN, too.
 
         Args:
             alone: Whether there is a single worker, and nothing is left of earlier exchanges. Its parameters are then
                 the new anchor, to the bit.
         """
+        self._load_later()
         self.outer.param_groups[0][_TAKEN] = self.taken
         if alone and self.is_plain:
             self.accept()
-        deltas = [
-            _rounded(local(a.detach()), local(p.detach())).sub_(local(p.detach()))
-            for a, p in zip(self.anchors, self.parameters, strict=True)
-        ]
-        if self._bad:
-            for position, count in self._bad.items():
-                deltas[position].view(-1)[:count] = torch.nan
-        elif self._options.on_nonfinite != "raise" and not _all_finite(deltas):
-            logger.warning(
-                "a local step has made parameters NaN or Inf on this rank: it continues from the mean of the others"
-            )
-            self.dropped += 1
-            for delta in deltas:
-                delta.zero_()
-            for optimizer in self._optimizers:
-                optimizer.state.clear()
+        deltas = self._deltas() if self._bad or self._options.on_nonfinite == "raise" else self._finite_deltas()
+        for position, count in self._bad.items():
+            deltas[position].view(-1)[:count] = torch.nan
         self.delta_norm = torch.linalg.vector_norm(torch.stack([delta.norm() for delta in deltas]))
         self._bad = {}
         for anchor, delta in zip(self.anchors, deltas, strict=True):
             anchor.grad = like_parameter(anchor, delta.reshape(-1))
+
+    def _deltas(self) -> list[torch.Tensor]:
+        """Return what this worker has changed of each parameter, in the dtype of its anchor."""
+        self._is_broken = False
+        return [delta_of(local(a.detach()), local(p.detach())) for a, p in self._pairs()]
+
+    def _finite_deltas(self) -> list[torch.Tensor]:
+        """Return the same, or zeros if a parameter is NaN or Inf."""
+        deltas = self._deltas()
+        self._is_broken = not all_finite(deltas)
+        if self._is_broken:
+            logger.warning(
+                "a local step has made parameters NaN or Inf on this rank: it continues from the mean of the others"
+            )
+            for delta in deltas:
+                delta.zero_()
+        return deltas
+
+    def _pairs(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Return each anchor and its parameter."""
+        return zip(self.anchors, self.parameters, strict=True)
 
     def withdraw(self) -> None:
         """Forget what :meth:`give` has given."""
@@ -321,17 +347,22 @@ class LocalSteps:
         """Let the parameters of this worker be the anchor."""
         self.withdraw()
         self._go_to_anchor()
+        if self._is_broken:
+            self._is_broken = False
+            self.dropped += 1
+            for optimizer in self._optimizers:
+                optimizer.state.clear()
         self.taken, self.is_pending = 0, False
         self._note_versions()
 
     def _go_to_anchor(self) -> None:
-        for anchor, parameter in zip(self.anchors, self.parameters, strict=True):
+        for anchor, parameter in self._pairs():
             local(parameter.detach()).copy_(local(anchor.detach()))
 
     @torch.no_grad()
     def accept(self) -> None:
         """Let the anchor be the parameters of this worker."""
-        for anchor, parameter in zip(self.anchors, self.parameters, strict=True):
+        for anchor, parameter in self._pairs():
             local(anchor.detach()).copy_(local(parameter.detach()))
         self._is_stale = False
         self._note_versions()
@@ -340,16 +371,18 @@ class LocalSteps:
     def fold(self, residuals: Mapping[torch.Tensor, torch.Tensor]) -> None:
         """Add what this worker has changed to its ``residuals`` (flat views by anchor), and continue from the anchor.
 
-        Nothing is lost and nothing is sent, so a worker may do it at any time.
+        Nothing is lost and nothing is sent, so a worker may do it at any time. If a parameter is NaN or Inf, nothing is
+        added.
         """
-        for anchor, parameter in zip(self.anchors, self.parameters, strict=True):
-            own = local(parameter.detach())
-            residuals[anchor].view(own.shape).add_(_rounded(local(anchor.detach()), own).sub_(own))
+        self._load_later()
+        for anchor, delta in zip(self.anchors, self._finite_deltas(), strict=True):
+            residuals[anchor].view(delta.shape).add_(delta)
         self.settle()
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
         """Let the parameters be the anchor in the body, and this worker's own again behind it."""
+        self._load_later()
         swaps = self.taken > 0 and not self._swaps
         own = [local(parameter.detach()).clone() for parameter in self.parameters] if swaps else []
         with torch.no_grad():
@@ -386,13 +419,13 @@ class LocalSteps:
 
     def saved(self) -> dict[str, Any]:
         """Return this worker's state. Between two exchanges, it holds the parameters of this worker."""
-        found = [self.outer.state[anchor].get("momentum_buffer") for anchor in self.anchors]
-        momentum = [_flat(a) * 0 if each is None else _flat(each) for a, each in zip(self.anchors, found, strict=True)]
-        (group,) = self.outer.param_groups
+        self._load_later()
+        state, (group,) = self.outer.state, self.outer.param_groups
+        momentum = [flat(state[each].get("momentum_buffer", torch.zeros_like(each))) for each in self.anchors]
         return {
-            "anchors": [_flat(anchor) for anchor in self.anchors],
-            "momentum": [] if all(each is None for each in found) else momentum,
-            "parameters": [_flat(parameter) for parameter in self.parameters] if self.taken else [],
+            "anchors": [flat(anchor) for anchor in self.anchors],
+            "momentum": momentum if group["momentum"] else [],
+            "parameters": [flat(parameter) for parameter in self.parameters] if self.taken else [],
             "taken": self.taken,
             "pending": self.is_pending,
             "total": self.total,
@@ -413,50 +446,54 @@ class LocalSteps:
         A state without anchors, of other shards, takes the parameters for the anchor when the next step begins.
         """
         self.withdraw()
+        self._later = None
         self._is_stale = not state["anchors"]
         for anchor, own in zip(self.anchors, state["anchors"], strict=False):
-            _write(anchor, own)
+            write(anchor, own)
         self.outer.state.clear()
         for anchor, own in zip(self.anchors, state["momentum"], strict=False):
             buffer = torch.empty_like(anchor)
-            _write(buffer, own)
+            write(buffer, own)
             self.outer.state[anchor]["momentum_buffer"] = buffer
         if not self._is_stale:
             self.settle()
         for parameter, own in zip(self.parameters, state["parameters"], strict=False):
-            _write(parameter, own)
+            write(parameter, own)
         self.outer.param_groups[0]["lr"] = state["outer_lr"]
         self.taken, self.total, self.is_pending = state["taken"], state["total"], state["pending"]
         self._note_versions()
 
+    def inner_states(self) -> list[dict[Any, Any]]:
+        """Return the states of the original optimizers, which differ between workers. Shards are plain tensors."""
+        return [
+            {key: without_shards(value) for key, value in each.state_dict()["state"].items()}
+            for each in self._optimizers
+        ]
+
+    def load_later(self, state: Mapping[str, Any], inner: Sequence[Mapping[Any, Any]]) -> None:
+        """Load ``state``, and what :meth:`inner_states` returned, before the next step, exchange, save or context.
+
+        Until then, what one rank has saved may be loaded into the model and the optimizers. An empty ``inner`` leaves
+        the states of the optimizers as they are.
+        """
+        self._later = state, inner
+
+    @torch.no_grad()
+    def _load_later(self) -> None:
+        if self._later is None:
+            return
+        state, inner = self._later
+        self.load(state)
+        for optimizer, own in zip(self._optimizers, inner, strict=False):
+            held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            states = {key: with_shards(held[key], value) for key, value in own.items()}
+            optimizer.load_state_dict({"state": states, "param_groups": optimizer.state_dict()["param_groups"]})
+
     def renew(self) -> None:
-        """Take the parameters for the anchor when the next step begins: a state without an anchor was loaded."""
+        """Take the parameters for the anchor when the next step begins: a state without an anchor was loaded.
+
+        What :meth:`load_later` was given has precedence.
+        """
         self.withdraw()
-        self.taken, self.is_pending, self._is_stale = 0, False, True
-
-
-def _anchor_of(parameter: torch.Tensor) -> torch.Tensor:
-    own = local(parameter.detach())
-    dtype = torch.promote_types(own.dtype, torch.float32)
-    return like_parameter(parameter, own.to(dtype, copy=True).reshape(-1)).requires_grad_()
-
-
-def _rounded(anchor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """Return ``anchor`` with the precision of ``parameter``, as a new tensor with the dtype of the anchor."""
-    return anchor.to(parameter.dtype).to(anchor.dtype, copy=True)
-
-
-def _all_finite(tensors: Sequence[torch.Tensor]) -> bool:
-    """Return True if no tensor has a NaN or Inf. The host waits for a GPU once."""
-    dense = [each if each.layout is torch.strided else each.coalesce().values() for each in tensors]
-    found = [each for each in dense if each.numel()]
-    return not found or bool(torch.stack([(each * 0).sum() for each in found]).isfinite().all())
-
-
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    return local(tensor.detach()).reshape(-1).clone()
-
-
-def _write(tensor: torch.Tensor, values: torch.Tensor) -> None:
-    own = local(tensor.detach())
-    own.copy_(values.view(own.shape))
+        if self._later is None:
+            self.taken, self.is_pending, self._is_stale = 0, False, True

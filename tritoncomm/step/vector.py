@@ -17,12 +17,12 @@ import torch.distributed as dist
 from tritoncomm.algorithms import Algorithm, Dense, Recipe
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.primitives.accumulator import Accumulator
-from tritoncomm.primitives.mean_norm import random_signs, sketch
+from tritoncomm.primitives.mean_norm import gain_of_mean, random_signs, sketch
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.primitives.verdict import Verdict
 from tritoncomm.scheduler.meter import Meter
 from tritoncomm.scheduler.process_group import ProcessGroupScheduler, is_distributed
-from tritoncomm.scheduler.rounds import AllGather, AllReduce, Pattern, Result
+from tritoncomm.scheduler.rounds import AllGather, Pattern, Result
 from tritoncomm.scheduler.simulated import SimulatedScheduler
 from tritoncomm.scheduler.span import Span
 from tritoncomm.scheduler.together import Running
@@ -332,7 +332,8 @@ class VectorExchange:
         those of it and of the names of the parameters.
         """
         if self._signs is None:
-            seed = () if shard is None else (zlib.crc32(f"{shard} {self.names}".encode()),)
+            kind = "anchors" if self.options.is_anchor else ""
+            seed = () if shard is None else (zlib.crc32(f"{shard} {self.names}{kind}".encode()),)
             self._signs = random_signs(self.flat.numel(), self.flat.device, *seed)
         return sketch(self.flat, self._signs)
 
@@ -364,28 +365,28 @@ class VectorExchange:
             raise
 
     def _measuring(self) -> Pattern[None]:
-        """Find out how much longer the vectors of the ranks are than their mean, whose length is estimated."""
-        lengths = torch.linalg.vector_norm(self.flat).reshape(1)
-        total = yield AllReduce("length of updates", torch.cat([self.sketch(), lengths]))
-        ratio = total[-1] / torch.linalg.vector_norm(total[:-1])
-        self.gain = ratio.nan_to_num(1.0).clamp(1.0, math.sqrt(self.world_size))
+        """Find out how much longer the vectors of the ranks are than their mean."""
+        self.gain = yield from gain_of_mean(self.flat, self.sketch(), self.world_size)
 
-    def confirm(self, state: str, others: Sequence[VectorExchange], *, raises: bool) -> tuple[bool, bool]:
+    def confirm(
+        self, state: str, others: Sequence[VectorExchange], *, raises: bool, noted: str | None
+    ) -> tuple[bool, bool, bool]:
         """Wait until every rank has the mean, and return whether all are in the same ``state``.
 
-        The second answer is whether any rank ``raises`` a flag. Without the wait, some ranks could apply a step that
-        other ranks have lost.
+        The second answer is whether any rank ``raises`` a flag, the third whether all have ``noted`` the same. Without
+        the wait, some ranks could apply a step that other ranks have lost.
 
         Args:
             state: Which parameters are not frozen, the optimizer's options and the number of its updates.
             others: The other vectors of the same step.
             raises: A flag of this rank.
+            noted: A text that may differ between ranks. None on all ranks compares none.
         """
         if self.world_size == 1:
-            return True, raises
+            return True, raises, True
         assert self.scheduler is not None
         schedulers = [other.scheduler for other in others if other.scheduler is not None]
-        return self.run(self.scheduler.confirmation(state, schedulers, raises=raises))
+        return self.run(self.scheduler.confirmation(state, schedulers, raises=raises, noted=noted))
 
     def equal_on_all_ranks(self, figures: Sequence[int]) -> list[bool]:
         """Return for each of ``figures`` whether all ranks pass the same. They call it together, also within a step.
