@@ -245,6 +245,7 @@ def test_rank_that_is_interrupted_outside_of_a_step() -> None:
     def change(rank: int) -> float:
         model, optimizer = opened("plain", LATE)
         step_of(model, optimizer, rank, 0)
+        ranks.meet()
         start = time.monotonic()
         with pytest.raises(KeyboardInterrupt if rank == VICTIM else tritoncomm.ExchangeError) as caught:
             optimizer.set_density(Interrupting(0.2) if rank == VICTIM else 0.2)
