@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import logging
 import os
 import re
-from pathlib import Path
 
 import fsdp_models
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 import tritoncomm
 from helpers import flat, log_lines, same_everywhere, total
 from recovery_workers import BEHIND, LOST, TIMEOUT, not_confirmed
-from schedulefree import AdamWScheduleFree
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from tritoncomm import NonFiniteError, OkTopk, PeerLostError
-from tritoncomm.checkpoint import ResidualState
 from tritoncomm.scheduler import failure_report
 
 METHODS = {
@@ -140,29 +134,6 @@ def length_is_matched(rank: int, world_size: int, send) -> None:
         optimizer.release()
 
 
-def resumed(rank: int, world_size: int, send) -> None:
-    """A run that is saved and loaded, at any number of local steps, continues to the bit."""
-    for recipe in (METHODS["2 bits"], METHODS["oktopk"]):
-        for saved_after in (3, 4, 5):  # no, one and two local steps since the last exchange
-            states: list[list[int]] = []
-            for resumes in (False, True):
-                torch.manual_seed(0)
-                model = nn.Linear(8, 8)
-                optimizer = adam_of(model, recipe)
-                for step in range(10):
-                    if resumes and step == saved_after:
-                        state = copy.deepcopy(optimizer.state_dict())
-                        whole = copy.deepcopy(model.state_dict())
-                        dist.broadcast_object_list(weights := [whole], src=0)  # everybody loads the model of rank 0
-                        model = nn.Linear(8, 8)
-                        model.load_state_dict(weights[0])
-                        optimizer = adam_of(model, recipe)
-                        optimizer.load_state_dict(state)
-                    train(model, optimizer, step, rank)
-                states.append(flat(model))
-            assert states[0] == states[1], (recipe, saved_after)
-
-
 def adam_of(model: nn.Module, recipe, **settings) -> tritoncomm.SparseOptimizer:
     """Return Adam with three local steps and outer momentum."""
     inner = torch.optim.Adam(model.parameters(), lr=0.05)
@@ -228,53 +199,6 @@ def refused(rank: int, world_size: int, send) -> None:
         assert vector(parameters).isfinite().all()
 
 
-def broken_parameters(rank: int, world_size: int, send) -> None:
-    """A rank whose parameters become NaN gives nothing, forgets the state of its optimizer, and continues with all."""
-    torch.manual_seed(0)
-    model = nn.Linear(8, 8)
-    optimizer = adam_of(model, METHODS["2 bits"])
-    for step in range(2):
-        train(model, optimizer, step, rank)
-    if rank == 1:
-        model.weight.data[0, 0] = float("inf")
-    train(model, optimizer, 2, rank)
-    assert same_everywhere(flat(model))
-    assert vector(model.parameters()).isfinite().all()
-    assert optimizer.metrics()["dropped_deltas"] == (rank == 1)
-    assert bool(optimizer.optimizer.state) == (rank != 1)
-    for step in range(3, 6):
-        train(model, optimizer, step, rank)
-    assert same_everywhere(flat(model))
-
-
-def several_optimizers(rank: int, world_size: int, send) -> None:
-    """Muon and AdamW are one optimizer: Muon's updates and AdamW's gradients travel in one exchange."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
-    hidden = [p for p in model.parameters() if p.dim() == 2]
-    rest = [p for p in model.parameters() if p.dim() != 2]
-    parts = [torch.optim.Muon(hidden, lr=0.02), torch.optim.AdamW(rest, lr=0.01)]
-    for settings in ({}, {"local_steps": 2}):
-        optimizer = tritoncomm.wrap(parts, model=model, max_grad_norm=1.0, **settings)
-        assert [group["params"] for group in optimizer.param_groups] == [hidden, rest]
-        assert all(own is each.param_groups[0] for own, each in zip(optimizer.param_groups, parts, strict=True))
-        first = None
-        for step in range(6):
-            train(model, optimizer, step, rank)
-            first = first or optimizer.metrics()
-        assert same_everywhere(flat(model))
-        assert set(optimizer.state_dict()["state"]) == set(range(4))
-        if settings:
-            assert optimizer._exchange.steps == 3
-        else:
-            assert optimizer._exchange.steps == 6
-            with pytest.raises(RuntimeError, match="max_grad_norm"):
-                optimizer.synchronize()
-        optimizer.release()
-    with pytest.raises(tritoncomm.ConfigurationError, match=r"entries 0 \(SGD\) and 1 \(AdamW\)"):
-        tritoncomm.wrap([torch.optim.SGD(hidden, lr=1.0), torch.optim.AdamW(hidden)])
-
-
 def rates_differ(rank: int, world_size: int, send) -> None:
     """A learning rate that differs between ranks is told once, with its group and ranks, and training goes on."""
     model = nn.Linear(8, 8)
@@ -293,55 +217,6 @@ def rates_differ(rank: int, world_size: int, send) -> None:
     others = "rank 0 has 0.1" if world_size == 2 else f"ranks {[r for r in range(world_size) if r != 1]} have 0.1"
     assert [step for step, _ in told] == ([3] if rank == 0 else [])
     assert all(f"lr of biases: {others}, rank 1 has 0.05" in line for _, line in told)
-
-
-class Plain(torch.optim.Optimizer):
-    """Subtracts gradients, and has no rule for late ones."""
-
-    def __init__(self, params, lr: float = 1.0) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure=None) -> None:
-        """Take a step."""
-        for group in self.param_groups:
-            for parameter in (p for p in group["params"] if p.grad is not None):
-                parameter.sub_(parameter.grad, alpha=group["lr"])
-
-
-def clipped_together(rank: int, world_size: int, send) -> None:
-    """One norm of all gradients limits those of a list: of the mean, or of this worker where updates are exchanged."""
-    for large in (0, 1):  # either of them has most of the norm
-        parameters = [nn.Parameter(torch.zeros(600)), nn.Parameter(torch.zeros(20, 30))]
-        kinds = [Plain(parameters[:1]), torch.optim.SGD(parameters[1:], lr=1.0)]
-        options = {"updates_algo": "dense", "match_length": False, "dense_below": 0, "max_grad_norm": 1.0}
-        optimizer = tritoncomm.wrap(kinds, OkTopk(density=1.0), **options)
-        generator = torch.Generator().manual_seed(rank)
-        grads = [
-            torch.randn(p.shape, generator=generator) * (100.0 if i == large else 1.0) for i, p in enumerate(parameters)
-        ]
-        for parameter, grad in zip(parameters, grads, strict=True):
-            parameter.grad = grad.clone()
-        optimizer.step()
-        means = [total(grad) / world_size for grad in grads]
-        norms = [float(torch.nn.utils.get_total_norm(each)) for each in (grads, means)]
-        expected = total(grads[0] / norms[0]) / world_size
-        torch.testing.assert_close(-parameters[0].detach(), expected, rtol=1e-4, atol=1e-6)
-        factor = float(parameters[1].detach().norm() / means[1].norm()) * norms[1]
-        assert abs(factor - 1) < (0.15 if world_size > 1 else 1e-4), factor  # the norm of the mean is an estimate
-        assert optimizer.metrics()["grad_norm"] == pytest.approx(norms[1], rel=0.15)
-
-
-def not_clipped_twice(rank: int, world_size: int, send) -> None:
-    """``max_grad_norm`` limits gradients, and not what several steps have changed."""
-    for local_steps in (1, 4):
-        parameters = [nn.Parameter(torch.zeros(100))]
-        options = {"local_steps": local_steps, "match_length": False, "updates_algo": "dense", "outer_lr": 0.5}
-        optimizer = tritoncomm.wrap(Plain(parameters, lr=10.0), exchange="updates", max_grad_norm=1.0, **options)
-        for _ in range(local_steps):
-            parameters[0].grad = torch.ones(100)
-            optimizer.step()
-        torch.testing.assert_close(parameters[0].detach(), torch.full((100,), -0.5 * local_steps))
 
 
 def lost(rank: int, world_size: int, send) -> None:
@@ -461,174 +336,6 @@ def scaled(rank: int, world_size: int, send) -> None:
     torch.testing.assert_close(*ends, rtol=0, atol=1e-6)
 
 
-def copied(rank: int, world_size: int, send) -> None:
-    """A deep copy and an unpickled optimizer continue to the bit, also between two exchanges."""
-    torch.manual_seed(0)
-    model = nn.Linear(8, 8)
-    optimizer = adam_of(model, METHODS["oktopk"])
-    for step in range(4):
-        train(model, optimizer, step, rank)
-    twin, twins = copy.deepcopy((model, optimizer))
-    for step in range(4, 8):
-        train(model, optimizer, step, rank)
-        train(twin, twins, step, rank)
-    assert flat(model) == flat(twin)
-    assert torch.equal(residual(optimizer), residual(twins))
-
-
-def resharded(rank: int, world_size: int, send) -> None:
-    """States for another number of workers conserve what is owed, with what was not exchanged yet."""
-    torch.manual_seed(0)
-    model = nn.Linear(8, 8)
-    optimizer = adam_of(model, METHODS["oktopk"])
-    for step in range(5):
-        train(model, optimizer, step, rank)
-    own = optimizer.state_dict()["tritoncomm"]
-    states: list = [None] * world_size
-    dist.all_gather_object(states, own)
-    anchor = vector(optimizer._local.anchors)
-    owed = total(residual(optimizer) + anchor - vector(model.parameters())) / world_size
-    for size in (1, world_size + 1):
-        converted = tritoncomm.checkpoint.reshard(states, size)
-        found = sum(torch.cat(state["residuals"]) for state in converted) / size
-        torch.testing.assert_close(found, owed)
-        assert all(state["local"]["taken"] == 0 for state in converted)
-
-
-def sharded(rank: int, world_size: int, send, folder: str) -> None:
-    """With FSDP2, replicas exchange the updates of their shards. ``torch.distributed.checkpoint`` resumes them."""
-    over = fsdp_models.mesh()
-    replicas = over["replicate"].get_group()
-
-    def made() -> tuple[nn.Module, tritoncomm.SparseOptimizer]:
-        model = fsdp_models.sharded(fsdp_models.Net(), over["shard"])
-        inner = torch.optim.AdamW(model.parameters(), lr=0.01)
-        return model, tritoncomm.wrap(
-            inner,
-            model=model,
-            process_group=replicas,
-            local_steps=2,
-            updates_algo=METHODS["oktopk"],
-            outer_momentum=0.5,
-        )
-
-    for steps in (4, 5):  # no and one local step since the last exchange
-        model, optimizer = made()
-        fsdp_models.train(model, optimizer, rank, range(steps))
-        with optimizer.averaged():
-            assert same_everywhere(fsdp_models.bits(model), replicas)
-        path = f"{folder}/{steps}"
-        _save(model, optimizer, path)
-        again, resumed = made()
-        _load(again, resumed, path)
-        owed = _owed(optimizer) / 2  # replicas
-        fsdp_models.train(model, optimizer, rank, range(steps, 9))
-        fsdp_models.train(again, resumed, rank, range(steps, 9))
-        assert fsdp_models.bits(again) == fsdp_models.bits(model)
-        assert torch.equal(residual(resumed), residual(optimizer))
-        assert not same_everywhere(fsdp_models.bits(again), replicas)
-        plain = fsdp_models.Net()
-        inner = torch.optim.AdamW(plain.parameters(), lr=0.01)
-        options = {"model": plain, "local_steps": 2, "updates_algo": METHODS["oktopk"], "outer_momentum": 0.5}
-        other = tritoncomm.wrap(inner, **options)
-        _load(plain, other, path, checkpoint_id=path)
-        with other.averaged():
-            assert same_everywhere(flat(plain))
-        torch.testing.assert_close(_owed(other) / world_size, owed)
-        fsdp_models.train(plain, other, rank, range(4, 8))
-        assert same_everywhere(flat(plain))
-
-
-def _owed(optimizer: tritoncomm.SparseOptimizer) -> torch.Tensor:
-    """Return the sum over all ranks of residuals, and of what was changed since the last exchange."""
-    return total(sum(each.double().sum() for each in (residual(optimizer), *optimizer._local._deltas())))
-
-
-def in_checkpoints(rank: int, world_size: int, send, folder: str) -> None:
-    """Both kinds of checkpoints resume to the bit, at any number of local steps, whatever the saved model holds."""
-    for kind, saved_after in itertools.product(("files", "dcp"), (3, 4, 5)):
-        torch.manual_seed(0)
-        path, model = Path(folder) / f"{kind}-{saved_after}", nn.Linear(8, 8)
-        optimizer = adam_of(model, METHODS["2 bits"])
-        for step in range(saved_after):
-            train(model, optimizer, step, rank)
-        if kind == "dcp":
-            _save(model, optimizer, str(path))
-        else:
-            tritoncomm.checkpoint.save(optimizer, path)
-        again = nn.Linear(8, 8)
-        resumed = adam_of(again, METHODS["2 bits"], broadcast_parameters=True)
-        if kind == "dcp":
-            _load(again, resumed, str(path))
-            again.load_state_dict(nn.Linear(8, 8).state_dict())  # what belongs to this rank comes after the model
-        else:
-            tritoncomm.checkpoint.load(resumed, path)
-        assert resumed.metrics()["steps_until_exchange"] == 6 - saved_after
-        if saved_after == 4:
-            for each in (optimizer, resumed):
-                each.merge()
-        with optimizer.averaged(), resumed.averaged():
-            assert flat(again) == flat(model)
-        for step in range(saved_after, 8):
-            train(model, optimizer, step, rank)
-            train(again, resumed, step, rank)
-            assert flat(again) == flat(model), (kind, saved_after, step)
-
-
-def _save(model: nn.Module, optimizer: tritoncomm.SparseOptimizer, path: str) -> None:
-    weights, state = get_state_dict(model, optimizer)
-    dcp.save({"model": weights, "optimizer": state, "residuals": ResidualState(optimizer)}, checkpoint_id=path)
-
-
-def _load(model: nn.Module, optimizer: tritoncomm.SparseOptimizer, path: str, **fields) -> None:
-    weights, state = get_state_dict(model, optimizer)
-    content = {"model": weights, "optimizer": state, "residuals": ResidualState(optimizer, **fields)}
-    dcp.load(content, checkpoint_id=path)
-    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
-
-
-class Lion(torch.optim.Optimizer):
-    """Steps by the sign of an average of gradients, as an optimizer that is not torch's does."""
-
-    def __init__(self, params, lr: float = 1e-3) -> None:
-        super().__init__(params, {"lr": lr, "betas": (0.9, 0.99), "weight_decay": 0.0})
-
-    @torch.no_grad()
-    def step(self, closure=None) -> None:
-        """Take a step."""
-        for group in self.param_groups:
-            for parameter in (p for p in group["params"] if p.grad is not None):
-                average = self.state[parameter].setdefault("exp_avg", torch.zeros_like(parameter))
-                parameter.add_(average.lerp(parameter.grad, 0.1).sign_(), alpha=-group["lr"])
-                average.lerp_(parameter.grad, 0.01)
-
-
-def muon(model: nn.Module) -> list[torch.optim.Optimizer]:
-    """Return Muon for matrices, and AdamW for the rest."""
-    parameters = list(model.parameters())
-    matrices, rest = [p for p in parameters if p.dim() > 1], [p for p in parameters if p.dim() == 1]
-    return [torch.optim.Muon(matrices, lr=0.05, weight_decay=0.0), torch.optim.AdamW(rest, lr=0.02)]
-
-
-OPTIMIZERS = {
-    "Muon and AdamW": muon,
-    "Muon": lambda model: torch.optim.Muon(model.parameters(), lr=0.05, weight_decay=0.0),
-    "Lion": lambda model: Lion(model.parameters(), lr=0.01),
-    "schedule-free": lambda model: AdamWScheduleFree(model.parameters(), lr=0.05),
-    "Adafactor": lambda model: torch.optim.Adafactor(model.parameters(), lr=0.05),
-    "Adagrad": lambda model: torch.optim.Adagrad(model.parameters(), lr=0.1),
-    "RMSprop": lambda model: torch.optim.RMSprop(model.parameters(), lr=0.01),
-    "NAdam": lambda model: torch.optim.NAdam(model.parameters(), lr=0.03),
-    "RAdam": lambda model: torch.optim.RAdam(model.parameters(), lr=0.03),
-    "Adamax": lambda model: torch.optim.Adamax(model.parameters(), lr=0.03),
-    "Adadelta": lambda model: torch.optim.Adadelta(model.parameters(), lr=1.0),
-    "Rprop": lambda model: torch.optim.Rprop(model.parameters(), lr=0.01),
-    "ASGD": lambda model: torch.optim.ASGD(model.parameters(), lr=0.3),
-    "SGD": lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
-    "AdamW": lambda model: torch.optim.AdamW(model.parameters(), lr=0.03),
-}
-
-
 def inside_averaged(rank: int, world_size: int, send) -> None:
     """Inside ``averaged()``, which may be nested, whatever would use or replace this worker's parameters raises."""
     torch.manual_seed(0)
@@ -688,54 +395,6 @@ def merged_on_one_rank(rank: int, world_size: int, send) -> None:
     assert optimizer.metrics()["exchanges"] == 0
 
 
-def mixed_skip(rank: int, world_size: int, send) -> None:
-    """A NaN in a gradient that is exchanged skips it on all ranks, and updates are exchanged all the same."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
-    parts = muon(model)
-    optimizer = tritoncomm.wrap(parts, model=model)
-    for step in range(3):
-        optimizer.zero_grad()
-        rows = torch.randn(4, 8, generator=torch.Generator().manual_seed(100 * step + rank))
-        (model(rows) - rows).square().mean().backward()
-        before, biases = flat(model[0]), model[0].bias.tolist()
-        if step == 1 and rank == 1:
-            model[0].bias.grad[0] = float("nan")
-        optimizer.step()
-        assert same_everywhere(flat(model)), step
-        assert flat(model[0]) != before
-        assert (model[0].bias.tolist() == biases) == (step == 1)
-        assert optimizer.metrics()["steps_until_exchange"] == 1
-    assert optimizer.metrics()["skipped_steps"] == 1
-
-
-def list_in_a_checkpoint(rank: int, world_size: int, send, folder: str) -> None:
-    """A list of optimizers is resumed by ``torch.distributed.checkpoint``, and by files of its own kind alone."""
-    torch.manual_seed(0)
-
-    def made(reverse: bool = False) -> tuple[nn.Module, tritoncomm.SparseOptimizer]:
-        model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
-        parts = muon(model)
-        return model, tritoncomm.wrap(parts[::-1] if reverse else parts, model=model, broadcast_parameters=True)
-
-    model, optimizer = made()
-    for step in range(3):
-        train(model, optimizer, step, rank)
-    _save(model, optimizer, folder)
-    again, resumed = made()
-    _load(again, resumed, folder)
-    assert flat(again) == flat(model)
-    for step in (3, 4):
-        train(model, optimizer, step, rank)
-        train(again, resumed, step, rank)
-        assert flat(again) == flat(model)  # with the momentum of each rank's Muon
-    tritoncomm.checkpoint.save(optimizer, Path(folder) / "own")
-    with pytest.raises(
-        tritoncomm.ConfigurationError, match="written for Muon and AdamW, this optimizer is AdamW and Muon"
-    ):
-        tritoncomm.checkpoint.load(made(reverse=True)[1], Path(folder) / "own")
-
-
 def one_bad_shard(rank: int, world_size: int, send) -> None:
     """With FSDP2, the shards of a replica leave out a step together, also if one of them alone has a NaN."""
     over = fsdp_models.mesh()
@@ -754,29 +413,3 @@ def one_bad_shard(rank: int, world_size: int, send) -> None:
             assert fsdp_models.bits(model) != before
     assert same_everywhere(fsdp_models.bits(model), replicas)
     assert optimizer.metrics()["exchanges"] == 2
-
-
-# How far some may end above dense, on a task this small. The others may end 25 % above it.
-ABOVE_DENSE = {"Muon and AdamW": 4.0, "Muon": 4.0, "RAdam": 4.0, "Rprop": 30.0}
-
-
-def trains_like_dense(rank: int, world_size: int, send) -> None:
-    """Every optimizer trains without an option, and most end where a dense run does, or lower. The start is at 1.1."""
-    for name, make in OPTIMIZERS.items():
-        ends = []
-        for settings in ({"algo": "dense", "exchange": "gradients"}, {}):
-            torch.manual_seed(0)
-            model = nn.Sequential(
-                nn.Linear(8, 32, bias=name != "Muon"), nn.Tanh(), nn.Linear(32, 8, bias=name != "Muon")
-            )
-            optimizer = tritoncomm.wrap(make(model), model=model, **settings)
-            if name == "schedule-free":
-                optimizer.train()
-            schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / 150)
-            for step in range(150):
-                train(model, optimizer, step, rank)
-                schedule.step()
-            assert same_everywhere(flat(model)), name
-            rows = torch.randn(256, 8, generator=torch.Generator().manual_seed(9))
-            ends.append(float((model(rows) - rows).square().mean().detach()))
-        assert ends[1] < ABOVE_DENSE.get(name, 1.25) * ends[0], (name, ends)

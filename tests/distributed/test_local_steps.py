@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import local_steps_checkpoint_workers as checkpoints
 import local_steps_workers as workers
+import optimizer_list_workers as optimizers
 import pytest
 from helpers import reports, run_situations, run_workers
 
@@ -13,22 +15,19 @@ SITUATIONS = [
     workers.conserved,
     workers.free_between_exchanges,
     workers.length_is_matched,
-    workers.resumed,
     workers.merged_and_flushed,
     workers.refused,
-    workers.broken_parameters,
-    workers.several_optimizers,
+    optimizers.several_optimizers,
     workers.rates_differ,
-    workers.clipped_together,
-    workers.not_clipped_twice,
+    optimizers.clipped_together,
+    optimizers.not_clipped_twice,
     workers.kinds_of_models,
     workers.scaled,
-    workers.copied,
-    workers.resharded,
+    checkpoints.copied,
     workers.inside_averaged,
     workers.loaded_weights,
     workers.merged_on_one_rank,
-    workers.mixed_skip,
+    optimizers.mixed_skip,
 ]
 
 
@@ -40,7 +39,7 @@ def test_situations(world_size: int) -> None:
 
 def test_one_worker() -> None:
     """A worker that is alone in its process group exchanges with nobody."""
-    run_situations([workers.conserved, workers.clipped_together, workers.not_clipped_twice], 1)
+    run_situations([workers.conserved, optimizers.clipped_together, optimizers.not_clipped_twice], 1)
 
 
 @pytest.mark.parametrize("situation", [workers.lost, workers.lost_in_confirmation])
@@ -51,16 +50,16 @@ def test_lost_worker(situation: Callable[..., None]) -> None:
 
 def test_shards(tmp_path: Path) -> None:
     """Two replicas of two shards each train, stop and resume."""
-    run_workers(workers.sharded, 4, str(tmp_path))
+    run_workers(checkpoints.sharded, 4, str(tmp_path))
     run_workers(workers.one_bad_shard, 4)
 
 
 def test_checkpoints(tmp_path: Path) -> None:
     """Local steps, and a list of optimizers, can be saved and resumed."""
-    run_workers(workers.in_checkpoints, 2, str(tmp_path / "local steps"))
-    run_workers(workers.list_in_a_checkpoint, 2, str(tmp_path / "list"))
+    run_workers(checkpoints.in_checkpoints, 2, str(tmp_path / "local steps"))
+    run_workers(checkpoints.list_in_a_checkpoint, 2, str(tmp_path / "list"))
 
 
 def test_every_optimizer_trains() -> None:
     """torch's optimizers, and some that are not torch's, train at the defaults."""
-    run_situations([workers.trains_like_dense], 4)
+    run_situations([optimizers.trains_like_dense], 4)
