@@ -138,8 +138,10 @@ def _add(kernel: Kernel, line: int, text: str, used: int | None) -> int | None:
 
 
 def _operand(text: str) -> Operand:
-    """Return a name, a number, an address or a vector of operands. A float is the number of its bits."""
+    """Return a name, a number, an address, or a vector or pair of operands. A float is the number of its bits."""
     text = text.strip()
+    if "|" in text:
+        return tuple(_operand(piece) for piece in text.split("|"))
     if text[0] == "{":
         return tuple(_operand(piece) for piece in text[1:-1].split(","))
     if text[0] == "[":
