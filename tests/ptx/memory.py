@@ -8,7 +8,7 @@ writes and not both are atomic, race unless a barrier of their program lies betw
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from typing import NamedTuple
@@ -26,6 +26,9 @@ AGAINST = {READ: (WRITE, ATOMIC), WRITE: (READ, WRITE, ATOMIC), ATOMIC: (READ, W
 PROGRAM, EPOCH = 36, 12
 THREADS = (1 << EPOCH) - 1  # as a thread: several
 EVERYONE = (1 << 63) - 1  # several programs
+# What a racing read gives instead: all bits flipped, and the largest signed integer, which is a NaN as a float. One of
+# them alone may change nothing, for example in a maximum.
+DISTURBANCES = (np.invert, lambda values: (values | ~values) >> values.dtype.type(1))
 UPDATES = {"add": np.add, "or": np.bitwise_or, "max": np.maximum}
 
 
@@ -137,13 +140,14 @@ class Memory:
 
     ``counts`` are findings that are harmless: lanes that write the value that is there. ``contested`` collects units
     that are read while another lane writes. Such a race is harmless if the value that is read is not used. To find out,
-    a launch is run again with these units as ``disturbed``: racing reads then give other bits.
+    a launch is run again with these units as ``disturbed``: racing reads then give other bits, by ``disturbance``.
     """
 
     ranges: list[Range]
     shared_bytes: int  # of one program
     units: dict[str, int]  # by state space: the narrowest access of the kernel, in bytes
     disturbed: Contested = field(default_factory=lambda: defaultdict(set))
+    disturbance: Callable[[np.ndarray], np.ndarray] = np.invert
     contested: Contested = field(default_factory=lambda: defaultdict(set))
     counts: Counter[str] = field(default_factory=Counter)
 
@@ -170,7 +174,7 @@ class Memory:
                 for unit in np.unique(units[racing]):
                     self.contested[space.name, int(unit)].add(int(space.last[unit, kind]))
             if self.disturbed:
-                values ^= self._flipped(space, units, mine.who, values.dtype)[:, None]
+                values = np.where(self._disturbs(space, units, mine.who)[:, None], self.disturbance(values), values)
             found[which] = values
         return found
 
@@ -248,17 +252,17 @@ class Memory:
         for unit, writer in zip(units[which], np.broadcast_to(who[:, None], units.shape)[which], strict=True):
             self.contested[space.name, int(unit)].add(int(writer))
 
-    def _flipped(self, space: Space, units: np.ndarray, who: np.ndarray, dtype: np.dtype) -> np.ndarray:
-        """Return the bits to flip in what lanes read: all of them where they race with a write of the first run."""
+    def _disturbs(self, space: Space, units: np.ndarray, who: np.ndarray) -> np.ndarray:
+        """Return which lanes read what races with a write of the first run."""
         known, writers = self._writers(space.name)
-        flipped = np.zeros(who.size, bool)
+        found = np.zeros(who.size, bool)
         first, mine = np.searchsorted(known, units), who[:, None]
         while (there := np.append(known, -1)[np.minimum(first, known.size)] == units).any():
             writer = np.append(writers, 0)[np.minimum(first, known.size)]
             # A barrier may also lie between this read and a later write.
-            flipped |= (there & _unordered(writer, mine) & _unordered(mine, writer)).any(axis=1)
+            found |= (there & _unordered(writer, mine) & _unordered(mine, writer)).any(axis=1)
             first = first + 1
-        return np.where(flipped, ~dtype.type(0), dtype.type(0))
+        return found
 
     def _writers(self, name: str) -> tuple[np.ndarray, np.ndarray]:
         """Return the disturbed units of a space, ascending, and who writes each. A unit may be there several times."""
