@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ptx.memory import EPOCH, PROGRAM, Lanes, Memory, ViolationError, Which
+from ptx.operations import UNSIGNED
 from ptx.parse import EXIT, Instruction, Kernel
 from ptx.steps import WARP, Mask, steps_of
 
@@ -26,10 +27,24 @@ class Order(NamedTuple):
     turns: int = 1
 
 
+class Registers(dict[str, np.ndarray]):
+    """The registers of a group, by name, with an element per lane. Those that nobody wrote hold random bits."""
+
+    def __init__(self, machine: Machine, count: int) -> None:
+        super().__init__()
+        self._machine, self._count = machine, count
+
+    def __missing__(self, name: str) -> np.ndarray:
+        width = self._machine.kernel.widths[name]
+        bits = self._machine.random.integers(0, (1 << width) - 1, self._count, np.uint64, endpoint=True)
+        self[name] = bits.astype(bool if width == 1 else UNSIGNED[width])
+        return self[name]
+
+
 class Group:
     """Lanes that run in lock step, under a mask where they part. Warps are whole.
 
-    ``registers`` have an element per lane. ``who`` is what memory must know of a lane.
+    ``who`` is what memory must know of a lane.
     """
 
     def __init__(self, machine: Machine, slots: np.ndarray, threads: np.ndarray) -> None:
@@ -38,7 +53,8 @@ class Group:
         self.who = (programs + 1) << PROGRAM | threads
         self.turns = machine.random.permutation(self.count)
         self.alive = np.ones(self.count, bool)
-        self.registers: dict[str, np.ndarray] = {"%tid.x": threads.astype(np.uint32)}
+        self.registers = Registers(machine, self.count)
+        self.registers["%tid.x"] = threads.astype(np.uint32)
         across, down, _ = machine.grid
         places = programs % across, programs // across % down, programs // (across * down)
         for axis, place, size in zip("xyz", places, machine.grid, strict=True):

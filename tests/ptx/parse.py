@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 EXIT = -1  # the block after the last
@@ -43,7 +44,7 @@ class Instruction:
     text: str
     used_bytes: int | None = None  # a bit for each byte of a load whose value matters
 
-    @property
+    @cached_property
     def parts(self) -> list[str]:
         """The opcode, its modifiers and types. A state space has no ``::cta``, which is the default."""
         return self.name.replace("::cta", "").split(".")

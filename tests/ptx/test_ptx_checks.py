@@ -158,6 +158,15 @@ def test_orders_give_the_same_bits() -> None:
         launched(numbered, words(65), threads=64)
 
 
+def test_registers_that_nobody_wrote() -> None:
+    """They hold other bits in each order. A text may name one whose value it does not use."""
+    packed = "mov.b64 %rd9, {{%r1, %r9}}; mov.b64 {{%r3, %r4}}, %rd9;" + ADDRESS + "st.global.b32 [%rd10], {};"
+    launched(packed.format("%r3"), found := words(32))
+    assert found.tolist() == [*range(32)]
+    with pytest.raises(ViolationError, match=r"order: .* gives other bits"):
+        launched(packed.format("%r4"), words(32))
+
+
 def test_barriers_are_reached_by_all() -> None:
     """All lanes of a program reach the same barrier."""
     part = "setp.lt.u32 %p1, %r2, {}; @%p1 bra $L__BB0_1; {} bar.sync 0; {}\n$L__BB0_1:\n"
