@@ -25,7 +25,7 @@ from ptx.parse import Kernel, parse
 
 VARIABLE = "TRITONCOMM_PTX"
 TARGETS = {"sm_80": 80, "sm_90": 90, "sm_100": 100}
-# The first is lock step. A deep run has all, and so has a sample of calls on every commit.
+# The first is lock step, and with 8 turns one warp runs after the other. A deep run has all.
 ORDERS = tuple(Order(seed, turns) for seed, turns in enumerate((1, 2, 3, 8, 1, 2, 4, 8)))
 APART = 1 << 48  # between the addresses of two arguments; real addresses are below
 REMEMBERED = 4096  # tensors whose address was asked for
