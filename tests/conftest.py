@@ -73,6 +73,14 @@ def launcher() -> Iterator[PreparedLauncher]:
     prepared.close()
 
 
+def pytest_configure() -> None:
+    """Let kernels run in the executor of PTX, if a variable says so, before one is launched."""
+    if "TRITONCOMM_PTX" in os.environ and os.environ.get("TRITON_INTERPRET") != "1":
+        from ptx.launch import install
+
+        install()
+
+
 def pytest_collection_finish() -> None:
     """Exempt what is imported from garbage collection, which takes a twentieth of the time otherwise."""
     gc.collect()

@@ -12,17 +12,13 @@ import pytest
 
 
 def pytest_configure() -> None:
-    """Let kernels run in the executor of PTX if a variable says so, or make the interpreter faster.
+    """Make the interpreter faster.
 
-    Two kinds of the interpreter's work change no result, and take most of the time of these tests. It searches Triton's
+    Two kinds of its work change no result, and take most of the time of these tests. It searches Triton's
     modules for built-in functions at each launch, and checks every sum of integers for overflow, although what it finds
     is reported only in debug mode.
     """
     if os.environ.get("TRITON_INTERPRET") != "1":
-        if "TRITONCOMM_PTX" in os.environ:
-            from ptx.launch import install
-
-            install()
         return
     from triton.language.core import is_builtin
     from triton.runtime import interpreter

@@ -11,6 +11,7 @@ from kernel_cases import DEVICES, FAMILIES, THRESHOLDS, Guarded, agree, bits, dr
 
 import tritoncomm_kernels as kernels
 from depth import trials
+from ptx.launch import EXECUTOR, ORDERS
 
 Drawn = np.random.Generator
 
@@ -93,7 +94,10 @@ def rebalance(rng: Drawn) -> Callable[[Guarded], object]:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("case", [accumulate, mark, expand, merge, rebalance], ids=lambda case: case.__name__)
-def test_random_cases(device: str, case: Callable[[Drawn], Callable[[Guarded], object]]) -> None:
-    """A deep run has 10,000 cases of each."""
+def test_random_cases(
+    device: str, case: Callable[[Drawn], Callable[[Guarded], object]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A deep run has 10,000 cases of each. In the executor, each case runs in one order, and the next in another."""
     for seed in range(trials(2, 10_000)):
+        monkeypatch.setattr(EXECUTOR, "orders", (ORDERS[seed % len(ORDERS)],))
         agree(case(np.random.default_rng(seed)), device)

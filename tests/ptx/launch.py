@@ -19,14 +19,14 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from ptx.machine import Machine, Order
-from ptx.memory import POISON, Contested, Memory, Range, Space, ViolationError
+from ptx.memory import DISTURBANCES, POISON, Contested, Memory, Range, Space, ViolationError
 from ptx.operations import UNSIGNED, width_of
 from ptx.parse import Kernel, parse
 
 VARIABLE = "TRITONCOMM_PTX"
 TARGETS = {"sm_80": 80, "sm_90": 90, "sm_100": 100}
-# The first is lock step. In a deep run there are more.
-ORDERS = tuple(Order(seed, turns) for seed, turns in ((0, 1), (1, 2), (2, 8), (3, 1), (4, 2), (5, 4), (6, 8), (7, 3)))
+# The first is lock step, and with 8 turns one warp runs after the other. A deep run has all.
+ORDERS = tuple(Order(seed, turns) for seed, turns in enumerate((1, 2, 3, 8, 1, 2, 4, 8)))
 APART = 1 << 48  # between the addresses of two arguments; real addresses are below
 REMEMBERED = 4096  # tensors whose address was asked for
 
@@ -76,12 +76,13 @@ class Executor:
         """Check that what lanes read while others wrote is not used: with other bits there, nothing changes."""
         (space, unit), *_ = contested
         race = f"{bound.kernel.name}: lanes read unit {unit} of {space} while another stores, and what they read"
-        try:
-            bound.run(order, contested)
-        except ViolationError as error:
-            raise ViolationError("race", f"{race} leads to: {error}") from error
-        if bound.contents() != result:
-            raise ViolationError("race", f"{race} changes the result")
+        for disturbance in DISTURBANCES:
+            try:
+                bound.run(order, contested, disturbance)
+            except ViolationError as error:
+                raise ViolationError("race", f"{race} leads to: {error}") from error
+            if bound.contents() != result:
+                raise ViolationError("race", f"{race} changes the result")
         self.harmless[bound.kernel.name]["unused reads"] += len(contested)
 
 
@@ -111,12 +112,14 @@ class Bound:
                 self._ranges.append((address, asked[address], f"a tensor in the table of argument {number}"))
         return np.uint64(first)
 
-    def run(self, order: Order, disturbed: Contested | None = None) -> Memory:
+    def run(
+        self, order: Order, disturbed: Contested | None = None, disturbance: Callable[..., np.ndarray] = np.invert
+    ) -> Memory:
         """Run the launch from the state before it. Return its memory, which has the findings."""
         units = {where: _narrowest(self.kernel, where) for where in ("global", "shared")}
         spaces = {}
+        self.restore()
         for number, (at, data) in enumerate(self._data.items()):
-            data[:] = self._before[at]
             spaces[at] = Space(f"storage {number}", data, _written(data, units["global"]), units["global"])
         ranges = {}
         for first, tensor, name in self._ranges:
@@ -125,9 +128,14 @@ class Bound:
             ranges[first] = Range(first, _extent(tensor), held, offset, name)
         memory = Memory([*ranges.values()], self._shared, units)
         if disturbed:
-            memory.disturbed = disturbed
+            memory.disturbed, memory.disturbance = disturbed, disturbance
         Machine(self.kernel, self.grid, self._parameters, memory, order).run()
         return memory
+
+    def restore(self) -> None:
+        """Give all tensors what they held before the launch."""
+        for at, data in self._data.items():
+            data[:] = self._before[at]
 
     def contents(self) -> list[bytes]:
         """Return the bytes of all tensors, after a run."""

@@ -8,8 +8,9 @@ writes and not both are atomic, race unless a barrier of their program lies betw
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -18,14 +19,17 @@ from ptx.operations import UNSIGNED
 from ptx.parse import Instruction
 
 POISON = 0xA5  # the byte of memory that nobody wrote
-# Who accessed a unit, as an integer: barriers passed, program + 1, and thread. 0 is nobody.
-EPOCH, PROGRAM = 40, 12
-THREADS = (1 << PROGRAM) - 1  # as a thread: several
-EVERYONE = (1 << EPOCH) - 1  # as a program and thread: several programs
-AGAINST = {"read": ("write", "atomic"), "write": ("read", "write", "atomic"), "atomic": ("read", "write")}
-UPDATES = {
-    "add": np.add, "or": np.bitwise_or, "max": np.maximum,
-}  # fmt: skip
+KINDS = ("read", "write", "atomic")
+READ, WRITE, ATOMIC = range(3)
+AGAINST = {READ: (WRITE, ATOMIC), WRITE: (READ, WRITE, ATOMIC), ATOMIC: (READ, WRITE)}
+# Who accessed a unit, as an integer: program + 1, barriers passed, and thread. 0 is nobody.
+PROGRAM, EPOCH = 36, 12
+THREADS = (1 << EPOCH) - 1  # as a thread: several
+EVERYONE = (1 << 63) - 1  # several programs
+# What a racing read gives instead: all bits flipped, and the largest signed integer, which is a NaN as a float. One of
+# them alone may change nothing, for example in a maximum.
+DISTURBANCES = (np.invert, lambda values: (values | ~values) >> values.dtype.type(1))
+UPDATES = {"add": np.add, "or": np.bitwise_or, "max": np.maximum}
 
 
 class ViolationError(AssertionError):
@@ -44,30 +48,31 @@ class Lanes(NamedTuple):
     who: np.ndarray
     turns: np.ndarray
 
-    def some(self, which: np.ndarray) -> Lanes:
+    def some(self, which: Which) -> Lanes:
         """Return a part of the lanes."""
         return Lanes(self.at, self.slots[which], self.who[which], self.turns[which])
 
     def fail(self, check: str, bad: np.ndarray, detail: str) -> None:
         """Raise an error for the first lane of ``bad``, if there is one."""
-        if bad.any():
+        if np.count_nonzero(bad):
             who = int(self.who[bad.argmax()])
-            place = f"program {((who & EVERYONE) >> PROGRAM) - 1}, thread {who & THREADS}"
+            place = f"program {(who >> PROGRAM) - 1}, thread {who & THREADS}"
             raise ViolationError(check, f"{self.at}: {detail}: {int(bad.sum())} lanes, the first is {place}")
 
 
+Which = np.ndarray | slice  # the numbers of some lanes; a slice is all of them
 Contested = defaultdict[tuple[str, int], set[int]]  # (space, unit) -> who wrote while others read
 
 
 class Space:
     """Bytes that are accessed together: the memory that tensors share, or the shared memory of a batch of programs.
 
-    ``written`` says which units have been written, and ``last`` who accessed them last, by kind of access.
+    ``written`` says which units have been written, and ``last`` (``[units, kinds]``) who accessed them last.
     """
 
     def __init__(self, name: str, data: np.ndarray, written: np.ndarray, unit: int) -> None:
         self.name, self.data, self.written, self.unit = name, data, written, unit
-        self.last = {kind: np.zeros(written.size, np.int64) for kind in AGAINST}
+        self.last = np.zeros((written.size, len(KINDS)), np.int64)
 
     def view(self, width: int) -> np.ndarray:
         """Return the bytes as integers of ``width`` bytes."""
@@ -77,33 +82,45 @@ class Space:
         """Return the units of accesses that begin ``at`` bytes, ``[lanes, units]``."""
         return (at // self.unit)[:, None] + np.arange(max(1, width // self.unit))
 
-    def record(self, kind: str, units: np.ndarray, who: np.ndarray) -> dict[str, np.ndarray]:
+    def record(self, kind: int, units: np.ndarray, who: np.ndarray) -> dict[int, np.ndarray]:
         """Record that lanes access ``units`` (``[lanes, units]``).
 
         Return which of the units others accessed before without a barrier between, by kind of that access.
         """
-        mine = np.broadcast_to(who[:, None], units.shape)
-        found = {other: _unordered(self.last[other][units], mine) for other in AGAINST[kind]}
-        table = self.last[kind]
-        merged = _merged(table[units], mine)
-        table[units] = merged
-        while (changed := (again := _merged(table[units], merged)) != table[units]).any():  # lanes at the same unit
-            table[units[changed]] = again[changed]
-        return {other: units_of for other, units_of in found.items() if units_of.any()}
+        earlier, last = self.last[units], self.last[:, kind]
+        racing = _unordered(earlier, who[:, None, None])
+        now = np.broadcast_to(who[:, None], units.shape)
+        if np.count_nonzero(own := racing[..., kind]):
+            now = np.where(own, _both(earlier[..., kind], now), now)
+        last[units] = now
+        while np.count_nonzero(met := (seen := last[units]) != now):  # other lanes at the same unit
+            now = _both(seen, now)
+            last[units[met]] = now[met]
+        return {other: racing[..., other] for other in AGAINST[kind] if np.count_nonzero(racing[..., other])}
 
 
 def _unordered(earlier: np.ndarray, mine: np.ndarray) -> np.ndarray:
-    different = earlier ^ mine
-    passed = (different & (EVERYONE & ~THREADS) == 0) & (earlier >> EPOCH < mine >> EPOCH)
-    return (earlier != 0) & (different & EVERYONE != 0) & ~passed
+    """Return whether an earlier access is by another thread, without a barrier of their program between."""
+    program, now = mine >> PROGRAM << PROGRAM, mine & ~THREADS
+    return (earlier != 0) & (earlier != mine) & ((earlier < program) | (earlier >= now))
 
 
-def _merged(old: np.ndarray, new: np.ndarray) -> np.ndarray:
-    """Return who accessed a unit last, of two."""
-    different, latest = old ^ new, np.maximum(old, new)
-    inside = np.where((different >> EPOCH == 0) & (different != 0), latest | THREADS, latest)
-    both = np.where(different & (EVERYONE & ~THREADS) == 0, inside, latest | EVERYONE)
-    return np.where(old == 0, new, np.where(new == 0, old, both))
+def _both(one: np.ndarray, other: np.ndarray) -> np.ndarray:
+    """Return who accessed a unit, of two who did without a barrier between."""
+    different = one ^ other
+    several = np.where(different >> PROGRAM == 0, one | THREADS, EVERYONE)
+    return np.where(different == 0, one, several)
+
+
+@cache
+def _used_units(at: Instruction, width: int, count: int, unit: int) -> np.ndarray:
+    """Return which units of a vector load are used: the text names the bytes, or has no register for a part."""
+    targets = at.operands[0] if isinstance(at.operands[0], tuple) else at.operands[:1]
+    names = [name != "_" for name in targets] if len(targets) == count else [True] * count
+    used = at.used_bytes if at.used_bytes is not None else -1
+    whole = (1 << width) - 1
+    parts = [named and used >> (i * width) & whole > 0 for i, named in enumerate(names)]
+    return np.array([i for i in range(max(1, width * count // unit)) if count == 1 or parts[i * unit // width]])
 
 
 @dataclass
@@ -123,13 +140,14 @@ class Memory:
 
     ``counts`` are findings that are harmless: lanes that write the value that is there. ``contested`` collects units
     that are read while another lane writes. Such a race is harmless if the value that is read is not used. To find out,
-    a launch is run again with these units as ``disturbed``: racing reads then give other bits.
+    a launch is run again with these units as ``disturbed``: racing reads then give other bits, by ``disturbance``.
     """
 
     ranges: list[Range]
     shared_bytes: int  # of one program
     units: dict[str, int]  # by state space: the narrowest access of the kernel, in bytes
     disturbed: Contested = field(default_factory=lambda: defaultdict(set))
+    disturbance: Callable[[np.ndarray], np.ndarray] = np.invert
     contested: Contested = field(default_factory=lambda: defaultdict(set))
     counts: Counter[str] = field(default_factory=Counter)
 
@@ -149,85 +167,71 @@ class Memory:
         """Return ``[lanes, count]`` integers of ``width`` bytes that are next to each other."""
         found = np.empty((address.size, count), UNSIGNED[8 * width])
         for space, which, at in self._places(lanes, address, width * count, where):
-            values = space.view(width)[(at // width)[:, None] + np.arange(count)]
-            mine = lanes.some(which)
-            for first, parts in self._used_parts(lanes.at, width, count):
-                units = space.units(at + first * width, width * parts)
-                unwritten = ~space.written[units].all(axis=1)
-                mine.fail("unwritten", unwritten, f"read of {space.name} that nobody wrote")
-                for kind, racing in space.record("read", units, mine.who).items():
-                    for unit in np.unique(units[racing]):
-                        self.contested[space.name, int(unit)].add(int(space.last[kind][unit]))
-                if self.disturbed:
-                    values[:, first : first + parts] ^= self._flipped(space, units, mine.who, values.dtype)[:, None]
+            mine, values = lanes.some(which), space.view(width)[(at // width)[:, None] + np.arange(count)]
+            units = (at // space.unit)[:, None] + _used_units(lanes.at, width, count, space.unit)
+            mine.fail("unwritten", ~space.written[units].all(axis=1), f"read of {space.name} that nobody wrote")
+            for kind, racing in space.record(READ, units, mine.who).items():
+                for unit in np.unique(units[racing]):
+                    self.contested[space.name, int(unit)].add(int(space.last[unit, kind]))
+            if self.disturbed:
+                values = np.where(self._disturbs(space, units, mine.who)[:, None], self.disturbance(values), values)
             found[which] = values
         return found
 
-    @staticmethod
-    def _used_parts(at: Instruction, width: int, count: int) -> list[tuple[int, int]]:
-        """Return the first and the number of the parts of a vector that are used."""
-        targets = at.operands[0] if isinstance(at.operands[0], tuple) else at.operands[:1]
-        used = [name != "_" for name in targets]
-        if at.used_bytes is not None:
-            used = [at.used_bytes >> (i * width) & ((1 << width) - 1) > 0 for i in range(count)]
-        return [(0, count)] if all(used) or count == 1 else [(i, 1) for i in range(count) if used[i]]
-
     def store(self, lanes: Lanes, address: np.ndarray, values: np.ndarray, where: str) -> None:
-        """Store ``[lanes, count]`` integers. Where lanes collide, the last turn wins."""
-        turn = lanes.turns.argsort()
-        lanes, address, values = lanes.some(turn), address[turn], values[turn]
+        """Store ``[lanes, count]`` integers."""
         width, count = values.dtype.itemsize, values.shape[1]
         for space, which, at in self._places(lanes, address, width * count, where):
-            mine, new = lanes.some(which), values[which]
-            view, places = space.view(width), (at // width)[:, None] + np.arange(count)
-            silent = view[places] == new
+            mine, new, view = lanes.some(which), values[which], space.view(width)
+            places = (at // width)[:, None] + np.arange(count)
+            silent = (view[places] == new).all(axis=1)
             view[places] = new
             mine.fail("race", (view[places] != new).any(axis=1), f"lanes store different values in {space.name}")
             units = space.units(at, width * count)
             space.written[units] = True
-            self.counts["equal values"] += at.size - np.unique(at).size
-            for kind, which_units in space.record("write", units, mine.who).items():
-                racing = which_units.any(axis=1) & ~silent.all(axis=1)
-                if kind == "read":
-                    self._contest(space, units[racing], which_units[racing], mine.who[racing])
+            for kind, racing in space.record(WRITE, units, mine.who).items():
+                if kind == READ:
+                    self._contest(space, units, racing & ~silent[:, None], mine.who)
                 else:
-                    mine.fail("race", racing, f"store to {space.name} after a {kind} of another lane")
-                self.counts["equal values"] += int((which_units.any(axis=1) & ~racing).sum())
+                    changes = racing.any(axis=1) & ~silent
+                    mine.fail("race", changes, f"store to {space.name} after a {KINDS[kind]} of another lane")
+                self.counts["equal values"] += int(np.count_nonzero(racing.any(axis=1) & silent))
+            self.counts["equal values"] += at.size - np.unique(at).size
 
     def update(
         self, lanes: Lanes, address: np.ndarray, values: np.ndarray, operation: str, where: str, *, returns: bool
     ) -> np.ndarray:
         """Apply one value per lane, atomically. If it ``returns`` what each lane found, one lane after the other."""
-        turn = lanes.turns.argsort()
-        back, function = turn.argsort(), UPDATES[operation]
-        lanes, address, values = lanes.some(turn), address[turn], values[turn]
-        before, width = np.zeros_like(values), values.dtype.itemsize
+        before, width, function = np.zeros_like(values), values.dtype.itemsize, UPDATES[operation]
         for space, which, at in self._places(lanes, address, width, where):
             view, mine = space.view(width).view(values.dtype), lanes.some(which)
             units = space.units(at, width)
             mine.fail("unwritten", ~space.written[units].all(axis=1), f"update of {space.name} that nobody wrote")
             if returns:
-                for lane, place in zip(np.arange(address.size)[which], at // width, strict=True):
+                numbers = np.arange(address.size)[which]
+                for i in mine.turns.argsort():
+                    lane, place = numbers[i], at[i] // width
                     before[lane] = view[place]
                     view[place] = function(view[place], values[lane])
             else:
                 function.at(view, at // width, values[which])
-            for kind, which_units in space.record("atomic", units, mine.who).items():
-                if kind == "read":
-                    self._contest(space, units, which_units, mine.who)
+            for kind, racing in space.record(ATOMIC, units, mine.who).items():
+                if kind == READ:
+                    self._contest(space, units, racing, mine.who)
                 else:
-                    mine.fail("race", which_units.any(axis=1), f"update of {space.name} after a {kind} of another lane")
-        return before[back]
+                    detail = f"update of {space.name} after a {KINDS[kind]} of another lane"
+                    mine.fail("race", racing.any(axis=1), detail)
+        return before
 
     def _places(
         self, lanes: Lanes, address: np.ndarray, width: int, where: str
-    ) -> Iterator[tuple[Space, np.ndarray, np.ndarray]]:
+    ) -> Iterator[tuple[Space, Which, np.ndarray]]:
         """Yield the spaces that are accessed, the numbers of their lanes, and the bytes where these begin."""
-        lanes.fail("alignment", address % width != 0, f"an access of {width} bytes")
+        lanes.fail("alignment", address & address.dtype.type(width - 1) != 0, f"an access of {width} bytes")
         address = address.astype(np.int64)
         if where == "shared":
             lanes.fail("bounds", address + width > self.shared_bytes, f"{self.shared_bytes} bytes of shared memory")
-            yield self._shared, np.arange(address.size), address + lanes.slots * self.shared_bytes
+            yield self._shared, slice(None), address + lanes.slots * self.shared_bytes
             return
         found = np.searchsorted(self._firsts, address, side="right") - 1
         lanes.fail("bounds", found < 0, "an address below all tensors")
@@ -236,7 +240,11 @@ class Memory:
         worst = outside.argmax()
         near = self.ranges[found[worst]]
         lanes.fail("bounds", outside, f"byte {inside[worst]} of {near.name}, which has {near.size}")
-        for number in found[:1] if (found == found[0]).all() else np.unique(found):
+        if not np.count_nonzero(found != found[0]):
+            held = self.ranges[found[0]]
+            yield held.space, slice(None), inside + held.offset
+            return
+        for number in np.unique(found):
             which, held = np.flatnonzero(found == number), self.ranges[number]
             yield held.space, which, inside[which] + held.offset
 
@@ -244,17 +252,17 @@ class Memory:
         for unit, writer in zip(units[which], np.broadcast_to(who[:, None], units.shape)[which], strict=True):
             self.contested[space.name, int(unit)].add(int(writer))
 
-    def _flipped(self, space: Space, units: np.ndarray, who: np.ndarray, dtype: np.dtype) -> np.ndarray:
-        """Return the bits to flip in what lanes read: all of them where they race with a write of the first run."""
+    def _disturbs(self, space: Space, units: np.ndarray, who: np.ndarray) -> np.ndarray:
+        """Return which lanes read what races with a write of the first run."""
         known, writers = self._writers(space.name)
-        flipped = np.zeros(who.size, bool)
+        found = np.zeros(who.size, bool)
         first, mine = np.searchsorted(known, units), who[:, None]
         while (there := np.append(known, -1)[np.minimum(first, known.size)] == units).any():
             writer = np.append(writers, 0)[np.minimum(first, known.size)]
             # A barrier may also lie between this read and a later write.
-            flipped |= (there & _unordered(writer, mine) & _unordered(mine, writer)).any(axis=1)
+            found |= (there & _unordered(writer, mine) & _unordered(mine, writer)).any(axis=1)
             first = first + 1
-        return np.where(flipped, ~dtype.type(0), dtype.type(0))
+        return found
 
     def _writers(self, name: str) -> tuple[np.ndarray, np.ndarray]:
         """Return the disturbed units of a space, ascending, and who writes each. A unit may be there several times."""

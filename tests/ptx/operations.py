@@ -290,8 +290,18 @@ def selp(parts: list[str]) -> Operation:
 
 
 def setp(parts: list[str]) -> Operation:
-    """Comparisons. With a NaN only ``nan`` is true."""
+    """Comparisons. With a NaN only ``nan`` is true. Two floats in 32 bits give two predicates, low bits first."""
     _, name, kind = parts
+    if kind in {"f16x2", "bf16x2"}:
+        (one, _), compare, *_ = setp([*parts[:2], kind.removesuffix("x2")])
+
+        def both(*words: np.ndarray) -> list[np.ndarray]:
+            return [
+                compare(*((word >> np.uint32(at)).astype(np.uint16).view(dtype_of(one)) for word in words))
+                for at in (0, 16)
+            ]
+
+        return Operation(("b32", "b32"), both)
     if not is_float([kind]) and kind not in {"bf16", "f16"}:
         return Operation((kind, kind), COMPARISONS[name])
     widen = _widened(kind) if kind in {"bf16", "f16"} else np.asarray
@@ -315,10 +325,9 @@ def cvt(parts: list[str]) -> Operation:
         return Operation((source,), lambda a: np.asarray(a).astype(dtype_of(to)))
     if mode == ["rn"] and (to, source) == ("bf16", "f32"):
         return Operation(("f32",), _to_bf16)
-    if mode == ["rn"] and (to, source) == ("bf16x2", "f32"):  # the first source becomes the upper half
-        return Operation(
-            ("f32", "f32"), lambda a, b: _to_bf16(a).astype(np.uint32) << np.uint32(16) | _to_bf16(b).astype(np.uint32)
-        )
+    if mode == ["rn"] and to in {"f16x2", "bf16x2"} and source == "f32":  # the first source becomes the upper half
+        half = cvt(["cvt", "rn", to.removesuffix("x2"), "f32"]).function
+        return Operation(("f32", "f32"), lambda a, b: half(a).astype(np.uint32) << np.uint32(16) | half(b))
     if not mode and to == "f32" and source in {"bf16", "f16"}:
         widen = _widened(source)
         return Operation((source,), lambda a: canonical(widen(a)))

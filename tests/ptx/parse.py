@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 EXIT = -1  # the block after the last
@@ -43,7 +44,7 @@ class Instruction:
     text: str
     used_bytes: int | None = None  # a bit for each byte of a load whose value matters
 
-    @property
+    @cached_property
     def parts(self) -> list[str]:
         """The opcode, its modifiers and types. A state space has no ``::cta``, which is the default."""
         return self.name.replace("::cta", "").split(".")
@@ -138,8 +139,10 @@ def _add(kernel: Kernel, line: int, text: str, used: int | None) -> int | None:
 
 
 def _operand(text: str) -> Operand:
-    """Return a name, a number, an address or a vector of operands. A float is the number of its bits."""
+    """Return a name, a number, an address, or a vector or pair of operands. A float is the number of its bits."""
     text = text.strip()
+    if "|" in text:
+        return tuple(_operand(piece) for piece in text.split("|"))
     if text[0] == "{":
         return tuple(_operand(piece) for piece in text[1:-1].split(","))
     if text[0] == "[":

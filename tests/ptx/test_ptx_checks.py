@@ -128,6 +128,16 @@ def test_racing_read_that_is_not_used() -> None:
     assert not launched(fenced.format(5), words(1)).harmless["kernel"]["unused reads"]
 
 
+def test_racing_read_in_a_comparison() -> None:
+    """Flipped bits change nothing where only large numbers matter. The largest number does."""
+    body = (
+        "ld.global.b32 %r3, [%rd1]; setp.eq.b32 %p1, %r1, 5; @%p1 st.global.b32 [%rd1], 1;"
+        "setp.ge.s32 %p2, %r3, 1000; selp.b32 %r4, 1, 0, %p2;" + ADDRESS + "st.global.b32 [%rd10+4], %r4;"
+    )
+    with pytest.raises(ViolationError, match=r"race: .*changes the result"):
+        launched(body, words(33))
+
+
 def test_atomic_updates() -> None:
     """They are added in any order. A plain store among them is a race."""
     add = "red.global.gpu.relaxed.add.u32 [%rd1], %r1;"
@@ -146,6 +156,15 @@ def test_orders_give_the_same_bits() -> None:
     )
     with pytest.raises(ViolationError, match=r"order: .* gives other bits"):
         launched(numbered, words(65), threads=64)
+
+
+def test_registers_that_nobody_wrote() -> None:
+    """They hold other bits in each order. A text may name one whose value it does not use."""
+    packed = "mov.b64 %rd9, {{%r1, %r9}}; mov.b64 {{%r3, %r4}}, %rd9;" + ADDRESS + "st.global.b32 [%rd10], {};"
+    launched(packed.format("%r3"), found := words(32))
+    assert found.tolist() == [*range(32)]
+    with pytest.raises(ViolationError, match=r"order: .* gives other bits"):
+        launched(packed.format("%r4"), words(32))
 
 
 def test_barriers_are_reached_by_all() -> None:

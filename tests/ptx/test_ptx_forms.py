@@ -17,8 +17,8 @@ from test_ptx_opcodes import TABLE
 
 from depth import DEEP
 from ptx.launch import TARGETS, parsed
-from ptx.machine import steps_of
 from ptx.parse import Instruction
+from ptx.steps import steps_of
 
 OTHERS = {"bra", "bra.uni", "ret", "bar.sync", "ldmatrix.sync.aligned.m8n8.x4.shared.b16"}
 OTHERS |= {"createpolicy.fractional.L2::evict_first.b64"}  # a hint

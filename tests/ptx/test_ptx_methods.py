@@ -27,6 +27,11 @@ METHODS = {
         {"segment_emit_kernel", "union_kernel", "add_rows_kernel"},
     ),
     "exdyna": (tritoncomm.ExDyna(density=0.05, static=True), 2, {"mark_kernel", "expand_kernel", "rebalance_kernel"}),
+    "quantized": (
+        tritoncomm.Quantized(static=True, values="4bit"),
+        2,
+        {"round_parts_kernel", "round_mean_kernel", "read_parts_kernel"},
+    ),
 }
 
 

@@ -6,84 +6,14 @@ import re
 from typing import NamedTuple
 
 import pytest
-import torch
-from kernel_cases import EXECUTED, Guarded, agree, bits, drawn, gradient, padded_rows
+from kernel_cases import EXECUTED, agree
 
-import tritoncomm_kernels as kernels
-from ptx.launch import EXECUTOR
-from tritoncomm_kernels.section_layout import Layout
-from tritoncomm_kernels.section_rows import read_rows, write_rows
+from depth import trials
+from ptx.calls import CALLS
+from ptx.launch import EXECUTOR, ORDERS
 
 pytestmark = pytest.mark.skipif(not EXECUTED, reason="needs TRITONCOMM_PTX=1: tox -e ptx")
 BARRIER = r"bar\.sync\s+0;"
-
-
-def add(guarded: Guarded) -> list[int]:
-    """Return residual + gradient, of a partial tile."""
-    out = guarded.poison(3000)
-    kernels.accumulate(guarded.of(drawn("normal", 3000, 1)), guarded.of(drawn("heavy", 3000, 2)), out)
-    return bits(out)
-
-
-def select(guarded: Guarded) -> list[list[int]]:
-    """Return what reaches a threshold, of a 16-bit gradient."""
-    out, added = guarded.poison(5000), guarded.of(gradient("normal", 5000, 2, torch.bfloat16))
-    found = kernels.accumulate_and_select(guarded.of(drawn("normal", 5000, 1)), added, out, 1.5)
-    return [bits(found.indices), bits(found.values), bits(out)]
-
-
-def expand(guarded: Guarded) -> list[list[int]]:
-    """Return entries of so many tiles that their counts are summed in two steps, by many programs."""
-    n, tile = 135_000, 64
-    x = guarded.of(drawn("normal", n, 1))
-    marks = kernels.Marks.empty(n, x.device, tile=tile)
-    kernels.mark(x, None, x, torch.tensor([3.5]), marks)
-    indices, out, found = guarded.poison(90, torch.int32), guarded.poison(90), guarded.poison(1, torch.int64)
-    kernels.expand(x, marks, indices, out, found)
-    return [bits(indices), bits(out), bits(found)]
-
-
-def top(guarded: Guarded) -> list[list[int]]:
-    """Return the largest elements."""
-    found = kernels.top_k(guarded.of(drawn("ties", 3000, 3)), 100)
-    return [bits(found.indices), bits(found.values)]
-
-
-def merge(guarded: Guarded) -> list[list[int]]:
-    """Return the union and the sums of rows."""
-    rows = padded_rows(3000, [(0.6, 1), (0.7, 2), (0.5, 3)], "heavy")
-    given = kernels.Padded(*(guarded.of(part.reshape(-1)).view(part.shape) for part in rows))
-    found = kernels.merge_rows(given, 3000, workspace=kernels.Workspace())
-    return [bits(found.indices), bits(found.values)]
-
-
-def sections(guarded: Guarded) -> list[list[int]]:
-    """Return packed rows, and what is read from them."""
-    rows = padded_rows(3000, [(0.6, 1), (0.7, 2)], "normal")
-    layout = Layout.of(rows.indices.shape[1], 3000, 4)
-    given = kernels.Padded(*(guarded.of(part.reshape(-1)).view(part.shape) for part in rows))
-    lows = guarded.of(torch.zeros(2, dtype=torch.int32))
-    held = kernels.Workspace()
-    words, sent = write_rows(layout, lows, given, workspace=held)
-    return [bits(words), *map(bits, sent), *map(bits, read_rows(layout, lows, words, workspace=held)[0])]
-
-
-def rebalance(guarded: Guarded) -> list[list[int]]:
-    """Return partitions of which some borders moved."""
-    blocks = guarded.of(torch.full((64,), 9, dtype=torch.int32))
-    counts = guarded.of(torch.arange(64, dtype=torch.int32) * 70)
-    bounds = guarded.poison(65, torch.int32)
-    kernels.rebalance(blocks, bounds, counts, iteration=3, block=32, numel=64 * 9 * 32, min_blocks=1, rule="prefix")
-    return [bits(blocks), bits(bounds)]
-
-
-def means(guarded: Guarded) -> list[int]:
-    """Return root mean squares."""
-    tensors = [guarded.of(drawn("normal", n, n)) for n in (700, 2100)]
-    return bits(torch.stack([*kernels.root_mean_squares(tensors)]))
-
-
-CALLS = {call.__name__: call for call in (add, select, expand, top, merge, sections, rebalance, means)}
 
 
 class Mutant(NamedTuple):
@@ -169,8 +99,9 @@ def caught_by(call: str) -> str:
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_intact(call: str) -> None:
-    """Without an error in the text, no check fails, in any order."""
+def test_intact(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without an error in the text, no check fails, in lock step and warp after warp. A deep run has all orders."""
+    monkeypatch.setattr(EXECUTOR, "orders", trials((ORDERS[0], ORDERS[3]), ORDERS))
     assert not caught_by(call)
 
 

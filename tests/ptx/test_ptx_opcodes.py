@@ -24,6 +24,7 @@ LARGEST = {
     "f32": 2.0**128 - 2.0**104,
     "f64": float.fromhex("0x1.fffffffffffffp1023"),
 }
+PREDICATES = {"pred": 1, "pair": 2}  # and their number
 FORMATS = {"f16": ("<H", "<e"), "f32": ("<I", "<f"), "f64": ("<Q", "<d")}
 NANS = {"f16": 0x7FFF, "bf16": 0x7FFF, "f32": 0x7FFFFFFF, "f64": 0x7FF8000000000000}
 
@@ -154,6 +155,21 @@ def halves(function: Callable[[float, float], float]) -> Callable[[int, int], in
     return both
 
 
+def packed(kind: str) -> Callable[[float, float], int]:
+    """Return the packing of two numbers, rounded to 16 bits each. The first becomes the upper half."""
+    return lambda a, b: encoded(converted(kind)(a), kind) << 16 | encoded(converted(kind)(b), kind)
+
+
+def unordered_halves(kind: str) -> Callable[[int, int], int]:
+    """Return the comparison of two numbers in each of two words: a bit for each half, set if one of them is NaN."""
+
+    def function(a: int, b: int) -> int:
+        found = [any(math.isnan(decoded(word >> at, kind)) for word in (a, b)) for at in (0, 16)]
+        return found[0] | found[1] << 1
+
+    return function
+
+
 def integers() -> dict[str, Row]:
     """Return the operations on integers and bits."""
     found: dict[str, Row] = {}
@@ -220,10 +236,8 @@ def conversions() -> dict[str, Row]:
         found[f"cvt.rn.{to}.{source}"] = Row(source, to, converted(to))
     for to, source in (("f64", "f32"), ("f32", "f16"), ("f32", "bf16")):
         found[f"cvt.{to}.{source}"] = Row(source, to, float)
-    half = converted("bf16")
-    found["cvt.rn.bf16x2.f32"] = Row(
-        "f32 f32", "b32", lambda a, b: encoded(half(a), "bf16") << 16 | encoded(half(b), "bf16")
-    )
+    for kind in ("f16", "bf16"):
+        found[f"cvt.rn.{kind}x2.f32"] = Row("f32 f32", "b32", packed(kind))
     for to, source in itertools.product(("s32", "s64"), ("f32", "f64")):
         nan = 0 if (to, source) == ("s32", "f32") else -(1 << (width(to) - 1))
         found[f"cvt.rzi.{to}.{source}"] = Row(source, to, truncated(to, nan))
@@ -237,14 +251,16 @@ def choices() -> dict[str, Row]:
     whole = [(name, kind) for name in names for kind in ("s32", "s64", "u32", "u64")]
     for name, kind in [*whole, *itertools.product(("eq", "ne"), ("b16", "b32", "b64"))]:
         found[f"setp.{name}.{kind}"] = Row(f"{kind} {kind}", "pred", getattr(operator, name))
-    for name, kind in itertools.product(names, ("f32", "f64")):
+    for name, kind in itertools.product(names, ("f32", "f64", "f16", "bf16")):
         compare = getattr(operator, name)
         found[f"setp.{name}.{kind}"] = Row(
             f"{kind} {kind}",
             "pred",
             lambda a, b, compare=compare: not (math.isnan(a) or math.isnan(b)) and compare(a, b),
         )
-    for kind in ("f32", "f64", "bf16"):
+    for kind in ("f16", "bf16"):
+        found[f"setp.nan.{kind}x2"] = Row("b32 b32", "pair", unordered_halves(kind))
+    for kind in ("f32", "f64", "f16", "bf16"):
         found[f"setp.nan.{kind}"] = Row(f"{kind} {kind}", "pred", lambda a, b: math.isnan(a) or math.isnan(b))
         found[f"setp.num.{kind}"] = Row(f"{kind} {kind}", "pred", lambda a, b: not (math.isnan(a) or math.isnan(b)))
     for kind in ("b16", "b32", "b64", "f32", "f64"):
@@ -304,7 +320,8 @@ def table_row(form: str) -> tuple[list[tuple[int, ...]], list[int], list[int]]:
         for lane in lanes
     ]
     expected = [
-        int(found) if result == "pred" else encoded(found, result) for found in (function(*each) for each in numbers)
+        int(found) if result in PREDICATES else encoded(found, result)
+        for found in (function(*each) for each in numbers)
     ]
     return lanes, executed(form, names, result, lanes), expected
 
@@ -317,23 +334,30 @@ def executed(form: str, names: list[str], result: str, lanes: list[tuple[int, ..
         torch.tensor([encoded(x, "s64") - (x >> 63 << 64) for x in column]) for column in zip(*padded, strict=True)
     ]
     out = torch.zeros(count, dtype=torch.int64)
-    lines, registers = [], []
-    for i, name in enumerate([*names, result]):
-        lines.append(f"mad.wide.u32 %rd{20 + i}, %r1, 8, %rd{1 + i};")
-        size = 32 if name == "pred" else max(16, width(name))
-        register = REGISTERS[str(size)] + str(10 + i)
-        registers.append(f"%p{10 + i}" if name == "pred" else register)
-        if i < len(names):
-            lines.append(f"ld.global.b{size} {register}, [%rd{20 + i}];")
-            if name == "pred":
-                lines.append(f"setp.ne.b32 {registers[-1]}, {register}, 0;")
-    lines.append(f"{form.split(maxsplit=1)[0]} {registers[-1]}, {', '.join(registers[:-1])};")
-    if result == "pred":
-        lines.append(f"selp.b32 {register}, 1, 0, {registers[-1]};")
-    lines.append(f"st.global.b{size} [%rd{20 + len(names)}], {register};")
+    lines, sources = [], []
+    for i, name in enumerate(names):
+        register, size = held_in(name, 10 + i)
+        lines.append(f"mad.wide.u32 %rd{20 + i}, %r1, 8, %rd{1 + i}; ld.global.b{size} {register}, [%rd{20 + i}];")
+        sources.append(f"%p{10 + i}" if name == "pred" else register)
+        if name == "pred":
+            lines.append(f"setp.ne.b32 %p{10 + i}, {register}, 0;")
+    register, size = held_in(result, 15)
+    to = {"pred": "%p15", "pair": "%p15|%p16"}.get(result, register)
+    lines.append(f"{form.split(maxsplit=1)[0]} {to}, {', '.join(sources)};")
+    if result in PREDICATES:
+        lines.append(f"selp.b32 {register}, 1, 0, %p15;")
+    if result == "pair":
+        lines.append(f"selp.b32 %r16, 2, 0, %p16; or.b32 {register}, {register}, %r16;")
+    lines.append(f"mad.wide.u32 %rd30, %r1, 8, %rd{1 + len(names)}; st.global.b{size} [%rd30], {register};")
     run("\n".join(lines), *columns, out, programs=count // 32)
-    mask = (1 << (1 if result == "pred" else width(result))) - 1
+    mask = (1 << PREDICATES.get(result, size)) - 1
     return [value & mask for value in out.tolist()[: len(lanes)]]
+
+
+def held_in(kind: str, number: int) -> tuple[str, int]:
+    """Return the register of that number which holds a type, and its bits. That of a predicate holds 0 or 1."""
+    size = 32 if kind in PREDICATES else max(16, width(kind))
+    return f"{REGISTERS[str(size)]}{number}", size
 
 
 @pytest.mark.parametrize("form", TABLE)

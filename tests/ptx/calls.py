@@ -1,0 +1,131 @@
+"""Calls of the package on inputs that reach most of what is in the compiled kernels."""
+
+from __future__ import annotations
+
+import torch
+from kernel_cases import Guarded, bits, drawn, gradient, padded_rows
+
+import tritoncomm_kernels as kernels
+from tritoncomm_kernels.section_layout import Layout
+from tritoncomm_kernels.section_rows import read_rows, write_rows
+from tritoncomm_kernels.sections import read_section, sendable_together, write_section
+
+
+def add(guarded: Guarded) -> list[int]:
+    """Return residual + gradient, of a partial tile."""
+    out = guarded.poison(3000)
+    kernels.accumulate(guarded.of(drawn("normal", 3000, 1)), guarded.of(drawn("heavy", 3000, 2)), out)
+    return bits(out)
+
+
+def select(guarded: Guarded) -> list[list[int]]:
+    """Return what reaches a threshold, of a 16-bit gradient. All warps have a part of the last tile."""
+    out, added = guarded.poison(7000), guarded.of(gradient("normal", 7000, 2, torch.bfloat16))
+    found = kernels.accumulate_and_select(guarded.of(drawn("normal", 7000, 1)), added, out, 1.5)
+    return [bits(found.indices), bits(found.values), bits(out)]
+
+
+def expand(guarded: Guarded) -> list[list[int]]:
+    """Return entries of so many tiles that their counts are summed in two steps, by many programs."""
+    n, tile = 170_000, 64
+    x = guarded.of(drawn("normal", n, 1))
+    marks = kernels.Marks.empty(n, x.device, tile=tile)
+    kernels.mark(x, None, x, torch.tensor([3.5]), marks)
+    indices, out, found = guarded.poison(120, torch.int32), guarded.poison(120), guarded.poison(1, torch.int64)
+    kernels.expand(x, marks, indices, out, found)
+    return [bits(indices), bits(out), bits(found)]
+
+
+def top(guarded: Guarded) -> list[list[int]]:
+    """Return the largest elements."""
+    found = kernels.top_k(guarded.of(drawn("heavy", 3000, 3)), 100)
+    return [bits(found.indices), bits(found.values)]
+
+
+def merge(guarded: Guarded) -> list[list[int]]:
+    """Return the union and the sums of rows."""
+    rows = padded_rows(12_000, [(0.6, 1), (0.7, 2), (0.5, 3)], "heavy")
+    given = kernels.Padded(*(guarded.of(part.reshape(-1)).view(part.shape) for part in rows))
+    found = kernels.merge_rows(given, 12_000, workspace=kernels.Workspace())
+    return [bits(found.indices), bits(found.values)]
+
+
+def sections(guarded: Guarded) -> list[list[int]]:
+    """Return packed rows, and what is read from them."""
+    rows = padded_rows(3000, [(0.6, 1), (0.7, 2)], "normal")
+    layout = Layout.of(rows.indices.shape[1], 3000, 4)
+    given = kernels.Padded(*(guarded.of(part.reshape(-1)).view(part.shape) for part in rows))
+    lows = guarded.of(torch.zeros(2, dtype=torch.int32))
+    held = kernels.Workspace()
+    words, sent = write_rows(layout, lows, given, workspace=held)
+    return [bits(words), *map(bits, sent), *map(bits, read_rows(layout, lows, words, workspace=held)[0])]
+
+
+def rebalance(guarded: Guarded) -> list[list[int]]:
+    """Return partitions of which some borders moved. There are more threads than partitions."""
+    blocks = guarded.of(torch.full((12,), 9, dtype=torch.int32))
+    counts = guarded.of(torch.arange(12, dtype=torch.int32) * 70)
+    bounds = guarded.poison(13, torch.int32)
+    kernels.rebalance(blocks, bounds, counts, iteration=3, block=32, numel=12 * 9 * 32, min_blocks=1, rule="prefix")
+    return [bits(blocks), bits(bounds)]
+
+
+def means(guarded: Guarded) -> list[int]:
+    """Return root mean squares."""
+    tensors = [guarded.of(drawn("normal", n, n)) for n in (700, 2100)]
+    return bits(torch.stack([*kernels.root_mean_squares(tensors)]))
+
+
+def segments(guarded: Guarded) -> list[list[int]]:
+    """Return the largest entries of segments, without padding between, and how many reach a threshold."""
+    x, cuts = guarded.of(drawn("heavy", 9000, 1)), guarded.of(torch.tensor([0, 4500, 9000], dtype=torch.int32))
+    held = kernels.Workspace()
+    found = kernels.top_k_rows(x, cuts, guarded.of(torch.tensor([300, 40], dtype=torch.int32)), 350, workspace=held)
+    reach, span = guarded.of(torch.tensor([1.0])), guarded.of(torch.tensor([100, 8000], dtype=torch.int32))
+    passed = kernels.count_inside(x, reach, span, workspace=held)
+    return [*map(bits, found), *map(bits, kernels.joined(found, workspace=held)), bits(passed)]
+
+
+def section(guarded: Guarded) -> list[list[int]]:
+    """Return a packed section, and what is read from it."""
+    layout, held = Layout.of(700, 9000, 4), kernels.Workspace()
+    at, x = guarded.of(torch.arange(690, dtype=torch.int32) * 13), guarded.of(drawn("normal", 690, 1))
+    out = guarded.poison(layout.words, torch.int32)
+    keep = sendable_together(x, 4, 1, workspace=held)
+    at, x = (at, x) if keep is None else (at[keep], x[keep])
+    delivered = write_section(layout, 0, at, x, out, workspace=held)
+    found = read_section(layout, 0, out, workspace=held)
+    return [bits(out), bits(delivered), bits(found.indices), bits(found.values)]
+
+
+def rounded(guarded: Guarded) -> list[list[int]]:
+    """Return a mean of two ranks in 4 bits, in both formats, and what is left."""
+    values, parts = [guarded.of(drawn("normal", 3000, rank)) for rank in range(2)], []
+    sent = [kernels.quantize_parts(own, 2, 4) for own in values]
+    for rank, own in enumerate(values):
+        arrived = torch.stack([messages[rank] for messages, _ in sent])
+        parts.append(kernels.quantize_mean(arrived, own, sent[rank][1], rank, 4))
+    found = [kernels.dequantize_parts(torch.stack(parts), 3000, 4), *(left for _, left in sent)]
+    levels = [kernels.round_parts(own, 2, rank, 4) for rank, own in enumerate(values)]
+    arrived = [torch.stack([messages[rank] for messages in levels]) for rank in range(2)]
+    parts = [kernels.round_mean(arrived[rank], own, rank, 4) for rank, own in enumerate(values)]
+    return [*map(bits, found), *map(bits, values), bits(kernels.read_parts(torch.stack(parts), 3000, 4))]
+
+
+def adam(guarded: Guarded) -> list[list[int]]:
+    """Return a parameter and its moments, in 16 bits, after an update with a limit."""
+    n, half = 700, torch.bfloat16
+    parameter, gradient, first, second, largest = (guarded.of(drawn("normal", n, i).abs().to(half)) for i in range(5))
+    last, size = guarded.of(torch.arange(n, dtype=torch.int32) % 7), guarded.of(torch.tensor([0.01]))
+    state = kernels.AdamState(first, second, last, size, largest)
+    numbers = {"learning_rate": 0.01, "betas": (0.9, 0.999), "epsilon": 1e-8}
+    limits = {"max_catch_up": 20, "max_relative_update": 0.2}
+    control = kernels.AdamControl.of(steps=9, **numbers, **limits, device=parameter.device, bias_correction=True)
+    kernels.adam_update(parameter, gradient, state, control, None)
+    return [bits(each) for each in (parameter, first, second, largest, last)]
+
+
+CALLS = {
+    call.__name__: call
+    for call in (add, select, expand, top, merge, sections, rebalance, means, segments, section, rounded, adam)
+}
