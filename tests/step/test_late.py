@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 import tritoncomm
-from local_steps_workers import Lion as PlainLion
+from optimizer_list_workers import Lion as PlainLion
 from torch import nn
 from tritoncomm.step.flat import BucketLayout, FlatDelivery
 from tritoncomm.step.lion import LateLion
