@@ -2,7 +2,7 @@
 
 A run matches a row of ``race.json`` with the same task, workers, number of steps, rate, optimizer and method: its name,
 density, format, rank and local steps. The number of dense steps at the start may differ, because their seconds are
-measured apart from those of the others.
+measured apart from those of the others. If their bytes differ, as in another format, their seconds are estimated.
 
 The estimate is the seconds of a step that exchanges nothing, what the machine works for an exchange, the bytes over the
 rate, and a latency for each message. Bytes count times what the kernel counts more in dense training at that rate than
@@ -13,6 +13,7 @@ Ok-Topk, in the steps that exchange.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ _IGNORED = (
     *("lr", "momentum", "outer_lr", "outer_momentum", "match_length"),
 )
 _WORK_OF = "oktopk"
+_ALIKE = 0.15  # what the kernel counts is a few per cent more than what is sent
 
 
 class Method(NamedTuple):
@@ -103,9 +105,10 @@ class Paces:
         rows = self._rows.get((method, rate))
         if rows is None:
             return Pace(self.estimate(method, ordinary, outcome["messages"], rate), start, is_measured=False)
-        measured = [second for row in rows for second in row.seconds[: row.warmup_steps]]
+        alike = [row for row in rows if dense_steps and math.isclose(_at_start(row), at_start, rel_tol=_ALIKE)]
+        measured = [second for row in alike for second in row.seconds[: row.warmup_steps]]
         start = statistics.fmean(measured) if measured else start
-        return Pace(_mean(rows, lambda row: row.seconds_per_step), start, is_measured=True)
+        return Pace(_mean(rows, lambda row: row.seconds_per_step), start, bool(measured) or not dense_steps)
 
     def estimate(self, method: Method, kilobytes: float, messages: float, rate: float) -> float:
         """Return the estimated seconds of a step in which each worker sends this much."""
@@ -168,6 +171,13 @@ class Paces:
     def _counted(self, method: Method) -> float:
         rows = self._rows.get((method, self._fastest)) or self._all(lambda other, _: other == method)
         return _mean(rows, lambda row: row.kilobytes_after_warmup)
+
+
+def _at_start(row: Row) -> float:
+    """Return the kilobytes that a host sent in each dense step at the start of ``row``. 0 if it had none."""
+    steps = len(row.seconds)
+    total = row.kilobytes * steps - row.kilobytes_after_warmup * (steps - row.warmup_steps)
+    return total / row.warmup_steps if row.warmup_steps else 0.0
 
 
 def _mean(rows: Iterable[Any], value: Callable[[Any], float]) -> float:

@@ -14,6 +14,7 @@ from pages import ROOT
 
 pytest.importorskip("sklearn", reason="needs the extra 'benchmarks'")
 
+AT_START = 1300.0  # kilobytes of a dense step at the start, in 8 bits
 NUMEL = 867_072  # parameters of the demo's model
 LATENCY, ALONE, WORK = 1e-4, 0.08, 0.05
 
@@ -39,7 +40,7 @@ def row(best: ModuleType, contender: str, rate: float, kilobytes: float, step: f
     worker = importlib.import_module("race_worker")
     cell = worker.Cell("demo", f"{rate:g}", 4, contender, 0, 300)
     return best.race_results.Row(
-        cell, rate, "machine", 0.5, NUMEL, 20, LATENCY, ALONE, None, step, {}, kilobytes, kilobytes,
+        cell, rate, "machine", 0.5, NUMEL, 20, LATENCY, ALONE, None, step, {}, (AT_START + kilobytes) / 2, kilobytes,
         [start] * 20 + [step] * 20, [],
     )  # fmt: skip
 
@@ -108,12 +109,16 @@ def test_steps_to_a_loss(best: ModuleType) -> None:
 
 def test_seconds_are_measured_or_estimated(best: ModuleType, paces: Any) -> None:
     """The dense steps at the start count with their own seconds. Work is that of the method, or that of Ok-Topk."""
-    sent = outcome(1.0, kilobytes=75) | {"kilobytes": (20 * 1300 + 280 * 75) / 300, "messages": 100.0}
+    sent = outcome(1.0, kilobytes=75) | {"kilobytes": (20 * AT_START + 280 * 75) / 300, "messages": 100.0}
     ok_topk = best.Method("oktopk", setting="0.03, 4bit")
     pace = paces.of(ok_topk, sent, 20, 300, 1e7)
     assert pace.is_measured
     assert pace.after(10, 20) == pytest.approx(15)
     assert pace.after(120, 20) == pytest.approx(30 + 100 * (ALONE + WORK + 0.06))
+    other = sent | {"kilobytes": (20 * 400 + 280 * 75) / 300}  # a start in another format
+    pace = paces.of(ok_topk, other, 20, 300, 1e7)
+    assert not pace.is_measured
+    assert pace.start == pytest.approx(ALONE + WORK + 0.32 + 100 * LATENCY)
     for name, steps in (("oktopk", 1), ("quantized", 4)):  # another density, and what is measured nowhere
         pace = paces.of(best.Method(name, local_steps=steps, setting="?"), sent, 20, 300, 1e7)
         assert not pace.is_measured
@@ -174,14 +179,16 @@ def test_table(best: ModuleType, paces: Any) -> None:
     sparse = replace(dense, exchange="gradients", method="oktopk", values="4bit", density=0.03, dense_steps=20)
     results = {replace(run, seed=10): outcome(2.0) for run in (dense, sparse, replace(dense, optimizer="sgd"))}
     results[replace(dense, seed=0)] = outcome(2.0, (200, 2.04), (300, 2.0))
-    results[replace(sparse, seed=0)] = outcome(1.9, (100, 2.04), (300, 1.9), kilobytes=75)
+    results[replace(sparse, seed=0)] = outcome(1.9, (100, 2.04), (300, 1.9), kilobytes=75) | {
+        "kilobytes": (20 * AT_START + 280 * 75) / 300
+    }
     results[replace(dense, optimizer="sgd", seed=0)] = outcome(3.0)
     lines = best.table(best.figures(best.entries(results, "demo", [10]), paces)).splitlines()
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
     assert [each[0] for each in cells] == [
         "adamw, gradients, oktopk at 3%", "adamw, dense in fp16", "adamw, dense", "sgd, dense"
     ]  # fmt: skip
-    assert cells[0][3:6] == ["-5.0 % (-5.0 to -5.0)", "75", "100"]
+    assert cells[0][3:6] == ["-5.0 % (-5.0 to -5.0)", "157", "100"]
     assert cells[0][6] == f"{20 * 1.5 + 80 * (ALONE + WORK + 0.06):.0f}"
     assert cells[2][5:7] == ["200", f"{20 * 0 + 200 * (ALONE + 4.1616):.0f}"]
     assert cells[1][6].startswith("~ ")
