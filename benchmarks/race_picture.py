@@ -1,6 +1,6 @@
 """Draw the loss against the seconds of training of one race: the picture of the README.
 
-``python benchmarks/race_picture.py --json benchmarks/results/race.json --network 100mbit --plot docs/_static/race.png``
+``python benchmarks/race_picture.py --json benchmarks/results/race.json --network 100mbit --plot race.png``
 draws it again. Runs with seed 0 of the demo's model with four workers are shown, one curve for each contender.
 """
 
