@@ -153,14 +153,19 @@ class SparseOptimizer(OptimizerSetup):
         scale, found = self._scaler
         found = self._step_state.found_in_unscale if found is None else found
         others = [part.optimizer for part in self._parts if not part.is_anchor]
+        self._exchange.counted = None
         if others and self._options.gradient_limit is not None and not self._optimizer_step.alone:
             anchored = [vector for vector in self._exchange.vectors if vector.options.is_anchor]
             self._exchange.counted = sketch_of_owners(anchored, local_steps.owners, self._exchange.shard, scale)
+        if others:  # whose gradients are unscaled here
+            self._local_changes.warn(scaled=scale is not None)
+            self._local_changes.forget()
         local_steps.take(scale, found, others)
         if others:  # they are exchanged without the scale
-            self.grad_scale = None
+            self._ignore_scaler("grad_scale")
         else:  # an overflow of this rank is no matter of the exchange
-            self.grad_scale = self.found_inf = self._step_state.found_in_unscale = None
+            self._ignore_scaler()
+            self._step_state.found_in_unscale = None
         if not local_steps.is_due:
             self._step_state.reset()
 
@@ -189,7 +194,7 @@ class SparseOptimizer(OptimizerSetup):
             if not part.is_anchor:
                 part.optimizer.zero_grad(set_to_none=True)
         self._step_state.reset()
-        self._forget_scaler()
+        self._ignore_scaler()
         self._synchronize()
         if self._exchange.delivered is None:
             self._exchange.discard()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 import tritoncomm
-from helpers import flat, same_everywhere, total
+import tritoncomm.amp
+from helpers import flat, log_lines, same_everywhere, total
 from local_steps_workers import train
 from schedulefree import AdamWScheduleFree
 from torch import nn
@@ -176,3 +177,43 @@ def trains_like_dense(rank: int, world_size: int, send) -> None:
             rows = torch.randn(256, 8, generator=torch.Generator().manual_seed(9))
             ends.append(float((model(rows) - rows).square().mean().detach()))
         assert ends[1] < ABOVE_DENSE.get(name, 1.25) * ends[0], (name, ends)
+
+
+def scaled_list(rank: int, world_size: int, send) -> None:
+    """A scaler steps a list. All ranks skip what an overflow on one of them reaches."""
+    for scaler_of in (torch.amp.GradScaler, tritoncomm.amp.GradScaler):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
+        optimizer, scaler = tritoncomm.wrap(muon(model), model=model), scaler_of("cpu", init_scale=1000.0)
+        with log_lines() as lines:
+            for step in range(5):
+                optimizer.zero_grad()
+                rows = torch.randn(4, 8, generator=torch.Generator().manual_seed(100 * step + rank))
+                scaler.scale((model(rows) - rows).square().mean()).backward()
+                if step == 3 and rank == 0:
+                    model[0].weight.grad[0, 0] = float("inf")
+                scaler.step(optimizer)
+                scaler.update()
+                assert same_everywhere(flat(model)), step
+        assert not [line for line in lines if "changed in place" in line]
+        optimizer.step()  # and without it
+        optimizer.release()
+
+
+def local_steps_beside(rank: int, world_size: int, send) -> None:
+    """Two optimizers train parts of one model. What one of them trains locally is not compared by the other."""
+    torch.manual_seed(0)
+    model = nn.ModuleList([nn.Linear(8, 16), nn.Linear(16, 8)])
+    first = tritoncomm.wrap(torch.optim.AdamW(model[0].parameters()), model=model)
+    second = tritoncomm.wrap(torch.optim.AdamW(model[1].parameters()), model=model, local_steps=4)
+    generator = torch.Generator().manual_seed(rank)
+    for _ in range(11):  # the other one compares after 1 and 10 steps
+        first.zero_grad()
+        second.zero_grad()
+        model[1](model[0](torch.randn(4, 8, generator=generator))).square().mean().backward()
+        first.step()
+        second.step()
+    assert same_everywhere(flat(model[0]))
+    assert world_size == 1 or not same_everywhere(flat(model[1]))
+    second.merge()
+    assert same_everywhere(flat(model[1]))

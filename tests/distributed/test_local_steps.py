@@ -21,6 +21,8 @@ SITUATIONS = [
     workers.rates_differ,
     optimizers.clipped_together,
     optimizers.not_clipped_twice,
+    optimizers.scaled_list,
+    optimizers.local_steps_beside,
     workers.kinds_of_models,
     workers.scaled,
     checkpoints.copied,

@@ -202,3 +202,17 @@ def test_clipping_by_gradient_leaves_decay_alone() -> None:
     parameter.grad = torch.ones(32, 32)
     optimizer.step()
     assert torch.allclose(parameter, torch.full((32, 32), 1.8), atol=1e-5)
+
+
+def test_decay_passes_the_momentum_of_a_method() -> None:
+    """``dgc`` has a momentum of its own, which makes steady decay ten times as strong. Without it, 0.74 is left."""
+    parameter = Parameter(torch.ones(64, 64))
+    optimizer = tritoncomm.wrap(
+        torch.optim.SGD([parameter], lr=0.1, weight_decay=0.05), "dgc", density=0.1, warmup_steps=0
+    )
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(60):
+        optimizer.zero_grad()
+        (parameter[:32] * torch.randn(32, 64, generator=generator)).mean().backward()
+        optimizer.step()
+    assert 0.0 < float(parameter[32:].detach().mean()) < 0.3

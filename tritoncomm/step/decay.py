@@ -11,7 +11,7 @@ of gradients, and wait for its turn, although nothing has to be sent.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 
 import torch
 
@@ -31,7 +31,9 @@ def with_decay(vector: VectorExchange, mean: SparseVector, shares: Mapping[int, 
         mean: What was exchanged. All ranks have the same.
         shares: The share of each parameter, by its id, that is its decay.
     """
-    if not any(id(parameter) in shares for parameter in vector.parameters):
+    if not vector.recipe.layers[-1].averages_when_dense or not any(
+        id(parameter) in shares for parameter in vector.parameters
+    ):
         return mean
     numel = mean.numel
     decay = torch.zeros(numel + 1, dtype=torch.float32, device=vector.device)  # the last place is that of padding
@@ -56,6 +58,20 @@ def with_decay(vector: VectorExchange, mean: SparseVector, shares: Mapping[int, 
         decay[large] = 0.0
     vector.feedback.pending.add_(decay[:numel])
     return whole
+
+
+def add_decay(vector: VectorExchange, shares: Mapping[int, float], waiting: Container[int]) -> None:
+    """Add the decay of this step to the gradients of ``vector``, if its method does more than to average them.
+
+    ``dgc`` applies momentum to what it is given, and decay must pass it, too. ``shares`` are as in :func:`with_decay`.
+    Parameters ``waiting`` (by id) have no gradient on any rank, and do not decay.
+    """
+    if vector.recipe.layers[-1].averages_when_dense:
+        return
+    for parameter, part in zip(vector.layout.parameters, vector.layout.parts(vector.flat), strict=True):
+        if id(parameter) in shares and id(parameter) not in waiting:
+            held = local(parameter.detach())
+            part.view(held.shape).add_(held, alpha=shares[id(parameter)])
 
 
 def _outweighing(vector: VectorExchange, mean: SparseVector, decay: torch.Tensor) -> torch.Tensor:

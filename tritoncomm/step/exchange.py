@@ -25,7 +25,7 @@ from tritoncomm.scheduler.span import Span
 from tritoncomm.scheduler.together import run_together
 from tritoncomm.step import agree, gradients
 from tritoncomm.step.clipping import clipped
-from tritoncomm.step.decay import with_decay
+from tritoncomm.step.decay import add_decay, with_decay
 from tritoncomm.step.flat import Delivered, check_range, scattered
 from tritoncomm.step.presence import Presence
 from tritoncomm.step.replicas import Replica
@@ -133,7 +133,7 @@ class GradientExchange:
         self.all_shards = all_shards
         self.counted: torch.Tensor | None = None
         self.rates: Callable[[], dict[str, Any]] | None = None
-        self._has_told_rates = False
+        self.has_told_rates = False
         self.presence = Presence()
         self._decay: Mapping[int, float] = {}
         self.replica = Replica(optimizer)
@@ -338,6 +338,7 @@ class GradientExchange:
 
         Means that were not applied are thrown away.
         """
+        self.has_told_rates = False  # all ranks have a reason to compare them again, or none
         if self.state is State.MEANS:
             self.stop()
         self.discard()
@@ -397,6 +398,8 @@ class GradientExchange:
             try:
                 one, *others = vectors
                 begin = partial(noting, means=means, dense=dense, waiting=self.presence.waiting)
+                for vector in vectors:
+                    add_decay(vector, self._decay, self.presence.waiting)
                 run_together([begin(one, first=clipping), *map(begin, others)])
             finally:
                 self._begun = [_Begun(vector, *2 * (means[vector],), None) for vector in vectors if vector in means]
@@ -421,8 +424,7 @@ class GradientExchange:
 
     def _clip(self, limit: float, vectors: Sequence[VectorExchange]) -> Pattern[None]:
         """Scale the gradients to this norm at most, see :func:`~tritoncomm.step.clipping.clipped`."""
-        counted, self.counted = self.counted, None
-        self.gradient_norm = yield from clipped(vectors, limit, self.shard, vectors[0].world_size, counted)
+        self.gradient_norm = yield from clipped(vectors, limit, self.shard, vectors[0].world_size, self.counted)
 
     def _fail(self, error: BaseException) -> None:
         """Roll back, and report ``error`` to the ranks that may wait for this one and do not raise it themselves."""
@@ -480,8 +482,8 @@ class GradientExchange:
         own = Confirmation(begun, self.parameters, self.stepping, presence, replica, group, self.steps, rates)
         if all_shards is None:
             news, same_rates = own.within_group()
-            if not same_rates and not self._has_told_rates:
-                self._has_told_rates = True
+            if not same_rates and not self.has_told_rates:
+                self.has_told_rates = True
                 agree.tell_rates(rates or {}, group, self.vectors[0].device)
         else:
             rejected, news = own.of_all_shards(all_shards, rejected=self._rejected is not None)

@@ -92,9 +92,7 @@ class LocalChanges:
             return
         now = _norms(touched.values())
         norm = _total_of_changed(before, now)
-        if norm == 0 or not math.isfinite(
-            norm
-        ):  # none was changed, they were reset, or the exchange says what is wrong
+        if norm == 0 or not math.isfinite(norm):  # unchanged, reset, or the exchange says what is wrong
             return
         self._has_warned = True
         if not is_distributed() or dist.get_rank() == 0:

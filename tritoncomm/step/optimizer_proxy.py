@@ -89,6 +89,12 @@ class OptimizerProxy(torch.optim.Optimizer):
         for name in ("grad_scale", "found_inf"):
             vars(self).pop(name, None)
 
+    def _ignore_scaler(self, *names: str) -> None:
+        """Take no notice of what a ``GradScaler`` has set. It removes the attributes itself after ``step()``."""
+        for name in names or ("grad_scale", "found_inf"):
+            if name in vars(self):
+                setattr(self, name, None)
+
     def _run_hooks_before_saving(self) -> None:
         for hook in list(self._optimizer_state_dict_pre_hooks.values()):
             hook(self)

@@ -33,7 +33,7 @@ from tritoncomm.step.options import (
     with_warmup_and_nodes,
 )
 from tritoncomm.step.parameters import KnownParameters, Part, dense_ids, exchange_of
-from tritoncomm.step.replicas import Replica
+from tritoncomm.step.replicas import Replica, let_differ
 from tritoncomm.step.rules import exchanges_updates
 from tritoncomm.step.update import OptimizerStep, OptimizerSteps, StepState
 from tritoncomm.step.updates import LocalSteps
@@ -299,6 +299,9 @@ class OptimizerSetup(OptimizerProxy):
             exchange.rates = self._local.rates
         held = agree.parameter_ids(self.optimizer)  # a group may have been added, of parameters that were not held
         others = [(parameter, name) for parameter, name in self._others if id(parameter) not in held]
+        if self._options.local_steps > 1 and self._local is not None:
+            let_differ(self._local.owners.values())
+            others = []  # such as averages of parameters, which differ with them
         exchange.replica = Replica(self._exchanged, self._parameters.names, others)
         return exchange
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from numbers import Real
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,16 @@ EARLY = (1, 10)  # and some before: what makes replicas differ usually does so i
 
 # Integers of the size of an element. A pair of elements is summed as one int64, which is much faster.
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+# Parameters that local steps train, by id: they differ between ranks from one exchange to the next. An optimizer of
+# another part of the same model must not compare them.
+_TRAINED_LOCALLY: WeakValueDictionary[int, torch.Tensor] = WeakValueDictionary()
+
+
+def let_differ(parameters: Iterable[torch.Tensor]) -> None:
+    """Let optimizers that do not hold these ``parameters`` leave them out when they compare the model."""
+    _TRAINED_LOCALLY.update((id(parameter), parameter) for parameter in parameters)
 
 
 class Replica:
@@ -81,7 +92,9 @@ class Replica:
             named[f"{name} ({position})" if name in named else name] = parameter  # of two modules, names may be equal
         state = self._optimizer.state
         yield from ((name, parameter) for name, parameter in named.items() if has_bits(parameter))
-        yield from ((f"{name} (not held)" if name in named else name, each) for each, name in self._others)
+        for each, name in self._others:
+            if id(each) not in _TRAINED_LOCALLY:
+                yield f"{name} (not held)" if name in named else name, each
         for name, parameter in named.items():
             if parameter in state:  # to read a state that is missing adds an empty one
                 yield from _leaves(state[parameter], f"of {name}")
