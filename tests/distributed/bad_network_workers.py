@@ -141,10 +141,10 @@ def timed_collect() -> list[float]:
     """Return a list to which the seconds are added that this rank waits for the reports of others."""
     collect, seconds = failure_report.collect, []
 
-    def timed(*arguments: Any) -> failure_report.FailureReport:
+    def timed(*arguments: Any, **options: Any) -> failure_report.FailureReport:
         started = time.monotonic()
         try:
-            return collect(*arguments)
+            return collect(*arguments, **options)
         finally:
             seconds.append(time.monotonic() - started)
 
