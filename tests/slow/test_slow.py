@@ -198,6 +198,7 @@ def test_nothing_is_left(tmp_path: Path, number: signal.Signals) -> None:
     (tmp_path / "script.py").write_text(FOREVER)
     command = [sys.executable, "-m", "tritoncomm", "slow", "--workers", "1", "--link", "10mbit", "script.py"]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it, and so do its children
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=tmp_path, env=environment) as process:
         left = [int(word) for word in process.stdout.readline().split()]
         assert len(left) == 2
