@@ -12,7 +12,7 @@ The arithmetic is in :mod:`tritoncomm_kernels.adam`. This module holds the optim
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -23,6 +23,7 @@ from tritoncomm.step.flat import FlatDelivery
 from tritoncomm.step.options import WrapOptions
 from tritoncomm.step.shards import local, local_gradient, local_shards, one_of_shard, one_per_shard
 from tritoncomm.step.shared_buffer import StepCounts, share_buffers
+from tritoncomm.step.torch_internals import written_step
 from tritoncomm_kernels import AdamControl, AdamFlat, AdamMany, AdamStates, root_mean_squares
 
 # Steps between updates of ``param_rms``. During 20 later steps a norm changes little, or it grows and is
@@ -30,14 +31,6 @@ from tritoncomm_kernels import AdamControl, AdamFlat, AdamMany, AdamStates, root
 _UPDATE_RMS_EVERY = 20
 _EXACT = 4  # bytes of a float type that holds any step count
 _UNSUPPORTED = ("capturable", "differentiable")
-
-
-def _written(cls: type[torch.optim.Optimizer]) -> Callable[..., Any]:
-    """Return ``step`` as its author wrote it. torch wraps it, for each class again that is instantiated first."""
-    step: Callable[..., Any] = cls.step
-    while getattr(step, "__globals__", {}).get("__name__") == "torch.optim.optimizer" and hasattr(step, "__wrapped__"):
-        step = step.__wrapped__
-    return step
 
 
 @dataclass(frozen=True)
@@ -95,7 +88,7 @@ class StalenessAwareAdam:
     def fits(optimizer: torch.optim.Optimizer) -> bool:
         """Return True for ``Adam`` and ``AdamW``, and for subclasses that do not override ``step``."""
         kinds = torch.optim.Adam, torch.optim.AdamW
-        return isinstance(optimizer, kinds) and _written(type(optimizer)) in map(_written, kinds)
+        return isinstance(optimizer, kinds) and written_step(type(optimizer)) in map(written_step, kinds)
 
     @classmethod
     def from_options(cls, optimizer: torch.optim.Optimizer, options: WrapOptions) -> StalenessAwareAdam:
