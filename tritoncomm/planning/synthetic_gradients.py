@@ -49,7 +49,7 @@ class AdversarialGradients:
         self.start = random.Random(seed).randrange(max(1, numel - int(numel * HOT)))  # noqa: S311 - not for secrets
 
     def at(self, step: int) -> torch.Tensor:
-        """See :meth:`Gradients.at`."""
+        """Return the gradient in ``step``: fp32 ``[numel]``."""
         gradient = torch.zeros(self.numel, dtype=torch.float32)
         if self.inside is not None:
             part = self.inside.at(step)
@@ -70,7 +70,7 @@ class RecordedGradients:
         self.shift = rank // recording.shape[1] * 9973
 
     def at(self, step: int) -> torch.Tensor:
-        """See :meth:`Gradients.at`."""
+        """Return the gradient in ``step``: fp32 ``[numel]``."""
         row = self.recording[step % len(self.recording)].float().roll(self.shift)
         return row.repeat(-(-self.numel // row.numel()))[: self.numel].clone()
 

@@ -34,12 +34,10 @@ class LateLion(LateRule):
     def advance(
         self, group: Mapping[str, Any], held: Held, mean: torch.Tensor, tau: torch.Tensor
     ) -> tuple[torch.Tensor, Held]:
-        """See :meth:`LateRule.advance`."""
         average = held["exp_avg"]
         read, kept = (torch.pow(float(beta), tau) for beta in group["betas"])
         direction = (read * average + (1 - read) * mean).sign()
         return direction, {"exp_avg": kept * average + (1 - kept) * mean}
 
     def decay(self, group: Mapping[str, Any]) -> float:
-        """See :meth:`LateRule.decay`."""
         return 1.0 - float(group["lr"]) * float(group["weight_decay"])
