@@ -76,9 +76,9 @@ def launcher() -> Iterator[PreparedLauncher]:
 def pytest_configure() -> None:
     """Let kernels run in the executor of PTX, if a variable says so, before one is launched."""
     if "TRITONCOMM_PTX" in os.environ and os.environ.get("TRITON_INTERPRET") != "1":
-        from ptx.launch import install
+        from ptx import beside, launch
 
-        install()
+        (beside if os.environ[launch.VARIABLE] == beside.GPU else launch).install()
 
 
 def pytest_collection_finish() -> None:

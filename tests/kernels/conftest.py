@@ -1,4 +1,4 @@
-"""Prints a table of the compiled kernels after the tests, and makes Triton's interpreter faster."""
+"""Prints what was compiled and compared after the tests, and makes Triton's interpreter faster."""
 
 from __future__ import annotations
 
@@ -6,9 +6,14 @@ import dataclasses
 import inspect
 import os
 import types
+from collections import Counter
+from collections.abc import Callable, Iterator
 from functools import cache
+from typing import Any
 
 import pytest
+
+from ptx import beside
 
 
 def pytest_configure() -> None:
@@ -37,10 +42,22 @@ def pytest_configure() -> None:
     interpreter.inspect = types.SimpleNamespace(**(vars(inspect) | {"getmembers": members}))
 
 
+@pytest.fixture(autouse=True)
+def _compared(record_property: Callable[[str, object], None]) -> Iterator[None]:
+    """Record the launches of a test that were compared with the executor, and those that were left out."""
+    before = [Counter(each) for each in (beside.compared, beside.left_out)]
+    yield
+    for name, now, then in zip(("compared", "left out"), (beside.compared, beside.left_out), before, strict=True):
+        for kernel, number in (now - then).items():
+            record_property(name, [kernel, number])
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print the table that a passed test recorded."""
+    """Print what passed tests recorded: a table of the compiled kernels, and the launches that were compared."""
     passed = terminalreporter.stats.get("passed", [])
-    rows = [row for report in passed for name, row in getattr(report, "user_properties", []) if name == "compiled"]
+    recorded = [each for report in passed for each in getattr(report, "user_properties", [])]
+    _print_compared(terminalreporter, recorded)
+    rows = [row for name, row in recorded if name == "compiled"]
     if not rows:
         return
     import triton
@@ -50,3 +67,14 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     terminalreporter.line(f"Triton {triton.__version__}: registers on {', '.join(TARGETS)}; the rest on sm_90")
     for row in sorted(rows):
         terminalreporter.line(row)
+
+
+def _print_compared(reporter: pytest.TerminalReporter, recorded: list[tuple[str, Any]]) -> None:
+    counts: dict[str, Counter[str]] = {"compared": Counter(), "left out": Counter()}
+    for name, row in recorded:
+        if name in counts:
+            counts[name][row[0]] += row[1]
+    for name, found in counts.items():
+        if found:
+            reporter.section(f"{name}: {found.total()} launches of {len(found)} kernels")
+            reporter.line(", ".join(f"{kernel} {number}" for kernel, number in sorted(found.items())))

@@ -17,11 +17,13 @@ from hypothesis import Phase, settings
 from hypothesis import strategies as st
 
 from depth import DEEP
-from ptx.launch import EXECUTOR, ORDERS, Poisoned
+from ptx.beside import GPU
+from ptx.launch import EXECUTOR, ORDERS, VARIABLE, Poisoned
 from tritoncomm_kernels import Padded, Workspace
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-EXECUTED = "TRITONCOMM_PTX" in os.environ and not INTERPRETED
+COMPARED = os.environ.get(VARIABLE) == GPU  # launches on a GPU with the executor
+EXECUTED = VARIABLE in os.environ and not INTERPRETED and not COMPARED
 EXECUTOR.orders = ORDERS if DEEP else ORDERS[:3]
 ROUNDS_TWICE = INTERPRETED and tuple(map(int, version("triton").split(".")[:2])) < (3, 9)
 DEVICES = [
@@ -52,7 +54,7 @@ def cases(number: int) -> settings:
     """Return settings with ``number`` examples, scaled by ``KERNEL_CASES``, but three: the first is the simplest."""
     scaled = max(3, round(number * float(os.environ.get("KERNEL_CASES", "1"))))
     # To shrink an example takes the executor minutes.
-    phases = [Phase.explicit, Phase.generate] if EXECUTED else [*Phase]
+    phases = [Phase.explicit, Phase.generate] if EXECUTED or COMPARED else [*Phase]
     return settings(deadline=None, max_examples=scaled, report_multiple_bugs=False, phases=phases)
 
 

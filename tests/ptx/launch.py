@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -57,8 +57,12 @@ class Executor:
         self, kernel: Kernel, shared: int, grid: tuple[int, int, int], arguments: list[tuple[Any, str]]
     ) -> None:
         """Do as :meth:`launch` with a parsed text."""
+        self.launch_bound(Bound(kernel, shared, grid, arguments))
+
+    def launch_bound(self, bound: Bound) -> None:
+        """Do as :meth:`launch` with a kernel that has its arguments."""
+        kernel = bound.kernel
         self.launched[kernel.name] += 1
-        bound = Bound(kernel, shared, grid, arguments)
         found = [self._run(bound, order) for order in self.orders]
         for order, result in zip(self.orders, found, strict=True):
             if result != found[0]:
@@ -87,12 +91,21 @@ class Executor:
 
 
 class Bound:
-    """A kernel with its arguments: parameters, and the tensors that it can reach, in the state before the launch."""
+    """A kernel with its arguments: parameters, and the tensors that it can reach, in the state before the launch.
+
+    ``reachable`` are tensors by address, of which a table of addresses may name some.
+    """
 
     def __init__(
-        self, kernel: Kernel, shared: int, grid: tuple[int, int, int], arguments: list[tuple[Any, str]]
+        self,
+        kernel: Kernel,
+        shared: int,
+        grid: tuple[int, int, int],
+        arguments: list[tuple[Any, str]],
+        reachable: Mapping[int, torch.Tensor] | None = None,
     ) -> None:
         self.kernel, self.grid, self._shared = kernel, grid, shared
+        self._reachable = asked if reachable is None else reachable
         self._ranges: list[tuple[int, torch.Tensor, str]] = []
         self._parameters = [self._parameter(number, *argument) for number, argument in enumerate(arguments, 1)]
         # The last parameters are scratch memory of Triton, which these kernels do not use.
@@ -108,8 +121,8 @@ class Bound:
         first = APART * number + address_of(value) % 4096
         self._ranges.append((first, value, f"argument {number} ({value.dtype}, {list(value.shape)})"))
         if value.dtype == torch.int64:  # maybe a table of addresses
-            for address in {*value.flatten().tolist()} & asked.keys():
-                self._ranges.append((address, asked[address], f"a tensor in the table of argument {number}"))
+            for address in {*value.flatten().tolist()} & self._reachable.keys():
+                self._ranges.append((address, self._reachable[address], f"a tensor in the table of argument {number}"))
         return np.uint64(first)
 
     def run(

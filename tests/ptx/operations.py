@@ -208,8 +208,10 @@ def neg(parts: list[str]) -> Operation:
 
 
 def absolute(parts: list[str]) -> Operation:
-    """Magnitudes of floats. That of a NaN in fp32 is the canonical one."""
+    """Magnitudes. That of a NaN in fp32 is the canonical one, and that of the least integer is itself."""
     plain(parts)
+    if parts[1] in {"s32", "s64"}:
+        return Operation((parts[1],), np.abs)
     if parts[1] in {"f16x2", "bf16x2"}:
         return Operation(("b32",), lambda a: a & np.uint32(0x7FFF7FFF))
     if parts[1] != "f32":

@@ -59,6 +59,8 @@ def _step(kernel: Kernel, it: Instruction) -> Step | None:
 def source(kernel: Kernel, operand: Operand, kind: str) -> Source:
     """Return what reads an operand as a type. Of a wider register the low bits are read."""
     if kind == "pred":
+        if isinstance(operand, int):
+            return lambda group: np.bool_(operand)
         return lambda group: group.registers[operand]
     bits, dtype = UNSIGNED[width_of(kind)], dtype_of(kind)
     number = 0 if operand == "global_smem" else operand  # where shared memory begins
@@ -122,7 +124,11 @@ def operate(kernel: Kernel, it: Instruction) -> Step:
 
 def move(kernel: Kernel, it: Instruction) -> Step:
     """``mov``: a copy, or the parts of a vector packed into a register, or a register taken apart. The first is low."""
-    (to, pieces), width = it.operands, width_of(it.parts[1])
+    to, pieces = it.operands
+    if it.parts[1] == "pred":
+        get, put = source(kernel, pieces, "pred"), target(kernel, to)
+        return lambda group, mask: put(group, get(group), mask)
+    width = width_of(it.parts[1])
     if isinstance(to, tuple):
         whole, part = source(kernel, pieces, f"b{width}"), width // len(to)
         puts = [target(kernel, name) for name in to]
@@ -222,10 +228,8 @@ def store(kernel: Kernel, it: Instruction) -> Step:
 
 
 def update(kernel: Kernel, it: Instruction) -> Step:
-    """``atom`` and ``red``: an atomic operation, which returns what was there, or does not."""
+    """``atom`` and ``red``: an atomic operation, which returns what was there, or does not. It is relaxed by default."""
     where, (operation, kind), returns = _space(it), it.parts[-2:], it.parts[0] == "atom"
-    if "relaxed" not in it.parts:
-        raise ValueError("order")
     name, place, value = it.operands if returns else ("_", *it.operands)
     used = returns and sum(name in {*_names(each.operands)} for each in kernel.instructions()) > 1
     get, put, address = source(kernel, value, kind), target(kernel, name), _addresses(kernel, place, where)
@@ -298,6 +302,21 @@ def reduce(kernel: Kernel, it: Instruction) -> Step:
     return step
 
 
+def ballot(kernel: Kernel, it: Instruction) -> Step:
+    """``vote``: the predicates of a warp, as the bits of a word, in each of its lanes."""
+    if it.name != "vote.sync.ballot.b32":
+        raise ValueError(it.name)
+    name, chosen, named = it.operands
+    get, members, put = source(kernel, chosen, "pred"), source(kernel, named, "b32"), target(kernel, name)
+
+    def step(group: Group, mask: Mask) -> None:
+        _whole_warps(group, mask, it, members(group))
+        words = np.packbits(every(get(group), group).reshape(-1, WARP), axis=1, bitorder="little").view("<u4")
+        put(group, np.repeat(words.ravel().astype(np.uint32), WARP), mask)
+
+    return step
+
+
 def load_matrices(kernel: Kernel, it: Instruction) -> Step:
     """``ldmatrix``: 8 rows of 16 bytes per matrix. Lane 8 i + r has the address of row r of matrix i.
 
@@ -330,5 +349,6 @@ OTHERS: dict[str, Callable[[Kernel, Instruction], Step]] = {
     "red": update,
     "shfl": shuffle,
     "redux": reduce,
+    "vote": ballot,
     "ldmatrix": load_matrices,
 }

@@ -228,7 +228,7 @@ def test_time(limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
         "foo.b32 %r3, %r1;", "add.sat.s32 %r3, %r1, %r1;", "fma.rn.f32 %r3, %r1, %r1, %r1;", "add.f32 %r3, %r1, %r1;",
         "add.rn.ftz.f32 %r3, %r1, %r1;", "shfl.sync.down.b32 %r3, %r1, 1, 31, -1;", "bar.sync 1;",
         "ld.local.b32 %r3, [%rd1];", "cvt.s32.f32 %r3, %r1;", '.pragma "nounroll";', "mov.u32 %r3, %clock;",
-        "atom.global.gpu.add.u32 %r3, [%rd1], 1;", "ld.acquire.foo.b32 %r3, [%rd1];", "@%p1 bar.sync 0;",
+        "atom.acquire.gpu.global.add.u32 %r3, [%rd1], 1;", "ld.acquire.foo.b32 %r3, [%rd1];", "@%p1 bar.sync 0;",
     ],
 )  # fmt: skip
 def test_unknown_text(text: str) -> None:

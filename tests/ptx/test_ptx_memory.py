@@ -26,11 +26,18 @@ LOADS = [f"ld.global.{hint}{vector}{kind}" for hint in HINTS for vector, kind in
 LOADS += [f"ld.shared.{vector}{kind}" for vector, kind in SHAPES] + ["ld.shared.s32"]
 STORES = [f"st.{where}.{vector}{kind}" for where in ("global", "shared", "shared::cta") for vector, kind in SHAPES]
 UPDATES = {
-    "red.global.gpu.relaxed.add.u32": sum,
-    "red.global.gpu.relaxed.add.u64": sum,
-    "red.global.gpu.relaxed.max.s64": max,
-    "red.global.gpu.relaxed.or.b32": lambda values: functools.reduce(operator.or_, values),
+    f"{opcode}.global.gpu.relaxed.{operation}": function
+    for opcode in ("red", "atom")
+    for operation, function in {
+        "add.u32": sum,
+        "add.u64": sum,
+        "max.s64": max,
+        "or.b32": lambda values: functools.reduce(operator.or_, values),
+    }.items()
+}
+UPDATES |= {
     "atom.relaxed.sys.shared.add.u32": sum,
+    "atom.shared.add.u32": sum,
 }
 REDUCTIONS = {"redux.sync.add.s32": sum, "redux.sync.min.s32": min, "redux.sync.max.s32": max}
 SHUFFLES = {
@@ -38,6 +45,7 @@ SHUFFLES = {
     "shfl.sync.bfly.b32": lambda lane, by, first, last: lane ^ by,
     "shfl.sync.idx.b32": lambda lane, by, first, last: first | by & ~first,
 }
+BALLOTS = ("vote.sync.ballot.b32",)
 PARAMETERS = {"ld.param.b32": 1 << 32, "ld.param.b64": 1 << 64, "ld.param.s32": 1 << 64}
 
 
@@ -118,7 +126,8 @@ def test_update(form: str) -> None:
         after = "bar.sync 0; ld.shared.b32 %r12, [%r11]; @%p1 st.global.b32 [%rd2], %r12;"
         run(load + prepare + f"{form} %r13, [%r11], {register};" + after, values, found, shared=4)
     else:
-        run(load + f"{form} [ %rd2 + 0 ], {register};", values, found)
+        before = f"{'%rd13' if size == 8 else '%r13'}, " if form.startswith("atom") else ""
+        run(load + f"{form} {before}[ %rd2 + 0 ], {register};", values, found)
     expected = UPDATES[form]([5, *values.tolist()])
     assert (
         found.item()
@@ -138,6 +147,31 @@ def test_reduction(form: str) -> None:
     )  # fmt: skip
     results = [REDUCTIONS[form](values[at : at + 32].tolist()) for at in (0, 32)]
     assert out.tolist() == [(x + 2**31) % 2**32 - 2**31 for x in results for _ in range(32)]
+
+
+@pytest.mark.parametrize("form", BALLOTS)
+def test_ballot(form: str) -> None:
+    """Each lane gets a word, whose bit i is the predicate of lane i of its warp."""
+    values = torch.randint(0, 2, (64,), generator=torch.Generator().manual_seed(3)).int()
+    out = torch.zeros(64, dtype=torch.int32)
+    run(
+        "mad.wide.u32 %rd10, %r1, 4, %rd1; ld.global.b32 %r10, [%rd10]; setp.ne.b32 %p10, %r10, 0;"
+        f"{form} %r11, %p10, -1; mad.wide.u32 %rd11, %r1, 4, %rd2; st.global.b32 [%rd11], %r11;",
+        values, out, threads=64,
+    )  # fmt: skip
+    words = [sum(bit << i for i, bit in enumerate(values[at : at + 32].tolist())) for at in (0, 32)]
+    assert [word % 2**32 for word in out.tolist()] == [word for word in words for _ in range(32)]
+
+
+def test_constant_predicates() -> None:
+    """A predicate can be set to true or false."""
+    out = torch.zeros(2, dtype=torch.int32)
+    run(
+        "mov.pred %p1, -1; mov.pred %p2, 0; selp.b32 %r10, 5, 6, %p1; selp.b32 %r11, 5, 6, %p2;"
+        "setp.eq.u32 %p3, %r1, 0; @%p3 st.global.v2.b32 [%rd1], {%r10, %r11};",
+        out,
+    )
+    assert out.tolist() == [5, 6]
 
 
 @pytest.mark.parametrize("form", SHUFFLES)

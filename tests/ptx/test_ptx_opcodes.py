@@ -176,9 +176,11 @@ def integers() -> dict[str, Row]:
     for kind in ("s32", "s64"):
         found[f"add.{kind}"] = Row(f"{kind} {kind}", kind, operator.add)
         found[f"sub.{kind}"] = Row(f"{kind} {kind}", kind, operator.sub)
-        found[f"mul.lo.{kind}"] = Row(f"{kind} {kind}", kind, operator.mul)
         found[f"mad.lo.{kind}"] = Row(f"{kind} {kind} {kind}", kind, lambda a, b, c: a * b + c)
         found[f"neg.{kind}"] = Row(kind, kind, operator.neg)
+        found[f"abs.{kind}"] = Row(kind, kind, abs)
+    for kind in ("s16", "s32", "s64"):
+        found[f"mul.lo.{kind}"] = Row(f"{kind} {kind}", kind, operator.mul)
     for kind, wide in (("s32", "s64"), ("u32", "u64")):
         found[f"mul.wide.{kind}"] = Row(f"{kind} {kind}", wide, operator.mul)
         found[f"mad.wide.{kind}"] = Row(f"{kind} {kind} {wide}", wide, lambda a, b, c: a * b + c)
@@ -248,7 +250,7 @@ def choices() -> dict[str, Row]:
     """Return comparisons, selections and copies."""
     found: dict[str, Row] = {}
     names = ("eq", "ne", "lt", "le", "gt", "ge")
-    whole = [(name, kind) for name in names for kind in ("s32", "s64", "u32", "u64")]
+    whole = [(name, kind) for name in names for kind in ("s16", "s32", "s64", "u32", "u64")]
     for name, kind in [*whole, *itertools.product(("eq", "ne"), ("b16", "b32", "b64"))]:
         found[f"setp.{name}.{kind}"] = Row(f"{kind} {kind}", "pred", getattr(operator, name))
     for name, kind in itertools.product(names, ("f32", "f64", "f16", "bf16")):
@@ -266,7 +268,7 @@ def choices() -> dict[str, Row]:
     for kind in ("b16", "b32", "b64", "f32", "f64"):
         bits = f"b{width(kind)}"
         found[f"selp.{kind}"] = Row(f"{bits} {bits} pred", bits, lambda a, b, chosen: a if chosen else b)
-    for kind in ("b16", "b32", "b64", "u16", "u32", "u64"):
+    for kind in ("b16", "b32", "b64", "u16", "u32", "u64", "pred"):
         found[f"mov.{kind}"] = Row(kind, kind, int)
     return found
 
