@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Runs all checks that need a GPU, from a bare checkout, in under eight minutes (the limits below add up to 475 s):
+# Runs all checks that need a GPU, from a bare checkout, in under eight minutes (the limits below add up to 470 s):
 # first correctness, then the sanitizers on small inputs, then speed. It installs nothing. With two GPUs or more, it
 # takes up to five minutes more.
 #
-#   bash benchmarks/gpu_run.sh [FOLDER]      (default: benchmarks/results/gpu-DATE)
+#   bash benchmarks/gpu_run.sh [FOLDER [checks|speed]]      (default: benchmarks/results/gpu-DATE, and both parts)
 #
 # All results are written to FOLDER. Required: Python 3.10 or newer with torch (CUDA), Triton >= 3.6 and numpy. The
 # tests also require pytest and hypothesis. Without them, only the benchmark compares results with the reference.
@@ -12,6 +12,7 @@
 set -uo pipefail
 cd "$(dirname "$0")/.."
 out=${1:-benchmarks/results/gpu-$(date +%F)}
+part=${2:-all}
 mkdir -p "$out"
 : >"$out/summary.txt"
 export PYTHONPATH=$PWD:$PWD/kernels PYTHONUNBUFFERED=1 MPLBACKEND=agg
@@ -36,30 +37,37 @@ stage machine 10 nvidia-smi
 for needed in torch triton numpy; do
   has "$needed" || { note "$needed is missing: install it in $python and run again"; exit 1; }
 done
-tests=("$python" -m pytest -v --tb=short -W default -p no:cacheprovider -m gpu tests/kernels)
-if has pytest && has hypothesis; then
-  stage correctness 120 env KERNEL_CASES=0.15 "${tests[@]}"
-  if command -v compute-sanitizer >/dev/null; then
-    small=(env KERNEL_CASES=0.02 PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --report-api-errors no --error-exitcode 9)
-    some="by_hand or expand or merge or rebalance or adam or rows or joined or entries or bad_indices or steps or tensors"
-    stage memcheck 60 "${small[@]}" --tool memcheck "${tests[@]}" -k "$some"
-    stage racecheck 35 "${small[@]}" --tool racecheck "${tests[@]}" -k by_hand
+if [ "$part" != speed ]; then
+  tests=("$python" -m pytest -v --tb=short -W default -p no:cacheprovider -m gpu tests/kernels)
+  if has pytest && has hypothesis; then
+    several=()
+    has xdist && several=(-n 8)
+    stage correctness 90 env KERNEL_CASES=0.15 "${tests[@]}" "${several[@]}"
+    # Every launch also in the executor of PTX, from the text that the GPU runs: all bits of all tensors are equal.
+    stage executor 90 env TRITONCOMM_PTX=gpu KERNEL_CASES=0.03 "${tests[@]}" "${several[@]}"
+    if command -v compute-sanitizer >/dev/null; then
+      small=(env KERNEL_CASES=0.02 PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --report-api-errors no --error-exitcode 9)
+      some="by_hand or expand or merge or rebalance or adam or rows or joined or entries or bad_indices or steps or tensors"
+      stage memcheck 50 "${small[@]}" --tool memcheck "${tests[@]}" -k "$some"
+      stage racecheck 30 "${small[@]}" --tool racecheck "${tests[@]}" -k by_hand
+    else
+      note "compute-sanitizer is not on the PATH: memcheck and racecheck are skipped"
+    fi
   else
-    note "compute-sanitizer is not on the PATH: memcheck and racecheck are skipped"
+    note "pytest or hypothesis is missing: only the benchmark compares results with the reference"
+    failed=1
   fi
-else
-  note "pytest or hypothesis is missing: only the benchmark compares results with the reference"
-  failed=1
+  # The static forms in simulation, against the CPU, and how often the host waits in them. All methods and wrap() in a process group of one worker over NCCL.
+  stage one-gpu 40 "$python" benchmarks/one_gpu.py --json "$out/one-gpu.json"
+  [ "$part" = checks ] && exit "$failed"
 fi
-# The static forms in simulation, against the CPU, and how often the host waits in them. All methods and wrap() in a process group of one worker over NCCL.
-stage one-gpu 40 "$python" benchmarks/one_gpu.py --json "$out/one-gpu.json"
 picture=()
 has matplotlib && picture=(--plot "$out/selection.png")
 speed=("$python" benchmarks/selection.py --device cuda --density 0.01 0.001)
-stage speed 90 "${speed[@]}" --n 1e6 25e6 100e6 --no-compile --json "$out/selection.json" "${picture[@]}"
-stage speed-bf16 40 "${speed[@]}" --n 25e6 100e6 --dtype bf16 --no-compile --json "$out/selection-bf16.json"
+stage speed 70 "${speed[@]}" --n 1e6 25e6 100e6 --no-compile --json "$out/selection.json" "${picture[@]}"
+stage speed-bf16 35 "${speed[@]}" --n 25e6 100e6 --dtype bf16 --no-compile --json "$out/selection-bf16.json"
 stage speed-sections 25 "$python" benchmarks/sections.py --device cuda --json "$out/sections.json"
-stage speed-compiled 55 "${speed[@]}" --n 25e6 --reps 10 --json "$out/selection-compiled.json"
+stage speed-compiled 40 "${speed[@]}" --n 25e6 --reps 10 --json "$out/selection-compiled.json"
 
 # What an emulated NCCL cannot show (tests/emulated_cuda). Each line is a check of multi_gpu.py on NCCL, with no call of
 # torch.cuda.set_device:

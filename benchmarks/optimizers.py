@@ -1,8 +1,9 @@
 """Train with several optimizers, and compare the exchange of gradients, the exchange of updates, and dense.
 
-Four simulated workers train the byte-level GPT of ``training.py``, or the model of the demo. The score is the
-validation loss in nats per byte. Rates follow a linear warm-up, and then half a cosine or nothing. Bytes are those that
-the busiest worker sends per step, over the whole run.
+Four simulated workers train the byte-level GPT of ``training.py``, the model of the demo, or one of 10.9 million
+parameters, for which ``--device cuda`` takes minutes instead of hours. The score is the validation loss in nats per
+byte. Rates follow a linear warm-up, and then half a cosine or nothing. Bytes are those that the busiest worker sends
+per step, over the whole run.
 
 ``dense`` averages gradients. ``gradients`` exchanges them by Ok-Topk, as :func:`tritoncomm.wrap` does for optimizers
 with a rule. ``updates`` lets every worker take ``--local-steps`` steps of its own optimizer, and exchanges what they
@@ -49,13 +50,14 @@ from demo_compressor import DeMo, DeMoWorld
 from optimizer_runs import Outcome, Run, add, chosen, picture, read
 from peers import PEERS, SparseLoCoWorld
 from power_sgd import PowerSGD, PowerSGDWorld
+from selection import machine
 from tasks import BATCHES, TASKS, WORKERS, Task
 from training import DENSE_BELOW, LR_WARMUP_SHARE, Sent, World, around, scored
 
 ADAMW_SHARE = 0.25  # rate of the AdamW beside a Muon, as a share of Muon's
 POWER_SGD_START = 0.1  # share of the steps that are dense, as its authors recommend
 CURVE_POINTS = 30
-CURVE_BATCHES = {"gpt": 4, "demo": 1}  # at most a twentieth of the time of a run
+CURVE_BATCHES = {"gpt": 4, "demo": 1, "gpt10m": 1}  # at most a twentieth of the time of a run
 
 
 Named = list[tuple[str, nn.Parameter]]
@@ -160,7 +162,7 @@ class Gradients:
         rule = find_rule(self.optimizer) if run.sends_gradients and run.method not in ("powersgd", "demo") else None
         self.rule = None if rule is None else rule.from_options(self.optimizer, WrapOptions())
         self.world = world_of(run, self.layouts[0], by_update=self.rule is not None)
-        self.rows = torch.empty(WORKERS, self.layouts[0].numel)
+        self.rows = torch.empty(WORKERS, self.layouts[0].numel, device=_device(self.layouts[0]))
 
     def step(self, sent: Sent) -> None:
         """Exchange, and update all models."""
@@ -196,7 +198,7 @@ def world_of(run: Run, layout: BucketLayout, *, by_update: bool) -> World:
             sparse, run.dense_steps, *split_by_size(layout.parameters, DENSE_BELOW), by_update=by_update,
             tail=DEFAULT_SMALL, node_size=1, warmup_values=run.dense_values,
         )  # fmt: skip
-    return tritoncomm.SimulatedWorld(recipe, WORKERS, layout.numel)
+    return tritoncomm.SimulatedWorld(recipe, WORKERS, layout.numel, device=_device(layout))
 
 
 class Updates:
@@ -211,11 +213,11 @@ class Updates:
         if run.method == "sparseloco":
             self.world = SparseLoCoWorld(WORKERS, [p.shape for p in first.parameters], run.count)
         else:
-            self.world = tritoncomm.SimulatedWorld(recipe_of(run), WORKERS, first.numel)
+            self.world = tritoncomm.SimulatedWorld(recipe_of(run), WORKERS, first.numel, device=_device(first))
         self.anchor = torch.cat([p.detach().reshape(-1) for p in first.parameters])
         self.momentum = torch.zeros_like(self.anchor)
-        self.signs = random_signs(first.numel, "cpu")
-        self.rows = torch.empty(WORKERS, first.numel)
+        self.signs = random_signs(first.numel, _device(first))
+        self.rows = torch.empty(WORKERS, first.numel, device=_device(first))
         self.steps = 0
 
     def step(self, sent: Sent) -> None:
@@ -262,6 +264,10 @@ def _layout(parameters: Sequence[Tensor]) -> BucketLayout:
     return BucketLayout([*large, *small])
 
 
+def _device(layout: BucketLayout) -> torch.device:
+    return layout.parameters[0].device
+
+
 def _is_adam(optimizer: torch.optim.Optimizer) -> bool:
     return isinstance(optimizer, torch.optim.AdamW)
 
@@ -287,13 +293,14 @@ def exchanges(run: Run, workers: Sequence[Worker]) -> Iterator[Gradients | Updat
     yield Updates(run, list(zip(*rest, strict=True)))
 
 
-def train(run: Run, batches: int = BATCHES) -> Outcome:
+def train(run: Run, batches: int = BATCHES, device: str = "cpu") -> Outcome:
     """Train once. Return the columns of the results: the score, what was sent, the curve and the seconds."""
     started = time.perf_counter()
     torch.manual_seed(run.seed)
     task = TASKS[run.task](run.steps, batches)
     few = TASKS[run.task](run.steps, min(batches, CURVE_BATCHES[run.task]))
-    model = task.model()
+    model = task.model().to(device)
+    model.register_forward_pre_hook(lambda _, inputs: tuple(each.to(device) for each in inputs))
     workers = [Worker(copy.deepcopy(model), run) for _ in range(WORKERS)]
     parts, sent = list(exchanges(run, workers)), [Sent() for _ in workers[0].optimizers]
     curve, at_start = [], 0
@@ -353,6 +360,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--outer-momentum", type=float, nargs="+", help="0, or that of the peer, unless given")
     parser.add_argument("--dense-steps", type=int, help="dense steps at the start, instead of the default of wrap")
     parser.add_argument("--match-length", action="store_true", help="restore the length of the mean")
+    parser.add_argument("--device", default="cpu", help="where to train: cuda is for the methods of tritoncomm alone")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument(
         "--best", action="store_true", help="train the best of each kind in the file of --json, by the seeds of --sweep"
@@ -430,10 +438,10 @@ def main() -> None:
     for run in runs(options):
         if run in read(options.json):
             continue
-        outcome = train(run, 1 if options.smoke else BATCHES)
+        outcome = train(run, 1 if options.smoke else BATCHES, options.device)
         print(asdict(run) | outcome, flush=True)
         if options.json:
-            add(options.json, run, outcome, {"workers": WORKERS})
+            add(options.json, run, outcome, {"workers": WORKERS} | machine(options.device))
     if options.plot:
         picture(read(options.json), options.plot)
 

@@ -1,4 +1,4 @@
-"""The tasks of the training benchmarks: two language models and an image classifier, each trained by four workers."""
+"""The tasks of the training benchmarks: language models of three sizes and an image classifier, with four workers."""
 
 from __future__ import annotations
 
@@ -34,42 +34,38 @@ class Task:
 
 def gpt(steps: int | None, batches: int = BATCHES) -> Task:
     """Return the language-model task, evaluated on ``batches`` of 64 rows. ``steps`` None is the default number."""
-    text = standard_library()
-    shape = Shape(context=32, width=64, layers=2, heads=2)
-    held_out = validation_batches(text.validation, 64, shape.context, batches)
-
-    def loss(model: nn.Module, seed: int, step: int, rank: int) -> Tensor:
-        out: Tensor = model(batch(text.train, 16, shape.context, seed, step, rank))
-        return out
-
-    return Task(
-        steps or 1600,
-        lambda: ByteGPT(shape),
-        lambda parameters, lr: torch.optim.AdamW(parameters, lr=lr, betas=(0.9, 0.95), weight_decay=0.1),
-        5e-3,  # 1e-2 helps dense runs, but hardly sparse ones: docs/explanation/adamw.md
-        loss,
-        lambda model: statistics.fmean(float(model(rows)) for rows in held_out),
-        lower_is_better=True,
-    )
+    # A rate of 1e-2 helps dense runs, but hardly sparse ones: docs/explanation/adamw.md
+    return _language(Shape(context=32, width=64, layers=2, heads=2), steps or 1600, 16, 64, batches, 5e-3)
 
 
 def demo(steps: int | None, batches: int = BATCHES) -> Task:
     """Return the task of ``python -m tritoncomm demo``, a larger model, see :func:`gpt`."""
+    steps = steps or demo_run.Settings().steps
+    return _language(Shape(), steps, demo_run.ROWS, demo_run.VALIDATION_ROWS, batches, demo_run.LEARNING_RATE)
+
+
+def gpt10m(steps: int | None, batches: int = BATCHES) -> Task:
+    """Return the same with 10.9 million parameters, trained for longer: on a CPU, a step takes seconds."""
+    shape = Shape(width=384, layers=6, heads=6)
+    return _language(shape, steps or 1500, demo_run.ROWS, demo_run.VALIDATION_ROWS, batches, demo_run.LEARNING_RATE)
+
+
+def _language(shape: Shape, steps: int, rows: int, held_out_rows: int, batches: int, lr: float) -> Task:
+    """Return the task of a byte-level GPT that each worker trains on ``rows`` windows of text in a step."""
     text = standard_library()
-    context = Shape().context
-    held_out = validation_batches(text.validation, demo_run.VALIDATION_ROWS, context, batches)
+    held_out = validation_batches(text.validation, held_out_rows, shape.context, batches)
 
     def loss(model: nn.Module, seed: int, step: int, rank: int) -> Tensor:
-        out: Tensor = model(batch(text.train, demo_run.ROWS, context, seed, step, rank))
+        out: Tensor = model(batch(text.train, rows, shape.context, seed, step, rank))
         return out
 
     return Task(
-        steps or demo_run.Settings().steps,
-        lambda: ByteGPT(Shape()),
+        steps,
+        lambda: ByteGPT(shape),
         lambda parameters, lr: torch.optim.AdamW(
             parameters, lr=lr, betas=demo_run.BETAS, weight_decay=demo_run.WEIGHT_DECAY
         ),
-        demo_run.LEARNING_RATE,
+        lr,
         loss,
         lambda model: statistics.fmean(float(model(rows)) for rows in held_out),
         lower_is_better=True,
@@ -110,4 +106,4 @@ def digits(steps: int | None, batches: int = BATCHES) -> Task:
     )  # fmt: skip
 
 
-TASKS = {"gpt": gpt, "demo": demo, "digits": digits}
+TASKS = {"gpt": gpt, "demo": demo, "gpt10m": gpt10m, "digits": digits}

@@ -228,7 +228,7 @@ def store(kernel: Kernel, it: Instruction) -> Step:
 
 
 def update(kernel: Kernel, it: Instruction) -> Step:
-    """``atom`` and ``red``: an atomic operation, which returns what was there, or does not. It is relaxed by default."""
+    """``atom`` and ``red``: an atomic operation, relaxed by default, which returns what was there, or does not."""
     where, (operation, kind), returns = _space(it), it.parts[-2:], it.parts[0] == "atom"
     name, place, value = it.operands if returns else ("_", *it.operands)
     used = returns and sum(name in {*_names(each.operands)} for each in kernel.instructions()) > 1

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from ptx.beside import compare
+from ptx.launch import remember
 from ptx.memory import ViolationError
 
 # Adds 1 to the first tensor, and to the one whose address is in the second.
@@ -38,8 +39,6 @@ ret;
 
 def launched(first: torch.Tensor, other: torch.Tensor, add: int) -> None:
     """Launch the text on views of two tensors, beside a device which adds ``add``."""
-    from ptx.launch import remember
-
     table = torch.tensor([remember(other)])
 
     def launch() -> Any:
