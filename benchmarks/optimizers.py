@@ -34,6 +34,7 @@ from pathlib import Path
 import torch
 import tritoncomm
 from torch import Tensor, nn
+from tritoncomm.algorithms.base import StaticRecipe
 from tritoncomm.primitives.mean_norm import random_signs, sketch
 from tritoncomm.step.flat import BucketLayout, split_by_size
 from tritoncomm.step.options import (
@@ -169,7 +170,7 @@ class Gradients:
         for layout, row in zip(self.layouts, self.rows, strict=True):
             layout.read_gradients(row)
         with sent.counted(self.world, dense=False):
-            mean = self.world.step(self.rows)[0]
+            mean = self.world.step(self.rows)[0].trimmed()
         first, *others = self.layouts
         delivered = first.split(mean)
         first.scatter(delivered)
@@ -194,6 +195,8 @@ def world_of(run: Run, layout: BucketLayout, *, by_update: bool) -> World:
             sparse: tritoncomm.Recipe = tritoncomm.OkTopk(density=DEFAULT_DENSITY, values=DEFAULT_VALUES)
         else:
             sparse = recipe_of(run)
+        if _device(layout).type != "cpu" and isinstance(sparse, StaticRecipe):
+            sparse = replace(sparse, static=True)  # as wrap does, so that the host need not wait
         recipe = around(
             sparse, run.dense_steps, *split_by_size(layout.parameters, DENSE_BELOW), by_update=by_update,
             tail=DEFAULT_SMALL, node_size=1, warmup_values=run.dense_values,

@@ -215,7 +215,7 @@ def floats() -> dict[str, Row]:
     for name in ("add", "sub", "mul"):
         found[f"{name}.rz.f32"] = Row("f32 f32", "f32", arithmetic(names[name], "f32", to_zero=True))
         found[f"{name}.rn.f32x2"] = Row("b64 b64", "b64", halves(arithmetic(names[name], "f32")))
-        for half in ("f16", "bf16"):
+        for half in ("f16", "bf16") if name != "mul" else ():
             found[f"{name}.rn.f32.{half}"] = Row(f"{half} f32", "f32", arithmetic(names[name], "f32"))
     for kind, name in itertools.product(("f32", "f64"), ("min", "max")):
         found[f"{name}.{kind}"] = Row(f"{kind} {kind}", kind, extreme(name == "min"))
