@@ -121,8 +121,12 @@ def _ours(p: Problem) -> list[Route]:
     def kept(found: Found, left: torch.Tensor) -> bool:
         return all(map(torch.equal, (*found, left), (*p.reaching, p.residual)))
 
+    def summed(found: Found, left: torch.Tensor) -> bool:
+        return all(map(torch.equal, (*found[:2], left), (*p.reaching, p.total)))
+
     made = [
         Route("select, fused", size, _fused(p), reaching, selects=True),
+        Route("select, not cleared", size, _fused(p, clear=False), summed),
         Route("select, two steps", size, _two_steps(p), reaching, selects=True),
         Route("select, residual kept", size, _apart(p), kept, selects=True),
         Route("exact k", p.pass_bytes + 8 * p.k, _exact(p), _same(p, p.largest), selects=True),
@@ -178,12 +182,12 @@ def _cleared(residual: torch.Tensor, found: Found) -> Found:
     return found
 
 
-def _fused(p: Problem) -> Callable[[torch.Tensor], Found]:
-    workspace = kernels.Workspace()
+def _fused(p: Problem, *, clear: bool = True) -> Callable[[torch.Tensor], Found]:
+    workspace, done = kernels.Workspace(), _cleared if clear else lambda residual, found: found
     if p.residual.device.type == "cpu":
 
         def run(residual: torch.Tensor) -> Found:
-            return _cleared(residual, kernels.accumulate_and_select(residual, p.gradient, residual, p.threshold)[:2])
+            return done(residual, kernels.accumulate_and_select(residual, p.gradient, residual, p.threshold)[:2])
 
         return run
     # As in a captured step: fixed capacity, threshold in device memory, no synchronization with the host.
@@ -195,7 +199,7 @@ def _fused(p: Problem) -> Callable[[torch.Tensor], Found]:
     def launch(residual: torch.Tensor) -> Found:
         kernels.mark(residual, p.gradient, residual, limit, marks)
         kernels.expand(residual, marks, indices, values, found, workspace=workspace)
-        return _cleared(residual, (indices, values, found))
+        return done(residual, (indices, values, found))
 
     return launch
 

@@ -7,9 +7,11 @@ import triton.language as tl
 from tritoncomm_kernels.bits_triton import bits_in, lowest_bit
 from tritoncomm_kernels.dispatch import on_device_of
 
-WORDS, WARPS = 1024, 8  # mask words per program: 32768 elements
+# Mask words per program: 8192 elements. On an H200, with 100 million elements of which 1 % are marked, 39 us; 44 us with
+# 1024 words and 8 warps.
+WORDS, WARPS = 256, 2
 CHUNK = 2048
-SCAN_CHUNK = 8192  # three iterations for 100 million elements
+SCAN_CHUNK, SCAN_WARPS = 8192, 8  # three iterations for 100 million elements
 # Up to this many tiles, every program sums the counts of the tiles before its own, which are in the L2 cache. That work
 # grows with the square of the number of tiles, so larger vectors use a separate scan kernel.
 TILES_SUMMED_IN_PLACE = 8192
@@ -85,7 +87,9 @@ def expand(
     scanned = tiles > tiles_summed_in_place
     with on_device_of(values):
         if scanned:
-            scan_counts_kernel[(1,)](counts, offsets, tiles, CHUNK=SCAN_CHUNK, num_warps=WARPS, enable_fp_fusion=False)
+            scan_counts_kernel[(1,)](
+                counts, offsets, tiles, CHUNK=SCAN_CHUNK, num_warps=SCAN_WARPS, enable_fp_fusion=False
+            )
         expand_kernel[(triton.cdiv(bits.numel(), words),)](
             values,
             bits,

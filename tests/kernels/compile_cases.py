@@ -133,7 +133,12 @@ def selecting() -> list[Case]:
         Case("expand, scanned", expand_triton.expand_kernel, turn | {"OFFSETS": True}, **size),
         Case("expand, unaligned", expand_triton.expand_kernel, turn, **size, aligned=False),
         Case("mark, unaligned", mark_triton.mark_kernel, choice | {"ADD": True}, **key, aligned=False),
-        Case("scan counts", expand_triton.scan_counts_kernel, {"CHUNK": expand_triton.SCAN_CHUNK}, expand_triton.WARPS),
+        Case(
+            "scan counts",
+            expand_triton.scan_counts_kernel,
+            {"CHUNK": expand_triton.SCAN_CHUNK},
+            expand_triton.SCAN_WARPS,
+        ),
     ]
 
 

@@ -1,8 +1,8 @@
 """What an instruction computes in its lane: one function per family of opcodes, on arrays with an element per lane.
 
 Each function takes the parts of an opcode and returns the types of its sources and the operation. A modifier that is
-not known raises ``ValueError``. Integers wrap. Floats are IEEE numbers with denormals; a NaN that arithmetic makes is
-the one that a GPU makes.
+not known raises ``ValueError``. Integers wrap. Floats are IEEE numbers with denormals. A NaN has the bits that an H200
+gives it: the same for each type, but fp64 arithmetic and some conversions keep those of a source.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ UNSIGNED = {8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}
 SIGNED = {8: np.int8, 16: np.int16, 32: np.int32, 64: np.int64}
 FLOATS = {16: np.float16, 32: np.float32, 64: np.float64}
 NAN = {16: 0x7FFF, 32: 0x7FFFFFFF, 64: 0x7FF8000000000000}
+INVALID = 0xFFF8000000000000  # what fp64 arithmetic makes of numbers
+QUIET = 1 << 51
 COMPARISONS = {
     "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal,
 }  # fmt: skip
@@ -51,6 +53,17 @@ def canonical(values: np.ndarray) -> np.ndarray:
     width = 8 * values.dtype.itemsize
     bits, bad = values.view(UNSIGNED[width]), np.isnan(values)
     return np.where(bad, UNSIGNED[width](NAN[width]), bits) if bad.any() else bits
+
+
+def _propagated(result: np.ndarray, *sources: np.ndarray) -> np.ndarray:
+    """Return the bits of fp64 numbers. A NaN has those of its first source that is one."""
+    bits = np.asarray(result).view(np.uint64)
+    if not (bad := np.isnan(result)).any():
+        return bits
+    found = np.full(np.shape(result), INVALID, np.uint64)
+    for each in reversed(sources):
+        found = np.where(np.isnan(each), np.asarray(each).view(np.uint64) | np.uint64(QUIET), found)
+    return np.where(bad, found, bits)
 
 
 def plain(parts: list[str], count: int = 1) -> None:
@@ -95,7 +108,9 @@ def _floats(parts: list[str], nearest: Callable[..., Any], exact: Callable[..., 
         return Operation(("f32", "f32"), lambda a, b: canonical(_toward_zero(exact(a, b))))
     if rounding != "rn":
         raise ValueError(f"rounding of {'.'.join(parts)}")
-    return Operation((kinds[0], kinds[0]), lambda a, b: canonical(nearest(a, b)))
+    if kinds == ["f64"]:
+        return Operation(("f64", "f64"), lambda a, b: _propagated(nearest(a, b), a, b))
+    return Operation(("f32", "f32"), lambda a, b: canonical(nearest(a, b)))
 
 
 def _each_half(function: Callable[..., Any], *sources: np.ndarray) -> np.ndarray:
@@ -176,9 +191,9 @@ def rem(parts: list[str]) -> Operation:
 
 def sqrt(parts: list[str]) -> Operation:
     """Square roots."""
-    if parts[1:] not in (["rn", "f32"], ["rn", "f64"]):
+    if parts[1:] != ["rn", "f32"]:
         raise ValueError(parts)
-    return Operation((parts[2],), lambda a: canonical(np.sqrt(a)))
+    return Operation(("f32",), lambda a: canonical(np.sqrt(a)))
 
 
 def extreme(parts: list[str]) -> Operation:
@@ -213,10 +228,18 @@ def absolute(parts: list[str]) -> Operation:
     if parts[1] in {"s32", "s64"}:
         return Operation((parts[1],), np.abs)
     if parts[1] in {"f16x2", "bf16x2"}:
-        return Operation(("b32",), lambda a: a & np.uint32(0x7FFF7FFF))
+        infinity = {"f16x2": 0x7C00, "bf16x2": 0x7F80}[parts[1]]
+        return Operation(("b32",), lambda a: _magnitudes(a, infinity))
     if parts[1] != "f32":
         raise ValueError(parts)
     return Operation(("f32",), lambda a: canonical(np.abs(a)))
+
+
+def _magnitudes(words: np.ndarray, infinity: int) -> np.ndarray:
+    """Return the magnitudes of two 16-bit floats in each word."""
+    parts = [words >> np.uint32(at) & np.uint32(0x7FFF) for at in (0, 16)]
+    low, high = (np.where(part > infinity, np.uint32(NAN[16]), part) for part in parts)
+    return low | high << np.uint32(16)
 
 
 def logic(parts: list[str]) -> Operation:
@@ -330,17 +353,34 @@ def cvt(parts: list[str]) -> Operation:
     if mode == ["rn"] and to in {"f16x2", "bf16x2"} and source == "f32":  # the first source becomes the upper half
         half = cvt(["cvt", "rn", to.removesuffix("x2"), "f32"]).function
         return Operation(("f32", "f32"), lambda a, b: half(a).astype(np.uint32) << np.uint32(16) | half(b))
-    if not mode and to == "f32" and source in {"bf16", "f16"}:
-        widen = _widened(source)
-        return Operation((source,), lambda a: canonical(widen(a)))
+    if not mode and (to, source) == ("f32", "bf16"):
+        return Operation((source,), lambda a: _widened(source)(a).view(np.uint32))
     if is_float([to]):
         widens = source[0] == "f" and width_of(source) < width_of(to)
         if mode != ([] if widens else ["rn"]) or "b" in to + source:
             raise ValueError(f"rounding of {'.'.join(parts)}")
+        if {to, source} == {"f32", "f64"}:
+            return Operation((source,), lambda a: _with_payload(np.asarray(a), to))
         return Operation((source,), lambda a: canonical(np.asarray(a).astype(dtype_of(to))))
     if mode != ["rzi"] or source not in {"f32", "f64"} or width_of(to) < 32:
         raise ValueError(f"rounding of {'.'.join(parts)}")
     return Operation((source,), lambda a: _to_integer(np.asarray(a), to, source))
+
+
+def _with_payload(values: np.ndarray, to: str) -> np.ndarray:
+    """Return the bits of fp32 numbers as fp64 ones, or the other way round. A NaN keeps its upper bits."""
+    wide = dtype_of(f"u{8 * values.dtype.itemsize}")
+    bits, number = values.view(wide).astype(np.uint64), values.astype(dtype_of(to)).view(dtype_of(f"u{width_of(to)}"))
+    if to == "f32":
+        nan = (
+            bits >> np.uint64(32) & np.uint64(1 << 31)
+            | bits >> np.uint64(29) & np.uint64(0x3FFFFF)
+            | np.uint64(0x7FC00000)
+        )
+    else:
+        nan = (bits & np.uint64(1 << 31)) << np.uint64(32) | (bits & np.uint64(0x3FFFFF)) << np.uint64(29)
+        nan |= np.uint64(NAN[64])
+    return np.where(np.isnan(values), nan.astype(number.dtype), number)
 
 
 def _to_bf16(values: np.ndarray) -> np.ndarray:

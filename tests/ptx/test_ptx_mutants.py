@@ -62,7 +62,7 @@ MUTANTS = {
         "select",
         "expand_kernel",
         barrier(3),
-        r"\1mov.u32 %r0, %tid.x; setp.lt.u32 %p0, %r0, 128; @%p0 bra $L__x; bar.sync 0;" + "\n$L__x:\n",
+        r"\1mov.u32 %r0, %tid.x; setp.lt.u32 %p0, %r0, 32; @%p0 bra $L__x; bar.sync 0;" + "\n$L__x:\n",
         "barrier",
     ),
     "no barrier before lanes read what others stored": Mutant("select", "expand_kernel", barrier(3), r"\1", "race"),

@@ -27,14 +27,22 @@ LARGEST = {
 PREDICATES = {"pred": 1, "pair": 2}  # and their number
 FORMATS = {"f16": ("<H", "<e"), "f32": ("<I", "<f"), "f64": ("<Q", "<d")}
 NANS = {"f16": 0x7FFF, "bf16": 0x7FFF, "f32": 0x7FFFFFFF, "f64": 0x7FF8000000000000}
+OTHER_NANS = {
+    "f16": (0x7E01, 0xFE23), "bf16": (0x7FC1, 0xFFD3), "f32": (0x7FC00001, 0xFFD23456),
+    "f64": (0x7FF8000000000001, 0xFFF9123456789ABC),
+}  # fmt: skip
 
 
 class Row(NamedTuple):
-    """The types of the sources and the result, and the result for sources that are ints, floats or bools."""
+    """The types of the sources and the result, and the result for sources that are ints, floats or bools.
+
+    ``nan`` gives the bits of a result that is NaN, from those of the sources. By default they are :data:`NANS`.
+    """
 
     sources: str
     result: str
     function: Callable[..., Number]
+    nan: Callable[..., int] | None = None
 
 
 def width(kind: str) -> int:
@@ -160,6 +168,32 @@ def packed(kind: str) -> Callable[[float, float], int]:
     return lambda a, b: encoded(converted(kind)(a), kind) << 16 | encoded(converted(kind)(b), kind)
 
 
+def magnitudes(kind: str) -> Callable[[int], int]:
+    """Return the magnitudes of two 16-bit floats."""
+
+    def function(a: int) -> int:
+        parts = [a >> at & 0xFFFF for at in (0, 16)]
+        found = [NANS[kind] if math.isnan(decoded(part, kind)) else part & 0x7FFF for part in parts]
+        return found[0] | found[1] << 16
+
+    return function
+
+
+def first_nan(*sources: int) -> int:
+    """Return the first of the fp64 sources that is a NaN, or what arithmetic makes of numbers."""
+    return next((bits for bits in sources if math.isnan(decoded(bits, "f64"))), 0xFFF8000000000000)
+
+
+def widened_nan(bits: int) -> int:
+    """Return a NaN of fp32 in fp64."""
+    return bits >> 31 << 63 | 0x7FF << 52 | (bits & 0x7FFFFF) << 29
+
+
+def narrowed_nan(bits: int) -> int:
+    """Return a NaN of fp64 in fp32, with the bits that fit."""
+    return bits >> 63 << 31 | 0xFF << 23 | bits >> 29 & 0x7FFFFF
+
+
 def unordered_halves(kind: str) -> Callable[[int, int], int]:
     """Return the comparison of two numbers in each of two words: a bit for each half, set if one of them is NaN."""
 
@@ -211,7 +245,8 @@ def floats() -> dict[str, Row]:
     found: dict[str, Row] = {}
     names = {"add": operator.add, "sub": operator.sub, "mul": operator.mul, "div": operator.truediv}
     for kind, (name, operation) in itertools.product(("f32", "f64"), names.items()):
-        found[f"{name}.rn.{kind}"] = Row(f"{kind} {kind}", kind, arithmetic(operation, kind))
+        nan = first_nan if kind == "f64" else None
+        found[f"{name}.rn.{kind}"] = Row(f"{kind} {kind}", kind, arithmetic(operation, kind), nan)
     for name in ("add", "sub", "mul"):
         found[f"{name}.rz.f32"] = Row("f32 f32", "f32", arithmetic(names[name], "f32", to_zero=True))
         found[f"{name}.rn.f32x2"] = Row("b64 b64", "b64", halves(arithmetic(names[name], "f32")))
@@ -222,7 +257,8 @@ def floats() -> dict[str, Row]:
     for name in ("min", "max"):
         found[f"{name}.f32 of 3"] = Row("f32 f32 f32", "f32", extreme(name == "min"))
     found["abs.f32"] = Row("f32", "f32", abs)
-    found["abs.f16x2"] = found["abs.bf16x2"] = Row("b32", "b32", lambda a: a & 0x7FFF7FFF)
+    for kind in ("f16", "bf16"):
+        found[f"abs.{kind}x2"] = Row("b32", "b32", magnitudes(kind))
     # The root in fp64 has more than twice the digits, and no root of an fp32 number is half way between two.
     found["sqrt.rn.f32"] = Row("f32", "f32", lambda a: converted("f32")(math.sqrt(a)) if a >= 0 else math.nan)
     return found
@@ -234,10 +270,10 @@ def conversions() -> dict[str, Row]:
     found = {f"cvt.{to}.{source}": Row(source, to, int) for to in whole[1:] for source in whole if to != source}
     for to, source in itertools.product(("f32", "f64"), ("s16", "s32", "s64", "u32", "u64")):
         found[f"cvt.rn.{to}.{source}"] = Row(source, to, converted(to))
-    for to, source in (("f32", "f64"), ("f16", "f32"), ("bf16", "f32")):
-        found[f"cvt.rn.{to}.{source}"] = Row(source, to, converted(to))
-    for to, source in (("f64", "f32"), ("f32", "f16"), ("f32", "bf16")):
-        found[f"cvt.{to}.{source}"] = Row(source, to, float)
+    for to, source, nan in (("f32", "f64", narrowed_nan), ("f16", "f32", None), ("bf16", "f32", None)):
+        found[f"cvt.rn.{to}.{source}"] = Row(source, to, converted(to), nan)
+    for to, source, nan in (("f64", "f32", widened_nan), ("f32", "f16", None), ("f32", "bf16", lambda a: a << 16)):
+        found[f"cvt.{to}.{source}"] = Row(source, to, float, nan)
     for kind in ("f16", "bf16"):
         found[f"cvt.rn.{kind}x2.f32"] = Row("f32 f32", "b32", packed(kind))
     for to, source in itertools.product(("s32", "s64"), ("f32", "f64")):
@@ -298,7 +334,7 @@ def edges(kind: str, result: str) -> list[int]:
             values += [2.0**-24, 2.0**-25, 3 * 2.0**-25, 1e-40, 2.0**-133, 3.4e38, 0.1 if kind == "f64" else 0.5]
         if kind == "f64":
             values += [1 + 2.0**-24, 1 + 3 * 2.0**-24, 2.0**-150, 3 * 2.0**-150, 2.0**128 - 2.0**103, 2.0**31 - 0.5]
-        return [encoded(sign * value, kind) for value in values for sign in (1, -1)]
+        return [encoded(sign * value, kind) for value in values for sign in (1, -1)] + [*OTHER_NANS[kind]]
     bits = width(kind)
     whole = {0, 1, 2, 3, 31, 32, 33, 100, 0x7F, 0x80, 0xFF, 0x5A5A5A5A, 0xDEADBEEFCAFE, 0x8000000080000001}
     whole |= {1 << (bits - 1), (1 << (bits - 1)) - 1, (1 << bits) - 1, (1 << bits) - 2, (1 << 24) + 1, (1 << 53) + 1}
@@ -310,7 +346,7 @@ def edges(kind: str, result: str) -> list[int]:
 
 def table_row(form: str) -> tuple[list[tuple[int, ...]], list[int], list[int]]:
     """Return the bits of the sources in each lane, those that the executor computes, and those of the definition."""
-    sources, result, function = TABLE[form]
+    sources, result, function, nan = TABLE[form]
     kinds = sources.split()
     lists = [edges(kind, result) for kind in kinds]
     if len(lists) == 3:
@@ -321,10 +357,13 @@ def table_row(form: str) -> tuple[list[tuple[int, ...]], list[int], list[int]]:
         [bits if name == "pred" else decoded(bits, name) for bits, name in zip(lane, names, strict=True)]
         for lane in lanes
     ]
-    expected = [
-        int(found) if result in PREDICATES else encoded(found, result)
-        for found in (function(*each) for each in numbers)
-    ]
+    expected = []
+    for lane, each in zip(lanes, numbers, strict=True):
+        found = function(*each)
+        if nan is not None and math.isnan(found):
+            expected.append(nan(*lane))
+        else:
+            expected.append(int(found) if result in PREDICATES else encoded(found, result))
     return lanes, executed(form, names, result, lanes), expected
 
 
