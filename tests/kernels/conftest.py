@@ -54,10 +54,13 @@ def _compared(record_property: Callable[[str, object], None]) -> Iterator[None]:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Print what passed tests recorded: a table of the compiled kernels, and the launches that were compared."""
-    passed = terminalreporter.stats.get("passed", [])
-    recorded = [each for report in passed for each in getattr(report, "user_properties", [])]
-    _print_compared(terminalreporter, recorded)
-    rows = [row for name, row in recorded if name == "compiled"]
+    # What fixtures record when a test is over is in the report of its end, whose outcome is "".
+    recorded = [
+        [each for report in terminalreporter.stats.get(outcome, []) for each in getattr(report, "user_properties", [])]
+        for outcome in ("passed", "")
+    ]
+    _print_compared(terminalreporter, recorded[1])
+    rows = [row for name, row in recorded[0] if name == "compiled"]
     if not rows:
         return
     import triton

@@ -56,12 +56,12 @@ def canonical(values: np.ndarray) -> np.ndarray:
 
 
 def _propagated(result: np.ndarray, *sources: np.ndarray) -> np.ndarray:
-    """Return the bits of fp64 numbers. A NaN has those of its first source that is one."""
+    """Return the bits of fp64 numbers. A NaN has those of the last of ``sources`` that is one."""
     bits = np.asarray(result).view(np.uint64)
     if not (bad := np.isnan(result)).any():
         return bits
     found = np.full(np.shape(result), INVALID, np.uint64)
-    for each in reversed(sources):
+    for each in sources:
         found = np.where(np.isnan(each), np.asarray(each).view(np.uint64) | np.uint64(QUIET), found)
     return np.where(bad, found, bits)
 
@@ -109,6 +109,8 @@ def _floats(parts: list[str], nearest: Callable[..., Any], exact: Callable[..., 
     if rounding != "rn":
         raise ValueError(f"rounding of {'.'.join(parts)}")
     if kinds == ["f64"]:
+        if nearest is np.divide:  # made of other operations, in which the first source comes last
+            return Operation(("f64", "f64"), lambda a, b: _propagated(nearest(a, b), b, a))
         return Operation(("f64", "f64"), lambda a, b: _propagated(nearest(a, b), a, b))
     return Operation(("f32", "f32"), lambda a, b: canonical(nearest(a, b)))
 
@@ -207,7 +209,8 @@ def extreme(parts: list[str]) -> Operation:
     def either(a: np.ndarray, b: np.ndarray) -> np.ndarray:
         bits = UNSIGNED[width_of(kind)]
         x, y = np.asarray(a).view(bits), np.asarray(b).view(bits)
-        found = canonical(np.asarray(np.fmin(a, b) if least else np.fmax(a, b)))
+        number = np.asarray(np.fmin(a, b) if least else np.fmax(a, b))
+        found = _propagated(number, a, b) if kind == "f64" else canonical(number)
         return np.where(a == b, (x | y) if least else (x & y), found).view(dtype)
 
     def of_all(*values: np.ndarray) -> np.ndarray:

@@ -179,9 +179,14 @@ def magnitudes(kind: str) -> Callable[[int], int]:
     return function
 
 
+def last_nan(*sources: int) -> int:
+    """Return the last of the fp64 sources that is a NaN, or what arithmetic makes of numbers."""
+    return next((bits for bits in reversed(sources) if math.isnan(decoded(bits, "f64"))), 0xFFF8000000000000)
+
+
 def first_nan(*sources: int) -> int:
-    """Return the first of the fp64 sources that is a NaN, or what arithmetic makes of numbers."""
-    return next((bits for bits in sources if math.isnan(decoded(bits, "f64"))), 0xFFF8000000000000)
+    """Return the first of the fp64 sources that is a NaN, or what a division makes of numbers."""
+    return last_nan(*reversed(sources))
 
 
 def widened_nan(bits: int) -> int:
@@ -245,7 +250,7 @@ def floats() -> dict[str, Row]:
     found: dict[str, Row] = {}
     names = {"add": operator.add, "sub": operator.sub, "mul": operator.mul, "div": operator.truediv}
     for kind, (name, operation) in itertools.product(("f32", "f64"), names.items()):
-        nan = first_nan if kind == "f64" else None
+        nan = (first_nan if name == "div" else last_nan) if kind == "f64" else None
         found[f"{name}.rn.{kind}"] = Row(f"{kind} {kind}", kind, arithmetic(operation, kind), nan)
     for name in ("add", "sub", "mul"):
         found[f"{name}.rz.f32"] = Row("f32 f32", "f32", arithmetic(names[name], "f32", to_zero=True))
@@ -253,7 +258,8 @@ def floats() -> dict[str, Row]:
         for half in ("f16", "bf16") if name != "mul" else ():
             found[f"{name}.rn.f32.{half}"] = Row(f"{half} f32", "f32", arithmetic(names[name], "f32"))
     for kind, name in itertools.product(("f32", "f64"), ("min", "max")):
-        found[f"{name}.{kind}"] = Row(f"{kind} {kind}", kind, extreme(name == "min"))
+        nan = last_nan if kind == "f64" else None
+        found[f"{name}.{kind}"] = Row(f"{kind} {kind}", kind, extreme(name == "min"), nan)
     for name in ("min", "max"):
         found[f"{name}.f32 of 3"] = Row("f32 f32 f32", "f32", extreme(name == "min"))
     found["abs.f32"] = Row("f32", "f32", abs)
