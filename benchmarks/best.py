@@ -1,8 +1,9 @@
 """Every method at its own best learning rate: loss, bytes, and seconds to the loss of dense training.
 
 Reads the runs of ``optimizers.py``. Of each method, the learning rate and the setting of its outer step are those with
-the lowest mean score on the seeds of ``--sweep``. What is shown are the other seeds at that setting. ``optimizers.py
---best`` trains them. Dense training in fp16 counts as dense training with half the bytes.
+the lowest mean score on the seeds of ``--sweep``. What is shown are the other seeds at that setting, which may have
+trained for more steps. ``optimizers.py --best`` trains them. Dense training in fp16 counts as dense training with half
+the bytes.
 
 The target is 1.02 times the final loss of dense AdamW with the same seed. The loss between two points of a curve is
 interpolated. A curve is on a few batches, so it is multiplied by one number that lets it end at the final score.
@@ -74,10 +75,12 @@ def entries(results: Results, task: str, sweep: Sequence[int]) -> list[Entry]:
     results = {run: outcome for run, outcome in results.items() if "curve" in outcome}
     found = []
     for swept in optimizer_runs.chosen(results, sweep).values():
-        best = swept[0]
-        seeds = sorted(run.seed for run in results if replace(run, seed=0) == best and run.seed not in sweep)
-        if best.task != task or not seeds:
+        alike = [run for run in results if replace(run, seed=0, steps=swept[0].steps) == swept[0]]
+        alike = [run for run in alike if run.seed not in sweep]
+        if swept[0].task != task or not alike:
             continue
+        best = replace(swept[0], steps=max(run.steps for run in alike))
+        seeds = sorted(run.seed for run in alike if run.steps == best.steps)
         outcomes = {seed: results[replace(best, seed=seed)] for seed in seeds}
         rates = [run.lr for run in swept]
         at_end = len(set(rates)) > 1 and best.lr in (min(rates), max(rates))

@@ -27,7 +27,8 @@ All train the same model on the same batches. Methods with dense steps at the st
   Evaluation is not counted, and its loss is interpolated between 20 points of a run.
 
 Training does not depend on the rate. With ``--timed-steps N``, a run whose losses are known from another rate takes
-only N steps. The others count with the average of those after the dense steps at the start.
+only N steps. The others count with the average of those after the dense steps at the start. With ``--times-only``, all
+runs take N steps, and have no losses: ``best.py`` takes those of ``optimizers.py``.
 
 Every finished run is added to the file of ``--json``, and is not repeated.
 """
@@ -162,9 +163,11 @@ def cells(options: argparse.Namespace, place: Place, workers: int) -> Iterator[C
                 yield Cell(task, str(place), workers, contender, seed, steps)
 
 
-def steps_to_take(cell: Cell, rows: Rows, timed: int | None) -> int:
+def steps_to_take(cell: Cell, rows: Rows, timed: int | None, *, times_only: bool) -> int:
     """Return the number of steps of ``cell`` to take. All, unless its losses are known from another rate."""
-    known = any(replace(other, network=cell.network) == cell and row.is_complete for other, row in rows.items())
+    known = times_only or any(
+        replace(other, network=cell.network) == cell and row.is_complete for other, row in rows.items()
+    )
     if timed is None or not known:
         return cell.steps
     contender = Contender.parse(cell.contender)
@@ -179,7 +182,8 @@ def race(options: argparse.Namespace, place: Place, run: Runner, workers: int, r
     for cell in cells(options, place, workers):
         if cell in rows and not options.again:
             continue
-        settings = Settings(steps_to_take(cell, rows, options.timed_steps), 1, options.trace and str(options.trace))
+        steps = steps_to_take(cell, rows, options.timed_steps, times_only=options.times_only)
+        settings = Settings(steps, 1, options.trace and str(options.trace))
         try:
             columns = run(cell, settings)
         except WorkerError as error:  # the other runs may still work
@@ -223,6 +227,7 @@ def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--steps", type=int, help="steps, instead of the default of the task")
     parser.add_argument("--timed-steps", type=int, metavar="N", help="take N steps where the losses are known")
+    parser.add_argument("--times-only", action="store_true", help="take N steps everywhere")
     parser.add_argument("--limit", type=float, default=240, help="minutes after which a run is stopped")
     parser.add_argument("--again", action="store_true", help="measure rows again that are in the file of --json")
     parser.add_argument("--json", type=Path, help="read finished runs from this file, and add new ones")
@@ -230,6 +235,8 @@ def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--trace", type=Path, metavar="FOLDER", help="write a timeline of each run and rank")
     parser.add_argument("--smoke", action="store_true", help="a tiny model and six steps: checks that the script runs")
     options = parser.parse_args(arguments)
+    if options.times_only and options.timed_steps is None:
+        parser.error("--times-only needs --timed-steps N")
     for text in [*options.rivals, *options.ours]:
         try:
             Contender.parse(text)

@@ -47,7 +47,7 @@ def demo(steps: int | None, batches: int = BATCHES) -> Task:
 def gpt10m(steps: int | None, batches: int = BATCHES) -> Task:
     """Return the same with 10.9 million parameters, trained for longer: on a CPU, a step takes seconds."""
     shape = Shape(width=384, layers=6, heads=6)
-    return _language(shape, steps or 1500, demo_run.ROWS, demo_run.VALIDATION_ROWS, batches, demo_run.LEARNING_RATE)
+    return _language(shape, steps or 1000, demo_run.ROWS, demo_run.VALIDATION_ROWS, batches, demo_run.LEARNING_RATE)
 
 
 def _language(shape: Shape, steps: int, rows: int, held_out_rows: int, batches: int, lr: float) -> Task:

@@ -79,6 +79,15 @@ def test_the_best_is_chosen_on_the_seeds_of_the_sweep(best: ModuleType) -> None:
     assert best.sweep_table(results, "demo", [10, 11]).endswith(shown)
 
 
+def test_a_sweep_may_be_shorter(best: ModuleType) -> None:
+    """Its best setting is shown with the other seeds, which have trained for longer."""
+    plain = best.Run("demo", 100, "adamw", 0.0, "dense")
+    results = {replace(plain, lr=lr, seed=10): outcome(score) for lr, score in ((0.1, 2.0), (0.2, 1.5), (0.4, 2.0))}
+    results |= {replace(plain, lr=lr, seed=0, steps=300): outcome(1.0 + lr) for lr in (0.1, 0.2)}
+    dense, _ = best.entries(results, "demo", [10])
+    assert (dense.run.steps, dense.run.lr, dense.outcomes[0]["score"], dense.at_end) == (300, 0.2, 1.2, False)
+
+
 def test_a_rate_at_the_end_of_the_sweep_is_marked(best: ModuleType) -> None:
     """A rate beyond might be better. Without other seeds a method is left out, and so are runs without a curve."""
     plain = best.Run("demo", 300, "adamw", 0.0, "dense")

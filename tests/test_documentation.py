@@ -139,9 +139,10 @@ def test_results_are_listed() -> None:
     """The index names every result, and every result that a page, a comment or a test names exists."""
     folder = ROOT / "benchmarks/results"
     index = (folder / "README.md").read_text()
-    assert {file.name for file in folder.iterdir()} - {"README.md"} == set(re.findall(r"\]\(([^/)]+)\)", index))
+    files = {str(file.relative_to(folder)) for file in folder.rglob("*.*")} - {"README.md"}
+    assert files == set(re.findall(r"\]\(((?:h200/)?[^/)]+)\)", index))
     files = [*ROOT.glob("*.md"), *(f for d in FOLDERS for end in ("*.md", "*.py") for f in (ROOT / d).rglob(end))]
-    named = {name for file in files for name in re.findall(r"benchmarks/results/([\w-]+\.\w+)", file.read_text())}
+    named = {name for file in files for name in re.findall(r"benchmarks/results/([\w/-]+\.\w+)", file.read_text())}
     assert named
     assert [name for name in sorted(named) if not (folder / name).exists()] == []
 

@@ -238,3 +238,5 @@ def test_continues_a_file(tmp_path, launcher) -> None:
     assert len(second["seconds"]) == 3
     assert (second["validations"], second["gap"]) == ([], 0.0)
     assert [row["seconds"] for row in rows("--timed-steps", "3")] == [first["seconds"], second["seconds"]]
+    *_, third = rows("--seeds", "1", "--timed-steps", "3", "--times-only")
+    assert (len(third["seconds"]), third["gap"], third["seconds_to_target"]) == (3, None, None)
