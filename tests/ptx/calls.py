@@ -125,7 +125,49 @@ def adam(guarded: Guarded) -> list[list[int]]:
     return [bits(each) for each in (parameter, first, second, largest, last)]
 
 
+def lists(guarded: Guarded) -> list[list[int]]:
+    """Return the sums of lists, a vector with entries of a list replaced, and its values there before."""
+    rows = padded_rows(3000, [(0.6, 1), (0.7, 2)], "heavy")
+    held = [kernels.Padded(guarded.of(rows.row(i).indices), guarded.of(rows.row(i).values)) for i in range(2)]
+    found = kernels.merge([each.trimmed()[:2] for each in held], 3000, workspace=kernels.Workspace())
+    x = guarded.of(drawn("normal", 3000, 3))
+    before = kernels.values_at(x, held[0].indices)
+    kernels.set_at(x, held[0])
+    return [*map(bits, found), bits(before), bits(x)]
+
+
+def many(guarded: Guarded) -> list[list[int]]:
+    """Return two parameters and their moments after an update of both, of which one has a delivered part."""
+    columns, states, control = _adam_of_two(guarded)
+    at = torch.arange(0, 33, 3)
+    kernels.AdamMany(columns[0], states).update(columns[1], control, [None, at], keep=0.999)
+    return [bits(tensor) for column in (columns[0], states.first, states.second, states.last) for tensor in column]
+
+
+def flat(guarded: Guarded) -> list[list[int]]:
+    """Return the same after an update from a list of entries, with padding, of the vector that holds both."""
+    columns, states, control = _adam_of_two(guarded)
+    entries = kernels.Padded(*(guarded.of(part[0]) for part in padded_rows(733, [(0.8, 4)], "normal", spare=3)))
+    kernels.AdamFlat(columns[0], states, [0, 700]).update(entries, control, keep=0.999, gradients=None)
+    return [bits(tensor) for column in (columns[0], states.first, states.second, states.last) for tensor in column]
+
+
+def _adam_of_two(guarded: Guarded) -> tuple[list[list[torch.Tensor]], kernels.AdamStates, kernels.AdamControl]:
+    sizes = (700, 33)
+    columns = [[guarded.of(drawn("heavy", n, 9 * n + i)) for n in sizes] for i in range(2)]
+    moments = [[guarded.of(drawn("heavy", n, 9 * n + i).abs()) for n in sizes] for i in (2, 3)]
+    last = [guarded.of(torch.arange(n, dtype=torch.int32) % 7) for n in sizes]
+    states = kernels.AdamStates(*moments, last, [torch.tensor(0.01), torch.tensor(3.0)], None)
+    numbers = {"learning_rate": 0.01, "betas": (0.9, 0.999), "epsilon": 1e-8}
+    limits = {"max_catch_up": 20, "max_relative_update": 0.2}
+    control = kernels.AdamControl.of(steps=9, **numbers, **limits, device=columns[0][0].device)
+    return columns, states, control
+
+
 CALLS = {
     call.__name__: call
-    for call in (add, select, expand, top, merge, sections, rebalance, means, segments, section, rounded, adam)
+    for call in (
+        *(add, select, expand, top, merge, sections, rebalance, means, segments, section, rounded, adam),
+        *(lists, many, flat),
+    )
 }

@@ -24,8 +24,10 @@ pytestmark = [
 ]
 BARRIER = re.compile(r"bar\.sync\s+0;")
 
-# The call that is examined, of several which launch a kernel. The others are shorter.
-EXAMINED = {"expand_kernel": "expand", "mark_kernel": "select"}
+# The call that is examined, of several which launch a kernel. The others do less.
+EXAMINED = {
+    "expand_kernel": "expand", "mark_kernel": "select", "mark_indices_kernel": "merge", "union_kernel": "merge",
+}  # fmt: skip
 
 FIRST = "shared memory has not been used before: the loop runs once, or this is the first use of all"
 SAME = "what is stored is there already: a scan and a sum store equal totals of warps at one place"
@@ -34,9 +36,11 @@ UNUSED = "more threads than partitions: what the others load leads to nothing"
 INPUT = "what is read is not used: the loop ends here, or the values of other warps change nothing for these inputs"
 UNREACHED = "a loop that these inputs do not enter"
 # By kernel, as Triton 3.9 compiles it for sm_90: the barriers which are not missed, of how many, and why. Only those of
-# adam_kernel and rebalance_kernel are in the source. The others are the compiler's, which cannot know the values.
+# Adam's kernels and rebalance_kernel are in the source. The others are the compiler's, which cannot know the values.
 UNMISSED = {
+    "adam_flat_kernel 2": {1: OWN},
     "adam_kernel 2": {1: OWN},
+    "adam_many_kernel 2": {1: OWN},
     "choose_rows_kernel 8": {0: FIRST},
     "count_rows_kernel 9": dict.fromkeys(range(4), INPUT),
     "emit_kernel 11": dict.fromkeys((8, 9, 10), INPUT),

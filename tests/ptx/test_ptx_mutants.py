@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from typing import NamedTuple
 
 import pytest
+from compile_cases import launched_cases
 from kernel_cases import EXECUTED, agree
 
 from depth import trials
@@ -103,6 +105,16 @@ def test_intact(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without an error in the text, no check fails, in lock step and warp after warp. A deep run has all orders."""
     monkeypatch.setattr(EXECUTOR, "orders", trials((ORDERS[0], ORDERS[3]), ORDERS))
     assert not caught_by(call)
+
+
+def test_every_kernel_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The calls that have mutants launch all kernels of the package."""
+    monkeypatch.setattr(EXECUTOR, "orders", ORDERS[:1])
+    monkeypatch.setattr(EXECUTOR, "launched", Counter())
+    for call in CALLS.values():
+        agree(call, "cpu")
+    kernels = {case.kernel.__name__ for case in launched_cases()}
+    assert kernels == {*EXECUTOR.launched}
 
 
 @pytest.mark.parametrize("name", MUTANTS)
