@@ -363,7 +363,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--outer-momentum", type=float, nargs="+", help="0, or that of the peer, unless given")
     parser.add_argument("--dense-steps", type=int, help="dense steps at the start, instead of the default of wrap")
     parser.add_argument("--match-length", action="store_true", help="restore the length of the mean")
-    parser.add_argument("--device", default="cpu", help="where to train: cuda is for the methods of tritoncomm alone")
+    parser.add_argument("--device", default="cpu", help="where to train, such as cuda")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument(
         "--best", action="store_true", help="train the best of each kind in the file of --json, by the seeds of --sweep"
@@ -435,7 +435,10 @@ def with_start(kind: Run, options: argparse.Namespace) -> Run:
 
 def main() -> None:
     """Train, print each row when it is done, and write the requested file."""
-    options = arguments().parse_args()
+    parser = arguments()
+    options = parser.parse_args()
+    if options.peer and options.device != "cpu":
+        parser.error(f"--device {options.device} with --peer: the methods of others train on a CPU")
     if options.smoke:
         options.steps, options.seeds = 3, [0]
     for run in runs(options):

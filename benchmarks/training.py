@@ -365,7 +365,7 @@ def node_size(recipe: Compressor, options: argparse.Namespace) -> int:
 def arguments() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--task", nargs="+", default=list(TASKS), choices=list(TASKS))
+    parser.add_argument("--task", nargs="+", default=["gpt", "digits"], choices=list(TASKS))
     parser.add_argument("--algo", nargs="+", default=tritoncomm.algorithms(), choices=tritoncomm.algorithms())
     parser.add_argument("--density", type=float, nargs="+", default=[0.05, 0.01, 0.001])
     parser.add_argument(
