@@ -143,6 +143,13 @@ def written_step(kind: type[torch.optim.Optimizer]) -> Callable[..., Any]:
     return step
 
 
+def steps_as(optimizer: torch.optim.Optimizer, kinds: tuple[type[torch.optim.Optimizer], ...]) -> bool:
+    """Return True if ``optimizer`` takes the step of one of ``kinds``: neither it nor a subclass has another one."""
+    if has_own_step(optimizer) or not isinstance(optimizer, kinds):
+        return False
+    return written_step(type(optimizer)) in map(written_step, kinds)
+
+
 def hooks_key(optimizer: torch.optim.Optimizer) -> int:
     """Return a number that ``optimizer`` has in common with proxies that share its attributes, and so its hooks."""
     return id(optimizer._optimizer_step_pre_hooks)  # noqa: SLF001
