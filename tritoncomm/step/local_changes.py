@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 import math
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 
 from tritoncomm.scheduler.process_group import is_distributed
+from tritoncomm.step.shards import local
 from tritoncomm.step.torch_internals import at_end_of_backward, backward_pass, version_of
 
 logger = logging.getLogger("tritoncomm")
@@ -23,8 +25,12 @@ class LocalChanges:
     first step in which versions have grown, the norms of gradients are noted, too: one more pass over them, in scripts
     that touch them, until there is something to say.
 
-    Parameters are not kept alive, and their hooks are removed when this object is garbage. DTensors are left out: an
-    operation on several of them, as in ``clip_grad_norm_``, changes no version.
+    Two kinds of gradients are looked at in the first 10 steps and in every 100th, because that takes their norms. An
+    operation on several DTensors, as in ``clip_grad_norm_``, changes no version, so their norms are compared. Nothing
+    is known of gradients that a script assigns, so it tells that they were changed in place, and that their norm was
+    the same round number three times.
+
+    Parameters are not kept alive, and their hooks are removed when this object is garbage.
 
     Args:
         parameters: The parameters whose gradients are exchanged.
@@ -32,16 +38,18 @@ class LocalChanges:
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor], *, can_synchronize: bool = True) -> None:
-        plain = [parameter for parameter in parameters if not hasattr(parameter, "device_mesh")]
-        self._parameters = [weakref.ref(parameter) for parameter in plain]
+        self._parameters = [weakref.ref(parameter) for parameter in parameters]
         self._can_synchronize = can_synchronize
         self._versions: dict[int, tuple[int, int]] = {}  # id and version of the gradient of each parameter, by its id
         self._notes_norms = False
         self._norms: dict[int, torch.Tensor] = {}  # norm of the gradient of each parameter, by its id
+        self._limits: deque[float | None] = deque(maxlen=3)  # round norms of assigned gradients
+        self._steps = 0
         self._pass = -1
         self._has_warned = False
+        # With CPUOffloadPolicy, hooks make FSDP2 wait for each gradient that it copies to the CPU.
         hook = _noting(weakref.ref(self))
-        for parameter in plain:
+        for parameter in parameters:
             handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
             weakref.finalize(self, handle.remove).atexit = False
 
@@ -60,8 +68,15 @@ class LocalChanges:
     def _note(self) -> None:
         present = self._present()
         self._versions |= {key: (id(gradient), version_of(gradient)) for key, gradient in present.items()}
-        if self._notes_norms:
-            self._norms |= zip(present, _norms(present.values()), strict=True)
+        chosen = {
+            key: each for key, each in present.items() if (self._is_due if _is_shard(each) else self._notes_norms)
+        }
+        self._norms |= zip(chosen, _norms(chosen.values()), strict=True)
+
+    @property
+    def _is_due(self) -> bool:
+        """True in the steps in which all gradients are looked at."""
+        return self._steps < _FIRST or self._steps % _EVERY == 0
 
     def _present(self) -> dict[int, torch.Tensor]:
         """Return the dense gradients, by the ids of their parameters."""
@@ -73,39 +88,72 @@ class LocalChanges:
         """Log once, on the first rank, what to write instead if a gradient was changed since the last backward pass.
 
         A factor that is a power of two, as the scale of a ``GradScaler``, does not count. On a GPU, the host waits for
-        norms once in a step in which versions have grown.
+        norms once in a step in which versions have grown, or in which all gradients are looked at.
 
         Args:
             scaled: Whether gradients are multiplied by the scale of a ``GradScaler``.
         """
         if self._has_warned:
             return
-        touched = {
-            key: gradient
-            for key, gradient in self._present().items()
-            if key in self._versions and self._versions[key][0] == id(gradient)
-            if self._versions[key][1] != version_of(gradient)
-        }
-        before = [self._norms[key] for key in touched if key in self._norms]
-        if not touched or len(before) < len(touched):
-            self._notes_norms |= bool(touched)
-            return
-        now = _norms(touched.values())
-        norm = _total_of_changed(before, now)
-        if norm == 0 or not math.isfinite(norm):  # unchanged, reset, or the exchange says what is wrong
+        present = self._present()
+        noted = {key: each for key, each in present.items() if self._versions.get(key, (0, 0))[0] == id(each)}
+        norm = self._norm_of_changed(noted)
+        # The norm of one shard is not what was limited.
+        is_whole = all(each.device_mesh.size() == 1 for each in noted.values() if _is_shard(each))  # type: ignore[attr-defined]
+        limit = _round(norm) if norm and is_whole and not scaled else None
+        if not norm and not scaled and self._is_due:
+            limit = self._limit_of_assigned(present, noted)
+        self._steps += 1
+        if not norm and limit is None:
             return
         self._has_warned = True
         if not is_distributed() or dist.get_rank() == 0:
-            nearest = float(f"{norm:.1e}")
-            is_limit = not scaled and abs(norm - nearest) < _TOLERANCE * nearest
-            logger.warning("%s", _advice(nearest if is_limit else None, can_synchronize=self._can_synchronize))
+            logger.warning("%s", _advice(limit, can_synchronize=self._can_synchronize))
+
+    def _norm_of_changed(self, noted: Mapping[int, torch.Tensor]) -> float:
+        """Return the norm of those gradients, of shards and of which versions have grown, or 0 if all are as noted."""
+        touched = {
+            key: gradient
+            for key, gradient in noted.items()
+            if (key in self._norms if _is_shard(gradient) else self._versions[key][1] != version_of(gradient))
+        }
+        before = [self._norms[key] for key in touched if key in self._norms]
+        if len(before) < len(touched):
+            self._notes_norms = True
+        elif touched:
+            norm = _total_of_changed(before, _norms(touched.values()))
+            return norm if math.isfinite(norm) else 0.0  # else the exchange says what is wrong
+        return 0.0
+
+    def _limit_of_assigned(
+        self, present: Mapping[int, torch.Tensor], noted: Mapping[int, torch.Tensor]
+    ) -> float | None:
+        """Return the limit to which gradients are clipped, some of which no backward pass has left. None if unknown."""
+        assigned = [gradient for key, gradient in present.items() if key not in noted]
+        if not assigned or any(_is_shard(each) for each in present.values()) or 0 in map(version_of, assigned):
+            return None
+        limit = _round(float(torch.nn.utils.get_total_norm(list(present.values()))))
+        self._limits.append(limit)
+        return limit if self._limits.count(limit) == self._limits.maxlen else None  # not by chance
 
 
+_FIRST, _EVERY = 10, 100  # steps
 _TOLERANCE = 1e-4  # clip_grad_norm_ adds 1e-6 to the norm
 
 
 def _norms(gradients: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    return list(torch._foreach_norm(list(gradients)))  # noqa: SLF001 - its public users return the norm of all
+    shards = [local(gradient) for gradient in gradients]
+    return list(torch._foreach_norm(shards)) if shards else []  # noqa: SLF001 - its public users return the norm of all
+
+
+def _is_shard(gradient: torch.Tensor) -> bool:
+    return hasattr(gradient, "device_mesh")
+
+
+def _round(norm: float) -> float | None:
+    """Return the number of two digits that ``norm`` is, as after clipping to it. None if it is no such number."""
+    nearest = float(f"{norm:.1e}")
+    return nearest if abs(norm - nearest) < _TOLERANCE * nearest else None
 
 
 def _total_of_changed(before: Sequence[torch.Tensor], now: Sequence[torch.Tensor]) -> float:
@@ -130,7 +178,7 @@ def _advice(limit: float | None, *, can_synchronize: bool) -> str:
         )
     fix = "If the line that changes them is clip_grad_norm_, pass max_grad_norm= to wrap() and remove it"
     otherwise = ". Otherwise call optimizer.synchronize() before it" if can_synchronize else ""
-    return f"{seen}. {fix}{otherwise}. A factor that is equal on all ranks needs no change"
+    return f"{seen}. {fix}{otherwise}. A factor or a mask that is equal on all ranks needs no change"
 
 
 def _noting(reference: weakref.ref[LocalChanges]) -> Callable[[torch.Tensor], None]:
