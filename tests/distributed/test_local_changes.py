@@ -11,7 +11,16 @@ from helpers import run_situations
     ("world_size", "situations"),
     [
         (2, [workers.ordinary_loops, workers.assigned_loops, workers.hooks_are_removed]),
-        (2, [workers.scaled_loops, workers.clipped_loops, workers.lists, workers.rare_checks]),
+        (
+            2,
+            [
+                workers.scaled_loops,
+                workers.clipped_loops,
+                workers.changed_otherwise,
+                workers.lists,
+                workers.rare_checks,
+            ],
+        ),
         (4, [workers.sharded_loops]),
     ],
     ids=["silent", "heard", "sharded"],

@@ -19,16 +19,15 @@ logger = logging.getLogger("tritoncomm")
 
 
 class LocalChanges:
-    """Knows the version of each ``.grad`` at the end of the last backward pass since :meth:`forget`.
+    """Knows the norm and the version of each ``.grad`` at the end of the last backward pass since :meth:`forget`.
 
-    A version also grows when nothing changes: a limit that gradients do not reach multiplies them by 1. So after the
-    first step in which versions have grown, the norms of gradients are noted, too: one more pass over them, in scripts
-    that touch them, until there is something to say.
+    Norms take a pass over all gradients, and are compared in the first 10 steps and in every 100th. In between,
+    versions tell that gradients were changed in place, and norms are compared from the next step on, because a version
+    also grows when nothing changes: a limit that gradients do not reach multiplies them by 1. An operation on several
+    DTensors, as in ``clip_grad_norm_``, changes no version, and neither does one on ``.data``.
 
-    Two kinds of gradients are looked at in the first 10 steps and in every 100th, because that takes their norms. An
-    operation on several DTensors, as in ``clip_grad_norm_``, changes no version, so their norms are compared. Nothing
-    is known of gradients that a script assigns, so it tells that they were changed in place, and that their norm was
-    the same round number three times.
+    Nothing is known of gradients that a script assigns. They tell if they were changed in place, and if their norm was
+    the same round number in three comparisons in a row.
 
     Parameters are not kept alive, and their hooks are removed when this object is garbage.
 
@@ -68,14 +67,12 @@ class LocalChanges:
     def _note(self) -> None:
         present = self._present()
         self._versions |= {key: (id(gradient), version_of(gradient)) for key, gradient in present.items()}
-        chosen = {
-            key: each for key, each in present.items() if (self._is_due if _is_shard(each) else self._notes_norms)
-        }
-        self._norms |= zip(chosen, _norms(chosen.values()), strict=True)
+        if self._is_due or self._notes_norms:
+            self._norms |= zip(present, _norms(present.values()), strict=True)
 
     @property
     def _is_due(self) -> bool:
-        """True in the steps in which all gradients are looked at."""
+        """True in the steps in which all norms are compared."""
         return self._steps < _FIRST or self._steps % _EVERY == 0
 
     def _present(self) -> dict[int, torch.Tensor]:
@@ -87,8 +84,8 @@ class LocalChanges:
     def warn(self, *, scaled: bool = False) -> None:
         """Log once, on the first rank, what to write instead if a gradient was changed since the last backward pass.
 
-        A factor that is a power of two, as the scale of a ``GradScaler``, does not count. On a GPU, the host waits for
-        norms once in a step in which versions have grown, or in which all gradients are looked at.
+        A factor that is a power of two, as the scale of a ``GradScaler``, does not count. On a GPU, the host waits once
+        in a step in which norms are compared.
 
         Args:
             scaled: Whether gradients are multiplied by the scale of a ``GradScaler``.
@@ -111,19 +108,14 @@ class LocalChanges:
             logger.warning("%s", _advice(limit, can_synchronize=self._can_synchronize))
 
     def _norm_of_changed(self, noted: Mapping[int, torch.Tensor]) -> float:
-        """Return the norm of those gradients, of shards and of which versions have grown, or 0 if all are as noted."""
-        touched = {
-            key: gradient
-            for key, gradient in noted.items()
-            if (key in self._norms if _is_shard(gradient) else self._versions[key][1] != version_of(gradient))
-        }
-        before = [self._norms[key] for key in touched if key in self._norms]
-        if len(before) < len(touched):
-            self._notes_norms = True
-        elif touched:
-            norm = _total_of_changed(before, _norms(touched.values()))
-            return norm if math.isfinite(norm) else 0.0  # else the exchange says what is wrong
-        return 0.0
+        """Return the norm of those gradients that were changed since they were noted, or 0 if there is none."""
+        compared = {key: gradient for key, gradient in noted.items() if key in self._norms}
+        others = [key for key in noted if key not in compared]
+        self._notes_norms |= any(self._versions[key][1] != version_of(noted[key]) for key in others)
+        if not compared:
+            return 0.0
+        norm = _total_of_changed([self._norms[key] for key in compared], _norms(compared.values()))
+        return norm if math.isfinite(norm) else 0.0  # else the exchange says what is wrong
 
     def _limit_of_assigned(
         self, present: Mapping[int, torch.Tensor], noted: Mapping[int, torch.Tensor]
@@ -157,12 +149,11 @@ def _round(norm: float) -> float | None:
 
 
 def _total_of_changed(before: Sequence[torch.Tensor], now: Sequence[torch.Tensor]) -> float:
-    """Return the norm of all gradients with the norms ``now``. It is 0 if none has changed, but for powers of two."""
+    """Return the norm of the gradients with the norms ``now`` that have changed, but for powers of two."""
     device = now[0].device
     both = torch.stack([each.to(device, torch.float32) for each in (*before, *now)]).view(2, -1)
     then, since = torch.frexp(both).mantissa
-    total = torch.where((then != since).any(), torch.linalg.vector_norm(both[1]), 0.0)
-    return float(total)
+    return float(torch.linalg.vector_norm(torch.where(then != since, both[1], 0.0)))
 
 
 def _advice(limit: float | None, *, can_synchronize: bool) -> str:
@@ -178,7 +169,7 @@ def _advice(limit: float | None, *, can_synchronize: bool) -> str:
         )
     fix = "If the line that changes them is clip_grad_norm_, pass max_grad_norm= to wrap() and remove it"
     otherwise = ". Otherwise call optimizer.synchronize() before it" if can_synchronize else ""
-    return f"{seen}. {fix}{otherwise}. A factor or a mask that is equal on all ranks needs no change"
+    return f"{seen}. {fix}{otherwise}. A linear change that is equal on all ranks, such as a factor or a mask, may stay"
 
 
 def _noting(reference: weakref.ref[LocalChanges]) -> Callable[[torch.Tensor], None]:

@@ -394,7 +394,10 @@ def check_optimizer(
     if not has_hooks(optimizer):
         _refuse_prepared(optimizer)
     if isinstance(optimizer, torch.optim.LBFGS):
-        raise ConfigurationError("LBFGS evaluates its closure several times per step and cannot be wrapped")
+        raise ConfigurationError(
+            "LBFGS evaluates its closure several times per step and cannot be wrapped: use an optimizer that takes one "
+            "gradient per step"
+        )
     if isinstance(optimizer, torch.optim.SparseAdam) and not alone:
         raise ConfigurationError("SparseAdam needs sparse gradients, which are not exchanged: use Adam with dense ones")
     if is_zero(optimizer) and not alone:
