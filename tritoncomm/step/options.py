@@ -497,18 +497,20 @@ def log_choice(
     received = sum(algorithm.predicted_traffic(world_size, ordinary=True).received.bytes for algorithm, _ in parts)
     dense = sum(cost.dense(algorithm.numel, world_size).received.bytes for algorithm, _ in parts)
     numel, small = sum(algorithm.numel for algorithm, _ in parts), sum(small for _, small in parts)
-    text = f"{recipe!r} over {world_size} ranks: {numel:,} values"
+    dense_chosen = recipe.always_dense()
+    saves = received < dense or dense_chosen
+    name = repr(recipe) if saves else f"algo={recipe.name!r}, density={recipe.density:g}"
+    text = f"{name} over {world_size} ranks: {numel:,} values"
     if small and not is_dense(recipe):
         text += f", of which {small:,} in small tensors are sent dense"
     text += f"; each rank receives {readable_size(received)} per step"
-    dense_chosen = recipe.always_dense()
     if received < dense:
         text += f", {dense / received:.3g} times less than the {readable_size(dense)} of a dense all-reduce"
     elif not dense_chosen:
         text += f", which is not less than the {readable_size(dense)} of a dense all-reduce: use algo='dense'"
     if on_gpu and any(isinstance(layer, Hierarchical) for layer in recipe.layers):
         text += "; node_group has no static form, so the host waits for the GPU many times in a step"
-    logger.log(logging.INFO if received < dense or dense_chosen else logging.WARNING, "%s", text)
+    logger.log(logging.INFO if saves else logging.WARNING, "%s", text)
 
 
 def readable_size(size: float) -> str:
