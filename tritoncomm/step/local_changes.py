@@ -14,6 +14,7 @@ import torch.distributed as dist
 from tritoncomm.scheduler.process_group import is_distributed
 from tritoncomm.step.shards import local
 from tritoncomm.step.torch_internals import at_end_of_backward, backward_pass, version_of
+from tritoncomm_kernels.devices import is_asynchronous, synchronize
 
 logger = logging.getLogger("tritoncomm")
 
@@ -21,10 +22,11 @@ logger = logging.getLogger("tritoncomm")
 class LocalChanges:
     """Knows the norm and the version of each ``.grad`` at the end of the last backward pass since :meth:`forget`.
 
-    Norms take a pass over all gradients, and are compared in the first 10 steps and in every 100th. In between,
-    versions tell that gradients were changed in place, and norms are compared from the next step on, because a version
-    also grows when nothing changes: a limit that gradients do not reach multiplies them by 1. An operation on several
-    DTensors, as in ``clip_grad_norm_``, changes no version, and neither does one on ``.data``.
+    Norms take a pass over all gradients, and a GPU's host waits for them. They are compared in the first 10 steps, on a
+    GPU in the first, and in every 100th. In between, versions tell that gradients were changed in place, and norms are
+    compared from the next step on, because a version also grows when nothing changes: a limit that gradients do not
+    reach multiplies them by 1. An operation on several DTensors, as in ``clip_grad_norm_``, changes no version, and
+    neither does one on ``.data``.
 
     Nothing is known of gradients that a script assigns. They tell if they were changed in place, and if their norm was
     the same round number in three comparisons in a row.
@@ -44,6 +46,7 @@ class LocalChanges:
         self._norms: dict[int, torch.Tensor] = {}  # norm of the gradient of each parameter, by its id
         self._limits: deque[float | None] = deque(maxlen=3)  # round norms of assigned gradients
         self._steps = 0
+        self._first = 1 if any(is_asynchronous(parameter.device) for parameter in parameters) else _FIRST
         self._pass = -1
         self._has_warned = False
         # With CPUOffloadPolicy, hooks make FSDP2 wait for each gradient that it copies to the CPU.
@@ -68,12 +71,14 @@ class LocalChanges:
         present = self._present()
         self._versions |= {key: (id(gradient), version_of(gradient)) for key, gradient in present.items()}
         if self._is_due or self._notes_norms:
+            for device in {gradient.device for gradient in present.values() if _is_shard(gradient)}:
+                synchronize(device)  # after all but the last backward pass, FSDP2 may still write on other streams
             self._norms |= zip(present, _norms(present.values()), strict=True)
 
     @property
     def _is_due(self) -> bool:
         """True in the steps in which all norms are compared."""
-        return self._steps < _FIRST or self._steps % _EVERY == 0
+        return self._steps < self._first or self._steps % _EVERY == 0
 
     def _present(self) -> dict[int, torch.Tensor]:
         """Return the dense gradients, by the ids of their parameters."""
@@ -134,6 +139,7 @@ _TOLERANCE = 1e-4  # clip_grad_norm_ adds 1e-6 to the norm
 
 
 def _norms(gradients: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the norm of each of the gradients, of this rank's shard of a DTensor."""
     shards = [local(gradient) for gradient in gradients]
     return list(torch._foreach_norm(shards)) if shards else []  # noqa: SLF001 - its public users return the norm of all
 
