@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn.parameter import is_lazy
 
 from tritoncomm.algorithms import (
     Algorithm,
@@ -407,6 +408,11 @@ def check_optimizer(
         )
     _check_closure(optimizer)
     for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+        if is_lazy(parameter):
+            raise ConfigurationError(
+                f"{names.get(id(parameter), 'a parameter')} of a lazy module has no shape before the first pass: call "
+                "model() once with a batch before wrap()"
+            )
         if parameter.is_meta:
             raise ConfigurationError(
                 f"{_named(parameter, names)} is on the meta device, without values: call "
