@@ -109,8 +109,9 @@ class LocalChanges:
         if not norm and limit is None:
             return
         self._has_warned = True
+        cut = None if scaled or limit is not None else _limit_of_values(noted.values())
         if not is_distributed() or dist.get_rank() == 0:
-            logger.warning("%s", _advice(limit, can_synchronize=self._can_synchronize))
+            logger.warning("%s", _advice(limit, cut, can_synchronize=self._can_synchronize))
 
     def _norm_of_changed(self, noted: Mapping[int, torch.Tensor]) -> float:
         """Return the norm of those gradients that were changed since they were noted, or 0 if there is none."""
@@ -162,8 +163,16 @@ def _total_of_changed(before: Sequence[torch.Tensor], now: Sequence[torch.Tensor
     return float(torch.linalg.vector_norm(torch.where(then != since, both[1], 0.0)))
 
 
-def _advice(limit: float | None, *, can_synchronize: bool) -> str:
-    """Return what to write instead of clipping to ``limit``, if that is known."""
+def _limit_of_values(gradients: Iterable[torch.Tensor]) -> float | None:
+    """Return the round number that several values have and none exceeds, as after ``clip_grad_value_``. None if not."""
+    shards = [shard for gradient in gradients if (shard := local(gradient.detach())).numel()]
+    largest = max((float(shard.abs().max()) for shard in shards), default=0.0)
+    count = sum(int(torch.count_nonzero(shard.abs() == largest)) for shard in shards)
+    return _round(largest) if count > 1 else None
+
+
+def _advice(limit: float | None, cut: float | None, *, can_synchronize: bool) -> str:
+    """Return what to write instead of clipping norms to ``limit`` or values to ``cut``, if one of them is known."""
     seen = (
         "gradients were changed in place between backward() and step(), where they are still those of this rank alone"
     )
@@ -172,6 +181,12 @@ def _advice(limit: float | None, *, can_synchronize: bool) -> str:
         return (
             f"{seen}. This looks like clip_grad_norm_ with {limit:g}: pass max_grad_norm={limit:g} to wrap() and "
             f"remove the line that clips{otherwise}"
+        )
+    if cut is not None:
+        return (
+            f"{seen}. This looks like clip_grad_value_ with {cut:g}, which may stay. It cuts more than in a dense run, "
+            "because the gradients of one rank are larger than their mean, but after synchronize() it would cut sums "
+            "of several steps"
         )
     fix = "If the line that changes them is clip_grad_norm_, pass max_grad_norm= to wrap() and remove it"
     otherwise = ". Otherwise call optimizer.synchronize() before it" if can_synchronize else ""
