@@ -205,6 +205,17 @@ def test_optimizers_that_cannot_step_are_refused_at_wrap() -> None:
             tritoncomm.wrap(optimizer, **given)
 
 
+def test_lazy_parameters_are_refused_by_name() -> None:
+    """A parameter of a lazy module has no shape before the first pass, which all ranks have to agree on."""
+    model = nn.Sequential(nn.LazyLinear(4), nn.LazyLinear(2))
+    for fields, name in (({}, "a parameter"), ({"model": model}, "0.weight")):
+        match = rf"{name} .*has no shape before the first pass.*call model\(\) once with a batch before wrap\(\)"
+        with pytest.raises(ConfigurationError, match=match):
+            tritoncomm.wrap(torch.optim.AdamW(model.parameters()), **fields)
+    model(torch.ones(2, 3))
+    tritoncomm.wrap(torch.optim.AdamW(model.parameters()), model=model)
+
+
 def test_nobody_scans_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither ``wrap`` nor the first step asks the garbage collector for DDP modules."""
 

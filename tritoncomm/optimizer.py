@@ -300,14 +300,15 @@ class SparseOptimizer(OptimizerSetup):
 
         The next :meth:`step` does not exchange again. A missing gradient counts as zero, and is created if another rank
         has one. The staleness-aware step reads ``.grad`` at the delivered coordinates only. With a ``GradScaler``, call
-        ``scaler.unscale_(optimizer)`` first. An optimizer that exchanges updates keeps this worker's gradients.
+        ``scaler.unscale_(optimizer)`` first. Weight decay that is a part of the gradient is added in :meth:`step`. An
+        optimizer that exchanges updates keeps this worker's gradients.
 
         Raises:
             RuntimeError: The gradients were exchanged already, or some optimizers of a list exchange updates: what is
                 clipped together would then differ between ranks. For other errors see :meth:`step`.
         """
         if self._local is None:
-            self._synchronize()
+            self._synchronize(hides_decay=True)
         elif self._is_mixed:
             raise RuntimeError(
                 "synchronize(): some optimizers of the list exchange updates, and their gradients stay local. To clip, "
@@ -318,7 +319,7 @@ class SparseOptimizer(OptimizerSetup):
 
     @without_compile
     @torch.no_grad()
-    def _synchronize(self) -> None:
+    def _synchronize(self, *, hides_decay: bool = False) -> None:
         if self._optimizer_step.alone and self._parameters.are_outdated:  # a single worker trains what it is given
             self._exchange = exchange_state.continued(self._build(self.process_group), self._exchange)
         exchange, step_state, policy = self._exchange, self._step_state, self._options.on_nonfinite
@@ -334,6 +335,7 @@ class SparseOptimizer(OptimizerSetup):
                 overflowed=found is not None and bool(found),
                 zero=policy == "zero" and found is None,
                 decay=coupled_decay(self._exchanged) if self._decays_in_vector else {},
+                hides_decay=hides_decay,
                 inspect=inspect,
             )
             self._inspected = True

@@ -155,6 +155,19 @@ def other_hooks(rank: int, world_size: int, send) -> None:
         model.register_comm_hook(state, hook)
         with pytest.raises((ConfigurationError, ConfigMismatchError), match=hook.__name__):
             tritoncomm.wrap(adamw(model), model=model, **SETTINGS)
+    model = ddp(net())
+    optimizer = tritoncomm.wrap(adamw(model), model=model, **SETTINGS)
+    late = r"register_comm_hook\(\).*was passed to wrap\(\).*fp16_compress_hook.*remove the call"
+    builtin = r"_register_builtin_comm_hook\(\).*was passed to wrap\(\).*FP16_COMPRESS.*remove the call"
+    for _ in range(2):
+        with pytest.raises(ConfigurationError, match=late):
+            model.register_comm_hook(None, hook=fp16_compress_hook)
+        with pytest.raises(ConfigurationError, match=builtin):
+            model._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
+        train(model, optimizer, rank, range(2))
+    assert same_everywhere(flat(model))
+    ddp(net()).register_comm_hook(None, fp16_compress_hook)  # of another model
+    copy.deepcopy(model).register_comm_hook(None, fp16_compress_hook)  # a copy averages
     halved = DistributedDataParallel(nn.Linear(6, 3), mixed_precision=_MixedPrecision(param_dtype=torch.bfloat16))
     with pytest.raises((ConfigurationError, ConfigMismatchError), match=r"mixed_precision"):
         tritoncomm.wrap(adamw(halved), model=halved)

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from tritoncomm.amp import GradScaler
+from tritoncomm.step.shards import local
 
 import laws
 
@@ -48,6 +49,34 @@ def shards_of_one_rank(rank: int, world_size: int, send) -> None:
             assert bits(model) == flat(plain)
             assert laws.same_bits(*(each._vector.feedback.residual for each in optimizers))
         assert same_everywhere(bits(model))
+
+
+def clipped_after_synchronize(rank: int, world_size: int, send) -> None:
+    """Shards get the weight decay of a step after averages were clipped, as plain parameters do, and unused ones none.
+
+    Decay of 1 outweighs the gradients: it would make up most of the norm.
+    """
+    grid = mesh(world_size, 1)
+    models = sharded(Net(), grid["shard"]), Net()
+    groups = {"process_group": grid["replicate"].get_group()}, {}
+    made = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1.0) for model in models]
+    optimizers = [
+        tritoncomm.wrap(base, model=model, **SETTINGS, **group)
+        for base, model, group in zip(made, models, groups, strict=True)
+    ]
+    spare = bits(models[1].spare)
+    for step in range(4):
+        norms = []
+        for model, optimizer in zip(models, optimizers, strict=True):
+            optimizer.zero_grad()
+            loss_of(model, rank, step, spare=False).backward()
+            optimizer.synchronize()
+            norms.append(float(local(nn.utils.clip_grad_norm_(model.parameters(), 0.05))))
+            optimizer.step()
+        assert norms[0] == norms[1] < 2
+        assert bits(models[0]) == bits(models[1])
+    assert bits(models[0].spare) == spare
+    assert same_everywhere(bits(models[0]))
 
 
 def shards_of_two_ranks(rank: int, world_size: int, send) -> None:

@@ -35,8 +35,8 @@ def in_ddp(**fields) -> tuple[nn.Module, tritoncomm.SparseOptimizer]:
 
 
 def in_fsdp() -> tuple[nn.Module, tritoncomm.SparseOptimizer]:
-    """Return a module sharded by FSDP2 and its optimizer."""
-    grid = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("replicate", "shard"))
+    """Return a module sharded by FSDP2 over two replicas, and its optimizer."""
+    grid = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
     model = net()
     for layer in (model[2], model):
         fully_shard(layer, mesh=grid["shard"])
@@ -65,6 +65,17 @@ def heard(rank: int, kind: Kind, act: Callable[[nn.Module, tritoncomm.SparseOpti
     return [line for line in lines if SEEN in line]
 
 
+def scale(model: nn.Module, _: tritoncomm.SparseOptimizer, factor: float = 1 / 3) -> None:
+    """Multiply all gradients by ``factor``."""
+    for parameter in model.parameters():
+        parameter.grad.mul_(factor)
+
+
+def clip(model: nn.Module, _: tritoncomm.SparseOptimizer, limit: float = 0.25) -> None:
+    """Clip the gradients of this rank to ``limit``."""
+    nn.utils.clip_grad_norm_(model.parameters(), limit)
+
+
 def ordinary_loops(rank: int, world_size: int, send) -> None:
     """Nothing is said in loops that change no gradient, or only averaged ones."""
 
@@ -79,12 +90,8 @@ def ordinary_loops(rank: int, world_size: int, send) -> None:
         nn.utils.clip_grad_norm_(model.parameters(), 1e3)  # multiplies by 1
         nn.utils.clip_grad_value_(model.parameters(), 1e3)
 
-    def halved(model: nn.Module, _: tritoncomm.SparseOptimizer) -> None:
-        for parameter in model.parameters():
-            parameter.grad.div_(2.0)
-
     for kind in KINDS:
-        for act in (lambda *_: None, averaged, discarded, not_reached, halved):
+        for act in (lambda *_: None, averaged, discarded, not_reached, partial(scale, factor=0.5)):
             assert heard(rank, kind, act) == [], (kind, act)
             assert heard(rank, kind, act, micro=2) == [], (kind, act)
     for kind in (in_ddp, partial(in_ddp, gradient_as_bucket_view=True)):
@@ -113,37 +120,109 @@ def scaled_loops(rank: int, world_size: int, send) -> None:
 
 
 def clipped_loops(rank: int, world_size: int, send) -> None:
-    """Local clipping is noticed once, on the first rank, and its limit is named. Operations on DTensors are not."""
-    for kind in KINDS[:-1]:
+    """Local clipping is noticed once, on the first rank, and its limit is named."""
+    for kind in KINDS:
         for limit in (0.25, 1e-3):
-
-            def clip(model: nn.Module, _: tritoncomm.SparseOptimizer, limit: float = limit) -> None:
-                nn.utils.clip_grad_norm_(model.parameters(), limit)
-
             for micro in (1, 2):
-                said = heard(rank, kind, clip, micro=micro)
+                said = heard(rank, kind, partial(clip, limit=limit), micro=micro)
                 assert len(said) == (rank == 0), (kind, said)
                 assert all(f"clip_grad_norm_ with {limit:g}: pass max_grad_norm={limit:g} " in x for x in said), said
 
-    def divide(model: nn.Module, _: tritoncomm.SparseOptimizer) -> None:
-        for parameter in model.parameters():
-            parameter.grad.div_(3.0)
-
-    said = heard(rank, plain, divide)
-    assert len(said) == (rank == 0)
-    assert all("A factor that is equal on all ranks needs no change" in line for line in said)
-
-    def cut(model: nn.Module, _: tritoncomm.SparseOptimizer) -> None:
-        nn.utils.clip_grad_value_(model.parameters(), 1e-3)
-
-    assert len(heard(rank, plain, cut)) == (rank == 0)
+    for kind in (plain, in_fsdp):
+        said = heard(rank, kind, scale)
+        assert len(said) == (rank == 0)
+        assert all(
+            "A linear change that is equal on all ranks, such as a factor or a mask, may stay" in line for line in said
+        )
+        said = heard(rank, kind, lambda model, _: nn.utils.clip_grad_value_(model.parameters(), 1e-3))
+        assert len(said) == (rank == 0)
+        assert all("This looks like clip_grad_value_ with 0.001, which may stay" in line for line in said), said
 
     def clip_late(model: nn.Module, optimizer: tritoncomm.SparseOptimizer) -> None:
-        nn.utils.clip_grad_norm_(model.parameters(), 1e3 if optimizer.metrics()["steps"] < 3 else 0.25)
+        clip(model, optimizer, limit=1e3 if optimizer.metrics()["steps"] < 3 else 0.25)
 
-    said = heard(rank, plain, clip_late)
+    for kind in (plain, in_fsdp):
+        said = heard(rank, kind, clip_late)
+        assert len(said) == (rank == 0)
+        assert all("max_grad_norm=0.25 " in line for line in said)
+
+
+def changed_otherwise(rank: int, world_size: int, send) -> None:
+    """A change that no version shows is noticed, and the limit of one that some gradients pass by."""
+
+    def clip_data(model: nn.Module, _: tritoncomm.SparseOptimizer) -> None:
+        total = nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()])
+        for parameter in model.parameters():
+            parameter.grad.data.mul_(min(1.0, 0.25 / float(total)))  # changes no version
+
+    def clip_part(model: nn.Module, optimizer: tritoncomm.SparseOptimizer) -> None:
+        clip(model[2], optimizer)
+
+    for kind, act in ((plain, clip_data), (in_ddp, clip_data), (plain, clip_part), (in_fsdp, clip_part)):
+        said = heard(rank, kind, act)
+        assert len(said) == (rank == 0), (kind, act)
+        assert all("max_grad_norm=0.25 " in line for line in said)
+
+
+def sharded_loops(rank: int, world_size: int, send) -> None:
+    """Clipping a model of several shards is noticed, too. Its limit is not known, and nobody is asked for it."""
+    assert heard(rank, in_fsdp, lambda *_: None, micro=2) == []
+    assert heard(rank, in_fsdp, partial(clip, limit=1e3)) == []
+    for act in (clip, partial(clip, limit=0.1), scale):
+        said = heard(rank, in_fsdp, act)
+        assert len(said) == (rank == 0), said
+        assert all("pass max_grad_norm= to wrap() and remove it" in line for line in said), said
+
+
+def rare_checks(rank: int, world_size: int, send) -> None:
+    """Norms are compared in the first steps and in every 100th, which finds clipping of shards that comes late.
+
+    That of plain gradients is found two steps after it begins.
+    """
+    for kind, found in ((in_fsdp, 100), (plain, 51)):
+        model, optimizer = kind()
+        with log_lines() as lines:
+            for step in range(101):
+                optimizer.zero_grad()
+                loss_of(model, rank, step).backward()
+                if 10 <= step < found:
+                    assert not optimizer._local_changes._norms
+                if step >= 50:
+                    clip(model, optimizer)
+                assert len([line for line in lines if SEEN in line]) == (rank == 0 and step > found)
+                optimizer.step()
+        assert len([line for line in lines if SEEN in line]) == (rank == 0)
+
+
+def assigned_loops(rank: int, world_size: int, send) -> None:
+    """Gradients that a script assigns and clips are noticed by the norm that three of them have in common."""
+
+    def assigned(kind: Kind, act: Callable[..., None], steps: int = 5) -> list[str]:
+        model, optimizer = kind()
+        with log_lines() as lines:
+            for step in range(steps):
+                found = torch.autograd.grad(loss_of(model, rank, step), list(model.parameters()))
+                for parameter, gradient in zip(model.parameters(), found, strict=True):
+                    parameter.grad = gradient
+                act(model, optimizer)
+                optimizer.step()
+        return [line for line in lines if SEEN in line]
+
+    def averaged(model: nn.Module, optimizer: tritoncomm.SparseOptimizer) -> None:
+        optimizer.synchronize()
+        clip(model, optimizer)
+
+    def unit(model: nn.Module, _: tritoncomm.SparseOptimizer) -> None:
+        total = nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()])
+        for parameter in model.parameters():
+            parameter.grad = parameter.grad / total  # a new tensor, which was not changed in place
+
+    for act in (lambda *_: None, averaged, scale, partial(clip, limit=1e3), unit):
+        assert assigned(plain, act) == [], act
+    assert assigned(plain, clip, steps=2) == []
+    said = assigned(plain, clip)
     assert len(said) == (rank == 0)
-    assert all("max_grad_norm=0.25 " in line for line in said)
+    assert all("max_grad_norm=0.25 " in line for line in said), said
 
 
 def lists(rank: int, world_size: int, send) -> None:
@@ -156,13 +235,12 @@ def lists(rank: int, world_size: int, send) -> None:
 
     for limit, parts in (("max_grad_norm=0.25 ", 1), ("max_grad_norm= ", 3)):
 
-        def clip(model: nn.Module, _: tritoncomm.SparseOptimizer, parts: int = parts) -> None:
-            for parameter in model.parameters():
-                parameter.grad.div_(parts)
+        def act(model: nn.Module, optimizer: tritoncomm.SparseOptimizer, parts: int = parts) -> None:
+            scale(model, optimizer, factor=1 / parts)
             if parts == 1:
-                nn.utils.clip_grad_norm_(model[2].parameters(), 0.25)
+                clip(model[2], optimizer)
 
-        said = heard(rank, mixed, clip)
+        said = heard(rank, mixed, act)
         assert len(said) == (rank == 0)
         assert all(limit in line and "synchronize" not in line for line in said), said
 

@@ -18,6 +18,7 @@ from tritoncomm.scheduler.local_workers import WorkerError
         [
             *(fsdp_workers.shards_of_one_rank, fsdp_workers.shards_of_two_ranks, fsdp_workers.settings_of_fsdp),
             *(fsdp_workers.accumulation, fsdp_workers.passes, fsdp_workers.gradients_of_others),
+            fsdp_workers.clipped_after_synchronize,
         ],
         [
             *(fsdp_workers.dense_training, fsdp_workers.conservation, fsdp_workers.loss_scaling),

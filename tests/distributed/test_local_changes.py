@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
-import local_changes_workers
+import local_changes_workers as workers
 import pytest
 from helpers import run_situations
 
 
 @pytest.mark.parametrize(
-    "situations",
+    ("world_size", "situations"),
     [
-        [local_changes_workers.ordinary_loops, local_changes_workers.hooks_are_removed],
-        [local_changes_workers.scaled_loops, local_changes_workers.clipped_loops, local_changes_workers.lists],
+        (2, [workers.ordinary_loops, workers.assigned_loops, workers.hooks_are_removed]),
+        (
+            2,
+            [
+                workers.scaled_loops,
+                workers.clipped_loops,
+                workers.changed_otherwise,
+                workers.lists,
+                workers.rare_checks,
+            ],
+        ),
+        (4, [workers.sharded_loops]),
     ],
-    ids=lambda situations: ",".join(situation.__name__ for situation in situations),
+    ids=["silent", "heard", "sharded"],
 )
-def test_situations(situations: list) -> None:
+def test_situations(world_size: int, situations: list) -> None:
     """Each situation passes. The same processes run several situations, because starting them is slow."""
-    run_situations(situations, 2)
+    run_situations(situations, world_size)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -38,6 +39,7 @@ class Gpu:
             ``kernel_costs.py`` for the kernels of ``tritoncomm_kernels``.
         devices: Number of calls of ``torch.cuda.current_stream`` and ``torch.cuda.synchronize`` by the index of their
             device. A call that names none means the current device. All devices have the same streams here.
+        streams: All streams that are alive.
         unfinished: Functions that wait until an operation of a process group has ended, called when the host waits.
     """
 
@@ -51,6 +53,7 @@ class Gpu:
         self.host_seen: dict[Stream, int] = {}
         self.host_version = 0
         self.busy_until = 0.0  # by time.perf_counter()
+        self.streams: weakref.WeakSet[Stream] = weakref.WeakSet()
         self._streams = 0
         self._arriving: list[tuple[Stream, int, torch.Tensor, torch.Tensor]] = []
         self.default_stream = Stream(gpu=self, name="default stream")

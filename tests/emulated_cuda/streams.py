@@ -44,6 +44,7 @@ class Stream:
         self.seen: dict[Stream, int] = {}
         self._host = -1
         self._freed: list[dict[Stream, int]] = []  # memory that other streams use, and until when
+        self.gpu.streams.add(self)
 
     @property
     def device(self) -> torch.device:
@@ -342,7 +343,7 @@ def index_of(device: Any) -> int:
 def synchronize(device: Any = None) -> None:
     """Stand for ``torch.cuda.synchronize``."""
     current_gpu().devices[index_of(device)] += 1
-    current_gpu().synchronized("device synchronize")
+    current_gpu().synchronized("device synchronize", seen={each: each.enqueue() for each in current_gpu().streams})
 
 
 class OnDevice:

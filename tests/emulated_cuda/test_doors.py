@@ -232,6 +232,29 @@ def test_rejected_step(kind: str, method: str) -> None:
         assert steps[4][1] == steps[3][1] == steps[2][1] != steps[5][1]
 
 
+@pytest.mark.parametrize("synchronizes", [False, True])
+@pytest.mark.parametrize("method", ["oktopk", "oktopk-static"])
+def test_coupled_decay(method: str, synchronizes: bool) -> None:
+    """Decay that is a part of the gradient is added as on a CPU, also after ``synchronize()`` has left it out."""
+
+    def train(rank: int, device: str) -> list[Any]:
+        model = doors.model_on(device)
+        inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+        optimizer = tritoncomm.wrap(inner, density=0.1, warmup_steps=1, dense_below=20, **METHODS[method])
+        for step in range(4):
+            optimizer.zero_grad()
+            doors.loss_of(model, rank, step, device).backward()
+            if synchronizes:
+                optimizer.synchronize()
+                for parameter in model.parameters():
+                    parameter.grad.mul_(0.5)
+            optimizer.step()
+        return doors.bits([*model.parameters(), optimizer._vector.feedback.residual])
+
+    on_gpu, on_cpu = doors.on_both(train, 2)
+    assert on_gpu == on_cpu
+
+
 def test_shards_of_micro_batches_on_two_streams() -> None:
     """Two passes add up, also where the first one is on another stream, on which FSDP2 left its gradients."""
 

@@ -221,6 +221,18 @@ def test_wait_of_the_host_orders_streams() -> None:
         assert (x + y).tolist() == [3.0, 3.0]
 
 
+def test_wait_for_the_device_orders_all_streams() -> None:
+    """After the host has waited for the device, work on every stream has ended."""
+    with ranks.alone():
+        side = torch.cuda.Stream()
+        with torch.cuda.stream(side):
+            x = torch.ones(2, device="cuda")
+        with pytest.raises(RaceError):
+            x + 1
+        torch.cuda.synchronize()
+        assert (x + 1).tolist() == [2.0, 2.0]
+
+
 def test_events_measure_time_once_they_are_complete() -> None:
     """An event without timing, and one that the host has not waited for, have no time."""
     with ranks.alone():

@@ -204,6 +204,73 @@ def test_clipping_by_gradient_leaves_decay_alone() -> None:
     assert torch.allclose(parameter, torch.full((32, 32), 1.8), atol=1e-5)
 
 
+@pytest.mark.parametrize("kind", ["SGD", "SGD, maximize", "Adam", "RMSprop"])
+@pytest.mark.parametrize("fields", [{"density": 0.25}, {"density": 1.0}, {"algo": "spardl", "density": 0.25}], ids=str)
+def test_clipping_after_synchronize_leaves_decay_alone(kind: str, fields: dict[str, object]) -> None:
+    """``synchronize()`` shows the mean of the gradients, as in a dense run, whose optimizer adds the decay later."""
+    make, options = KINDS[kind]
+    found = []
+    for wraps in (False, True):
+        parameter = Parameter(torch.ones(64, 64))
+        optimizer = make([parameter], weight_decay=0.5, **options)
+        if wraps:
+            optimizer = tritoncomm.wrap(optimizer, warmup_steps=0, values="fp32", exchange="gradients", **fields)
+        generator = torch.Generator().manual_seed(0)
+        for _ in range(20):
+            optimizer.zero_grad()
+            (parameter[:4] * torch.randn(4, 64, generator=generator)).mul(0.1).sum().backward()
+            if wraps:
+                optimizer.synchronize()
+            norm = torch.nn.utils.clip_grad_norm_([parameter], 0.01)
+            assert 1 < norm < 2  # 32 with the decay
+            optimizer.step()
+        found.append(parameter.detach())
+    assert (found[0][4:] - 1).abs().min() > 0.005
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("density", [0.1, 1.0])
+def test_synchronize_changes_no_bit_of_a_step(density: float, static: bool) -> None:
+    """Nobody changes a gradient between the two calls: the step is that of one call, also if a hook fails before it."""
+    results = []
+    for synchronizes in (False, True):
+        parameter, seen = Parameter(torch.linspace(-1, 1, 4096).view(64, 64)), []
+        base = torch.optim.SGD([parameter], lr=0.1, momentum=0.9, weight_decay=0.1)
+        recipe = tritoncomm.OkTopk(density=density, static=static)
+        optimizer = tritoncomm.wrap(base, algo=recipe, warmup_steps=1)
+        generator = torch.Generator().manual_seed(0)
+        for step in range(6):
+            parameter.grad = torch.randn(64, 64, generator=generator) / 8
+            if synchronizes:
+                optimizer.synchronize()
+                if step == 3:
+                    handle = base.register_step_pre_hook(lambda *_: 1 / 0)
+                    with pytest.raises(ZeroDivisionError):
+                        optimizer.step()
+                    handle.remove()
+            optimizer.step()
+            seen.append(parameter.grad.clone())
+        results.append((parameter.detach(), optimizer._residuals[parameter], *seen))
+    for one, two in zip(*results, strict=True):
+        assert torch.equal(one, two)
+
+
+def test_synchronize_shows_no_decay() -> None:
+    """What it puts into ``.grad`` is the mean of the gradients."""
+    parameter = Parameter(torch.ones(64, 64))
+    optimizer = tritoncomm.wrap(torch.optim.Adam([parameter], weight_decay=1.0), density=0.5, warmup_steps=0)
+    gradient = torch.zeros(64, 64)
+    gradient[0] = torch.arange(1.0, 65.0)
+    parameter.grad = gradient.clone()
+    optimizer.synchronize()
+    assert torch.equal(parameter.grad, gradient)
+    optimizer.zero_grad()
+    parameter.grad = gradient.clone()
+    optimizer.step()
+    assert torch.equal(parameter.grad[0], gradient[0] + 1.0)
+
+
 def test_decay_passes_the_momentum_of_a_method() -> None:
     """``dgc`` has a momentum of its own, which makes steady decay ten times as strong. Without it, 0.74 is left."""
     parameter = Parameter(torch.ones(64, 64))

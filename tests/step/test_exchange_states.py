@@ -26,14 +26,13 @@ class FailingSGD(torch.optim.SGD):
 
     error: BaseException | None = None
 
-    @torch.no_grad()
-    def step(self, closure=None) -> None:
-        """Take a step, or fail."""
+    def _init_group(self, *args):
+        """Go on with a step, or fail. The step itself is that of SGD."""
         if self.error is not None:
             error, self.error = self.error, None
             self.param_groups[0]["params"][0].add_(1.0)
             raise error
-        super().step(closure)
+        return super()._init_group(*args)
 
 
 def opened(inner: Callable[[nn.Module], torch.optim.Optimizer] = sgd, **settings) -> tuple[nn.Module, SparseOptimizer]:

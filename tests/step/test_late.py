@@ -60,6 +60,21 @@ def test_fits_by_name_and_options() -> None:
     assert find_rule(lion) is None
 
 
+@pytest.mark.parametrize(
+    ("option", "plain", "other"),
+    [
+        ("maximize", False, True), ("caution", False, True), ("cautious", False, True), ("cautious_factor", 1.0, 0.5),
+        ("weight_decouple", True, False), ("fixed_decay", False, True), ("corrected_weight_decay", False, True),
+    ],
+)  # fmt: skip
+def test_variants_have_no_rule(option: str, plain: object, other: object) -> None:
+    """An option by which a public Lion takes another step than the paper's leaves this step to the optimizer."""
+    _, lion = made()
+    for value, rule in ((plain, LateLion), (other, None)):
+        lion.param_groups[0][option] = value
+        assert find_rule(lion) is rule
+
+
 def test_delivered_at_once_is_the_optimizer_itself() -> None:
     """If every coordinate is delivered in every step, the result is Lion's."""
     (ours, lion), (theirs, plain) = made(), made()

@@ -116,6 +116,25 @@ def test_rules_keep_the_contract() -> None:
         assert rule.owned_entries
 
 
+class SignSGD(torch.optim.SGD):
+    """A subclass with its own step, by the sign of the gradient."""
+
+    @torch.no_grad()
+    def step(self, closure=None) -> None:
+        """Move each coordinate by the learning rate."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.sub_(parameter.grad.sign(), alpha=group["lr"])
+
+
+class BelowSign(SignSGD):
+    """A subclass of this subclass."""
+
+
+class RenamedSGD(torch.optim.SGD):
+    """A subclass that does not override ``step``."""
+
+
 def named(name: str) -> torch.optim.Optimizer:
     """Return an optimizer whose class has ``name``."""
     return type(name, (torch.optim.RMSprop,), {})(parameters())
@@ -130,6 +149,21 @@ def test_what_travels() -> None:
     assert all(exchanges_updates(each, WrapOptions(local_steps=2)) for each in (adamw, sgd))
     assert not any(exchanges_updates(each, WrapOptions(exchange="gradients")) for each in others)
     assert all(exchanges_updates(each, WrapOptions(exchange="updates")) for each in (adamw, *others))
+
+
+def test_only_the_step_of_sgd_is_linear() -> None:
+    """A subclass of SGD with another step, or an object with one, exchanges updates."""
+    auto = WrapOptions()
+    replaced = torch.optim.SGD(parameters(), lr=0.1)
+    replaced.step = lambda closure=None: None
+    assert exchanges_updates(replaced, auto)
+    kinds = (RenamedSGD, torch.optim.SGD, SignSGD, BelowSign)
+    for order in (kinds, kinds[::-1]):
+        for kind in order:
+            optimizer = kind(parameters(), lr=0.1)
+            torch.optim.lr_scheduler.StepLR(optimizer, 1)  # wraps the step of the object
+            assert exchanges_updates(optimizer, auto) == (kind in (SignSGD, BelowSign))
+    assert not exchanges_updates(SignSGD(parameters(), lr=0.1), WrapOptions(exchange="gradients"))
 
 
 def test_nothing_is_promised_to_end_above_dense(caplog: pytest.LogCaptureFixture) -> None:

@@ -27,37 +27,41 @@ def with_decay(vector: VectorExchange, mean: SparseVector, shares: Mapping[int, 
     A mean with padding gets no further coordinates: the host does not know their number.
 
     Args:
-        vector: The vector. The residual that the step will leave gets the rest of the decay.
+        vector: The vector. Its ``flat`` is overwritten. The residual that the step will leave gets the rest of the
+            decay.
         mean: What was exchanged. All ranks have the same.
         shares: The share of each parameter, by its id, that is its decay.
     """
-    if not vector.recipe.layers[-1].averages_when_dense or not any(
-        id(parameter) in shares for parameter in vector.parameters
-    ):
+    if not _decays(vector, shares):
         return mean
-    numel = mean.numel
-    decay = torch.zeros(numel + 1, dtype=torch.float32, device=vector.device)  # the last place is that of padding
-    for parameter, part in zip(vector.layout.parameters, vector.layout.parts(decay[:numel]), strict=True):
-        if id(parameter) in shares:
-            held = local(parameter.detach())
-            part.view(held.shape).add_(held, alpha=shares[id(parameter)])
+    decay = _decay(vector, shares)
     if mean.is_full:
-        return SparseVector.full(mean.values + decay[:numel])
-    places = mean.indices.long()
-    if mean.is_padded:
-        places = torch.where(places < 0, numel, places)
-    values = mean.values + decay[places]
-    decay[places] = 0.0
-    if mean.is_padded:
-        whole = SparseVector.padded(Padded(mean.indices, values), numel)
-    else:
-        large = _outweighing(vector, mean, decay[:numel])
-        order = torch.cat([places, large]).argsort()
-        merged = torch.cat([values, decay[large]])[order]
-        whole = SparseVector(torch.cat([mean.indices, large.to(torch.int32)])[order], merged, numel)
-        decay[large] = 0.0
-    vector.feedback.pending.add_(decay[:numel])
+        return SparseVector.full(mean.values + decay)
+    whole = _with_values(mean, mean.values + _at(decay, mean))
+    large = None if mean.is_padded else _outweighing(vector, mean, decay)
+    if large is not None:
+        places = mean.indices.long()
+        indices = large.index_fill_(0, places, True).nonzero().view(-1)
+        values = decay.index_copy(0, places, whole.values)[indices]
+        whole = SparseVector(indices.to(torch.int32), values, mean.numel)
+    vector.feedback.pending.add_(_without(decay, whole))
     return whole
+
+
+def show_decay(vector: VectorExchange, mean: SparseVector, shares: Mapping[int, float], left: Container[int]) -> None:
+    """Add to every ``.grad``, which holds what was exchanged, the decay that ``mean`` has beside it.
+
+    Parameters have not changed since :func:`with_decay`. Those with an id in ``left`` have no gradient.
+    """
+    if not _decays(vector, shares):
+        return
+    decay = _decay(vector, shares)
+    if not mean.is_full:
+        decay = vector.write(_with_values(mean, _at(decay, mean)))
+    for parameter, part in zip(vector.layout.parameters, vector.layout.parts(decay), strict=True):
+        if parameter.grad is not None and id(parameter) not in left:
+            gradient = local(parameter.grad.detach())
+            gradient.add_(part.view(gradient.shape))
 
 
 def add_decay(vector: VectorExchange, shares: Mapping[int, float], waiting: Container[int]) -> None:
@@ -74,19 +78,61 @@ def add_decay(vector: VectorExchange, shares: Mapping[int, float], waiting: Cont
             part.view(held.shape).add_(held, alpha=shares[id(parameter)])
 
 
-def _outweighing(vector: VectorExchange, mean: SparseVector, decay: torch.Tensor) -> torch.Tensor:
-    """Return the coordinates at which ``decay`` is as large as the median of the entries of ``mean``.
+def _decays(vector: VectorExchange, shares: Mapping[int, float]) -> bool:
+    """Return True if the decay of a parameter is added to the mean, see :func:`add_decay`."""
+    return vector.recipe.layers[-1].averages_when_dense and any(id(each) in shares for each in vector.parameters)
 
-    Both are compared as the method compares entries. Small tensors, which travel dense, do not count. A median does not
-    depend on the order in which a processor adds.
+
+def _decay(vector: VectorExchange, shares: Mapping[int, float]) -> torch.Tensor:
+    """Write the decay of one step into ``vector.flat``, and return it."""
+    decay = vector.flat.zero_()
+    for parameter, part in zip(vector.layout.parameters, vector.layout.parts(decay), strict=True):
+        if id(parameter) in shares:
+            held = local(parameter.detach())
+            part.view(held.shape).add_(held, alpha=shares[id(parameter)])
+    return decay
+
+
+def _with_values(mean: SparseVector, values: torch.Tensor) -> SparseVector:
+    """Return a vector with other ``values`` at the coordinates of ``mean``."""
+    if mean.is_padded:
+        return SparseVector.padded(Padded(mean.indices, values), mean.numel)
+    return SparseVector(mean.indices, values, mean.numel)
+
+
+def _at(decay: torch.Tensor, mean: SparseVector) -> torch.Tensor:
+    """Return ``decay`` at the coordinates of ``mean``. It is 0 at padding."""
+    found = decay[mean.indices.long().clamp(min=0)]
+    return torch.where(mean.indices < 0, 0.0, found) if mean.is_padded else found
+
+
+def _without(decay: torch.Tensor, mean: SparseVector) -> torch.Tensor:
+    """Return ``decay``, which may be overwritten, with zeros at the coordinates of ``mean``."""
+    places = mean.indices.long()
+    if not mean.is_padded:
+        return decay.index_fill_(0, places, 0.0)
+    wider = torch.cat([decay, decay.new_zeros(1)])  # the last place is that of padding
+    return wider.index_fill_(0, torch.where(places < 0, mean.numel, places), 0.0)[:-1]
+
+
+def _outweighing(vector: VectorExchange, mean: SparseVector, decay: torch.Tensor) -> torch.Tensor | None:
+    """Return at which coordinates (bool ``[numel]``) ``decay`` is as large as the median of the entries of ``mean``.
+
+    None stands for no coordinate. Both are compared as the method compares entries. Small tensors, which travel dense,
+    do not count. A median does not depend on the order in which a processor adds.
     """
     head, scale = mean.numel - vector.dense_numel, vector.scale
     count = int(torch.count_nonzero(mean.indices < head))
+    if not count:
+        return None
     divisors = None if scale is None else scale.divisors(vector.device)
-    sizes, limits = decay[:head].abs(), mean.values[:count].abs()
+    sizes, limits = decay[:head], mean.values[:count].abs()
     if divisors is not None:
-        sizes /= divisors
+        sizes = sizes / divisors
         limits = limits / divisors[mean.indices[:count].long()]
-    if not count or not bool(limits.median() > 0):
-        return mean.indices[:0].long()
-    return (sizes >= limits.median()).nonzero().view(-1)
+    limit = limits.median()
+    if not bool((limit > 0) & (torch.stack(sizes.aminmax()).abs().max() >= limit)):
+        return None
+    large = torch.zeros(mean.numel, dtype=torch.bool, device=decay.device)
+    torch.ge(sizes.abs(), limit, out=large[:head])
+    return large

@@ -25,7 +25,7 @@ from tritoncomm.scheduler.span import Span
 from tritoncomm.scheduler.together import run_together
 from tritoncomm.step import agree, gradients
 from tritoncomm.step.clipping import clipped
-from tritoncomm.step.decay import add_decay, with_decay
+from tritoncomm.step.decay import add_decay, show_decay, with_decay
 from tritoncomm.step.flat import Delivered, check_range, scattered
 from tritoncomm.step.presence import Presence
 from tritoncomm.step.replicas import Replica
@@ -136,6 +136,7 @@ class GradientExchange:
         self.has_told_rates = False
         self.presence = Presence()
         self._decay: Mapping[int, float] = {}
+        self._hidden: Mapping[int, float] = {}  # what of it every .grad gets when the step is applied
         self.replica = Replica(optimizer)
         self._distributed = is_distributed()
         self._begun: list[_Begun] = []
@@ -200,6 +201,7 @@ class GradientExchange:
         overflowed: bool = False,
         zero: bool = False,
         decay: Mapping[int, float] = MappingProxyType({}),
+        hides_decay: bool = False,
         inspect: Callable[[Sequence[VectorExchange]], None] | None = None,
     ) -> None:
         """Replace every ``.grad`` by the mean over ranks. The state is then READY.
@@ -213,6 +215,7 @@ class GradientExchange:
             overflowed: Whether the scaled loss overflowed, so that the gradients cannot be exchanged.
             zero: Whether to replace NaN and Inf by zero.
             decay: The share of each parameter (by id) that is added to the mean of its gradient.
+            hides_decay: Whether ``.grad`` gets this share when the step is applied, because somebody clips it before.
             inspect: Called with the vectors while every ``.grad`` is still this rank's gradient. What it raises rejects
                 the step. Default: None.
 
@@ -230,7 +233,7 @@ class GradientExchange:
         span = Span(vectors[0].device)
         self._begin()
         self.presence.begin(self.parameters)
-        self._decay = decay
+        self._decay, self._hidden = decay, decay if hides_decay else {}
         try:
             reasons = [gradients.read(vector, scale) for vector in vectors]
             local_error = next((reason for reason in reasons if reason is not None), local_error)
@@ -283,6 +286,8 @@ class GradientExchange:
         An error or a signal in the body leaves the state STOPPED: parameters may be partly updated.
         """
         self._move("update")
+        for vector, _, mean, _ in self._begun:
+            show_decay(vector, mean, self._hidden, self._left)
         self._commit()
         yield
         self.steps, self.updates = self.steps + 1, self.updates + 1
@@ -329,7 +334,7 @@ class GradientExchange:
 
     def catch_up(self) -> None:
         """Make a step READY that is SUSPENDED, because other ranks have applied it."""
-        means = [Delivered(step.mean, step.vector.layout) for step in self._begun]
+        means, self._hidden = [Delivered(step.mean, step.vector.layout) for step in self._begun], {}
         self.delivered = scattered(means, zeros=not self.is_flush, left=self._left)
         self._move("catch up")
 
@@ -361,7 +366,8 @@ class GradientExchange:
         if self.state is State.MEANS:  # a signal came between the confirmation and the next line
             self.stop()
         self._drop()
-        self._rejected, self._at_fault, self.is_flush, self._decay = None, "", False, {}
+        self._rejected, self._at_fault, self.is_flush = None, "", False
+        self._decay = self._hidden = {}
         self._move("exchange")
 
     def _spoil(self, reason: str) -> None:
@@ -506,10 +512,15 @@ class GradientExchange:
         return agree.naming(error, self._at_fault, group, device)
 
     def _ready(self, write: Callable[[list[Delivered]], list[Delivered]]) -> None:
-        """Let ``write`` replace every ``.grad`` by the means, and return them. Other ranks may apply the step now."""
+        """Let ``write`` replace every ``.grad`` by the means, and return them. Other ranks may apply the step now.
+
+        Where the decay is hidden, ``.grad`` shows what was exchanged.
+        """
         means = [Delivered(step.mean, step.vector.layout) for step in self._begun]
+        shown = [Delivered(step.sent, step.vector.layout) for step in self._begun] if self._hidden else means
         try:
-            self.delivered = write(means)
+            written = write(shown)
+            self.delivered = means if self._hidden else written
         except BaseException:
             self.stop()
             raise

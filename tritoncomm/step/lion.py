@@ -13,6 +13,17 @@ import torch
 
 from tritoncomm.step.late import Held, LateRule
 
+# Options of public implementations, with the values at which their step is that of the paper.
+_PLAIN = {
+    "maximize": False,
+    "caution": False,
+    "cautious": False,
+    "cautious_factor": 1.0,
+    "weight_decouple": True,
+    "fixed_decay": False,
+    "corrected_weight_decay": False,
+}
+
 
 class LateLion(LateRule):
     """The rule for optimizers called ``Lion``, with ``betas`` and decoupled weight decay, and ``exp_avg`` in the state.
@@ -25,10 +36,12 @@ class LateLion(LateRule):
 
     @staticmethod
     def fits(optimizer: torch.optim.Optimizer) -> bool:
-        """Return True for a class called ``Lion`` whose options are those of Lion."""
-        options = ("lr", "betas", "weight_decay")
-        return type(optimizer).__name__ == "Lion" and all(
-            name in group for name in options for group in optimizer.param_groups
+        """Return True for a class called ``Lion`` whose options are those of Lion, and none changes its step."""
+        if type(optimizer).__name__ != "Lion":
+            return False
+        has_options = all(name in each for each in optimizer.param_groups for name in ("lr", "betas", "weight_decay"))
+        return has_options and all(
+            bool(each.get(name, plain) == plain) for each in optimizer.param_groups for name, plain in _PLAIN.items()
         )
 
     def advance(

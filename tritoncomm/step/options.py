@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn.parameter import is_lazy
 
 from tritoncomm.algorithms import (
     Algorithm,
@@ -394,7 +395,10 @@ def check_optimizer(
     if not has_hooks(optimizer):
         _refuse_prepared(optimizer)
     if isinstance(optimizer, torch.optim.LBFGS):
-        raise ConfigurationError("LBFGS evaluates its closure several times per step and cannot be wrapped")
+        raise ConfigurationError(
+            "LBFGS evaluates its closure several times per step and cannot be wrapped: use an optimizer that takes one "
+            "gradient per step"
+        )
     if isinstance(optimizer, torch.optim.SparseAdam) and not alone:
         raise ConfigurationError("SparseAdam needs sparse gradients, which are not exchanged: use Adam with dense ones")
     if is_zero(optimizer) and not alone:
@@ -404,6 +408,11 @@ def check_optimizer(
         )
     _check_closure(optimizer)
     for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+        if is_lazy(parameter):
+            raise ConfigurationError(
+                f"{names.get(id(parameter), 'a parameter')} of a lazy module has no shape before the first pass: call "
+                "model() once with a batch before wrap()"
+            )
         if parameter.is_meta:
             raise ConfigurationError(
                 f"{_named(parameter, names)} is on the meta device, without values: call "
@@ -494,18 +503,20 @@ def log_choice(
     received = sum(algorithm.predicted_traffic(world_size, ordinary=True).received.bytes for algorithm, _ in parts)
     dense = sum(cost.dense(algorithm.numel, world_size).received.bytes for algorithm, _ in parts)
     numel, small = sum(algorithm.numel for algorithm, _ in parts), sum(small for _, small in parts)
-    text = f"{recipe!r} over {world_size} ranks: {numel:,} values"
+    dense_chosen = recipe.always_dense()
+    saves = received < dense or dense_chosen
+    name = repr(recipe) if saves else f"algo={recipe.name!r}, density={recipe.density:g}"
+    text = f"{name} over {world_size} ranks: {numel:,} values"
     if small and not is_dense(recipe):
         text += f", of which {small:,} in small tensors are sent dense"
     text += f"; each rank receives {readable_size(received)} per step"
-    dense_chosen = recipe.always_dense()
     if received < dense:
         text += f", {dense / received:.3g} times less than the {readable_size(dense)} of a dense all-reduce"
     elif not dense_chosen:
         text += f", which is not less than the {readable_size(dense)} of a dense all-reduce: use algo='dense'"
     if on_gpu and any(isinstance(layer, Hierarchical) for layer in recipe.layers):
         text += "; node_group has no static form, so the host waits for the GPU many times in a step"
-    logger.log(logging.INFO if received < dense or dense_chosen else logging.WARNING, "%s", text)
+    logger.log(logging.INFO if saves else logging.WARNING, "%s", text)
 
 
 def readable_size(size: float) -> str:

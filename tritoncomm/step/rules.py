@@ -17,7 +17,7 @@ from tritoncomm.step.flat import FlatDelivery
 from tritoncomm.step.lion import LateLion
 from tritoncomm.step.optimizer_list import parts_of
 from tritoncomm.step.options import WrapOptions, never_delays
-from tritoncomm.step.torch_internals import has_own_step
+from tritoncomm.step.torch_internals import has_own_step, steps_as
 
 logger = logging.getLogger("tritoncomm")
 
@@ -103,8 +103,8 @@ _LINEAR = (torch.optim.SGD,)
 
 
 def is_linear(optimizer: torch.optim.Optimizer) -> bool:
-    """Return True if the update of ``optimizer`` is linear in the gradient."""
-    return isinstance(optimizer, _LINEAR)
+    """Return True if the update of ``optimizer`` is linear in the gradient. A step of a subclass may not be."""
+    return steps_as(optimizer, _LINEAR)
 
 
 def find_rule(optimizer: torch.optim.Optimizer) -> type[AwareStep] | None:

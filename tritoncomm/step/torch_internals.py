@@ -10,6 +10,7 @@ import gc
 import inspect
 import sys
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch
@@ -79,6 +80,28 @@ def let_average_nothing(model: DistributedDataParallel) -> bool:
     return True
 
 
+def check_new_hooks(check: Callable[[DistributedDataParallel, str, Any], None]) -> None:
+    """Call ``check`` before any DDP module registers a hook: with the module, the name of the method, and the hook.
+
+    torch would say only that a module can have one hook. It has no function to ask before. Call this once.
+    """
+    hooked = DistributedDataParallel.register_comm_hook
+    built_in = DistributedDataParallel._register_builtin_comm_hook  # noqa: SLF001
+
+    @wraps(hooked)
+    def register(self: DistributedDataParallel, state: object, hook: Callable[..., Any]) -> None:
+        check(self, "register_comm_hook()", hook)
+        hooked(self, state, hook)
+
+    @wraps(built_in)
+    def register_built_in(self: DistributedDataParallel, comm_hook_type: Any) -> None:
+        check(self, "_register_builtin_comm_hook()", comm_hook_type)
+        built_in(self, comm_hook_type)  # type: ignore[no-untyped-call]
+
+    DistributedDataParallel.register_comm_hook = register  # type: ignore[method-assign]
+    DistributedDataParallel._register_builtin_comm_hook = register_built_in  # type: ignore[method-assign]  # noqa: SLF001
+
+
 def ddp_modules() -> list[DistributedDataParallel]:
     """Return all modules of DDP that are alive. It takes some 30 milliseconds.
 
@@ -141,6 +164,13 @@ def written_step(kind: type[torch.optim.Optimizer]) -> Callable[..., Any]:
     while getattr(step, "__globals__", {}).get("__name__") == "torch.optim.optimizer" and hasattr(step, "__wrapped__"):
         step = step.__wrapped__
     return step
+
+
+def steps_as(optimizer: torch.optim.Optimizer, kinds: tuple[type[torch.optim.Optimizer], ...]) -> bool:
+    """Return True if ``optimizer`` takes the step of one of ``kinds``: neither it nor a subclass has another one."""
+    if has_own_step(optimizer) or not isinstance(optimizer, kinds):
+        return False
+    return written_step(type(optimizer)) in map(written_step, kinds)
 
 
 def hooks_key(optimizer: torch.optim.Optimizer) -> int:

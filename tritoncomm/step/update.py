@@ -26,9 +26,9 @@ from tritoncomm.step.torch_internals import (
     has_own_step,
     mark_stepped,
     step_hooks,
+    steps_as,
     version_of,
     without_compile,
-    written_step,
 )
 
 logger = logging.getLogger("tritoncomm")
@@ -119,18 +119,11 @@ def coupled_decay(optimizer: torch.optim.Optimizer) -> dict[int, float]:
     return found
 
 
-def _adds_decay(optimizer: torch.optim.Optimizer) -> bool:
-    """Return True if ``optimizer`` takes the step that torch has written for one of these classes."""
-    if has_own_step(optimizer) or not isinstance(optimizer, _COUPLED):
-        return False
-    return written_step(type(optimizer)) in map(written_step, _COUPLED)
-
-
 def _coupled_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     return [
         group
         for part in parts_of(optimizer)
-        if _adds_decay(part)
+        if steps_as(part, _COUPLED)
         for group in part.param_groups
         if not group.get("decoupled_weight_decay", False)
     ]
