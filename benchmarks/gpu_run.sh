@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs all checks that need a GPU, from a bare checkout, in under eight minutes (the limits below add up to 470 s):
+# Runs all checks that need a GPU, from a bare checkout, in eight minutes at most (the limits below add up to 480 s):
 # first correctness, then the sanitizers on small inputs, then speed. It installs nothing. With two GPUs or more, it
 # takes up to five minutes more.
 #
