@@ -1,4 +1,4 @@
-"""The job of the SLURM page and the script of the torchrun page run as printed, with stand-ins for the commands of SLURM."""
+"""The job of the SLURM page and the script of the torchrun page run as printed, with stand-ins for SLURM."""
 
 from __future__ import annotations
 
