@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 import tritoncomm_kernels as kernels
 from tritoncomm.algorithms.base import BudgetedAlgorithm, EntryRecipe, StaticRecipe, check, check_at_least
 from tritoncomm.algorithms.ok_topk_static import OkTopkStaticStep, StaticForm, widest
-from tritoncomm.algorithms.ok_topk_thresholds import WARM_START, OkTopkState, Rules, agree_on_cuts, following_threshold
+from tritoncomm.algorithms.ok_topk_thresholds import WARM_START, OkTopkState, Rules, agree_on_cuts
 from tritoncomm.algorithms.ok_topk_traffic import Caps
 from tritoncomm.errors import NonFiniteError, ProtocolMismatchError
 from tritoncomm.primitives import collectives, distributed_topk
@@ -274,9 +274,10 @@ class OkTopkAlgorithm(BudgetedAlgorithm):
 
     def _corrected(self, threshold: float, passed: Selection, count: int) -> float:
         """Return the threshold for the next step. With ``correct_thresholds``, k entries would have reached it."""
-        if not self.recipe.correct_thresholds:
-            return threshold
-        return following_threshold(threshold, passed, count, self.k, self.numel, workspace=self.workspace)
+        kth = 0.0
+        if self.recipe.correct_thresholds and count >= self.k and passed.found:
+            kth = kernels.smallest_magnitude(kernels.largest(passed, self.k, workspace=self.workspace).values)
+        return self.rules.following(threshold, count, kth)
 
     def _split_and_reduce(
         self, local: Selection, cuts: Sequence[int], finite: bool, rank: int, world_size: int
