@@ -24,7 +24,7 @@ from tritoncomm.algorithms.exdyna_static import Counts, MessageFormat, Partition
 from tritoncomm.errors import ConfigurationError, NonFiniteError
 from tritoncomm.primitives.accumulator import Accumulator
 from tritoncomm.primitives.collectives import bruck_all_gather, dense_exchange, mean_over_ranks, share_rows
-from tritoncomm.primitives.region_cuts import balanced_sizes, trimmed_sizes
+from tritoncomm.primitives.region_cuts import balanced_sizes, trimmed_sizes, widest
 from tritoncomm.primitives.selection import entries_to_keep
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.scheduler import cost
@@ -395,8 +395,8 @@ class ExDynaAlgorithm(BudgetedAlgorithm):
             forecast = self._forecast(world_size, volume, volume, self.k)
         else:
             bounds = self._partitions(self._state_for(world_size, layout), layout, torch.device("cpu")).bounds.tolist()
-            largest = max(stop - start for start, stop in itertools.pairwise(bounds))
-            leaving = (world_size - 1) * self.encoding.words_at_most(self.numel, min(self.capacity, largest), 1)
+            most = min(self.capacity, widest(bounds))
+            leaving = (world_size - 1) * self.encoding.words_at_most(self.numel, most, 1)
             arriving = min(leaving, self.encoding.words_at_most(self.numel, self.capacity, world_size))
             forecast = self._forecast(world_size, leaving, arriving, self.capacity)
         if ordinary or self._state_for(world_size, layout).threshold:
