@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -100,17 +99,6 @@ def test_documented_simulation_runs() -> None:
     names: dict[str, object] = {}
     exec(code.replace("1_000_000", "1_000").replace("64", "7"), names)  # noqa: S102 - our own page
     assert len(names["means"]) == 7
-
-
-def test_tracing_is_switched_on_by_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The block on the page traces if the variable is set, and trains in any case."""
-    _, switch, _ = blocks("docs/how-to/trace.md")
-    trained: list[int] = []
-    exec(switch, {"tritoncomm": tritoncomm, "train": trained.append})  # noqa: S102 - our own page
-    monkeypatch.setenv("TRACE", str(tmp_path / "trace.json"))
-    exec(switch, {"tritoncomm": tritoncomm, "train": trained.append})  # noqa: S102 - our own page
-    assert trained == [3, 3]
-    assert [file.name for file in tmp_path.iterdir()] == ["trace-rank-0.json"]
 
 
 def test_documented_counts_are_those_of_the_results() -> None:

@@ -8,10 +8,12 @@ from typing import ClassVar
 
 import pytest
 import torch
+from tritoncomm.algorithms import Algorithm
 from tritoncomm.algorithms.ok_topk import OkTopk, OkTopkAlgorithm
 from tritoncomm.algorithms.quantized import Quantized, QuantizedAlgorithm
 from tritoncomm.algorithms.topk_allgather import TopkAllgather, TopkAllgatherAlgorithm
 from tritoncomm.primitives.collectives import bruck_all_gather
+from tritoncomm.primitives.selection import entries_to_keep
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.scheduler import wire
 from tritoncomm.scheduler.cost import Forecast
@@ -357,41 +359,32 @@ def quantized(kind: type[QuantizedAlgorithm], values: str = "1bit") -> BrokenRec
 
 
 @dataclass(frozen=True, kw_only=True)
-class BrokenRecipe(Quantized):
+class Broken:
+    """A recipe whose algorithm is of a broken ``kind``."""
+
+    name: ClassVar[str] = "broken"
+    kind: type[Algorithm] | None = None
+
+    def build(self, numel):
+        return self.kind(self, numel)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BrokenRecipe(Broken, Quantized):
     """A recipe for a broken quantization."""
 
-    name: ClassVar[str] = "broken"
-    kind: type[QuantizedAlgorithm] = QuantizedAlgorithm
-
-    def build(self, numel):
-        return self.kind(self, numel)
-
 
 @dataclass(frozen=True, kw_only=True)
-class BrokenOkTopk(OkTopk):
+class BrokenOkTopk(Broken, OkTopk):
     """A recipe for a broken Ok-Topk."""
 
-    name: ClassVar[str] = "broken"
-    kind: type[OkTopkAlgorithm] = OkTopkAlgorithm
-
-    def build(self, numel):
-        return self.kind(self, numel)
-
 
 @dataclass(frozen=True, kw_only=True)
-class BrokenTopk(TopkAllgather):
+class BrokenTopk(Broken, TopkAllgather):
     """A recipe for a broken all-gather."""
 
-    name: ClassVar[str] = "broken"
-    kind: type[TopkAllgatherAlgorithm] = TopkAllgatherAlgorithm
-
     def build(self, numel):
-        return self.kind(numel, kernels_k(numel, self.density))
-
-
-def kernels_k(numel: int, density: float) -> int:
-    """Return the number of entries as the library computes it."""
-    return max(1, int(numel * density))
+        return self.kind(numel, entries_to_keep(numel, self.density))
 
 
 def atomicity_in_every_round(recipe, case: laws.Case) -> None:

@@ -11,7 +11,7 @@ import signal
 import sys
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -147,21 +147,8 @@ def _demo(options: argparse.Namespace) -> int:
     if options.values is not None:
         tritoncomm.recipe(options.algo, values=options.values)  # raises if the method has no such field
     by_default = {"values": Quantized().values} if options.algo == Quantized.name else default_fields(options.algo, {})
-    values = options.values or by_default.get("values", "fp32")
-    settings = Settings(
-        algo=options.algo,
-        density=options.density,
-        values=values,
-        workers=options.workers,
-        steps=options.steps,
-        seed=options.seed,
-        staleness=options.staleness,
-        small=options.small,
-        door=options.door,
-        optimizer=options.optimizer,
-        local_steps=options.local_steps,
-        record=options.record,
-    )
+    given = {field.name: getattr(options, field.name) for field in fields(Settings)}
+    settings = Settings(**given | {"values": options.values or by_default.get("values", "fp32")})
     if settings.record is not None and (settings.optimizer, settings.local_steps) != ("adamw", 1):
         print("--record needs gradients that are exchanged: choose --optimizer adamw --local-steps 1", file=sys.stderr)
         return 2

@@ -12,7 +12,7 @@ import pytest
 import torch
 import tritoncomm
 from tritoncomm import OkTopk, ProtocolMismatchError, SimulatedWorld
-from tritoncomm.algorithms.ok_topk_static import widest
+from tritoncomm.primitives.region_cuts import widest
 from tritoncomm.scheduler.cost import WORD
 from tritoncomm.scheduler.rounds import AllGather, Op
 

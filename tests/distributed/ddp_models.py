@@ -9,6 +9,7 @@ import tritoncomm
 from helpers import adamw, flat, residual
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import laws
 
@@ -32,6 +33,23 @@ class Branches(nn.Module):
     def forward(self, x: torch.Tensor, *, both: bool = True) -> torch.Tensor:
         """Run with or without the second branch."""
         return self.head(self.first(x) + self.second(x) if both else self.first(x))
+
+
+class Stack(nn.Module):
+    """Two layers with reentrant checkpointing, whose backward passes are within another one, and a head."""
+
+    def __init__(self, width: int = 6) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([nn.Linear(width, width), nn.Linear(width, width)])
+        self.head = nn.Linear(width, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the output."""
+        x = x.requires_grad_()
+        for layer in self.layers:
+            x = torch.tanh(checkpoint(layer, x, use_reentrant=True))
+        return self.head(x)
 
 
 def ddp(model: nn.Module, **fields) -> DistributedDataParallel:

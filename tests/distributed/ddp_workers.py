@@ -9,12 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import tritoncomm
-from ddp_models import SETTINGS, Branches, Pair, ddp, net
+from ddp_models import SETTINGS, Branches, Pair, Stack, ddp, net
 from helpers import adamw, flat, loss_of, same_everywhere
 from torch import nn
 from torch.distributed.nn.functional import all_reduce
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
 
 import laws
 
@@ -216,22 +215,6 @@ def buffers(rank: int, world_size: int, send) -> None:
         loss_of(each, rank, 9)  # a forward pass, before which DDP broadcasts
     assert torch.allclose(averaging.module[1].running_mean, model.module[1].running_mean, atol=1e-6)
     assert same_everywhere([buffer.tolist() for buffer in model.buffers()])
-
-
-class Stack(nn.Module):
-    """Two layers with reentrant checkpointing, whose backward passes are within another one, and a head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers, self.head = nn.ModuleList([nn.Linear(6, 6), nn.Linear(6, 6)]), nn.Linear(6, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the output."""
-        x = x.requires_grad_()
-        for layer in self.layers:
-            x = torch.tanh(checkpoint(layer, x, use_reentrant=True))
-        return self.head(x)
 
 
 def nested_passes(rank: int, world_size: int, send) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import tritoncomm
-from ddp_models import net
+from ddp_models import Stack, net
 from fsdp_models import SETTINGS, Net, Shards, bits, dense_mean, loss_of, mesh, sharded, shards, train
 from helpers import adamw, flat, same_everywhere, total
 from helpers import loss_of as loss_of_net
@@ -214,22 +214,6 @@ class Twice(nn.Module):
         return self.head(x)
 
 
-class Nested(nn.Module):
-    """Layers with reentrant checkpointing, whose backward passes are within another one, and a head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers, self.head = nn.ModuleList([nn.Linear(5, 5), nn.Linear(5, 5)]), nn.Linear(5, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Run the layers, and the head."""
-        x = x.requires_grad_()
-        for layer in self.layers:
-            x = torch.tanh(checkpoint(layer, x, use_reentrant=True))
-        return self.head(x)
-
-
 def passes(rank: int, world_size: int, send) -> None:
     """A layer that is used twice or recomputed, nested passes, no common root, and a layer that a replica left out."""
     grid = mesh()
@@ -248,7 +232,7 @@ def passes(rank: int, world_size: int, send) -> None:
         parts(partial(Twice, recompute=False), "layer"),
         parts(partial(Twice, recompute=True), "layer"),
         parts(partial(Twice, recompute=True)),
-        parts(Nested, "layers.0", "layers.1", "head"),
+        parts(partial(Stack, 5), "layers.0", "layers.1", "head"),
         parts(several_roots, "0", "2", root=False),
     ):
         pair = Shards(model, grid["replicate"].get_group())

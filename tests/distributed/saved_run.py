@@ -38,7 +38,7 @@ class SavedRun:
         return {"model": model, "optimizer": optimizer, "residuals": ResidualState(self.optimizer, **fields)}
 
     def load(self, path: str, **fields) -> None:
-        """Resume as docs/how-to/fsdp.md shows."""
+        """Resume as docs/how-to/checkpoints.md shows."""
         content = self.content(**fields)
         dcp.load(content, checkpoint_id=path)
         parts = {"model_state_dict": content["model"], "optim_state_dict": content["optimizer"]}

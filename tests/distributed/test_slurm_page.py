@@ -1,4 +1,4 @@
-"""The job and the script of the SLURM page run as printed, with stand-ins for the commands of SLURM."""
+"""The job of the SLURM page and the script of the torchrun page run as printed, with stand-ins for SLURM."""
 
 from __future__ import annotations
 
@@ -64,13 +64,13 @@ def _submit(folder: Path, restarts: int | None, srun: str = SRUN) -> subprocess.
 @pytest.mark.skipif(not Path("/bin/bash").exists(), reason="the job is a bash script")
 def test_job_trains_and_resumes(tmp_path: Path) -> None:
     """Two nodes of two ranks train and save. The job that follows resumes behind the last checkpoint."""
-    (code,) = blocks("docs/how-to/slurm.md")
+    code, _ = blocks("docs/how-to/torchrun.md")
     (tmp_path / "train.py").write_text(code.replace("STEPS, SAVE_EVERY = 40, 10", "STEPS, SAVE_EVERY = 14, 5"))
     for restarts, first in ((None, 0), (1, 10)):
         done = _submit(tmp_path, restarts)
         assert done.returncode == 0, done.stderr
         reported = dict(
-            re.findall(rf"rank (\d) from step {first}: loss ([\d.]+), rate 0.00010, [1-9]\d* bytes", done.stdout)
+            re.findall(rf"rank (\d): loss ([\d.]+), rate 0.00010 after step {first}, [1-9]\d* bytes", done.stdout)
         )  # the schedule has reached its end
         assert sorted(reported) == ["0", "1", "2", "3"], done.stdout
     assert len(list((tmp_path / "checkpoints/step-000009").glob("rank-*-of-4.pt"))) == 4

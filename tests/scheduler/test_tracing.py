@@ -23,6 +23,13 @@ def test_file_that_cannot_be_written(tmp_path: Path) -> None:
             raise AssertionError("the block must not run")
 
 
+def test_trace_without_a_process_group(tmp_path: Path) -> None:
+    """A process without a group writes the file of rank 0."""
+    with tritoncomm.trace(tmp_path / "trace.json"):
+        pass
+    assert [file.name for file in tmp_path.iterdir()] == ["trace-rank-0.json"]
+
+
 def test_trace_of_a_simulation(tmp_path: Path) -> None:
     """The trace of a simulation has all messages, and the phases of each rank in virtual time."""
     file = tmp_path / "trace.json"

@@ -26,6 +26,13 @@ class Stateless:
     """The state of a method that keeps nothing between steps."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Counted:
+    """The state of a method that draws from the number of successful exchanges, ``step``."""
+
+    step: int = 0
+
+
 class Algorithm(ABC):
     """One method for one flat vector of ``numel`` elements, with its state.
 

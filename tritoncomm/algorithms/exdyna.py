@@ -23,13 +23,13 @@ from tritoncomm.algorithms.base import BudgetedAlgorithm, IndexRecipe, StaticRec
 from tritoncomm.algorithms.exdyna_static import Counts, MessageFormat, Partitions, exchange_static
 from tritoncomm.errors import ConfigurationError, NonFiniteError
 from tritoncomm.primitives.accumulator import Accumulator
-from tritoncomm.primitives.collectives import bruck_all_gather, dense_exchange, share_rows
-from tritoncomm.primitives.region_cuts import trimmed_sizes
+from tritoncomm.primitives.collectives import bruck_all_gather, dense_exchange, mean_over_ranks, share_rows
+from tritoncomm.primitives.region_cuts import balanced_sizes, trimmed_sizes, widest
 from tritoncomm.primitives.selection import entries_to_keep
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.scheduler import cost
 from tritoncomm.scheduler.cost import Flow, Forecast, both
-from tritoncomm.scheduler.rounds import AllGather, AllReduce, Pattern, read
+from tritoncomm.scheduler.rounds import AllReduce, Pattern
 from tritoncomm_kernels import Selection
 from tritoncomm_kernels.rebalance import MAX_PARTITIONS
 from tritoncomm_kernels.workspace import copied_to
@@ -254,13 +254,14 @@ class ExDynaAlgorithm(BudgetedAlgorithm):
     def layout(self, world_size: int) -> Layout:
         """Block-based partitioning: return the blocks, in contiguous partitions of equal numbers of blocks."""
         if self.recipe.rebalance == "off":
-            return Layout(1, _shares(self.numel, world_size), 0)
+            return Layout(1, tuple(balanced_sizes(self.numel, world_size)), 0)
         blocks = self.recipe.blocks
         block = self.numel // blocks // _LINE * _LINE
         if self.recipe.chosen("layout") == "paper" and block:
-            return Layout(block, _shares(blocks, world_size), -(-blocks // (4 * world_size)))
+            return Layout(block, tuple(balanced_sizes(blocks, world_size)), -(-blocks // (4 * world_size)))
         block = tight_block(self.numel, world_size, blocks)
-        return Layout(block, _shares(-(-self.numel // block), world_size), self.recipe.min_blocks)
+        shares = balanced_sizes(-(-self.numel // block), world_size)
+        return Layout(block, tuple(shares), self.recipe.min_blocks)
 
     def bounds(self, layout: Layout, blocks: Sequence[int]) -> list[int]:
         """Return the first element of each partition, and ``numel``, the end of the last partition."""
@@ -275,12 +276,9 @@ class ExDynaAlgorithm(BudgetedAlgorithm):
         stride = max(1, min(_SAMPLE_STRIDE, self.numel // _SAMPLE_LEAST)) | 1
         sample = acc.dense()[::stride].contiguous()
         quantile = kernels.kth_magnitude(sample, entries_to_keep(sample.numel(), self.recipe.density))
-        words = torch.tensor([quantile], dtype=torch.float64, device=acc.device)
-        gathered = (yield AllGather("start", words)) if world_size > 1 else words
-        # The sum in rank order gives the same bits on all ranks. If a quantile is NaN or Inf, only NaN and Inf pass.
-        mean = sum((yield from read("start", gathered.flatten()))) / world_size
-        lift = 1.0 if self.state.settled else self.recipe.lift
-        return mean * lift if math.isfinite(mean) else math.inf
+        # If a quantile is NaN or Inf, only NaN and Inf pass.
+        mean = yield from mean_over_ranks(quantile, world_size, acc.device, phase="start")
+        return mean * (1.0 if self.state.settled else self.recipe.lift)
 
     def _select(
         self, acc: Accumulator, threshold: float, bounds: Sequence[int], partition: int, step: int
@@ -397,8 +395,8 @@ class ExDynaAlgorithm(BudgetedAlgorithm):
             forecast = self._forecast(world_size, volume, volume, self.k)
         else:
             bounds = self._partitions(self._state_for(world_size, layout), layout, torch.device("cpu")).bounds.tolist()
-            largest = max(stop - start for start, stop in itertools.pairwise(bounds))
-            leaving = (world_size - 1) * self.encoding.words_at_most(self.numel, min(self.capacity, largest), 1)
+            most = min(self.capacity, widest(bounds))
+            leaving = (world_size - 1) * self.encoding.words_at_most(self.numel, most, 1)
             arriving = min(leaving, self.encoding.words_at_most(self.numel, self.capacity, world_size))
             forecast = self._forecast(world_size, leaving, arriving, self.capacity)
         if ordinary or self._state_for(world_size, layout).threshold:
@@ -427,9 +425,3 @@ def tight_block(numel: int, world_size: int, blocks: int) -> int:
         if -(-numel // block) >= world_size:
             break
     return block
-
-
-def _shares(total: int, parts: int) -> tuple[int, ...]:
-    """Split ``total`` into ``parts`` that differ by at most one, larger ones first."""
-    share, extra = divmod(total, parts)
-    return tuple(share + (part < extra) for part in range(parts))

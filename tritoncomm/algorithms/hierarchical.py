@@ -41,10 +41,7 @@ class Hierarchical(WrapperRecipe):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_at_least(self, 1, "node_size", whole=True)
-        method: Any = self.recipe
-        while isinstance(method, WrapperRecipe):
-            method = method.recipe
-        exact = getattr(method, "static", "auto") is not True
+        exact = getattr(self.recipe.layers[-1], "static", "auto") is not True
         check(self, "recipe", exact, "has static=True, but a hierarchical exchange has no static form: leave it out")
 
     def check_world_size(self, world_size: int) -> None:
@@ -112,7 +109,7 @@ class HierarchicalAlgorithm(WrapperAlgorithm):
             part.fill_(torch.nan)  # all workers of the node do this, so all workers of all nodes reject the step
         left = torch.empty_like(part)
         inner = Accumulator(residual, part, left, acc.workspace)
-        mean, rejected = SparseVector(*_nothing(part), self._share), False
+        mean, rejected = SparseVector(part[:0].view(torch.int32), part[:0], self._share), False
         try:
             mean = yield InSubgroup(_BETWEEN, rail, self.inner.reduce(inner, rank // size, nodes))
         except NonFiniteError:
@@ -131,11 +128,8 @@ class HierarchicalAlgorithm(WrapperAlgorithm):
         return SparseVector(found.indices[:inside], found.values[:inside], self.numel)
 
     def predicted_traffic(self, world_size: int, *, ordinary: bool = False) -> Forecast:
-        nodes = max(1, world_size // self.recipe.node_size)
-        return self._forecast(self.inner.predicted_traffic(nodes, ordinary=ordinary))
-
-    def _forecast(self, between: Forecast) -> Forecast:
         size = self.recipe.node_size
+        between = self.inner.predicted_traffic(max(1, world_size // size), ordinary=ordinary)
         if size == 1:
             return between
         return Forecast(
@@ -168,7 +162,3 @@ def _gather(block: Selection, finite: bool, numel: int, rank: int, size: int) ->
     except NonFiniteError:  # its ranks are local to the node, and the NaN or Inf may be in another node
         raise NonFiniteError(REJECTED) from None
     return (yield from gather_blocks(block, counts, numel, rank, size, phase=_GATHER))
-
-
-def _nothing(like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.empty(0, dtype=torch.int32, device=like.device), like.new_empty(0)

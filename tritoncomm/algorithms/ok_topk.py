@@ -18,14 +18,14 @@ from typing import Any, ClassVar
 
 import tritoncomm_kernels as kernels
 from tritoncomm.algorithms.base import BudgetedAlgorithm, EntryRecipe, StaticRecipe, check, check_at_least
-from tritoncomm.algorithms.ok_topk_static import OkTopkStaticStep, StaticForm, widest
-from tritoncomm.algorithms.ok_topk_thresholds import WARM_START, OkTopkState, Rules, agree_on_cuts, following_threshold
+from tritoncomm.algorithms.ok_topk_static import OkTopkStaticStep, StaticForm
+from tritoncomm.algorithms.ok_topk_thresholds import WARM_START, OkTopkState, Rules, agree_on_cuts
 from tritoncomm.algorithms.ok_topk_traffic import Caps
 from tritoncomm.errors import NonFiniteError, ProtocolMismatchError
 from tritoncomm.primitives import collectives, distributed_topk
 from tritoncomm.primitives.accumulator import Accumulator
 from tritoncomm.primitives.distributed_topk import largest_shares
-from tritoncomm.primitives.region_cuts import offsets, propose_cuts, trimmed_sizes
+from tritoncomm.primitives.region_cuts import offsets, propose_cuts, trimmed_sizes, widest
 from tritoncomm.primitives.region_sums import RegionSums
 from tritoncomm.primitives.selection import before_rounding, entries_to_keep, largest_parts, rounding_figures
 from tritoncomm.primitives.sparse_vector import SparseVector
@@ -205,9 +205,9 @@ class OkTopkAlgorithm(BudgetedAlgorithm):
             if floor > 0 and sum(shared.candidates) < self.k:  # some of the k largest sums are below the floor
                 candidates = self._candidates(region, 0.0, cuts, rank)
                 shared = yield from self._share_sizes(candidates, received, state.global_threshold, world_size)
-            delivered = yield from self._global_top_k(candidates, shared, cuts, state, rank, world_size)
+            delivered = yield from self._global_top_k(candidates, shared, cuts, state, rank)
         else:
-            delivered = yield from self._balance_and_gather(candidates, shared, cuts, state, rank, world_size)
+            delivered = yield from self._balance_and_gather(candidates, shared, cuts, state, rank)
 
         # Residual update: remove an entry if and only if this rank sent it and the global selection kept it.
         kept = kernels.common_positions(sent.indices, delivered.mean.indices)
@@ -274,9 +274,10 @@ class OkTopkAlgorithm(BudgetedAlgorithm):
 
     def _corrected(self, threshold: float, passed: Selection, count: int) -> float:
         """Return the threshold for the next step. With ``correct_thresholds``, k entries would have reached it."""
-        if not self.recipe.correct_thresholds:
-            return threshold
-        return following_threshold(threshold, passed, count, self.k, self.numel, workspace=self.workspace)
+        kth = 0.0
+        if self.recipe.correct_thresholds and count >= self.k and passed.found:
+            kth = kernels.smallest_magnitude(kernels.largest(passed, self.k, workspace=self.workspace).values)
+        return self.rules.following(threshold, count, kth)
 
     def _split_and_reduce(
         self, local: Selection, cuts: Sequence[int], finite: bool, rank: int, world_size: int
@@ -348,29 +349,24 @@ class OkTopkAlgorithm(BudgetedAlgorithm):
         return _Sizes(sizes, loads, sum(reached))
 
     def _global_top_k(
-        self,
-        candidates: Selection,
-        shared: _Sizes,
-        cuts: Sequence[int],
-        state: OkTopkState,
-        rank: int,
-        world_size: int,
+        self, candidates: Selection, shared: _Sizes, cuts: Sequence[int], state: OkTopkState, rank: int
     ) -> Pattern[_Delivered]:
         """Phase 2 of a re-evaluation step: deliver exactly the k largest sums.
 
         Either all candidates are gathered, without rounding, or histograms find the k largest first.
         """
+        world_size = state.world_size
         if sum(shared.candidates) > self._worth_gathering(world_size):
             shares = yield from largest_shares(candidates, self.k)
             gathered = yield from self._even_out_and_gather(candidates, shares, cuts, rank, world_size)
-            return self._delivered(gathered, state, world_size)
+            return self._delivered(gathered, state)
         exact = collectives.Regions(cuts, shared.candidates, Encoding("fp32", self.encoding.packed))
         gathered = yield from collectives.gather_regions(
             candidates, exact, rank, world_size, trigger=math.inf, width=1, phase="re-evaluation"
         )
         kept = kernels.largest(gathered.entries, self.k, workspace=self.workspace)
         if not self.encoding.rounds:
-            return self._delivered(gathered._replace(entries=kept), state, world_size)
+            return self._delivered(gathered._replace(entries=kept), state)
         threshold = kernels.smallest_magnitude(kept.values) or state.global_threshold
         # A rounded quotient loses nothing: its product with the world size is exact, and the owner keeps the rest.
         mean = kept._replace(values=wire.rounded_quotients(kept.values, world_size))
@@ -380,13 +376,13 @@ class OkTopkAlgorithm(BudgetedAlgorithm):
         rest = self._rest(candidates, own._replace(values=own.values * world_size))
         return _Delivered(mean, threshold, kept.found == 0, rest)
 
-    def _delivered(self, gathered: collectives.Gathered, state: OkTopkState, world_size: int) -> _Delivered:
+    def _delivered(self, gathered: collectives.Gathered, state: OkTopkState) -> _Delivered:
         """Return the outcome of a re-evaluation that ``gathered`` exactly the k largest sums."""
         entries = gathered.entries
         if gathered.least is None:
             # Without any sum there is no new threshold. Keep the old one and re-evaluate at the next step.
             threshold = kernels.smallest_magnitude(entries.values) or state.global_threshold
-            mean = entries._replace(values=entries.values / world_size)
+            mean = entries._replace(values=entries.values / state.world_size)
             return _Delivered(mean, threshold, entries.found == 0)
         threshold = gathered.least if entries.found else state.global_threshold
         return _Delivered(entries, threshold, entries.found == 0, self._rest(gathered.own, gathered.sent))
@@ -402,23 +398,17 @@ class OkTopkAlgorithm(BudgetedAlgorithm):
         return self.k + distributed_topk.forecast(world_size).received.bytes // (2 * cost.WORD)
 
     def _balance_and_gather(
-        self,
-        candidates: Selection,
-        shared: _Sizes,
-        cuts: Sequence[int],
-        state: OkTopkState,
-        rank: int,
-        world_size: int,
+        self, candidates: Selection, shared: _Sizes, cuts: Sequence[int], state: OkTopkState, rank: int
     ) -> Pattern[_Delivered]:
         """Phase 2 of a reuse step: trim to the global cap, balance if the trigger is exceeded, and gather."""
         wanted = sum(shared.candidates)
         sizes = trimmed_sizes(shared.candidates, self.global_cap)
-        gathered = yield from self._even_out_and_gather(candidates, sizes, cuts, rank, world_size)
+        gathered = yield from self._even_out_and_gather(candidates, sizes, cuts, rank, state.world_size)
         drifted = self.rules.drifted(shared.reaching)
         before, entries = self.rules.lowered(state.global_threshold), gathered.entries
         if gathered.least is None:
             threshold = self._corrected(before, entries, wanted)
-            return _Delivered(entries._replace(values=entries.values / world_size), threshold, drifted)
+            return _Delivered(entries._replace(values=entries.values / state.world_size), threshold, drifted)
         threshold = self.rules.following(before, wanted, gathered.least if entries.found == self.k else 0.0)
         return _Delivered(entries, threshold, drifted, self._rest(gathered.own, gathered.sent))
 

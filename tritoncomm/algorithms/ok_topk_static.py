@@ -9,7 +9,6 @@ first exchange counts, and then use the same messages with room for every entry.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -25,7 +24,7 @@ from tritoncomm.primitives import distributed_topk
 from tritoncomm.primitives.accumulator import Accumulator
 from tritoncomm.primitives.collectives import checked_counts
 from tritoncomm.primitives.distributed_topk import largest_shares
-from tritoncomm.primitives.region_cuts import propose_cuts_padded
+from tritoncomm.primitives.region_cuts import propose_cuts_padded, widest
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.primitives.static_regions import ROUNDED_MARGIN, ascending, only, read_regions, region_starts
 from tritoncomm.primitives.verdict import Verdict, with_verdict
@@ -436,11 +435,6 @@ class OkTopkStaticStep:
         if self._selects_exactly:
             return _magnitude(kth)
         return self.rules.following(self.rules.lowered(self.state.local_threshold), selected, _magnitude(kth))
-
-
-def widest(cuts: Sequence[int]) -> int:
-    """Return the width of the widest region."""
-    return max(high - low for low, high in itertools.pairwise(cuts))
 
 
 def _among(kept: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:

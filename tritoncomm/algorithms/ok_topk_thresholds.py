@@ -9,11 +9,9 @@ from dataclasses import dataclass
 
 import torch
 
-import tritoncomm_kernels as kernels
 from tritoncomm.errors import ProtocolMismatchError
 from tritoncomm.primitives.region_cuts import consensus_cuts
 from tritoncomm.scheduler.rounds import AllReduce, Pattern, read
-from tritoncomm_kernels import Selection, Workspace
 
 # Factor by which a reused threshold is lowered. Delivered entries leave the residuals. When gradients are small
 # compared with the residuals, the exact k-th magnitude of one step would therefore select almost nothing at the next.
@@ -106,16 +104,3 @@ def corrected_threshold(threshold: float, count: int, wanted: int, numel: int) -
     if have * MAX_CORRECTION <= want:
         return threshold * MAX_CORRECTION
     return threshold * min(MAX_CORRECTION, max(1 / MAX_CORRECTION, want / have))
-
-
-def following_threshold(
-    threshold: float, passed: Selection, count: int, wanted: int, numel: int, *, workspace: Workspace
-) -> float:
-    """Return the threshold for the next step, given that ``count`` of ``numel`` entries reached ``threshold``.
-
-    The result is exact if at least ``wanted`` of these entries are in ``passed``. Otherwise :func:`corrected_threshold`
-    estimates it.
-    """
-    if count >= wanted and passed.found:
-        return kernels.smallest_magnitude(kernels.largest(passed, wanted, workspace=workspace).values)
-    return corrected_threshold(threshold, count, wanted, numel)

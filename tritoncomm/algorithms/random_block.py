@@ -14,7 +14,7 @@ from typing import ClassVar
 import numpy as np
 import torch
 
-from tritoncomm.algorithms.base import Algorithm, StaticRecipe, check, check_at_least, check_number
+from tritoncomm.algorithms.base import Algorithm, Counted, StaticRecipe, check, check_at_least, check_number
 from tritoncomm.primitives.accumulator import Accumulator
 from tritoncomm.primitives.collectives import dense_exchange, shared_mean
 from tritoncomm.primitives.quantized_mean import BITS, FORMATS, deliver_quantized, traffic
@@ -87,23 +87,16 @@ class RandomBlock(StaticRecipe):
         return RandomBlockAlgorithm(self, numel)
 
 
-@dataclass(frozen=True)
-class RandomBlockState:
-    """The number of successful exchanges, from which the next block is drawn."""
-
-    step: int = 0
-
-
 class RandomBlockAlgorithm(Algorithm):
     """The block of a step depends only on seed and step."""
 
-    state: RandomBlockState
+    state: Counted
 
     def __init__(self, recipe: RandomBlock, numel: int) -> None:
         super().__init__(numel)
         self.recipe, self.static = recipe, recipe.static is True
         self.size = recipe.block_size(numel)
-        self.state = RandomBlockState()
+        self.state = Counted()
         self._order: tuple[int, np.ndarray] = (-1, np.empty(0, dtype=np.int64))
 
     @property

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from tritoncomm.primitives.region_cuts import widest
 from tritoncomm.scheduler import cost
 from tritoncomm.scheduler.wire import Encoding, Sections
 
@@ -88,7 +89,7 @@ class Place(NamedTuple):
     @property
     def widest(self) -> int:
         """The largest number of elements of a block."""
-        return max(stop - start for start, stop in itertools.pairwise(self.cuts))
+        return widest(self.cuts)
 
     @property
     def share(self) -> float:

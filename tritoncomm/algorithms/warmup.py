@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from tritoncomm.algorithms.base import Algorithm, Recipe, check, check_at_least
+from tritoncomm.algorithms.base import Algorithm, check, check_at_least
 from tritoncomm.algorithms.wrapper import WrapperAlgorithm, WrapperRecipe
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.primitives.accumulator import Accumulator
@@ -94,9 +94,11 @@ class WarmupAlgorithm(WrapperAlgorithm):
             densities = self.recipe.densities()
             last = stage == len(densities) - 1
             recipe = self.recipe.recipe
-            chosen = recipe if last else _at(recipe, densities[stage])
+            if not last:
+                density = densities[stage]
+                recipe = recipe.dense_form() if density == 1 else dataclasses.replace(recipe, density=density)
             built = {number: algorithm for number, algorithm in self._built.items() if number == stage - 1}
-            self._built = built | {stage: chosen.build(self.numel)}
+            self._built = built | {stage: recipe.build(self.numel)}
         return self._built[stage]
 
     @property
@@ -205,10 +207,6 @@ class WarmupAlgorithm(WrapperAlgorithm):
         taken = int(state["taken"])
         self._algorithm(self.recipe.stage(taken)).load_state_dict(state["inner"])
         self._taken = taken
-
-
-def _at(recipe: Recipe, density: float) -> Recipe:
-    return recipe.dense_form() if density == 1 else dataclasses.replace(recipe, density=density)
 
 
 def warmup_of(algorithm: Algorithm) -> WarmupAlgorithm | None:

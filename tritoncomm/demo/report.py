@@ -7,6 +7,7 @@ import statistics
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,20 +22,10 @@ def summary(settings: Settings, dense: Run, chosen: Run) -> dict[str, Any]:
     """Return the settings and results of both runs. Bytes are per step and worker, averaged over all steps."""
     sparse = chosen.densities[settings.warmup :] or chosen.densities
     after = chosen.bytes_sent[-1] - (chosen.bytes_sent[settings.warmup - 1] if settings.warmup else 0)
-    return {
-        "algo": settings.algo,
+    given = {name: value for name, value in asdict(settings).items() if name != "record"}
+    return given | {
         "label": settings.label,
         "described": settings.described,
-        "density": settings.density,
-        "values": settings.values,
-        "workers": settings.workers,
-        "steps": settings.steps,
-        "seed": settings.seed,
-        "staleness": settings.staleness,
-        "small": settings.small,
-        "door": settings.door,
-        "optimizer": settings.optimizer,
-        "local_steps": settings.local_steps,
         "warmup_steps": settings.warmup,
         "numel": dense.numel,
         "loss": statistics.fmean(chosen.losses[-SMOOTH:]),

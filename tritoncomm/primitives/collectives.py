@@ -140,6 +140,17 @@ def share_rows(
     return columns
 
 
+def mean_over_ranks(value: float, world_size: int, device: torch.device, *, phase: str) -> Pattern[float]:
+    """Return the mean of all ranks' ``value``, or infinity if it is not finite. One worker alone sends nothing.
+
+    Values are added in rank order, so that all ranks get the same bits.
+    """
+    words = torch.tensor([value], dtype=torch.float64, device=device)
+    everybody = (yield AllGather(phase, words)) if world_size > 1 else words
+    mean = sum((yield from read(phase, everybody.flatten()))) / world_size
+    return mean if math.isfinite(mean) else math.inf
+
+
 def checked_counts(phase: str, counts: list[int], limit: int) -> list[int]:
     """Return ``counts``, from all ranks. Lengths of messages depend on them.
 

@@ -7,11 +7,16 @@ P + 1 ascending bounds. Rank r owns the region ``[cuts[r], cuts[r + 1])``, which
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import torch
 
 from tritoncomm_kernels import Padded, count_entries
+
+
+def widest(cuts: Sequence[int]) -> int:
+    """Return the width of the widest region."""
+    return max(high - low for low, high in pairwise(cuts))
 
 
 def propose_cuts(indices: torch.Tensor, world_size: int) -> torch.Tensor:

@@ -36,6 +36,7 @@ from tritoncomm.scheduler.rounds import (
     Round,
     Ticket,
     Wait,
+    round_of,
 )
 from tritoncomm.scheduler.span import Span
 from tritoncomm.scheduler.together import Running, run_together
@@ -373,12 +374,12 @@ class ProcessGroupScheduler:
 
     def _trace(self, tracer: tracing.Tracer, op: Op, span: Span) -> None:
         details = {"step": self.step, "round": self._number, "method": self._method, "kind": type(op).__name__}
-        found: list[tuple[int, int, bool]] = []
-        round_ = op if isinstance(op, Round) else op.round if isinstance(op, Post) else None
-        for sent, messages in ((True, round_.sends), (False, round_.receives)) if round_ is not None else ():
-            for peer, content in messages.items():
-                words = content.numel() if isinstance(content, torch.Tensor) else content
-                found.append((self._global_ranks[peer], cost.message(words).bytes, sent))
+        sends = {peer: content.numel() for peer, content in round_of(op).sends.items()}
+        found = [
+            (self._global_ranks[peer], cost.message(words).bytes, sent)
+            for sent, messages in ((True, sends), (False, round_of(op).receives))
+            for peer, words in messages.items()
+        ]
         tracer.operation(dist.get_rank(), op.phase, span, details, found)
 
     def _run_in_subgroup(self, op: InSubgroup) -> Any:
@@ -467,14 +468,14 @@ def take_suspects(schedulers: Iterable[ProcessGroupScheduler]) -> list[torch.Ten
 
 def _peers(op: Op) -> list[int]:
     """Return the peers of the point-to-point messages of ``op``, or an empty list."""
-    round_ = op if isinstance(op, Round) else op.round if isinstance(op, Post) else None
-    return sorted({*round_.sends, *round_.receives}) if round_ is not None else []
+    round_ = round_of(op)
+    return sorted({*round_.sends, *round_.receives})
 
 
 def _peers_text(op: Op) -> str:
-    round_ = op if isinstance(op, Round) else op.round if isinstance(op, Post) else None
-    if round_ is None:
+    if not isinstance(op, Round | Post):
         return ""
+    round_ = round_of(op)
     return f" (sends to ranks {sorted(round_.sends)}, expects from ranks {sorted(round_.receives)})"
 
 

@@ -126,6 +126,13 @@ Op = Round | Post | Wait | InSubgroup | Collective | Read
 Pattern = Generator[Op, Any, Result]
 
 
+def round_of(op: Op) -> Round:
+    """Return the point-to-point messages of ``op``, an empty round for a collective, a wait or a subgroup."""
+    if isinstance(op, Post):
+        return op.round
+    return op if isinstance(op, Round) else Round(op.phase, {}, {})
+
+
 def read(phase: str, tensor: torch.Tensor) -> Pattern[Any]:
     """Return ``tensor`` as nested lists. On a GPU this yields a :class:`Read`, and waits. On a CPU it does neither."""
     return tensor.tolist() if tensor.device.type == "cpu" else (yield Read(phase, tensor))

@@ -32,6 +32,7 @@ from tritoncomm.scheduler.rounds import (
     Round,
     Ticket,
     Wait,
+    round_of,
 )
 
 BeforeRound = Callable[[int, Sequence[Op]], None]
@@ -132,10 +133,9 @@ class SimulatedScheduler:
         tracer.simulated = True
         for rank, op in enumerate(ops):
             details = {"round": number, "kind": type(op).__name__}
-            tracer.phase(rank, op.phase, before[rank], self.clock.now[rank] - before[rank], details)
-            round_ = op if isinstance(op, Round) else op.round if isinstance(op, Post) else None
-            for peer, payload in round_.sends.items() if round_ is not None else ():
-                tracer.message(rank, peer, op.phase, before[rank], cost.message(payload.numel()).bytes, sent=True)
+            sends = round_of(op).sends.items()
+            messages = [(peer, cost.message(payload.numel()).bytes, True) for peer, payload in sends]
+            tracer.add(rank, op.phase, before[rank], self.clock.now[rank] - before[rank], details, messages)
         return replies
 
     def _execute(self, number: int, ops: list[Any]) -> list[Any]:

@@ -47,25 +47,16 @@ class Tracer:
             self._device, self._anchor = device, (anchor, at)
 
     def operation(
-        self,
-        rank: int,
-        name: str,
-        span: Span,
-        details: Mapping[str, Any],
-        messages: Sequence[tuple[int, int, bool]],
+        self, rank: int, name: str, span: Span, details: Mapping[str, Any], messages: Sequence[tuple[int, int, bool]]
     ) -> None:
-        """Add what :meth:`phase` and :meth:`message` add, of an operation of phase ``name`` on ``rank``.
+        """Do the same as :meth:`add` for the time of ``span``, which has ended.
 
-        ``span`` has ended. On a GPU, its time is read when the trace is written. ``messages`` are tuples of the peer,
-        the size in bytes, and whether the message is sent.
+        On a GPU, this time is read when the trace is written.
         """
         if self._anchor is not None:
             self._unread.append((self._track(), rank, name, span, details, messages))
-            return
-        started = now() - span.seconds
-        self._add(self._track(), rank, name, started, span.seconds, details)
-        for peer, size, sent in messages:
-            self._add_message(self._track(), rank, peer, name, started, size, sent=sent)
+        else:
+            self.add(rank, name, now() - span.seconds, span.seconds, details, messages)
 
     def settle(self) -> None:
         """Wait for the GPU, and read the times of all spans on it."""
@@ -75,34 +66,34 @@ class Tracer:
         anchor, at = self._anchor
         unread, self._unread = self._unread, []
         for track, rank, name, span, details, messages in unread:
-            started = at + span.since(anchor)
-            self._add(track, rank, name, started, span.seconds, details)
-            for peer, size, sent in messages:
-                self._add_message(track, rank, peer, name, started, size, sent=sent)
+            self.add(rank, name, at + span.since(anchor), span.seconds, details, messages, track=track)
 
-    def phase(self, rank: int, name: str, started: float, seconds: float, details: Mapping[str, Any]) -> None:
-        """Add a span: ``rank`` was in phase ``name`` for ``seconds``, from time ``started`` (seconds)."""
-        self._add(self._track(), rank, name, started, seconds, details)
-
-    def _add(
-        self, track: int, rank: int, name: str, started: float, seconds: float, details: Mapping[str, Any]
+    def add(
+        self,
+        rank: int,
+        name: str,
+        started: float,
+        seconds: float,
+        details: Mapping[str, Any],
+        messages: Sequence[tuple[int, int, bool]],
+        *,
+        track: int | None = None,
     ) -> None:
+        """Add a span: ``rank`` was in phase ``name`` for ``seconds``, from time ``started`` (seconds).
+
+        ``messages`` are tuples of the peer, the size in bytes, and whether the message is sent.
+        """
+        place = {"pid": rank, "tid": self._track() if track is None else track}
         self.ranks.add(rank)
         self.events.append(
             {"name": name, "cat": "exchange", "ph": "X", "ts": 1e6 * started, "dur": 1e6 * seconds}
-            | {"pid": rank, "tid": track, "args": dict(details)}
+            | {**place, "args": dict(details)}
         )
-
-    def message(self, rank: int, peer: int, name: str, at: float, size: int, *, sent: bool) -> None:
-        """Add a message of ``size`` bytes in phase ``name``, to or from ``peer``, started at time ``at`` (seconds)."""
-        self._add_message(self._track(), rank, peer, name, at, size, sent=sent)
-
-    def _add_message(self, track: int, rank: int, peer: int, name: str, at: float, size: int, *, sent: bool) -> None:
-        direction = "to" if sent else "from"
-        self.events.append(
-            {"name": f"{direction} {peer}", "cat": "message", "ph": "i", "s": "t", "ts": 1e6 * at}
-            | {"pid": rank, "tid": track, "args": {"phase": name, "bytes": size}}
-        )
+        for peer, size, sent in messages:
+            self.events.append(
+                {"name": f"{'to' if sent else 'from'} {peer}", "cat": "message", "ph": "i", "s": "t"}
+                | {"ts": 1e6 * started, **place, "args": {"phase": name, "bytes": size}}
+            )
 
     def _track(self) -> int:
         """Return a small number for the current thread. Two exchanges may run at the same time."""

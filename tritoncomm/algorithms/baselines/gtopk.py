@@ -69,8 +69,10 @@ class GTopkAlgorithm(BudgetedAlgorithm):
                 lists = [merged[:2], to_parent.decode(arrived)[:2]]
                 union = Selection.of(*kernels.merge(lists, self.numel, workspace=self.workspace))
                 merged = kernels.largest(union, self.k, workspace=self.workspace)
-                if not _keep(left_out(union, merged), acc):
-                    merged = _reject(merged)
+                dropped = left_out(union, merged)
+                acc.add(dropped.indices, dropped.values)
+                if kernels.has_non_finite(acc.dense()[dropped.indices.long()]):  # NaN reaches all ranks, and all reject
+                    merged = merged._replace(values=torch.full_like(merged.values, torch.nan))
         # Rank 0 packs the result once. The others forward its message, so all ranks decode the same bits.
         result = PLAIN.section(0, self.numel, self.k, divisor=world_size)
         message = result.encode(merged.indices, merged.values)[0] if rank == 0 else None
@@ -108,17 +110,6 @@ def _step(phase: str, message: torch.Tensor | None, words: int, pairs: dict[int,
     receives = {sender: words for sender, receiver in pairs.items() if receiver == rank}
     inbox: Inbox = yield Round(phase, sends, receives)
     return inbox
-
-
-def _keep(entries: Selection, acc: Accumulator) -> bool:
-    """Add ``entries`` to the residual. Return False if it overflows there."""
-    acc.add(entries.indices, entries.values)
-    return not kernels.has_non_finite(acc.dense()[entries.indices.long()])
-
-
-def _reject(entries: Selection) -> Selection:
-    """Return ``entries`` with NaN values. They reach all ranks, and all reject the step."""
-    return entries._replace(values=torch.full_like(entries.values, torch.nan))
 
 
 def tree(world_size: int) -> list[dict[int, int]]:

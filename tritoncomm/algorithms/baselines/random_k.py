@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 import tritoncomm_kernels as kernels
-from tritoncomm.algorithms.base import BudgetedAlgorithm, Recipe, check_number
+from tritoncomm.algorithms.base import BudgetedAlgorithm, Counted, Recipe, check_number
 from tritoncomm.primitives.accumulator import Accumulator
 from tritoncomm.primitives.collectives import dense_exchange, shared_mean
 from tritoncomm.primitives.selection import entries_to_keep
@@ -46,23 +46,16 @@ class RandomK(Recipe):
         return RandomKAlgorithm(self, numel)
 
 
-@dataclass(frozen=True)
-class RandomKState:
-    """The number of successful exchanges, from which the next coordinates are drawn."""
-
-    step: int = 0
-
-
 class RandomKAlgorithm(BudgetedAlgorithm):
     """Each step draws one coordinate per stratum. Stratum i is ``[i n / k, (i + 1) n / k)``."""
 
-    state: RandomKState
+    state: Counted
 
     def __init__(self, recipe: RandomK, numel: int) -> None:
         super().__init__(numel)
         self.seed = recipe.seed
         self.k = entries_to_keep(numel, recipe.density)
-        self.state = RandomKState()
+        self.state = Counted()
 
     @property
     def has_shared_verdict(self) -> bool:

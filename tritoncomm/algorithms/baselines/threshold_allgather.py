@@ -23,12 +23,12 @@ from tritoncomm.algorithms.base import (
     check_number,
 )
 from tritoncomm.primitives.accumulator import Accumulator
-from tritoncomm.primitives.collectives import all_gather_mean, dense_exchange, share_rows
+from tritoncomm.primitives.collectives import all_gather_mean, dense_exchange, mean_over_ranks, share_rows
 from tritoncomm.primitives.selection import entries_to_keep, rounding_figures
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.scheduler import cost
 from tritoncomm.scheduler.cost import Forecast, both
-from tritoncomm.scheduler.rounds import AllGather, Pattern, read
+from tritoncomm.scheduler.rounds import Pattern
 from tritoncomm_kernels import Selection
 
 # As in the GaussianK code released with Ok-Topk: up to 20 corrections of 2 %, until the count is within 25 % of k.
@@ -177,11 +177,8 @@ class HardThresholdAlgorithm(ThresholdAlgorithm):
         state = self.state
         if state.threshold == 0:
             own = kernels.kth_magnitude(acc.dense(), self.k) if finite else 0.0
-            words = torch.tensor([own], dtype=torch.float64, device=acc.device)
-            everybody = (yield AllGather("calibration", words)) if world_size > 1 else words
-            # Added in rank order, so that all ranks get the same bits.
-            mean = sum((yield from read("calibration", everybody.flatten()))) / world_size
-            state = replace(state, threshold=mean if math.isfinite(mean) else math.inf)
+            threshold = yield from mean_over_ranks(own, world_size, acc.device, phase="calibration")
+            state = replace(state, threshold=threshold)
         return state
 
     def _select(self, acc: Accumulator, finite: bool, world_size: int) -> Pattern[tuple[Selection, Any]]:
