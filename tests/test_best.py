@@ -202,3 +202,31 @@ def test_table(best: ModuleType, paces: Any) -> None:
     assert cells[2][5:7] == ["200", f"{20 * 0 + 200 * (ALONE + 4.1616):.0f}"]
     assert cells[1][6].startswith("~ ")
     assert cells[3][5:10] == ["never"] * 5
+
+
+@pytest.mark.parametrize(
+    ("task", "file", "title", "rates"),
+    [
+        ("demo", "peers.json", "Every method at its best", ["10 Mbit/s", "20 Mbit/s", "100 Mbit/s", "1 Gbit/s"]),
+        ("gpt10m", "gpt10m.json", "A larger model", ["10 Mbit/s", "100 Mbit/s", "1 Gbit/s"]),
+    ],
+)
+def test_page_has_the_figures(best: ModuleType, task: str, file: str, title: str, rates: list[str]) -> None:
+    """Each row of the tables of the race has the loss, the steps and the seconds that follow from the results."""
+    section = (ROOT / "docs/explanation/race.md").read_text().partition(f"## {title}\n")[2].partition("\n## ")[0]
+    lines = [line.strip()[1:-1].split("|") for line in section.splitlines() if line.startswith("| ")][1:]
+    shown = [[cell.strip().replace(",", "") for cell in line[2:]] for line in lines]
+    found = best.entries(best.optimizer_runs.read(best.FOLDER / file), task, [10])
+    paces = best.Paces(best.race_results.read(best.FOLDER / "race.json"), task, 4, best.TASKS[task](None, 1).steps)
+    expected = []
+    for row in best.figures(found, paces):
+        low, high = row["gap_range"]
+        gap = "0.0 %" if low == high == 0 else f"{low:+.1f} to {high:+.1f} %"
+        if row["steps_to_target"] is None:
+            expected.append((gap, ["never", *[""] * len(rates)]))
+        else:
+            times = [best._time(row, rate).replace("~ ", "~") for rate in rates]
+            expected.append((gap, [f"{row['steps_to_target']:.0f}", *times]))
+    for loss, _, *cells in shown:
+        assert (loss or "0.0 %", cells) in expected
+    assert len(shown) > len(rates)
