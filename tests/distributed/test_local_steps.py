@@ -64,4 +64,4 @@ def test_checkpoints(tmp_path: Path) -> None:
 
 def test_every_optimizer_trains() -> None:
     """torch's optimizers, and some that are not torch's, train at the defaults."""
-    run_situations([optimizers.trains_like_dense], 4)
+    run_situations([optimizers.trains_like_dense], 2)
