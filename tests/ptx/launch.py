@@ -51,13 +51,7 @@ class Executor:
         Raises :class:`ViolationError` if a check fails, or if an order gives other bits than the first.
         """
         name = re.search(r"\.entry (\w+)", text)[1]
-        self.launch_kernel(parsed(self.change(name, text)), shared, grid, arguments)
-
-    def launch_kernel(
-        self, kernel: Kernel, shared: int, grid: tuple[int, int, int], arguments: list[tuple[Any, str]]
-    ) -> None:
-        """Do as :meth:`launch` with a parsed text."""
-        self.launch_bound(Bound(kernel, shared, grid, arguments))
+        self.launch_bound(Bound(parsed(self.change(name, text)), shared, grid, arguments))
 
     def launch_bound(self, bound: Bound) -> None:
         """Do as :meth:`launch` with a kernel that has its arguments."""
@@ -93,7 +87,7 @@ class Executor:
 class Bound:
     """A kernel with its arguments: parameters, and the tensors that it can reach, in the state before the launch.
 
-    ``reachable`` are tensors by address, of which a table of addresses may name some.
+    ``reachable`` are tensors by their addresses. An argument that is a table of addresses may point to some of them.
     """
 
     def __init__(

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ptx import machine
-from ptx.launch import Executor
+from ptx.launch import Bound, Executor
 from ptx.machine import Order
 from ptx.memory import POISON, ViolationError
 from ptx.parse import UnknownTextError
@@ -40,7 +40,7 @@ def broken(check: str, body: str, *tensors: torch.Tensor, **options: int) -> Non
 def launched(body: str, tensor: torch.Tensor, *, programs: int = 1, threads: int = 32, shared: int = 0) -> Executor:
     """Run a body as a launch: in every order, with the check of what racing lanes read."""
     executor, kernel = Executor(), kernel_of(body, 1, threads=threads)
-    executor.launch_kernel(kernel, shared, (programs, 1, 1), [(tensor, POINTERS[tensor.dtype])])
+    executor.launch_bound(Bound(kernel, shared, (programs, 1, 1), [(tensor, POINTERS[tensor.dtype])]))
     return executor
 
 

@@ -28,8 +28,8 @@ class LocalChanges:
     reach multiplies them by 1. An operation on several DTensors, as in ``clip_grad_norm_``, changes no version, and
     neither does one on ``.data``.
 
-    Nothing is known of gradients that a script assigns. They tell if they were changed in place, and if their norm was
-    the same round number in three comparisons in a row.
+    Gradients that a script assigns have no earlier norm. A change of those is reported only if they were changed in
+    place, and their norm was the same round number in three comparisons in a row.
 
     Parameters are not kept alive, and their hooks are removed when this object is garbage.
 
