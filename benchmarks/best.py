@@ -5,11 +5,13 @@ the lowest mean score on the seeds of ``--sweep``. What is shown are the other s
 trained for more steps. ``optimizers.py --best`` trains them. Dense training in fp16 counts as dense training with half
 the bytes.
 
-The target is 1.02 times the final loss of dense AdamW with the same seed. The loss between two points of a curve is
-interpolated. A curve is on a few batches, so it is multiplied by one number that lets it end at the final score.
+The target is 1.02 times the final loss of dense AdamW with the same seed, or of another ``--target``. The loss between
+two points of a curve is interpolated. A curve is on a few batches, so it is multiplied by one number that lets it end
+at the final score.
 
 The seconds of a step are those that ``race.py`` has measured, or estimated, see ``step_seconds.py``. Estimates are
-marked by ``~``. The table of errors shows how far estimates are from what is measured.
+marked by ``~``. The table of errors shows how far estimates are from what is measured. With ``--delay``, a message
+takes that long in addition: see ``latencies.py``.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import latencies
 import optimizer_runs
 import race_results
 from optimizer_runs import Outcome, Results, Run
@@ -117,17 +120,25 @@ def reached(entry: Entry, dense: Entry) -> dict[int, float | None]:
     return {seed: entry.steps_to(TARGET * dense.outcomes[seed]["score"], seed) for seed in seeds}
 
 
-def seconds_after(entry: Entry, steps: float, paces: Paces, rate: float) -> tuple[float, bool]:
-    """Return the seconds of the first ``steps`` steps, and whether they are measured."""
+def seconds_after(entry: Entry, steps: float, paces: Paces, rate: float, delay: float = 0.0) -> tuple[float, bool]:
+    """Return the seconds of the first ``steps`` steps, and whether they are measured. ``delay`` is in seconds."""
     columns = ("kilobytes", "kilobytes_after_start", "messages")
     outcome = {column: entry.mean(column) for column in columns}
     pace = paces.of(entry.method, outcome, entry.run.dense_steps, entry.run.steps, rate)
-    return pace.after(steps, entry.run.dense_steps), pace.is_measured
+    waits = delay * steps * latencies.per_step(entry.run, outcome) if delay else 0.0
+    return pace.after(steps, entry.run.dense_steps) + waits, pace.is_measured and not delay
 
 
-def figures(found: Sequence[Entry], paces: Paces) -> list[dict[str, Any]]:
-    """Return a row for each method: its best setting, and what it reached. Seconds are None where nothing is known."""
-    dense = dense_of(found)
+def figures(found: Sequence[Entry], paces: Paces, target: str = "adamw", delay: float = 0.0) -> list[dict[str, Any]]:
+    """Return a row for each method: its best setting, and what it reached. Seconds are None where nothing is known.
+
+    Args:
+        found: The methods.
+        paces: What is known of the seconds of steps.
+        target: The optimizer whose dense training others are compared with.
+        delay: Seconds that every message takes in addition.
+    """
+    dense = dense_of(found, target)
     rows = []
     for entry in found:
         scores = [outcome["score"] for outcome in entry.outcomes.values()]
@@ -151,7 +162,11 @@ def figures(found: Sequence[Entry], paces: Paces) -> list[dict[str, Any]]:
             name: None
             if paces.is_empty or not known
             else dict(
-                zip(("mean", "is_measured"), seconds_after(entry, row["steps_to_target"], paces, rate), strict=True)
+                zip(
+                    ("mean", "is_measured"),
+                    seconds_after(entry, row["steps_to_target"], paces, rate, delay),
+                    strict=True,
+                )
             )
             for name, rate in RATES.items()
         }
@@ -298,6 +313,8 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--runs", type=Path, nargs="+", default=[FOLDER / "peers.json"], help="files of optimizers.py")
     parser.add_argument("--race", type=Path, default=FOLDER / "race.json", help="file of race.py")
     parser.add_argument("--sweep", type=int, nargs="+", default=[10], help="seeds on which rates were swept")
+    parser.add_argument("--target", default="adamw", help="the optimizer whose dense training has the loss to reach")
+    parser.add_argument("--delay", type=float, default=0.0, help="seconds that every message takes in addition")
     parser.add_argument("--json", type=Path, help="write the figures of both tables to this file")
     parser.add_argument("--plot", type=Path, help="write a PNG to this file")
     parser.add_argument("--smoke", action="store_true", help="train a few steps: only checks that the script runs")
@@ -314,8 +331,8 @@ def main() -> None:
         raise SystemExit(f"no method of {options.task} was swept and then trained with other seeds")
     steps = TASKS[options.task](None, 1).steps
     paces = Paces(race_results.read(options.race), options.task, WORKERS, steps)
-    rows, errors = figures(found, paces), errors_of(found, paces)
-    print(f"{options.task}: to {TARGET:g} times the loss of dense AdamW.\n\n{table(rows)}")
+    rows, errors = figures(found, paces, options.target, options.delay), errors_of(found, paces)
+    print(f"{options.task}: to {TARGET:g} times the loss of dense {options.target}.\n\n{table(rows)}")
     if errors:
         print(f"\nSeconds of a step:\n\n{error_table(errors)}")
     if options.json:

@@ -46,6 +46,7 @@ from tritoncomm.step.options import (
     WrapOptions,
 )
 from tritoncomm.step.rules import find_rule
+from tritoncomm.step.update import coupled_decay
 
 from demo_compressor import DeMo, DeMoWorld
 from optimizer_runs import Outcome, Run, add, chosen, picture, read
@@ -159,9 +160,10 @@ class Gradients:
 
     def __init__(self, run: Run, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self.optimizer = optimizers[0]
-        self.layouts = [_layout(parameters_of(each)) for each in optimizers]
+        self.layouts = [layout_of(parameters_of(each)) for each in optimizers]
         rule = find_rule(self.optimizer) if run.sends_gradients and run.method not in ("powersgd", "demo") else None
         self.rule = None if rule is None else rule.from_options(self.optimizer, WrapOptions())
+        self.decays = {} if rule is None else coupled_decay(self.optimizer)
         self.world = world_of(run, self.layouts[0], by_update=self.rule is not None)
         self.rows = torch.empty(WORKERS, self.layouts[0].numel, device=_device(self.layouts[0]))
 
@@ -169,9 +171,11 @@ class Gradients:
         """Exchange, and update all models."""
         for layout, row in zip(self.layouts, self.rows, strict=True):
             layout.read_gradients(row)
+        first, *others = self.layouts
         with sent.counted(self.world, dense=False):
             mean = self.world.step(self.rows)[0].trimmed()
-        first, *others = self.layouts
+        if self.decays:
+            mean = self._decayed(mean)
         delivered = first.split(mean)
         first.scatter(delivered)
         if self.rule is None:
@@ -180,6 +184,17 @@ class Gradients:
             self.rule.step(first.parameters, [entries.indices for entries in delivered])
         for other in others:
             torch._foreach_copy_(other.parameters, first.parameters)
+
+    def _decayed(self, mean: tritoncomm.SparseVector) -> tritoncomm.SparseVector:
+        """Return ``mean`` with weight decay that is a part of the gradient. As in ``wrap``, it is not sent."""
+        decay = torch.cat([p.reshape(-1) * self.decays.get(id(p), 0.0) for p in self.layouts[0].parameters])
+        if mean.is_full:
+            return tritoncomm.SparseVector.full(mean.values + decay)
+        delivered = mean.indices.long()
+        values = mean.values + decay[delivered]
+        for worker in self.world.workers:
+            worker.residual.add_(decay.index_fill(0, delivered, 0.0))
+        return tritoncomm.SparseVector(mean.indices, values, mean.numel)
 
 
 def world_of(run: Run, layout: BucketLayout, *, by_update: bool) -> World:
@@ -262,7 +277,8 @@ class Updates:
         return min(max(mean / length, 1.0), math.sqrt(WORKERS)) if length else 1.0
 
 
-def _layout(parameters: Sequence[Tensor]) -> BucketLayout:
+def layout_of(parameters: Sequence[Tensor]) -> BucketLayout:
+    """Return the layout of a vector of ``parameters``, in which small tensors come last."""
     large, small = split_by_size(parameters, DENSE_BELOW)
     return BucketLayout([*large, *small])
 

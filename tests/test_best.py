@@ -137,6 +137,37 @@ def test_seconds_are_measured_or_estimated(best: ModuleType, paces: Any) -> None
     assert local.ordinary == pytest.approx(ALONE + 6 * LATENCY + 0.008)
 
 
+def test_a_delay_counts_as_often_as_messages_follow_one_another(best: ModuleType, paces: Any) -> None:
+    """A sum passes a ring of four workers. One of ours is sent to all at once, and gathered in log2(4) rounds."""
+    dense = best.Run("demo", 300, "adamw", 0.1, "dense")
+    local = replace(dense, optimizer="muon", exchange="updates", method="quantized", values="1bit", local_steps=4)
+    peer = replace(dense, exchange="gradients", method="demo", count=32)
+    sparse = replace(peer, method="oktopk", density=0.03, values="4bit", dense_steps=20)
+    sent, per_step = outcome(1.0) | {"messages": 3.0}, best.latencies.per_step
+    assert per_step(dense, sent) == 6
+    assert per_step(peer, sent) == 3
+    assert per_step(local, sent) == (1 + 2 + 6) / 4
+    each_step = replace(local, local_steps=1, match_length=True)  # AdamW beside it exchanges gradients
+    assert per_step(each_step, sent) == per_step(sparse, sent) > 1 + 2 + 6 + 6
+    entry = best.Entry(dense, "", best.Method("dense"), {0: outcome(1.0)})
+    (now, _), (late, is_measured) = (best.seconds_after(entry, 100, paces, 1e7, delay) for delay in (0.0, 0.05))
+    assert late - now == pytest.approx(100 * 6 * 0.05)
+    assert not is_measured
+
+
+def test_another_target(best: ModuleType, paces: Any) -> None:
+    """Losses are held against those of dense training with the optimizer that is named."""
+    runs = [best.Run("demo", 300, name, 0.1, "dense", seed=seed) for name in ("adamw", "muon") for seed in (0, 10)]
+    results = {run: outcome(4.0 if run.optimizer == "adamw" else 2.0) for run in runs}
+    found = best.entries(results, "demo", [10])
+    gaps = {
+        target: {row["method"]: row["gap"] for row in best.figures(found, paces, target)}
+        for target in ("adamw", "muon")
+    }
+    assert gaps["adamw"] == {"adamw, dense": 0.0, "adamw, dense in fp16": 0.0, "muon, dense": -50.0}
+    assert gaps["muon"] == {"adamw, dense": 100.0, "adamw, dense in fp16": 100.0, "muon, dense": 0.0}
+
+
 def test_estimates_are_held_against_what_is_measured(best: ModuleType, paces: Any) -> None:
     """Where a method is as assumed, the error is 0. Its work is measured on the fastest network, which is left out."""
     found = [best.Entry(best.Run("demo", 300, "adamw", 0.1, "dense"), "", best.Method("dense"), {0: outcome(1.0)})]

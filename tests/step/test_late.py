@@ -1,9 +1,9 @@
-"""The shared part of rules for late gradients, and Lion's rule."""
+"""The shared part of rules for late gradients, and those of Lion and of SGD with momentum."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -11,9 +11,11 @@ import tritoncomm
 from optimizer_list_workers import Lion as PlainLion
 from torch import nn
 from tritoncomm.step.flat import BucketLayout, FlatDelivery
+from tritoncomm.step.late import LateRule
 from tritoncomm.step.lion import LateLion
 from tritoncomm.step.options import WrapOptions
-from tritoncomm.step.rules import find_rule
+from tritoncomm.step.rules import exchanges_updates, find_rule
+from tritoncomm.step.sgd import LateSGD
 
 from tritoncomm_kernels import Padded
 
@@ -118,10 +120,88 @@ def test_catching_up_is_limited_by_the_tensor() -> None:
         torch.testing.assert_close(start - parameter.detach(), torch.full((100,), RATE * factor))
 
 
-def test_one_list_with_padding_is_the_same() -> None:
+def sgd(parameters: list[nn.Parameter], **options) -> torch.optim.SGD:
+    """Return SGD with momentum."""
+    return torch.optim.SGD(parameters, **{"lr": RATE, "momentum": 0.5} | options)
+
+
+def test_sgd_has_a_rule_with_momentum() -> None:
+    """All groups need momentum, and no dampening. Its gradients travel either way, and those of a subclass do not."""
+    (parameters, _), kind = made(), type("Other", (torch.optim.SGD,), {"step": lambda self, closure=None: None})
+    assert find_rule(sgd(parameters)) is LateSGD
+    assert find_rule(kind(parameters, lr=RATE, momentum=0.5)) is None
+    for options in ({"momentum": 0.0}, {"dampening": 0.1}):
+        assert find_rule(sgd(parameters, **options)) is None
+        assert not exchanges_updates(sgd(parameters, **options), WrapOptions())
+    groups = [{"params": parameters[:1]}, {"params": parameters[1:], "momentum": 0.0}]
+    assert find_rule(sgd(groups)) is None
+
+
+@pytest.mark.parametrize("options", [{}, {"nesterov": True}, {"maximize": True}], ids=str)
+def test_sgd_delivered_at_once_is_the_optimizer_itself(options: dict[str, bool]) -> None:
+    """If every coordinate is delivered in every step, the result is torch's, which can continue from the state."""
+    (ours, _), (theirs, _) = made(), made()
+    late, plain = sgd(ours, **options), sgd(theirs, **options)
+    rule = LateSGD.from_options(late, WrapOptions())
+    for step, given in enumerate(gradients(8)):
+        for one, other, gradient in zip(ours, theirs, given, strict=True):
+            one.grad, other.grad = gradient.clone(), gradient.clone()
+        if step < 6:
+            rule.step(ours, [None, None])
+        else:
+            late.step()
+        plain.step()
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other)
+        torch.testing.assert_close(late.state[one]["momentum_buffer"], plain.state[other]["momentum_buffer"])
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_a_late_sum_of_sgd(nesterov: bool) -> None:
+    """The momentum is that of tau steps of the mean gradient, and moves the coordinate f times. Then it rests."""
+    parameter = nn.Parameter(torch.full((10,), 1000.0))
+    late = sgd([parameter], nesterov=nesterov)
+    rule = LateSGD.from_options(late, WrapOptions())
+    for step in range(20):
+        last = step == 15
+        parameter.grad = torch.full((10,), 48.0 if last else 0.0)
+        rule.step([parameter], [torch.tensor([3])] if last else [torch.tensor([], dtype=torch.int64)])
+    momentum = 3 * (1 - 0.5**16) / (1 - 0.5)
+    moved = torch.zeros(10)
+    moved[3] = RATE * 12 * (3 + 0.5 * momentum if nesterov else momentum)
+    torch.testing.assert_close(1000.0 - parameter.detach(), moved, rtol=0, atol=1e-3)
+    assert float(late.state[parameter]["momentum_buffer"][3]) == pytest.approx(momentum)
+
+
+@pytest.mark.parametrize(("start", "factor"), [(10.0, 0.05 * 10.0), (1e-3, RATE * 0.5), (0.0, RATE * 0.5)])
+def test_catching_up_of_sgd_is_limited_by_the_tensor(start: float, factor: float) -> None:
+    """A tensor moves by a twentieth of its norm at most, or by a dense step: a rate of SGD is not a length."""
+    parameter = nn.Parameter(torch.full((100,), start))
+    rule = LateSGD.from_options(sgd([parameter]), WrapOptions())
+    gradient = 0.5 * 0.5 / (1 - 0.5**16) if start < 1 else 10.0
+    for step in range(16):
+        last = step == 15
+        parameter.grad = torch.full((100,), 16 * gradient)
+        rule.step([parameter], [torch.arange(100 if last else 0)])
+    torch.testing.assert_close(start - parameter.detach(), torch.full((100,), factor), rtol=1e-3, atol=1e-7)
+
+
+def test_momentum_that_torch_has_not_kept() -> None:
+    """A state that was saved without momentum starts with one of zeros."""
+    parameter = nn.Parameter(torch.ones(4))
+    late = sgd([parameter])
+    late.state[parameter]["momentum_buffer"] = None
+    parameter.grad = torch.ones(4)
+    LateSGD.from_options(late, WrapOptions()).step([parameter], [None])
+    torch.testing.assert_close(parameter.detach(), torch.full((4,), 1 - RATE))
+
+
+@pytest.mark.parametrize(("rule", "kind"), [(LateLion, Lion), (LateSGD, sgd)])
+def test_one_list_with_padding_is_the_same(rule: type[LateRule], kind: Callable[..., torch.optim.Optimizer]) -> None:
     """The form for a GPU, in which only the device knows the number of entries, ends with the same values."""
-    (ours, lion), (theirs, other) = made(), made()
-    by_list, by_flat = (LateLion.from_options(each, WrapOptions()) for each in (lion, other))
+    (ours, _), (theirs, _) = made(), made()
+    first, other = kind(ours), kind(theirs)
+    by_list, by_flat = (rule.from_options(each, WrapOptions()) for each in (first, other))
     layout = BucketLayout(theirs)
     generator = torch.Generator().manual_seed(2)
     for number, given in enumerate(gradients(8)):
@@ -138,23 +218,24 @@ def test_one_list_with_padding_is_the_same() -> None:
         by_flat.step_flat(FlatDelivery(theirs, layout.bounds[:-1], entries, reads))
         for one, two in zip(ours, theirs, strict=True):
             torch.testing.assert_close(one, two)
-            assert torch.equal(lion.state[one]["last_delivered"], other.state[two]["last_delivered"])
+            assert torch.equal(first.state[one]["last_delivered"], other.state[two]["last_delivered"])
 
 
+@pytest.mark.parametrize("kind", [Lion, sgd])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_resume(dtype: torch.dtype) -> None:
+def test_resume(dtype: torch.dtype, kind: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> None:
     """A run that is saved and loaded continues to the bit, also with parameters that cannot hold step counts."""
     ends = []
     for resumes in (False, True):
         torch.manual_seed(0)
         model = nn.Linear(40, 40).to(dtype)
-        optimizer = tritoncomm.wrap(Lion(model.parameters()), density=0.1, warmup_steps=2)
+        optimizer = tritoncomm.wrap(kind(list(model.parameters())), density=0.1, warmup_steps=2)
         generator = torch.Generator().manual_seed(3)
         for step in range(8):
             if resumes and step == 4:
                 state = copy.deepcopy(optimizer.state_dict())
                 optimizer.release()
-                optimizer = tritoncomm.wrap(Lion(model.parameters()), density=0.1, warmup_steps=2)
+                optimizer = tritoncomm.wrap(kind(list(model.parameters())), density=0.1, warmup_steps=2)
                 optimizer.load_state_dict(state)
             optimizer.zero_grad()
             model(torch.randn(4, 40, generator=generator).to(dtype)).square().mean().backward()

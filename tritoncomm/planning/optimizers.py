@@ -36,6 +36,7 @@ def rows() -> list[Row]:
 
 
 _RULE = "it has a rule for late gradients"
+_LINEAR = "its step is linear in the gradient, and with momentum it has a rule for late ones"
 _NO_RULE = "it has no rule for late gradients"
 
 
@@ -48,7 +49,7 @@ def _row(kind: type[torch.optim.Optimizer]) -> Row:
         return Row(kind.__name__, "refused", str(error))
     if exchanges_updates(optimizer, WrapOptions()):
         return Row(kind.__name__, _UPDATES, _NO_RULE)
-    why = "its step is linear in the gradient, so that late is only late" if is_linear(optimizer) else _RULE
+    why = _LINEAR if is_linear(optimizer) else _RULE
     return Row(kind.__name__, _GRADIENTS, why)
 
 

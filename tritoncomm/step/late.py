@@ -31,6 +31,7 @@ class LateRule(ABC):
     s / tau. A coordinate that is not delivered takes no step, except for decoupled weight decay. One delivery moves a
     coordinate by f dense steps, with f at most tau, 3 sqrt(tau) and ``max_catch_up``. If the update of a tensor would
     be longer than ``max_relative_update`` of its norm, its factors are scaled down together, but never below 1.
+    Optimizers that move every coordinate by about one learning rate may always do that.
 
     The state of each parameter gains ``last_delivered`` (int32, shaped like it), the step of each coordinate's last
     delivery, ``late_steps`` (int), the number of steps, and ``param_rms`` (fp32 ``[]``), the root mean square of the
@@ -43,10 +44,12 @@ class LateRule(ABC):
 
     Attributes:
         held: Names of the tensors, shaped like the parameter, that the optimizer keeps in its state.
+        steps_by_rate: Whether a dense step moves a coordinate by about one learning rate, whatever its gradient.
         others: Names of optimizers outside torch to which the rule applies.
     """
 
     held: ClassVar[tuple[str, ...]] = ()
+    steps_by_rate: ClassVar[bool] = True
     others: ClassVar[tuple[str, ...]] = ()
     owned_entries: ClassVar[tuple[str, ...]] = ("last_delivered", "late_steps", "param_rms")
 
@@ -173,7 +176,7 @@ class LateRule(ABC):
         if chosen is not None:
             moves = torch.where(chosen, moves, 0.0)
         length = torch.linalg.vector_norm(moves) / numel**0.5
-        limit = (self.max_relative_update * rms).clamp(min=rate)
+        limit = (self.max_relative_update * rms).clamp(min=rate if self.steps_by_rate else 0.0)
         share = (limit / length).nan_to_num(1.0).clamp(max=1.0)
         factor = (factor * share).clamp_(min=1.0)
         moved = at["parameter"].float() * self.decay(group) - rate * factor * direction
@@ -193,7 +196,7 @@ class LateRule(ABC):
         state: dict[str, Any] = self.optimizer.state[parameter]
         own = local(parameter)
         for name in self.held:
-            if name not in state:
+            if state.get(name) is None:
                 state[name] = torch.zeros_like(parameter)
         if "last_delivered" not in state:
             state["last_delivered"] = torch.zeros_like(parameter, dtype=torch.int32)

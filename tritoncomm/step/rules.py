@@ -17,6 +17,7 @@ from tritoncomm.step.flat import FlatDelivery
 from tritoncomm.step.lion import LateLion
 from tritoncomm.step.optimizer_list import parts_of
 from tritoncomm.step.options import WrapOptions, never_delays
+from tritoncomm.step.sgd import LateSGD
 from tritoncomm.step.torch_internals import has_own_step, steps_as
 
 logger = logging.getLogger("tritoncomm")
@@ -86,7 +87,7 @@ class AwareStep(Protocol):
         """Restore the owned entries after ``optimizer.load_state_dict(state_dict)``, which casts them."""
 
 
-RULES: list[type[AwareStep]] = [StalenessAwareAdam, LateLion]
+RULES: list[type[AwareStep]] = [StalenessAwareAdam, LateLion, LateSGD]
 
 
 def add_rule(rule: type[AwareStep]) -> None:

@@ -167,7 +167,7 @@ class OptimizerStep:
         options: The options of ``wrap``.
         delayed: Whether the recipe delivers entries with a delay.
         alone: Whether there is a single worker. It takes the optimizer's own step.
-        is_anchor: Whether it steps by updates, which are not clipped.
+        is_anchor: Whether it steps by updates, which are not clipped, and of which no sum is too long.
 
     Attributes:
         alone: See above. It may change between steps.
@@ -187,7 +187,7 @@ class OptimizerStep:
         self.alone, self.is_anchor = alone, is_anchor
         self._options = options
         self._aware: AwareStep | None = None
-        is_aware = delayed and options.staleness == "aware"
+        is_aware = delayed and not is_anchor and options.staleness == "aware"
         self._rule = find_rule(optimizer) if is_aware else None
         self._inside = optimizers_inside(optimizer)
 
