@@ -54,7 +54,7 @@ def wrap(
     warmup_steps: int | None = None,
     staleness: str | None = None,
     select_by: str = "auto",
-    max_catch_up: float = 20.0,
+    max_catch_up: float | None = None,
     max_relative_update: float = 0.05,
     on_nonfinite: str = "skip",
     max_grad_norm: float | None = None,
@@ -75,9 +75,9 @@ def wrap(
     """Wrap ``optimizer`` so that its steps use gradients that a sparse exchange has averaged over all ranks.
 
     An exchange delivers the fraction ``density`` of the entries. The others stay in a residual on each rank, which is
-    added to its next gradient (error feedback). Adam and AdamW take a staleness-aware step: a coordinate that is
-    delivered after tau steps catches up, which means that its delivery counts for tau steps, or for ``max_catch_up`` or
-    3 sqrt(tau) if that is less. It counts for more where gradients are steady.
+    added to its next gradient (error feedback). Adam, AdamW, Lion, and SGD with momentum take a staleness-aware step: a
+    coordinate that is delivered after tau steps catches up, which means that its delivery counts for tau steps. Except
+    for SGD, it counts for ``max_catch_up`` or 3 sqrt(tau) if that is less, and for more where gradients are steady.
 
     Optimizers without such a rule, like Muon, exchange *updates*: each rank takes the optimizer's own step by its own
     gradients, and what the step has changed is exchanged in one bit per value, with error feedback. So does every
@@ -107,16 +107,16 @@ def wrap(
             Default: None, nodes are not treated separately.
         warmup_steps: Number of dense exchanges before the first sparse one. Default: None, which is 20 for a method,
             and 0 for a dense one or a recipe that wraps another.
-        staleness: ``"aware"``: Adam and AdamW take the staleness-aware step. ``"off"``: the optimizer takes its own
+        staleness: ``"aware"``: optimizers with a rule take the staleness-aware step. ``"off"``: all take their own
             step. Default: None, which is ``"aware"``.
         select_by: Criterion by which methods compare entries. ``"gradient"``: the gradient. ``"update"``: the gradient
             over the root of its second moment, which is proportional to Adam's update. ``"auto"``: ``"update"`` with
             the staleness-aware step, else ``"gradient"``. Default: ``"auto"``.
         max_catch_up: Maximum number of steps that one delivery counts for, at least 1. Up to three times as many if the
-            deliveries to a tensor have the sign of those before. Default: 20.
+            deliveries to a tensor have the sign of those before. Default: None, which is 20, and no limit for SGD.
         max_relative_update: Maximum change of a tensor in one step by catching up, as a fraction of its norm. A root
-            mean square change of one learning rate is always allowed. The limit holds less, the more deliveries have
-            the sign of those before. Default: 0.05.
+            mean square change of one learning rate is always allowed, except for SGD. The limit holds less, the more
+            deliveries have the sign of those before. Default: 0.05.
         on_nonfinite: Action when any rank has a NaN or Inf. ``"skip"`` skips the step on all ranks, ``"raise"`` raises
             :class:`~tritoncomm.NonFiniteError` on all ranks, ``"zero"`` replaces the values by zero. If a
             ``GradScaler`` finds an overflow, the step is always skipped. Default: ``"skip"``.

@@ -158,7 +158,7 @@ def test_sgd_delivered_at_once_is_the_optimizer_itself(options: dict[str, bool])
 
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_a_late_sum_of_sgd(nesterov: bool) -> None:
-    """The momentum is that of tau steps of the mean gradient, and moves the coordinate f times. Then it rests."""
+    """The momentum is that of tau steps of the mean gradient, and moves the coordinate tau times. Then it rests."""
     parameter = nn.Parameter(torch.full((10,), 1000.0))
     late = sgd([parameter], nesterov=nesterov)
     rule = LateSGD.from_options(late, WrapOptions())
@@ -168,7 +168,7 @@ def test_a_late_sum_of_sgd(nesterov: bool) -> None:
         rule.step([parameter], [torch.tensor([3])] if last else [torch.tensor([], dtype=torch.int64)])
     momentum = 3 * (1 - 0.5**16) / (1 - 0.5)
     moved = torch.zeros(10)
-    moved[3] = RATE * 12 * (3 + 0.5 * momentum if nesterov else momentum)
+    moved[3] = RATE * 16 * (3 + 0.5 * momentum if nesterov else momentum)
     torch.testing.assert_close(1000.0 - parameter.detach(), moved, rtol=0, atol=1e-3)
     assert float(late.state[parameter]["momentum_buffer"][3]) == pytest.approx(momentum)
 
@@ -184,6 +184,19 @@ def test_catching_up_of_sgd_is_limited_by_the_tensor(start: float, factor: float
         parameter.grad = torch.full((100,), 16 * gradient)
         rule.step([parameter], [torch.arange(100 if last else 0)])
     torch.testing.assert_close(start - parameter.detach(), torch.full((100,), factor), rtol=1e-3, atol=1e-7)
+
+
+@pytest.mark.parametrize(("limit", "factor"), [(None, 16), (5.0, 5)])
+def test_catching_up_of_sgd_may_be_limited(limit: float | None, factor: float) -> None:
+    """A sum counts for all its steps by default: noise has cancelled in it. ``max_catch_up`` limits that."""
+    parameter = nn.Parameter(torch.full((4,), 1000.0))
+    rule = LateSGD.from_options(sgd([parameter]), WrapOptions(max_catch_up=limit))
+    for step in range(16):
+        last = step == 15
+        parameter.grad = torch.full((4,), 16.0)
+        rule.step([parameter], [torch.arange(4 if last else 0)])
+    expected = torch.full((4,), factor * RATE * (1 - 0.5**16) / (1 - 0.5))
+    torch.testing.assert_close(1000.0 - parameter.detach(), expected, rtol=0, atol=1e-3)
 
 
 def test_momentum_that_torch_has_not_kept() -> None:

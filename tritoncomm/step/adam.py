@@ -20,7 +20,7 @@ import torch
 
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.step.flat import FlatDelivery
-from tritoncomm.step.options import WrapOptions
+from tritoncomm.step.options import MAX_CATCH_UP, WrapOptions
 from tritoncomm.step.shards import local, local_gradient, local_shards, one_of_shard, one_per_shard
 from tritoncomm.step.shared_buffer import StepCounts, share_buffers
 from tritoncomm.step.torch_internals import written_step
@@ -68,7 +68,7 @@ class StalenessAwareAdam:
     """
 
     optimizer: torch.optim.Optimizer
-    max_catch_up: float = 20.0
+    max_catch_up: float = MAX_CATCH_UP
     max_sqrt_staleness: float = 3.0
     max_relative_update: float = 0.05
     bias_correction: bool = True
@@ -98,7 +98,8 @@ class StalenessAwareAdam:
                 "eps=0: a delivered gradient of 0 would become 0 / 0 in the staleness-aware step; build the optimizer "
                 'with eps above 0, such as 1e-12, or pass staleness="off"'
             )
-        return cls(optimizer, options.max_catch_up, max_relative_update=options.max_relative_update)
+        limit = MAX_CATCH_UP if options.max_catch_up is None else options.max_catch_up
+        return cls(optimizer, limit, max_relative_update=options.max_relative_update)
 
     def __post_init__(self) -> None:
         for name, least in (("max_catch_up", 1), ("max_sqrt_staleness", 1), ("max_relative_update", 0)):

@@ -6,6 +6,7 @@ several steps. :mod:`tritoncomm.step.lion` is an example. Adam's rule has kernel
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
@@ -13,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 
 from tritoncomm.step.flat import FlatDelivery
-from tritoncomm.step.options import WrapOptions
+from tritoncomm.step.options import MAX_CATCH_UP, WrapOptions
 from tritoncomm.step.shards import local, local_gradient, one_of_shard, one_per_shard
 
 __all__ = ["LateRule"]
@@ -30,8 +31,11 @@ class LateRule(ABC):
     A coordinate gets the sum s of tau gradients after tau steps. The rule treats it as tau steps with the gradient
     s / tau. A coordinate that is not delivered takes no step, except for decoupled weight decay. One delivery moves a
     coordinate by f dense steps, with f at most tau, 3 sqrt(tau) and ``max_catch_up``. If the update of a tensor would
-    be longer than ``max_relative_update`` of its norm, its factors are scaled down together, but never below 1.
-    Optimizers that move every coordinate by about one learning rate may always do that.
+    be longer than ``max_relative_update`` of its norm, its factors are scaled down together, but never below 1. Root
+    mean square changes of one learning rate are always allowed.
+
+    If a step ``is_proportional`` to the gradient, noise has cancelled in the late sum as it does in its parts, and a
+    learning rate is not a length. f is then tau, unless ``max_catch_up`` is given, and nothing is always allowed.
 
     The state of each parameter gains ``last_delivered`` (int32, shaped like it), the step of each coordinate's last
     delivery, ``late_steps`` (int), the number of steps, and ``param_rms`` (fp32 ``[]``), the root mean square of the
@@ -39,25 +43,27 @@ class LateRule(ABC):
 
     Args:
         optimizer: The original optimizer.
-        max_catch_up: See above.
+        max_catch_up: See above. None is 20, and no limit if a step is proportional to the gradient.
         max_relative_update: See above.
 
     Attributes:
         held: Names of the tensors, shaped like the parameter, that the optimizer keeps in its state.
-        steps_by_rate: Whether a dense step moves a coordinate by about one learning rate, whatever its gradient.
+        is_proportional: Whether a step is proportional to the gradient. If not, it is about as long as the learning
+            rate.
         others: Names of optimizers outside torch to which the rule applies.
     """
 
     held: ClassVar[tuple[str, ...]] = ()
-    steps_by_rate: ClassVar[bool] = True
+    is_proportional: ClassVar[bool] = False
     others: ClassVar[tuple[str, ...]] = ()
     owned_entries: ClassVar[tuple[str, ...]] = ("last_delivered", "late_steps", "param_rms")
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, max_catch_up: float = 20.0, max_relative_update: float = 0.05
+        self, optimizer: torch.optim.Optimizer, max_catch_up: float | None = None, max_relative_update: float = 0.05
     ) -> None:
         self.optimizer = optimizer
-        self.max_catch_up = max_catch_up
+        default = math.inf if self.is_proportional else MAX_CATCH_UP
+        self.max_catch_up = default if max_catch_up is None else max_catch_up
         self.max_relative_update = max_relative_update
         self.check_options()
 
@@ -171,12 +177,13 @@ class LateRule(ABC):
         tau = (steps - at["last_delivered"]).clamp_(min=1).float()
         held = {name: at[name].float() for name in self.held}
         direction, new = self.advance(group, held, given / tau, tau)
-        factor = torch.minimum(tau, _MAX_SQRT_STALENESS * tau.sqrt()).clamp_(max=self.max_catch_up)
+        factor = tau if self.is_proportional else torch.minimum(tau, _MAX_SQRT_STALENESS * tau.sqrt())
+        factor = factor.clamp(max=self.max_catch_up)
         moves = rate * factor * direction
         if chosen is not None:
             moves = torch.where(chosen, moves, 0.0)
         length = torch.linalg.vector_norm(moves) / numel**0.5
-        limit = (self.max_relative_update * rms).clamp(min=rate if self.steps_by_rate else 0.0)
+        limit = (self.max_relative_update * rms).clamp(min=0.0 if self.is_proportional else rate)
         share = (limit / length).nan_to_num(1.0).clamp(max=1.0)
         factor = (factor * share).clamp_(min=1.0)
         moved = at["parameter"].float() * self.decay(group) - rate * factor * direction

@@ -54,6 +54,7 @@ DEFAULT_SMALL = "8bit"
 # and selection by update has its first scale after 20 steps. Two bits are as good as eight, one is not. Measured:
 # benchmarks/results/defaults.json
 DEFAULT_WARMUP = 20
+MAX_CATCH_UP = 20.0  # of optimizers whose step is about as long as the learning rate
 DEFAULT_START = "2bit"
 SINGLE_WORKER_SELECTS = False  # only tests set it, to look at residuals in one process
 NONFINITE_POLICIES = ("skip", "raise", "zero")
@@ -65,7 +66,7 @@ class WrapOptions:
 
     staleness: str = "aware"
     select_by: str = "auto"
-    max_catch_up: float = 20.0
+    max_catch_up: float | None = None
     max_relative_update: float = 0.05
     on_nonfinite: str = "skip"
     max_grad_norm: float | None = None
@@ -85,7 +86,7 @@ class WrapOptions:
         one_of("on_nonfinite", self.on_nonfinite, NONFINITE_POLICIES)
         if self.clip_by is not None:
             one_of("clip_by", self.clip_by, ("delivered", "gradient"))
-        if not (is_number(self.max_catch_up) and self.max_catch_up >= 1):
+        if self.max_catch_up is not None and not (is_number(self.max_catch_up) and self.max_catch_up >= 1):
             raise ConfigurationError(
                 f"max_catch_up={self.max_catch_up!r}: must be at least 1, because a delivery is at least one step"
             )

@@ -1,9 +1,9 @@
 """SGD with momentum for gradients that are delivered late.
 
-The step of SGD is linear: a late gradient moves a coordinate as far as an early one. At the rates that are best for
-dense training this is too far. The sum of many gradients is taken at once, and momentum repeats it in the steps after
-it, in which nothing tells that the coordinate has arrived. Here, the sum s after tau steps enters the momentum as tau
-steps with the gradient s / tau, and momentum moves a coordinate only when it is delivered.
+The step of SGD is linear: a late sum moves a coordinate as far as its parts. With momentum it does so in the steps
+after the delivery, in which nothing tells that the coordinate has arrived. At the rates that are best for dense
+training, it overshoots. Here, the sum s after tau steps enters the momentum as tau steps with the gradient s / tau, and
+the momentum moves a coordinate only when it is delivered: as far as in tau steps, within the limit per tensor.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class LateSGD(LateRule):
     """
 
     held: ClassVar[tuple[str, ...]] = ("momentum_buffer",)
-    steps_by_rate: ClassVar[bool] = False
+    is_proportional: ClassVar[bool] = True
 
     @staticmethod
     def fits(optimizer: torch.optim.Optimizer) -> bool:
