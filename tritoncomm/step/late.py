@@ -120,14 +120,15 @@ class LateRule(ABC):
                 given = gradient if indices is None else gradient[indices]
             flat = {name: local(state[name]).view(-1) for name in (*self.held, "last_delivered")}
             flat["parameter"] = own.view(-1) if own.is_contiguous() else own.reshape(-1)
-            at = flat if indices is None else {name: each[indices] for name, each in flat.items()}
+            at = flat if indices is None else {name: each.index_select(0, indices) for name, each in flat.items()}
             new = self._moved(group, at, given.float(), steps, own.numel(), state["param_rms"])
-            flat["parameter"].mul_(self.decay(group))
+            if self.decay(group) != 1:
+                flat["parameter"].mul_(self.decay(group))
             for name, value in new.items():
                 if indices is None:
                     flat[name].copy_(value)
                 else:
-                    flat[name][indices] = value.to(flat[name].dtype)
+                    flat[name].index_copy_(0, indices, value.to(flat[name].dtype))
             if not own.is_contiguous():
                 own.copy_(flat["parameter"].view(own.shape))
 
