@@ -33,8 +33,8 @@ from tritoncomm.planning.synthetic_gradients import LayeredGradients
 from tritoncomm.scheduler.local_workers import Send, run_workers
 from tritoncomm.scheduler.process_group import ProcessGroupScheduler
 from tritoncomm.scheduler.rounds import Pattern, Round
+from tritoncomm.step.feedback import ErrorFeedback
 from tritoncomm.step.stages import Staged
-from tritoncomm.step.vector import ErrorFeedback
 
 COLUMNS = 1000
 MESSAGE_WORDS = 100

@@ -38,8 +38,8 @@ from tritoncomm.algorithms.base import StaticRecipe
 from tritoncomm.planning import planner
 from tritoncomm.scheduler.link import measure_link
 from tritoncomm.scheduler.process_group import ProcessGroupScheduler
+from tritoncomm.step.feedback import ErrorFeedback
 from tritoncomm.step.shards import local
-from tritoncomm.step.vector import ErrorFeedback
 
 VICTIM = 1
 TIMEOUT = timedelta(seconds=4)  # of the exchanges in which a rank fails

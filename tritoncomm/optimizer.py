@@ -18,6 +18,7 @@ from tritoncomm.step import agree
 from tritoncomm.step import state as exchange_state
 from tritoncomm.step.clipping import sketch_of_owners
 from tritoncomm.step.exchange import State
+from tritoncomm.step.feedback import ErrorFeedback
 from tritoncomm.step.figures import figures_of
 from tritoncomm.step.model import check_not_reduced, checked_module, group_of
 from tritoncomm.step.optimizer_list import join, parts_of, split
@@ -27,7 +28,6 @@ from tritoncomm.step.rules import exchanges_updates
 from tritoncomm.step.torch_internals import creates_state, without_compile
 from tritoncomm.step.update import coupled_decay, restore_rules, saved_state
 from tritoncomm.step.updates import LocalSteps
-from tritoncomm.step.vector import ErrorFeedback
 
 __all__ = ["SparseOptimizer"]
 

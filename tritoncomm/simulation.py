@@ -13,7 +13,7 @@ from tritoncomm.scheduler.clock import VirtualClock
 from tritoncomm.scheduler.cost import Forecast, Link, Traffic
 from tritoncomm.scheduler.faults import Faults
 from tritoncomm.scheduler.simulated import BeforeRound, SimulatedScheduler
-from tritoncomm.step.vector import ErrorFeedback
+from tritoncomm.step.feedback import ErrorFeedback
 
 
 class SimulatedWorld:

@@ -15,7 +15,7 @@ from tritoncomm.primitives.region_cuts import consensus_cuts, propose_cuts
 from tritoncomm.scheduler.cost import HEADER_WORDS, WORD
 from tritoncomm.scheduler.rounds import Post, Wait
 from tritoncomm.scheduler.simulated import SimulatedScheduler
-from tritoncomm.step.vector import ErrorFeedback
+from tritoncomm.step.feedback import ErrorFeedback
 
 import laws
 

@@ -27,7 +27,7 @@ from tritoncomm.scheduler.cost import Traffic
 from tritoncomm.scheduler.link import measure_link
 from tritoncomm.scheduler.process_group import ProcessGroupScheduler
 from tritoncomm.scheduler.rounds import AllReduce, Pattern
-from tritoncomm.step.vector import ErrorFeedback
+from tritoncomm.step.feedback import ErrorFeedback
 
 import laws
 

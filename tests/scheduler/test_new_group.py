@@ -11,7 +11,7 @@ from tritoncomm import ConfigurationError, Hierarchical, TopkAllgather
 from tritoncomm.scheduler import process_group
 from tritoncomm.scheduler.process_group import ProcessGroupScheduler
 from tritoncomm.step import agree, private_group
-from tritoncomm.step.vector import ErrorFeedback
+from tritoncomm.step.feedback import ErrorFeedback
 
 from emulated_cuda import ranks
 from emulated_cuda.device import to_gpu

@@ -19,7 +19,7 @@ from tritoncomm.scheduler import failure_report, watcher
 from tritoncomm.scheduler.process_group import ProcessGroupScheduler
 from tritoncomm.scheduler.rounds import AllReduce, Op, Pattern, Round
 from tritoncomm.step import agree
-from tritoncomm.step.vector import ErrorFeedback
+from tritoncomm.step.feedback import ErrorFeedback
 
 import recipes
 from emulated_cuda import ranks

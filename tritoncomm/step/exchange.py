@@ -26,10 +26,11 @@ from tritoncomm.scheduler.together import run_together
 from tritoncomm.step import agree, gradients
 from tritoncomm.step.clipping import clipped
 from tritoncomm.step.decay import add_decay, show_decay, with_decay
+from tritoncomm.step.feedback import ErrorFeedback
 from tritoncomm.step.flat import Delivered, check_range, scattered
 from tritoncomm.step.presence import Presence
 from tritoncomm.step.replicas import Replica
-from tritoncomm.step.vector import ErrorFeedback, ExchangeOptions, VectorExchange, listed, noting
+from tritoncomm.step.vector import ExchangeOptions, VectorExchange, listed, noting
 from tritoncomm.step.votes import Confirmation
 
 logger = logging.getLogger("tritoncomm")
