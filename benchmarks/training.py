@@ -32,8 +32,8 @@ from tritoncomm.algorithms import at_density, field_names
 from tritoncomm.primitives.quantized_mean import DENSE_FORMATS
 from tritoncomm.scheduler import wire
 from tritoncomm.step.adam import StalenessAwareAdam
+from tritoncomm.step.chosen_recipe import start_values
 from tritoncomm.step.flat import BucketLayout, split_by_size
-from tritoncomm.step.options import start_values
 from tritoncomm.step.stages import Staged
 
 import training_results

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 import tritoncomm
 from tritoncomm.algorithms import takes_density
-from tritoncomm.step.options import default_fields
+from tritoncomm.step.chosen_recipe import default_fields
 
 import laws
 from depth import DEEP, trials

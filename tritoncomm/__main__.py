@@ -35,7 +35,8 @@ from tritoncomm.primitives.quantized_mean import DENSE_FORMATS
 from tritoncomm.scheduler.cost import Link
 from tritoncomm.scheduler.local_workers import WorkerError, run_workers
 from tritoncomm.slow import command as slow
-from tritoncomm.step.options import DEFAULT_DENSITY, DEFAULT_VALUES, default_fields
+from tritoncomm.step.chosen_recipe import default_fields
+from tritoncomm.step.options import DEFAULT_DENSITY, DEFAULT_VALUES
 from tritoncomm_kernels import devices
 from tritoncomm_kernels.section_layout import VALUE_BITS
 

@@ -16,6 +16,7 @@ from tritoncomm.errors import ConfigurationError, NonFiniteError
 from tritoncomm.scheduler.process_group import is_distributed
 from tritoncomm.step import agree
 from tritoncomm.step import state as exchange_state
+from tritoncomm.step.chosen_recipe import never_delays
 from tritoncomm.step.clipping import sketch_of_owners
 from tritoncomm.step.exchange import State
 from tritoncomm.step.feedback import ErrorFeedback
@@ -23,7 +24,7 @@ from tritoncomm.step.figures import figures_of
 from tritoncomm.step.model import check_not_reduced, checked_module, group_of
 from tritoncomm.step.optimizer_list import join, parts_of, split
 from tritoncomm.step.optimizer_setup import OptimizerSetup
-from tritoncomm.step.options import check_group, check_outer_lr, never_delays, one_of
+from tritoncomm.step.options import check_group, check_outer_lr, one_of
 from tritoncomm.step.rules import exchanges_updates
 from tritoncomm.step.torch_internals import creates_state, without_compile
 from tritoncomm.step.update import coupled_decay, restore_rules, saved_state

@@ -15,6 +15,7 @@ from tritoncomm.errors import ConfigurationError
 from tritoncomm.optimizer import SparseOptimizer
 from tritoncomm.scheduler.process_group import is_distributed
 from tritoncomm.step import agree
+from tritoncomm.step.chosen_recipe import resolve_recipe
 from tritoncomm.step.model import (
     check_held,
     check_model,
@@ -35,7 +36,6 @@ from tritoncomm.step.options import (
     check_optimizer,
     check_trained,
     is_alone,
-    resolve_recipe,
     resolved_small,
 )
 from tritoncomm.step.private_group import numbered_groups

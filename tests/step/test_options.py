@@ -15,7 +15,8 @@ from tritoncomm.algorithms import Hierarchical, algorithms, field_names
 from tritoncomm.algorithms.base import StaticRecipe
 from tritoncomm.planning import planner
 from tritoncomm.step import options
-from tritoncomm.step.options import DEFAULT_ALGO, DEFAULT_DENSITY, log_choice, readable_size, with_form
+from tritoncomm.step.chosen_recipe import log_choice, readable_size, resolve_recipe, with_form
+from tritoncomm.step.options import DEFAULT_ALGO, DEFAULT_DENSITY
 
 from emulated_cuda import ranks
 from emulated_cuda.device import to_gpu
@@ -170,7 +171,7 @@ def test_default_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(options, "DEFAULT_WARMUP", number)
 
     def resolved(algo: str | tritoncomm.Recipe, density: float = 0.01, steps: int | None = None) -> tritoncomm.Recipe:
-        return options.resolve_recipe(algo, density, steps, {}, function=tritoncomm.wrap)
+        return resolve_recipe(algo, density, steps, {}, function=tritoncomm.wrap)
 
     method = tritoncomm.OkTopk(density=0.01)
     assert resolved("oktopk") == tritoncomm.Warmup(recipe=method, steps=number)
@@ -206,7 +207,7 @@ def test_default_formats(monkeypatch: pytest.MonkeyPatch) -> None:
     start = tritoncomm.Warmup(recipe=OkTopk(density=0.03, values="4bit"), steps=3, values="2bit")
     assert wrapped(warmup_steps=3).recipe == start
     assert wrapped(warmup_steps=3, small="fp32").recipe == dataclasses.replace(start, values="fp32")
-    momentum = options.resolve_recipe("dgc", 0.03, 3, {}, small="8bit", function=tritoncomm.wrap)
+    momentum = resolve_recipe("dgc", 0.03, 3, {}, small="8bit", function=tritoncomm.wrap)
     assert momentum.values == "fp32"
     with pytest.raises(ConfigurationError, match="packed=False: values='2bit' are always packed: leave out packed"):
         wrapped(values="2bit", packed=False)

@@ -17,21 +17,14 @@ from tritoncomm.errors import ConfigMismatchError
 from tritoncomm.scheduler.process_group import is_distributed
 from tritoncomm.step import agree
 from tritoncomm.step import state as exchange_state
+from tritoncomm.step.chosen_recipe import log_choice, never_delays, with_density, with_warmup_and_nodes
 from tritoncomm.step.clipping import check_clipping, with_clipping
 from tritoncomm.step.exchange import GradientExchange, State
 from tritoncomm.step.local_changes import LocalChanges
 from tritoncomm.step.model import Named, check_model, keep_gradients_local, names_of, rest_of
 from tritoncomm.step.optimizer_list import OptimizerList, parts_of
 from tritoncomm.step.optimizer_proxy import OptimizerProxy
-from tritoncomm.step.options import (
-    WrapOptions,
-    check_optimizer,
-    is_alone,
-    log_choice,
-    never_delays,
-    with_density,
-    with_warmup_and_nodes,
-)
+from tritoncomm.step.options import WrapOptions, check_optimizer, is_alone
 from tritoncomm.step.parameters import KnownParameters, Part, dense_ids, exchange_of
 from tritoncomm.step.replicas import Replica, let_differ
 from tritoncomm.step.rules import exchanges_updates

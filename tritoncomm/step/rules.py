@@ -13,10 +13,11 @@ from tritoncomm.algorithms import DGC, Dense, Recipe, takes_density
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.scheduler.process_group import is_distributed
 from tritoncomm.step.adam import StalenessAwareAdam
+from tritoncomm.step.chosen_recipe import never_delays
 from tritoncomm.step.flat import FlatDelivery
 from tritoncomm.step.lion import LateLion
 from tritoncomm.step.optimizer_list import parts_of
-from tritoncomm.step.options import WrapOptions, never_delays
+from tritoncomm.step.options import WrapOptions
 from tritoncomm.step.sgd import LateSGD
 from tritoncomm.step.torch_internals import has_own_step, steps_as
 

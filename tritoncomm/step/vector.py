@@ -23,9 +23,9 @@ from tritoncomm.scheduler.rounds import AllGather, Pattern, Result
 from tritoncomm.scheduler.simulated import SimulatedScheduler
 from tritoncomm.scheduler.span import Span
 from tritoncomm.scheduler.together import Running
+from tritoncomm.step.chosen_recipe import rounds, with_form, without_encoding
 from tritoncomm.step.feedback import ErrorFeedback
 from tritoncomm.step.flat import BucketLayout, split_by_size
-from tritoncomm.step.options import rounds, with_form, without_encoding
 from tritoncomm.step.stages import Scale, Staged, StagedAlgorithm
 from tritoncomm.step.waiting import Waiting
 from tritoncomm_kernels import has_non_finite

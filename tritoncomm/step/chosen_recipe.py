@@ -1,0 +1,273 @@
+"""The recipe that the arguments of ``wrap`` describe, its other forms, and what is logged of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import logging
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tritoncomm.algorithms import (
+    Algorithm,
+    Dense,
+    Hierarchical,
+    Recipe,
+    Warmup,
+    algorithms,
+    at_density,
+    field_names,
+    recipe,
+    with_suggestions,
+)
+from tritoncomm.algorithms.base import StaticRecipe
+from tritoncomm.algorithms.wrapper import WrapperRecipe
+from tritoncomm.errors import ConfigurationError
+from tritoncomm.scheduler import cost
+from tritoncomm.step import agree
+from tritoncomm.step import options as defaults
+from tritoncomm.step.options import check_group
+from tritoncomm_kernels.devices import is_asynchronous
+
+logger = logging.getLogger("tritoncomm")
+
+
+def resolve_recipe(
+    algo: str | Recipe,
+    density: float | None,
+    warmup_steps: int | None,
+    fields: dict[str, Any],
+    node_group: dist.ProcessGroup | None = None,
+    group: dist.ProcessGroup | None = None,
+    *,
+    small: str = "fp32",
+    function: Callable[..., Any],
+) -> Recipe:
+    """Return the recipe that the arguments of ``wrap`` describe.
+
+    Args:
+        algo: Name of a method, or a recipe.
+        density: Fraction of entries to deliver. None is the density of a recipe, and ``DEFAULT_DENSITY`` otherwise.
+        warmup_steps: Number of dense exchanges before the first sparse one. None is the default number.
+        fields: Further fields of the recipe.
+        node_group: Ranks of this rank's node. None if nodes are not treated separately.
+        group: Process group of the exchange. None is the default group.
+        small: Format of what is sent dense.
+        function: The function that the user called. Errors list its arguments.
+
+    Raises:
+        ConfigurationError: An argument is invalid.
+    """
+    check_keywords(function, algo, fields)
+    if not isinstance(algo, Recipe):
+        _check_packed(fields)
+        fields = {**default_fields(algo, fields), **fields}
+        if density is None:
+            chosen = at_density(algo, defaults.DEFAULT_DENSITY, **fields)
+        else:
+            chosen = recipe(algo, density=density, **fields)
+    else:
+        given = sorted(fields) + ([] if density in (None, algo.density) else ["density"])
+        if given:
+            raise ConfigurationError(f"algo is a recipe and carries its own {', '.join(given)}: set it in the recipe")
+        chosen = algo
+    return with_warmup_and_nodes(chosen, warmup_steps, node_group, group, small)
+
+
+def _check_packed(fields: Mapping[str, Any]) -> None:
+    """Raise :class:`~tritoncomm.ConfigurationError` if the user asks for plain messages with rounded values."""
+    values = fields.get("values", "fp32")
+    if fields.get("packed") is False and values != "fp32":
+        raise ConfigurationError(
+            f"packed=False: values={values!r} are always packed: leave out packed, or choose values='fp32'"
+        )
+
+
+def default_fields(algo: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields in which ``wrap`` differs from the recipe of ``algo``: ``DEFAULT_VALUES`` for entries.
+
+    The result is empty if the user has ``given`` the format of values, or plain messages.
+    """
+    sends_entries = algo in algorithms() and {"values", "packed"} <= set(field_names(algo))
+    return (
+        {}
+        if not sends_entries or "values" in given or given.get("packed") is False
+        else {"values": defaults.DEFAULT_VALUES}
+    )
+
+
+def start_values(small: str) -> str:
+    """Return the format of dense steps at the start, for the format ``small`` of small tensors. fp32 rounds nothing."""
+    return small if small == "fp32" else defaults.DEFAULT_START
+
+
+def check_keywords(function: Callable[..., Any], algo: str | Recipe, given: Iterable[str]) -> None:
+    """Raise :class:`~tritoncomm.ConfigurationError` if a keyword is neither an argument nor a field of the recipe.
+
+    Args:
+        function: The function that the user called. It collects keywords that are not its arguments.
+        algo: Its argument ``algo``. An unknown name is not checked here.
+        given: The collected keywords.
+    """
+    if isinstance(algo, Recipe):
+        name, known = algo.name, [field.name for field in dataclasses.fields(algo)]
+    elif algo in algorithms():
+        name, known = algo, field_names(algo)
+    else:
+        return
+    parameters = inspect.signature(function).parameters.values()
+    arguments = [parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD]
+    fields = [field for field in known if field not in arguments]
+    unknown = set(given) - set(fields)
+    if unknown:
+        raise ConfigurationError(
+            f"{function.__name__}() has no argument {with_suggestions(unknown, [*arguments, *fields])}: its arguments "
+            f"are {', '.join(arguments)}; the fields of {name!r} are {', '.join(fields)}"
+        )
+
+
+def with_warmup_and_nodes(
+    chosen: Recipe,
+    warmup_steps: int | None,
+    node_group: dist.ProcessGroup | None,
+    group: dist.ProcessGroup | None,
+    small: str,
+) -> Recipe:
+    """Return ``chosen`` with ``warmup_steps`` dense steps before it, and used between the nodes of ``node_group`` only.
+
+    ``None`` is ``DEFAULT_WARMUP``, and 0 for a recipe that delivers every entry or wraps another one. Values of the
+    dense steps travel as :func:`start_values` says, unless the method applies momentum in them.
+
+    Raises:
+        ConfigurationError: ``node_group`` is not a node of consecutive ranks.
+        ConfigMismatchError: Nodes differ in size.
+    """
+    if warmup_steps is None:
+        warmup_steps = 0 if chosen.delivers_all() or isinstance(chosen, WrapperRecipe) else defaults.DEFAULT_WARMUP
+    if warmup_steps != 0:
+        values = start_values(small) if chosen.averages_when_dense else "fp32"
+        chosen = Warmup(recipe=chosen, steps=warmup_steps, values=values)
+    if node_group is None:
+        return chosen
+    check_group("node_group", node_group)
+    group_ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+    node = dist.get_process_group_ranks(node_group)
+    places = [group_ranks.index(rank) if rank in group_ranks else -1 for rank in node]
+    if dist.get_rank() not in node or places[0] % len(node) or places != list(range(places[0], places[0] + len(node))):
+        raise ConfigurationError(
+            f"node_group has ranks {node} of {group_ranks}: each node must have consecutive ranks, as torchrun numbers "
+            "them, all nodes the same number of ranks, and node_group must contain this rank"
+        )
+    agree.compare({"node size": len(node)}, group)  # before process groups depend on it
+    return Hierarchical(recipe=chosen, node_size=len(node))
+
+
+def with_form(chosen: Recipe, device: torch.device | str) -> Recipe:
+    """Return ``chosen`` with ``static="auto"`` resolved for vectors on ``device``.
+
+    On a GPU it is True if the method has the static form, unless the exchange is hierarchical. On a CPU it stays.
+    """
+    method = chosen.layers[-1]
+    if not is_asynchronous(torch.device(device)) or any(isinstance(layer, Hierarchical) for layer in chosen.layers):
+        return chosen
+    if not isinstance(method, StaticRecipe) or method.static != "auto":
+        return chosen
+    static = method.can_be_static()
+    return chosen.with_method(lambda inner: replace(inner, static=static))  # type: ignore[call-arg]
+
+
+def rounds(chosen: Recipe) -> bool:
+    """Return True if values are rounded on the wire, at least in some steps."""
+    return any(getattr(layer, "values", "fp32") != "fp32" for layer in chosen.layers)
+
+
+def with_density(chosen: Recipe, density: float) -> Recipe:
+    """Return a copy of ``chosen`` with another density."""
+    return chosen.with_method(lambda method: replace(method, density=density))
+
+
+def without_encoding(chosen: Recipe) -> Recipe:
+    """Return ``chosen`` with plain messages and fp32 values. No state depends on the format of messages."""
+    plain = {"values": "fp32", "packed": False, "static": "auto"}
+
+    def change(method: Recipe) -> Recipe:
+        names = {field.name for field in dataclasses.fields(method)}
+        return replace(method, **{name: value for name, value in plain.items() if name in names})  # type: ignore[arg-type]
+
+    def exact(layer: Recipe) -> Recipe:
+        if not isinstance(layer, WrapperRecipe):
+            return change(layer)
+        inner = exact(layer.recipe)
+        if isinstance(layer, Warmup):
+            return replace(layer, recipe=inner, values="fp32")
+        return replace(layer, recipe=inner)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the recipe has warned when the user made it
+        return exact(chosen)
+
+
+def is_dense(chosen: Recipe) -> bool:
+    """Return True if ``chosen`` is :class:`~tritoncomm.Dense`, or a wrapper around it. No entry is delayed then."""
+    return isinstance(chosen.layers[-1], Dense)
+
+
+def never_delays(chosen: Recipe) -> bool:
+    """Return True if ``chosen`` delivers every entry in every step, whatever density it is given later."""
+    return is_dense(chosen) or not chosen.layers[-1].has_density
+
+
+def log_choice(
+    recipe: Recipe,
+    rank: int,
+    world_size: int,
+    parts: Sequence[tuple[Algorithm, int]],
+    *,
+    on_gpu: bool = False,
+) -> None:
+    """Log on rank 0 which method is used, and how many bytes it is predicted to save.
+
+    The level is WARNING if nothing is saved and the density is not 1.
+
+    Args:
+        recipe: The recipe in use.
+        rank: Rank in the group.
+        world_size: Number of ranks in the group.
+        parts: The vectors that are exchanged separately. Each is its algorithm, and the number of its values that
+            belong to small tensors, which are sent dense.
+        on_gpu: Whether the vectors are on a GPU. The line says that the host waits for it often with ``node_group``.
+    """
+    if rank != 0 or world_size == 1 or not parts:
+        return
+    received = sum(algorithm.predicted_traffic(world_size, ordinary=True).received.bytes for algorithm, _ in parts)
+    dense = sum(cost.dense(algorithm.numel, world_size).received.bytes for algorithm, _ in parts)
+    numel, small = sum(algorithm.numel for algorithm, _ in parts), sum(small for _, small in parts)
+    dense_chosen = recipe.always_dense()
+    saves = received < dense or dense_chosen
+    name = repr(recipe) if saves else f"algo={recipe.name!r}, density={recipe.density:g}"
+    text = f"{name} over {world_size} ranks: {numel:,} values"
+    if small and not is_dense(recipe):
+        text += f", of which {small:,} in small tensors are sent dense"
+    text += f"; each rank receives {readable_size(received)} per step"
+    if received < dense:
+        text += f", {dense / received:.3g} times less than the {readable_size(dense)} of a dense all-reduce"
+    elif not dense_chosen:
+        text += f", which is not less than the {readable_size(dense)} of a dense all-reduce: use algo='dense'"
+    if on_gpu and any(isinstance(layer, Hierarchical) for layer in recipe.layers):
+        text += "; node_group has no static form, so the host waits for the GPU many times in a step"
+    logger.log(logging.INFO if saves else logging.WARNING, "%s", text)
+
+
+def readable_size(size: float) -> str:
+    """Return ``size`` (bytes) with a unit and three digits, for example ``"5.20 MB"``."""
+    for unit in ("bytes", "kB", "MB"):
+        if size < 999.5:  # noqa: PLR2004 - more would be printed with four digits
+            digits = f"{size:.0f}" if unit == "bytes" else f"{size:#.3g}".rstrip(".")
+            return f"{digits} {unit}"
+        size /= 1000
+    return f"{size:,.2f} GB"
