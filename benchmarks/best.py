@@ -21,8 +21,9 @@ import itertools
 import json
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -250,8 +251,11 @@ def errors_of(found: Sequence[Entry], paces: Paces) -> list[dict[str, Any]]:
     ]
 
 
-def picture(found: Sequence[Entry], paces: Paces, path: Path) -> None:
-    """Write a PNG: the loss against bytes, and against seconds on one network where the seconds of steps are known."""
+def picture(found: Sequence[Entry], paces: Paces, path: Path, target: str = "adamw", delay: float = 0.0) -> None:
+    """Write a PNG: the loss against bytes, and against seconds on one network where the seconds of steps are known.
+
+    ``target`` and ``delay`` are as in :func:`figures`.
+    """
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
@@ -266,20 +270,24 @@ def picture(found: Sequence[Entry], paces: Paces, path: Path) -> None:
         groups = {entry.name: list(entry.outcomes.values()) for entry in found}
         optimizer_runs.draw(left, groups, {name: {"fmt": "", **style} for name, style in styles.items()})
         for axes in others:
-            _against_seconds(axes, found, paces, styles)
+            _against_seconds(
+                axes, found, partial(seconds_after, paces=paces, rate=RATES[PICTURED], delay=delay), styles
+            )
+            dense = dense_of(found, target)
+            if dense:
+                axes.axhline(TARGET * dense.mean("score"), color="0.6", linewidth=0.8, linestyle=":")
         handles, names = figure.axes[-1].get_legend_handles_labels()
         figure.legend(handles, names, loc="outside lower center", ncols=3, frameon=False, fontsize=8)
         figure.savefig(path, dpi=130, format="png")
 
 
-def _against_seconds(axes: Any, found: Sequence[Entry], paces: Paces, styles: dict[str, dict[str, Any]]) -> None:
-    """Draw the mean loss of each method against seconds of training, and the target, which is the same for all."""
-    dense = dense_of(found)
-    if dense:
-        axes.axhline(TARGET * dense.mean("score"), color="0.6", linewidth=0.8, linestyle=":")
+def _against_seconds(
+    axes: Any, found: Sequence[Entry], after: Callable[[Entry, float], Any], styles: dict[str, dict[str, Any]]
+) -> None:
+    """Draw the mean loss of each method against the seconds of training that ``after`` returns."""
     for entry in found:
         steps, losses = mean_curve(entry)
-        seconds = [seconds_after(entry, step, paces, RATES[PICTURED])[0] for step in steps]
+        seconds = [after(entry, step)[0] for step in steps]
         axes.plot(
             seconds[1:], losses[1:], linewidth=1.2, markevery=[-1], markersize=5, label=entry.name, **styles[entry.name]
         )
@@ -329,6 +337,9 @@ def main() -> None:
     print(f"Sweep on seeds {options.sweep}:\n\n{sweep_table(results, options.task, options.sweep)}\n", flush=True)
     if not found:
         raise SystemExit(f"no method of {options.task} was swept and then trained with other seeds")
+    if dense_of(found, options.target) is None:
+        known = ", ".join(entry.method.optimizer for entry in found if entry.method.name == "dense")
+        raise SystemExit(f"--target {options.target}: {options.task} has dense runs of {known or 'no optimizer'}")
     steps = TASKS[options.task](None, 1).steps
     paces = Paces(race_results.read(options.race), options.task, WORKERS, steps)
     rows, errors = figures(found, paces, options.target, options.delay), errors_of(found, paces)
@@ -336,9 +347,12 @@ def main() -> None:
     if errors:
         print(f"\nSeconds of a step:\n\n{error_table(errors)}")
     if options.json:
-        options.json.write_text(json.dumps({"methods": rows, "errors": errors}, indent=1) + "\n")
+        options.json.write_text(
+            json.dumps({"target": options.target, "delay": options.delay, "methods": rows, "errors": errors}, indent=1)
+            + "\n"
+        )
     if options.plot:
-        picture(found, paces, options.plot)
+        picture(found, paces, options.plot, options.target, options.delay)
 
 
 if __name__ == "__main__":

@@ -126,7 +126,7 @@ def sgd(parameters: list[nn.Parameter], **options) -> torch.optim.SGD:
 
 
 def test_sgd_has_a_rule_with_momentum() -> None:
-    """All groups need momentum, and no dampening. Its gradients travel either way, and those of a subclass do not."""
+    """The defaults decide, since schedules change groups. Gradients travel either way, and not those of a subclass."""
     (parameters, _), kind = made(), type("Other", (torch.optim.SGD,), {"step": lambda self, closure=None: None})
     assert find_rule(sgd(parameters)) is LateSGD
     assert find_rule(kind(parameters, lr=RATE, momentum=0.5)) is None
@@ -134,10 +134,20 @@ def test_sgd_has_a_rule_with_momentum() -> None:
         assert find_rule(sgd(parameters, **options)) is None
         assert not exchanges_updates(sgd(parameters, **options), WrapOptions())
     groups = [{"params": parameters[:1]}, {"params": parameters[1:], "momentum": 0.0}]
-    assert find_rule(sgd(groups)) is None
+    assert find_rule(sgd(groups)) is LateSGD
 
 
-@pytest.mark.parametrize("options", [{}, {"nesterov": True}, {"maximize": True}], ids=str)
+@pytest.mark.parametrize("option", [{"dampening": 0.5}, {"differentiable": True}], ids=str)
+def test_sgd_refuses_options_by_name(option: dict[str, object]) -> None:
+    """Those of a group that the rule cannot honour are refused, also when they come later."""
+    (name, value), optimizer = *option.items(), sgd([nn.Parameter(torch.ones(4))])
+    rule = LateSGD.from_options(optimizer, WrapOptions())
+    optimizer.param_groups[0][name] = value
+    with pytest.raises(tritoncomm.ConfigurationError, match=f"{name}={value}.*leave it out"):
+        rule.check_options()
+
+
+@pytest.mark.parametrize("options", [{}, {"nesterov": True}, {"maximize": True}, {"momentum": 1.0}], ids=str)
 def test_sgd_delivered_at_once_is_the_optimizer_itself(options: dict[str, bool]) -> None:
     """If every coordinate is delivered in every step, the result is torch's, which can continue from the state."""
     (ours, _), (theirs, _) = made(), made()
@@ -173,17 +183,86 @@ def test_a_late_sum_of_sgd(nesterov: bool) -> None:
     assert float(late.state[parameter]["momentum_buffer"][3]) == pytest.approx(momentum)
 
 
-@pytest.mark.parametrize(("start", "factor"), [(10.0, 0.05 * 10.0), (1e-3, RATE * 0.5), (0.0, RATE * 0.5)])
-def test_catching_up_of_sgd_is_limited_by_the_tensor(start: float, factor: float) -> None:
-    """A tensor moves by a twentieth of its norm at most, or by a dense step: a rate of SGD is not a length."""
+@pytest.mark.parametrize(("start", "share"), [(1.0, 0.05), (1e-3, None), (0.0, None)])
+def test_catching_up_of_sgd_is_limited_by_the_tensor(start: float, share: float | None) -> None:
+    """A tensor moves by a twentieth of its norm at most, or as far as in a dense step of all its coordinates."""
     parameter = nn.Parameter(torch.full((100,), start))
     rule = LateSGD.from_options(sgd([parameter]), WrapOptions())
-    gradient = 0.5 * 0.5 / (1 - 0.5**16) if start < 1 else 10.0
     for step in range(16):
         last = step == 15
-        parameter.grad = torch.full((100,), 16 * gradient)
-        rule.step([parameter], [torch.arange(100 if last else 0)])
-    torch.testing.assert_close(start - parameter.detach(), torch.full((100,), factor), rtol=1e-3, atol=1e-7)
+        parameter.grad = torch.full((100,), 16.0)
+        rule.step([parameter], [torch.arange(25 if last else 0)])
+    dense = RATE * (1 - 0.5**16) / (1 - 0.5)
+    moved = 2 * (dense if share is None else share * start)  # a quarter of the coordinates moves twice as far
+    expected = torch.full((100,), 0.0)
+    expected[:25] = moved
+    torch.testing.assert_close(start - parameter.detach(), expected, rtol=1e-3, atol=1e-7)
+
+
+@pytest.mark.parametrize("rule", [LateSGD, LateLion])
+def test_formats_of_parameters(rule: type[LateRule]) -> None:
+    """Parameters may have any strides, and fp64 is not rounded."""
+    found, start = [], torch.linspace(-1, 1, 120, dtype=torch.float64).view(2, 3, 4, 5) / 3
+    transposed = start.transpose(0, 3).contiguous().transpose(0, 3)
+    for values in (start.clone(), start.clone(memory_format=torch.channels_last), transposed):
+        parameter = nn.Parameter(values)
+        kind = sgd([parameter]) if rule is LateSGD else Lion([parameter])
+        late = rule.from_options(kind, WrapOptions())
+        for step in range(4):
+            parameter.grad = torch.full_like(parameter, 1e-9 if rule is LateSGD else 1.0)
+            late.step([parameter], [torch.arange(step, 120, 2)])
+        assert parameter.dtype == torch.float64
+        assert not torch.equal(parameter.detach(), start)
+        found.append(parameter.detach())
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_state_that_the_optimizer_has_loaded(dtype: torch.dtype) -> None:
+    """torch casts it, and knows nothing of ages: those that are not exact any more start again."""
+    parameter = nn.Parameter(torch.ones(40, dtype=dtype))
+    first = sgd([parameter])
+    rule = LateSGD.from_options(first, WrapOptions())
+    for _ in range(25):
+        parameter.grad = torch.ones_like(parameter)
+        rule.step([parameter], [torch.arange(20)])
+    plain = sgd([parameter])
+    plain.load_state_dict(LateSGD.saved(first, first.state_dict()))
+    LateSGD.from_options(plain, WrapOptions()).step([parameter], [torch.arange(20)])
+    state = plain.state[parameter]
+    assert (state["last_delivered"].dtype, state["param_rms"].dim()) == (torch.int32, 0)
+    assert state["last_delivered"].tolist() == [26] * 20 + [0 if dtype is torch.float32 else 25] * 20
+
+
+def test_a_step_of_the_optimizer_delivers_every_coordinate() -> None:
+    """A gradient after it is not late, and the momentum of those steps stays."""
+    parameter = nn.Parameter(torch.ones(4))
+    optimizer = sgd([parameter])
+    rule = LateSGD.from_options(optimizer, WrapOptions())
+    for _ in range(10):
+        parameter.grad = torch.ones(4)
+        rule.step([parameter], [torch.arange(0)])
+    optimizer.step()
+    rule.step([parameter], [torch.arange(4)])
+    assert torch.equal(optimizer.state[parameter]["momentum_buffer"], torch.full((4,), 1.5))
+
+
+@pytest.mark.parametrize("value", [0.0, 0.9])
+def test_momentum_may_change(value: float) -> None:
+    """A schedule may set it, also to 0, and torch does the same if every coordinate is delivered."""
+    (ours, _), (theirs, _) = made(), made()
+    late, plain = sgd(ours), sgd(theirs)
+    rule = LateSGD.from_options(late, WrapOptions())
+    for step, given in enumerate(gradients(6)):
+        for optimizer in (late, plain):
+            optimizer.param_groups[0]["momentum"] = value if step in (2, 3) else 0.5
+        for one, other, gradient in zip(ours, theirs, given, strict=True):
+            one.grad, other.grad = gradient.clone(), gradient.clone()
+        rule.step(ours, [None, None])
+        plain.step()
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other)
 
 
 @pytest.mark.parametrize(("limit", "factor"), [(None, 16), (5.0, 5)])

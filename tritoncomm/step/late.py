@@ -16,11 +16,14 @@ import torch
 from tritoncomm.step.flat import FlatDelivery
 from tritoncomm.step.options import MAX_CATCH_UP, WrapOptions
 from tritoncomm.step.shards import local, local_gradient, one_of_shard, one_per_shard
+from tritoncomm.step.torch_internals import version_of
 
 __all__ = ["LateRule"]
 
 _MAX_SQRT_STALENESS = 3.0  # as for Adam: noise would have moved a coordinate by about sqrt(tau) steps
 _UPDATE_RMS_EVERY = 20
+
+_EXACT = 4  # bytes of a float type that holds any step count
 
 Held = dict[str, torch.Tensor]
 
@@ -31,11 +34,11 @@ class LateRule(ABC):
     A coordinate gets the sum s of tau gradients after tau steps. The rule treats it as tau steps with the gradient
     s / tau. A coordinate that is not delivered takes no step, except for decoupled weight decay. One delivery moves a
     coordinate by f dense steps, with f at most tau, 3 sqrt(tau) and ``max_catch_up``. If the update of a tensor would
-    be longer than ``max_relative_update`` of its norm, its factors are scaled down together, but never below 1. Root
-    mean square changes of one learning rate are always allowed.
+    be longer than ``max_relative_update`` of its norm, its factors are scaled down together, but never below 1. A
+    tensor may always move as far as in a dense step, whose length is estimated by what was delivered.
 
-    If a step ``is_proportional`` to the gradient, noise has cancelled in the late sum as it does in its parts, and a
-    learning rate is not a length. f is then tau, unless ``max_catch_up`` is given, and nothing is always allowed.
+    If a step ``is_proportional`` to the gradient, noise has cancelled in the late sum as it does in its parts. f is
+    then tau, unless ``max_catch_up`` is given.
 
     The state of each parameter gains ``last_delivered`` (int32, shaped like it), the step of each coordinate's last
     delivery, ``late_steps`` (int), the number of steps, and ``param_rms`` (fp32 ``[]``), the root mean square of the
@@ -65,6 +68,7 @@ class LateRule(ABC):
         default = math.inf if self.is_proportional else MAX_CATCH_UP
         self.max_catch_up = default if max_catch_up is None else max_catch_up
         self.max_relative_update = max_relative_update
+        self._noted: dict[int, list[tuple[torch.Tensor, int]]] = {}
         self.check_options()
 
     @classmethod
@@ -118,8 +122,8 @@ class LateRule(ABC):
             else:
                 gradient = local_gradient(parameter).reshape(-1)
                 given = gradient if indices is None else gradient[indices]
-            flat = {name: local(state[name]).view(-1) for name in (*self.held, "last_delivered")}
-            flat["parameter"] = own.view(-1) if own.is_contiguous() else own.reshape(-1)
+            stored = {name: local(state[name]) for name in (*self.held, "last_delivered")} | {"parameter": own}
+            flat = {name: each.reshape(-1) for name, each in stored.items()}  # a copy if it is not contiguous
             at = flat if indices is None else {name: each.index_select(0, indices) for name, each in flat.items()}
             new = self._moved(group, at, given.float(), steps, own.numel(), state["param_rms"])
             if self.decay(group) != 1:
@@ -129,8 +133,9 @@ class LateRule(ABC):
                     flat[name].copy_(value)
                 else:
                     flat[name].index_copy_(0, indices, value.to(flat[name].dtype))
-            if not own.is_contiguous():
-                own.copy_(flat["parameter"].view(own.shape))
+                if not stored[name].is_contiguous():
+                    stored[name].copy_(flat[name].view(own.shape))
+            self._note(parameter)
 
     @torch.no_grad()
     def step_flat(self, delivery: FlatDelivery) -> None:
@@ -151,7 +156,7 @@ class LateRule(ABC):
             state, steps = self._counted(parameter)
             part = slice(start, start + own.numel())
             given = local_gradient(parameter).reshape(-1).float() if delivery.read_gradients else sums[part]
-            old = {name: local(state[name]).view(-1) for name in (*self.held, "last_delivered")}
+            old = {name: local(state[name]).reshape(-1) for name in (*self.held, "last_delivered")}
             old["parameter"] = own.reshape(-1)
             chosen = is_delivered[part]
             new = self._moved(group, old, given, steps, own.numel(), state["param_rms"], chosen)
@@ -159,6 +164,7 @@ class LateRule(ABC):
                 target = own if name == "parameter" else local(state[name])
                 kept = old[name] * self.decay(group) if name == "parameter" else old[name]
                 target.copy_(torch.where(chosen, value.to(target.dtype), kept).view(target.shape))
+            self._note(parameter)
 
     def _moved(
         self,
@@ -176,18 +182,18 @@ class LateRule(ABC):
         """
         rate = float(group["lr"])
         tau = (steps - at["last_delivered"]).clamp_(min=1).float()
-        held = {name: at[name].float() for name in self.held}
+        held = {name: _wide(at[name]) for name in self.held}
         direction, new = self.advance(group, held, given / tau, tau)
         factor = tau if self.is_proportional else torch.minimum(tau, _MAX_SQRT_STALENESS * tau.sqrt())
         factor = factor.clamp(max=self.max_catch_up)
-        moves = rate * factor * direction
-        if chosen is not None:
-            moves = torch.where(chosen, moves, 0.0)
-        length = torch.linalg.vector_norm(moves) / numel**0.5
-        limit = (self.max_relative_update * rms).clamp(min=0.0 if self.is_proportional else rate)
+        counted = direction if chosen is None else torch.where(chosen, direction, 0.0)
+        count = torch.tensor(counted.numel(), device=counted.device) if chosen is None else chosen.sum()
+        dense = rate * torch.linalg.vector_norm(counted) / count.sqrt()  # as if all coordinates were delivered
+        length = rate * torch.linalg.vector_norm(factor * counted) / numel**0.5
+        limit = torch.maximum(self.max_relative_update * rms, dense)
         share = (limit / length).nan_to_num(1.0).clamp(max=1.0)
         factor = (factor * share).clamp_(min=1.0)
-        moved = at["parameter"].float() * self.decay(group) - rate * factor * direction
+        moved = _wide(at["parameter"]) * self.decay(group) - rate * factor * direction
         return {**new, "parameter": moved, "last_delivered": torch.full_like(at["last_delivered"], steps)}
 
     def _stepping(self, exchanged: Mapping[int, Any]) -> list[tuple[dict[str, Any], torch.Tensor]]:
@@ -202,19 +208,39 @@ class LateRule(ABC):
     def _counted(self, parameter: torch.Tensor) -> tuple[dict[str, Any], int]:
         """Count a step in the state of ``parameter``, which is completed first. Return the state and the count."""
         state: dict[str, Any] = self.optimizer.state[parameter]
-        own = local(parameter)
-        for name in self.held:
-            if state.get(name) is None:
-                state[name] = torch.zeros_like(parameter)
-        if "last_delivered" not in state:
-            state["last_delivered"] = torch.zeros_like(parameter, dtype=torch.int32)
-            state["late_steps"] = 0
+        last = state.get("last_delivered")
+        if last is None or last.dtype != torch.int32 or self._has_stepped(parameter, state):
+            self._repair(parameter, state)
         # The first steps measure it every time, because weights may start at zero.
         steps = state["late_steps"]
         if "param_rms" not in state or steps < _UPDATE_RMS_EVERY or steps % _UPDATE_RMS_EVERY == 0:
-            state["param_rms"] = own.float().square().mean().sqrt()
+            state["param_rms"] = local(parameter).float().square().mean().sqrt()
         state["late_steps"] = steps + 1
         return state, steps + 1
+
+    def _repair(self, parameter: torch.Tensor, state: dict[str, Any]) -> None:
+        """Complete ``state``, which is empty, or was loaded or changed by the original optimizer."""
+        for name in self.held:
+            if state.get(name) is None:
+                state[name] = torch.zeros_like(parameter)
+        steps = state.setdefault("late_steps", 0)
+        last = state.get("last_delivered")
+        if last is not None and last.element_size() >= _EXACT and not self._has_stepped(parameter, state):
+            state["last_delivered"] = last.to(torch.int32)  # the optimizer has cast it when it loaded the state
+        else:  # all count as delivered now: a step of the optimizer delivers every coordinate
+            state["last_delivered"] = torch.full_like(parameter, steps, dtype=torch.int32)
+        if "param_rms" in state and state["param_rms"].dim():
+            state["param_rms"] = one_of_shard(state["param_rms"]).clone()
+
+    def _note(self, parameter: torch.Tensor) -> None:
+        """Note what the optimizer keeps for ``parameter`` after a step, to see whether it steps by itself later."""
+        kept = [self.optimizer.state[parameter][name] for name in self.held]
+        self._noted[id(parameter)] = [(each, version_of(each)) for each in kept]
+
+    def _has_stepped(self, parameter: torch.Tensor, state: Mapping[str, Any]) -> bool:
+        """Return True if the optimizer has changed what it keeps. Tensors that were loaded since are others."""
+        noted = zip(self.held, self._noted.get(id(parameter), ()), strict=False)
+        return any(state.get(name) is kept and version_of(kept) != version for name, (kept, version) in noted)
 
     @classmethod
     def saved(cls, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -242,3 +268,8 @@ def _keys(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> It
     """Yield the key of each parameter in ``state_dict``, and the parameter."""
     for saved, group in zip(state_dict["param_groups"], optimizer.param_groups, strict=True):
         yield from zip(saved["params"], group["params"], strict=True)
+
+
+def _wide(values: torch.Tensor) -> torch.Tensor:
+    """Return ``values`` in fp32, or in fp64 if they are."""
+    return values.to(torch.promote_types(values.dtype, torch.float32))

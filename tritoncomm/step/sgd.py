@@ -13,15 +13,16 @@ from typing import Any, ClassVar
 
 import torch
 
+from tritoncomm.errors import ConfigurationError
 from tritoncomm.step.late import Held, LateRule
 from tritoncomm.step.torch_internals import steps_as
 
 
 class LateSGD(LateRule):
-    """The rule for ``torch.optim.SGD`` with momentum, with or without ``nesterov``, and without ``dampening``.
+    """The rule for ``torch.optim.SGD`` that was made with momentum and without dampening. It may be ``nesterov``.
 
-    SGD without momentum needs none. Coupled weight decay is not added: ``.grad`` must contain it, see
-    :func:`~tritoncomm.step.update.coupled_decay`.
+    A group may have another momentum, which may change, also to 0. SGD that was made without momentum has no rule.
+    Coupled weight decay is not added: ``.grad`` must contain it, see :func:`~tritoncomm.step.update.coupled_decay`.
     """
 
     held: ClassVar[tuple[str, ...]] = ("momentum_buffer",)
@@ -29,17 +30,32 @@ class LateSGD(LateRule):
 
     @staticmethod
     def fits(optimizer: torch.optim.Optimizer) -> bool:
-        """Return True for SGD whose groups all have momentum, and no dampening."""
-        return steps_as(optimizer, (torch.optim.SGD,)) and all(
-            float(group["momentum"]) > 0 and float(group["dampening"]) == 0 for group in optimizer.param_groups
+        """Return True for SGD whose defaults have momentum, and no dampening. Those of its groups may change."""
+        defaults = optimizer.defaults
+        return (
+            steps_as(optimizer, (torch.optim.SGD,))
+            and float(defaults["momentum"]) > 0
+            and float(defaults["dampening"]) == 0
         )
+
+    def check_options(self) -> None:
+        """Raise :class:`~tritoncomm.ConfigurationError` for an option that is not supported."""
+        for group in self.optimizer.param_groups:
+            for option in ("dampening", "differentiable"):
+                if group[option]:
+                    raise ConfigurationError(
+                        f"{option}={group[option]!r} is not supported by the staleness-aware step: leave it out, or "
+                        'pass staleness="off"'
+                    )
 
     def advance(
         self, group: Mapping[str, Any], held: Held, mean: torch.Tensor, tau: torch.Tensor
     ) -> tuple[torch.Tensor, Held]:
         momentum = float(group["momentum"])
-        kept = torch.pow(momentum, tau)
         mean = -mean if group["maximize"] else mean
-        # momentum^tau m + (1 + momentum + ... + momentum^(tau - 1)) mean
-        buffer = kept * held["momentum_buffer"] + (1 - kept) / (1 - momentum) * mean
+        if momentum == 0:
+            return mean, held
+        kept = torch.pow(momentum, tau)
+        steps = tau if momentum == 1 else (1 - kept) / (1 - momentum)  # 1 + momentum + ... + momentum^(tau - 1)
+        buffer = kept * held["momentum_buffer"] + steps * mean
         return mean + momentum * buffer if group["nesterov"] else buffer, {"momentum_buffer": buffer}
