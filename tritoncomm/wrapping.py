@@ -39,7 +39,7 @@ from tritoncomm.step.options import (
     resolved_small,
 )
 from tritoncomm.step.private_group import numbered_groups
-from tritoncomm.step.rules import check_exchange, delivers_at_once, exchanges_updates
+from tritoncomm.step.rules import check_exchange, delivers_at_once, exchanges_updates, keeps_points
 
 __all__ = ["wrap"]
 
@@ -145,7 +145,8 @@ def wrap(
             then sees whether buffers, and parameters that the optimizer does not hold, differ between ranks.
         exchange: What travels. ``"gradients"``, ``"updates"``, or ``"auto"``: gradients of SGD, Adam, AdamW and Lion,
             and of all optimizers with ``algo="dense"`` or ``"quantized"``, in which none is late; updates of other
-            optimizers, and of all with ``local_steps``. Default: ``"auto"``.
+            optimizers, and of all with ``local_steps``. A schedule-free optimizer exchanges gradients, by
+            ``"quantized"`` unless ``algo`` or ``density`` say more. Default: ``"auto"``.
         updates_algo: How updates are exchanged: the name of a method, or a recipe. Small tensors travel like others,
             and no step at the start is dense. ``algo`` is for gradients. Default: None, which is ``"quantized"`` with
             one bit.
@@ -202,6 +203,8 @@ def wrap(
             outer_lr=outer_lr,
             outer_momentum=outer_momentum,
         )
+        if (algo, density, exchange) == (DEFAULT_ALGO, None, "auto") and not recipe_fields:
+            algo = DEFAULT_UPDATES if any(map(keeps_points, listed)) else algo
         given = {
             "algo": None if algo == DEFAULT_ALGO else algo,
             "density": None if density == DEFAULT_DENSITY else density,

@@ -14,7 +14,8 @@ def test_every_optimizer_of_torch_is_listed() -> None:
     kinds = [each for each in vars(torch.optim).values() if isinstance(each, type)]
     assert {each.__name__ for each in kinds if issubclass(each, torch.optim.Optimizer)} - {"Optimizer"} <= set(found)
     gradients = {name for name, row in found.items() if row.travels.startswith("gradients")}
-    assert gradients == {"Adam", "AdamW", "SGD", "Lion"}
+    assert gradients == {"Adam", "AdamW", "SGD", "Lion", "schedule-free ones"}
+    assert found["schedule-free ones"].travels == "gradients, quantized"
     assert {name for name, row in found.items() if row.travels == "refused"} == {"LBFGS", "SparseAdam"}
     assert found["Muon"].travels == found["any other class"].travels == "updates, quantized"
 

@@ -143,12 +143,31 @@ def named(name: str) -> torch.optim.Optimizer:
 def test_what_travels() -> None:
     """Linear optimizers and those with a rule exchange gradients, all others updates. Local steps are updates."""
     adamw, sgd = torch.optim.AdamW(parameters()), torch.optim.SGD(parameters(), lr=0.1, momentum=0.9)
-    others = [named("Muon"), named("AdamWScheduleFree"), Overriding(parameters(), lr=0.1)]
+    others = [named("Muon"), Overriding(parameters(), lr=0.1)]
     auto = WrapOptions()
-    assert [exchanges_updates(each, auto) for each in (adamw, sgd, *others)] == [False, False, True, True, True]
+    assert [exchanges_updates(each, auto) for each in (adamw, sgd, *others)] == [False, False, True, True]
     assert all(exchanges_updates(each, WrapOptions(local_steps=2)) for each in (adamw, sgd))
     assert not any(exchanges_updates(each, WrapOptions(exchange="gradients")) for each in others)
     assert all(exchanges_updates(each, WrapOptions(exchange="updates")) for each in (adamw, *others))
+
+
+def test_schedule_free_optimizers_exchange_every_gradient(caplog: pytest.LogCaptureFixture) -> None:
+    """Their second copy of the parameters would drift apart. Unless the user says more, no gradient is late."""
+    for algo in ({}, {"algo": "quantized"}, {"algo": "dense"}):
+        assert tritoncomm.wrap(named("AdamWScheduleFree"), **algo).recipe.delivers_all()
+    listed = tritoncomm.wrap([named("Muon"), named("AdamWScheduleFree")])
+    assert [vector.recipe.name for vector in listed._exchange.vectors] == ["quantized"] * 2
+    for options, named_option in (
+        ({"local_steps": 4}, "local_steps=4: AdamWScheduleFree keeps a copy"),
+        ({"exchange": "updates"}, "exchange='updates': AdamWScheduleFree keeps a copy"),
+    ):
+        with pytest.raises(ConfigurationError, match=named_option):
+            tritoncomm.wrap(named("AdamWScheduleFree"), **options)
+    with caplog.at_level(logging.INFO, logger="tritoncomm"):
+        tritoncomm.wrap(named("AdamWScheduleFree"))
+        assert "no rule for late ones" not in caplog.text
+        assert tritoncomm.wrap(named("AdamWScheduleFree"), density=0.5).recipe.layers[-1].name == "oktopk"
+        assert "AdamWScheduleFree exchanges gradients, and has no rule for late ones" in caplog.text
 
 
 def test_only_the_step_of_sgd_is_linear() -> None:

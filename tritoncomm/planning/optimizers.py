@@ -31,12 +31,14 @@ def rows() -> list[Row]:
     return [
         *(_row(kind) for kind in found if kind is not torch.optim.Optimizer),
         *(Row(name, _GRADIENTS, _RULE) for name in others),
+        Row("schedule-free ones", f"gradients, {DEFAULT_UPDATES}", _POINTS),
         Row("any other class", _UPDATES, _NO_RULE),
     ]
 
 
 _RULE = "it has a rule for late gradients"
 _LINEAR = "its step is linear in the gradient, and with momentum it has a rule for late ones"
+_POINTS = "it keeps a copy of the parameters, which is no part of an update"
 _NO_RULE = "it has no rule for late gradients"
 
 

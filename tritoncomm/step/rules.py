@@ -17,7 +17,7 @@ from tritoncomm.step.chosen_recipe import never_delays
 from tritoncomm.step.flat import FlatDelivery
 from tritoncomm.step.lion import LateLion
 from tritoncomm.step.optimizer_list import parts_of
-from tritoncomm.step.options import WrapOptions
+from tritoncomm.step.options import DEFAULT_ALGO, WrapOptions
 from tritoncomm.step.sgd import LateSGD
 from tritoncomm.step.torch_internals import has_own_step, steps_as
 
@@ -116,6 +116,15 @@ def find_rule(optimizer: torch.optim.Optimizer) -> type[AwareStep] | None:
     return next((rule for rule in RULES if rule.fits(optimizer)), None)
 
 
+def keeps_points(optimizer: torch.optim.Optimizer) -> bool:
+    """Return True for schedule-free optimizers.
+
+    They keep a second copy of the parameters, which steps by this worker's gradients and attracts the parameters. It is
+    no part of an update: on workers that exchange updates, the copies would drift apart.
+    """
+    return any("ScheduleFree" in kind.__name__ for kind in type(optimizer).__mro__)
+
+
 def exchanges_updates(optimizer: torch.optim.Optimizer, options: WrapOptions) -> bool:
     """Return True if what the steps of ``optimizer`` change is exchanged, False if its gradients are.
 
@@ -123,7 +132,7 @@ def exchanges_updates(optimizer: torch.optim.Optimizer, options: WrapOptions) ->
     """
     if options.local_steps > 1 or options.exchange != "auto":
         return options.local_steps > 1 or options.exchange == "updates"
-    return not is_linear(optimizer) and find_rule(optimizer) is None
+    return not is_linear(optimizer) and find_rule(optimizer) is None and not keeps_points(optimizer)
 
 
 def delivers_at_once(algo: str | Recipe) -> bool:
@@ -149,17 +158,22 @@ def check_exchange(optimizer: torch.optim.Optimizer, options: WrapOptions, given
             f"staleness='aware' with local_steps={options.local_steps}: updates are exchanged, which have no late "
             "gradients; leave out staleness"
         )
+    _check_points(kinds, options)
     for name in ["updates_algo", *(["algo"] if all(kinds.values()) else [])]:
         if given.get(name) == DGC.name or isinstance(given.get(name), DGC):
             raise ConfigurationError(
                 f"{name}={given[name]!r}: DGC has a momentum of its own, which is for gradients of SGD, and {names} "
                 "exchanges updates: choose another method"
             )
-    without = [each for each in kinds if not is_linear(each) and find_rule(each) is None]
-    if without and options.exchange == "gradients":
+    without = [
+        each
+        for each, sends_updates in kinds.items()
+        if not sends_updates and not is_linear(each) and find_rule(each) is None
+    ]
+    if without and not delivers_at_once(given.get("algo", DEFAULT_ALGO)):
         logger.info(
             "%s exchanges gradients, and has no rule for late ones: it treats a sum of several as one gradient. "
-            "exchange='updates' needs no rule",
+            "With algo='quantized' none is late, and exchange='updates' needs no rule",
             " and ".join(type(each).__name__ for each in without),
         )
     if not any(kinds.values()):
@@ -179,6 +193,17 @@ def check_exchange(optimizer: torch.optim.Optimizer, options: WrapOptions, given
                 "recipe as updates_algo, or exchange='gradients'",
                 " and ".join(f"{name}={given[name]!r}" for name in unused),
                 names,
+            )
+
+
+def _check_points(kinds: Mapping[torch.optim.Optimizer, bool], options: WrapOptions) -> None:
+    """Raise :class:`~tritoncomm.ConfigurationError` if one of ``kinds`` that :func:`keeps_points` exchanges updates."""
+    for each, sends_updates in kinds.items():
+        if sends_updates and keeps_points(each):
+            reason = f"local_steps={options.local_steps}" if options.local_steps > 1 else "exchange='updates'"
+            raise ConfigurationError(
+                f"{reason}: {type(each).__name__} keeps a copy of the parameters that is not exchanged and would drift "
+                "apart between ranks: leave it out, and the gradients are exchanged, or use another optimizer"
             )
 
 
