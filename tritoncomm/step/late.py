@@ -34,11 +34,11 @@ class LateRule(ABC):
     A coordinate gets the sum s of tau gradients after tau steps. The rule treats it as tau steps with the gradient
     s / tau. A coordinate that is not delivered takes no step, except for decoupled weight decay. One delivery moves a
     coordinate by f dense steps, with f at most tau, 3 sqrt(tau) and ``max_catch_up``. If the update of a tensor would
-    be longer than ``max_relative_update`` of its norm, its factors are scaled down together, but never below 1. A
-    tensor may always move as far as in a dense step, whose length is estimated by what was delivered.
+    be longer than ``max_relative_update`` of its norm, its factors are scaled down together, but never below 1. Root
+    mean square changes of one learning rate are always allowed.
 
-    If a step ``is_proportional`` to the gradient, noise has cancelled in the late sum as it does in its parts. f is
-    then tau, unless ``max_catch_up`` is given.
+    If a step ``is_proportional`` to the gradient, noise has cancelled in the late sum as it does in its parts, and a
+    learning rate is not a length. f is then tau, unless ``max_catch_up`` is given, and nothing is always allowed.
 
     The state of each parameter gains ``last_delivered`` (int32, shaped like it), the step of each coordinate's last
     delivery, ``late_steps`` (int), the number of steps, and ``param_rms`` (fp32 ``[]``), the root mean square of the
@@ -187,10 +187,8 @@ class LateRule(ABC):
         factor = tau if self.is_proportional else torch.minimum(tau, _MAX_SQRT_STALENESS * tau.sqrt())
         factor = factor.clamp(max=self.max_catch_up)
         counted = direction if chosen is None else torch.where(chosen, direction, 0.0)
-        count = torch.tensor(counted.numel(), device=counted.device) if chosen is None else chosen.sum()
-        dense = rate * torch.linalg.vector_norm(counted) / count.sqrt()  # as if all coordinates were delivered
         length = rate * torch.linalg.vector_norm(factor * counted) / numel**0.5
-        limit = torch.maximum(self.max_relative_update * rms, dense)
+        limit = (self.max_relative_update * rms).clamp(min=0.0 if self.is_proportional else rate)
         share = (limit / length).nan_to_num(1.0).clamp(max=1.0)
         factor = (factor * share).clamp_(min=1.0)
         moved = _wide(at["parameter"]) * self.decay(group) - rate * factor * direction
