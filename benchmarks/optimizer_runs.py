@@ -11,10 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from training import WARMUP_SHARE
-
 _TICKS = 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000  # kilobytes
-_SPARSE_START = "8bit"
 
 
 @dataclass(frozen=True)
@@ -114,12 +111,7 @@ def _parsed(text: str) -> Results:
 
 
 def _run(row: dict[str, Any]) -> Run:
-    """Return the run of a row. Rows without ``dense_steps`` are from when it was a share of the steps."""
-    run = Run(**{field.name: row.get(field.name, field.default) for field in fields(Run)})
-    if "dense_steps" not in row and run.sends_gradients:
-        object.__setattr__(run, "dense_steps", int(run.steps * WARMUP_SHARE))
-        object.__setattr__(run, "dense_values", _SPARSE_START)
-    return run
+    return Run(**{field.name: row.get(field.name, field.default) for field in fields(Run)})
 
 
 def label(run: Run) -> str:

@@ -155,16 +155,6 @@ def test_schedule_free_is_evaluated_as_its_average(optimizers: ModuleType, runs:
     assert not all(torch.equal(a, b) for a, b in zip(before, inside, strict=True))
 
 
-def test_former_results_are_read(runs: ModuleType) -> None:
-    """Rows without the newer columns are read, and start as they did: with dense steps for a share of all."""
-    file = ROOT / "benchmarks" / "results" / "optimizers.json"
-    rows = [row for row in json.loads(file.read_text())["rows"] if "dense_steps" not in row]
-    former = [run for run in runs.read(file) if run.dense_steps in (0, 6, 32)]
-    assert len(former) >= len(rows) > 0
-    assert {run.dense_steps for run in former if run.optimizer == "lion" and run.exchange == "gradients"} == {32}
-    assert {run.dense_steps for run in former if run.exchange == "dense" or run.local_steps > 1} == {0}
-
-
 def test_file_keeps_rows_of_others(runs: ModuleType, tmp_path: Path) -> None:
     """A run is added to what the file holds by then, whoever has written it. A repeated run replaces its row."""
     file = tmp_path / "runs.json"
