@@ -242,7 +242,8 @@ def test_a_step_of_the_optimizer_delivers_every_coordinate() -> None:
         parameter.grad = torch.ones(4)
         rule.step([parameter], [torch.arange(0)])
     optimizer.step()
-    rule.step([parameter], [torch.arange(4)])
+    again = LateSGD.from_options(optimizer, WrapOptions())  # as after release() and another wrap()
+    again.step([parameter], [torch.arange(4)])
     assert torch.equal(optimizer.state[parameter]["momentum_buffer"], torch.full((4,), 1.5))
 
 

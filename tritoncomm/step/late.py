@@ -10,6 +10,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -26,6 +27,8 @@ _UPDATE_RMS_EVERY = 20
 _EXACT = 4  # bytes of a float type that holds any step count
 
 Held = dict[str, torch.Tensor]
+# What each optimizer kept for a parameter, by its id, after the last step of a rule, and the versions of these tensors.
+_NOTES: WeakKeyDictionary[torch.optim.Optimizer, dict[int, list[tuple[torch.Tensor, int]]]] = WeakKeyDictionary()
 
 
 class LateRule(ABC):
@@ -68,7 +71,6 @@ class LateRule(ABC):
         default = math.inf if self.is_proportional else MAX_CATCH_UP
         self.max_catch_up = default if max_catch_up is None else max_catch_up
         self.max_relative_update = max_relative_update
-        self._noted: dict[int, list[tuple[torch.Tensor, int]]] = {}
         self.check_options()
 
     @classmethod
@@ -233,11 +235,12 @@ class LateRule(ABC):
     def _note(self, parameter: torch.Tensor) -> None:
         """Note what the optimizer keeps for ``parameter`` after a step, to see whether it steps by itself later."""
         kept = [self.optimizer.state[parameter][name] for name in self.held]
-        self._noted[id(parameter)] = [(each, version_of(each)) for each in kept]
+        notes = _NOTES.setdefault(self.optimizer, {})
+        notes[id(parameter)] = [(each, version_of(each)) for each in kept]
 
     def _has_stepped(self, parameter: torch.Tensor, state: Mapping[str, Any]) -> bool:
         """Return True if the optimizer has changed what it keeps. Tensors that were loaded since are others."""
-        noted = zip(self.held, self._noted.get(id(parameter), ()), strict=False)
+        noted = zip(self.held, _NOTES.get(self.optimizer, {}).get(id(parameter), ()), strict=False)
         return any(state.get(name) is kept and version_of(kept) != version for name, (kept, version) in noted)
 
     @classmethod
@@ -253,6 +256,7 @@ class LateRule(ABC):
     @classmethod
     def restore(cls, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
         """Restore the owned entries after ``optimizer.load_state_dict(state_dict)``, which casts them."""
+        _NOTES.pop(optimizer, None)  # the state may have been loaded in place
         for key, parameter in _keys(optimizer, state_dict):
             saved = state_dict["state"].get(key, {})
             if "last_delivered" in saved:
