@@ -24,7 +24,7 @@ def test_small_tensors_are_sent_dense() -> None:
         return nn.Sequential(nn.Linear(4, 300), nn.Tanh(), nn.Linear(300, 1))
 
     plain, wrapped = net(), net()
-    bare, optimizer = sgd(plain), tritoncomm.wrap(sgd(wrapped), density=0.05, staleness="off")
+    bare, optimizer = sgd(plain), tritoncomm.wrap(sgd(wrapped), density=0.05)
     for opt, trained in ((bare, plain), (optimizer, wrapped)):
         backward(trained)
         opt.step()

@@ -193,7 +193,8 @@ class LateRule(ABC):
         limit = (self.max_relative_update * rms).clamp(min=0.0 if self.is_proportional else rate)
         share = (limit / length).nan_to_num(1.0).clamp(max=1.0)
         factor = (factor * share).clamp_(min=1.0)
-        moved = _wide(at["parameter"]) * self.decay(group) - rate * factor * direction
+        # With this function, a step of SGD that is not late has the bits of torch's.
+        moved = torch.add(_wide(at["parameter"]) * self.decay(group), factor * direction, alpha=-rate)
         return {**new, "parameter": moved, "last_delivered": torch.full_like(at["last_delivered"], steps)}
 
     def _stepping(self, exchanged: Mapping[int, Any]) -> list[tuple[dict[str, Any], torch.Tensor]]:

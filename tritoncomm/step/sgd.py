@@ -56,6 +56,8 @@ class LateSGD(LateRule):
         if momentum == 0:
             return mean, held
         kept = torch.pow(momentum, tau)
-        steps = tau if momentum == 1 else (1 - kept) / (1 - momentum)  # 1 + momentum + ... + momentum^(tau - 1)
+        # 1 + momentum + ... + momentum^(tau - 1), which is not rounded where a gradient is not late
+        steps = tau if momentum == 1 else torch.where(tau == 1, 1.0, (1 - kept) / (1 - momentum))
         buffer = kept * held["momentum_buffer"] + steps * mean
-        return mean + momentum * buffer if group["nesterov"] else buffer, {"momentum_buffer": buffer}
+        direction = torch.add(mean, buffer, alpha=momentum) if group["nesterov"] else buffer
+        return direction, {"momentum_buffer": buffer}
