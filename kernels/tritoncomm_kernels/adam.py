@@ -80,7 +80,6 @@ class AdamControl:
         epsilon: float,
         max_catch_up: float,
         device: torch.device,
-        bias_correction: bool = True,
         maximize: bool = False,
         max_sqrt_staleness: float = 3.0,
         max_relative_update: float = 0.05,
@@ -98,7 +97,7 @@ class AdamControl:
         one. Entries that are 0, or have a moment of 0, do not count. Language models have q below 1/4 in nearly all
         steps. 3 sqrt(n) are three standard deviations, so that a tensor with few entries is not steady by chance.
         """
-        correct1, correct2 = (1 - beta**steps if bias_correction else 1.0 for beta in betas)
+        correct1, correct2 = (1 - beta**steps for beta in betas)
         scalars = Scalars(
             steps=steps,
             rate=learning_rate / correct1,

@@ -172,4 +172,4 @@ def template(parameter: torch.Tensor) -> dict[str, torch.Tensor]:
     optimizer = torch.optim.AdamW([copy])
     StalenessAwareAdam(optimizer).step([copy], [None])
     (saved,) = StalenessAwareAdam.saved(optimizer, optimizer.state_dict())["state"].values()
-    return {name: saved[name] for name in StalenessAwareAdam.owned_entries}
+    return {name: saved[name] for name in ("last_delivered", "last_aware", "param_rms")}

@@ -154,7 +154,7 @@ def mixed_skip(rank: int, world_size: int, send) -> None:
 
 
 # How far some may end above dense, on a task this small. The others may end 25 % above it.
-ABOVE_DENSE = {"Muon and AdamW": 4.0, "Muon": 4.0, "RAdam": 4.0, "Rprop": 30.0}
+ABOVE_DENSE = {"Muon and AdamW": 2.0, "Muon": 2.2, "RAdam": 2.0, "Rprop": 11.0}
 
 
 def trains_like_dense(rank: int, world_size: int, send) -> None:

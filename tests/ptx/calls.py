@@ -120,7 +120,7 @@ def adam(guarded: Guarded) -> list[list[int]]:
     state = kernels.AdamState(first, second, last, size, largest)
     numbers = {"learning_rate": 0.01, "betas": (0.9, 0.999), "epsilon": 1e-8}
     limits = {"max_catch_up": 20, "max_relative_update": 0.2}
-    control = kernels.AdamControl.of(steps=9, **numbers, **limits, device=parameter.device, bias_correction=True)
+    control = kernels.AdamControl.of(steps=9, **numbers, **limits, device=parameter.device)
     kernels.adam_update(parameter, gradient, state, control, None)
     return [bits(each) for each in (parameter, first, second, largest, last)]
 

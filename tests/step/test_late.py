@@ -10,7 +10,8 @@ import torch
 import tritoncomm
 from optimizer_list_workers import Lion as PlainLion
 from torch import nn
-from tritoncomm.step.flat import BucketLayout, FlatDelivery
+from tritoncomm.primitives.sparse_vector import SparseVector
+from tritoncomm.step.flat import BucketLayout, Delivered
 from tritoncomm.step.late import LateRule
 from tritoncomm.step.lion import LateLion
 from tritoncomm.step.options import WrapOptions
@@ -306,7 +307,7 @@ def test_one_list_with_padding_is_the_same(rule: type[LateRule], kind: Callable[
             for parameter, gradient in zip(parameters, given, strict=True):
                 parameter.grad = gradient.clone()
         by_list.step(ours, indices, None if reads else [flat[chosen[chosen < 30]], flat[chosen[chosen >= 30]]])
-        by_flat.step_flat(FlatDelivery(theirs, layout.bounds[:-1], entries, reads))
+        by_flat.step_flat(Delivered(SparseVector.padded(entries, layout.numel), layout), read_gradients=reads)
         for one, two in zip(ours, theirs, strict=True):
             torch.testing.assert_close(one, two)
             assert torch.equal(first.state[one]["last_delivered"], other.state[two]["last_delivered"])

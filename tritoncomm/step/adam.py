@@ -19,28 +19,23 @@ from typing import Any, ClassVar
 import torch
 
 from tritoncomm.errors import ConfigurationError
-from tritoncomm.step.flat import FlatDelivery
+from tritoncomm.step.aware import EXACT, RENEW_RMS_EVERY, AwareStep
+from tritoncomm.step.flat import Delivered
 from tritoncomm.step.options import MAX_CATCH_UP, WrapOptions
-from tritoncomm.step.shards import local, local_gradient, local_shards, one_of_shard, one_per_shard
+from tritoncomm.step.shards import local, local_gradient, local_shards, one_of_shard
 from tritoncomm.step.shared_buffer import StepCounts, share_buffers
 from tritoncomm.step.torch_internals import written_step
-from tritoncomm_kernels import AdamControl, AdamFlat, AdamMany, AdamStates, root_mean_squares
+from tritoncomm_kernels import AdamControl, AdamFlat, AdamMany, AdamStates, Padded, root_mean_squares
 
-# Steps between updates of ``param_rms``. During 20 later steps a norm changes little, or it grows and is
-# underestimated. The first 20 steps update it every time, because weights may start at zero.
-_UPDATE_RMS_EVERY = 20
-_EXACT = 4  # bytes of a float type that holds any step count
 _UNSUPPORTED = ("capturable", "differentiable")
 
 
 @dataclass(frozen=True)
-class StalenessAwareAdam:
+class StalenessAwareAdam(AwareStep):
     """Takes the step of a ``torch.optim.Adam`` or ``AdamW`` for the delivered coordinates only.
 
-    The optimizer keeps its state (``step``, ``exp_avg``, ``exp_avg_sq``). The state of each parameter gains three
-    entries. ``last_delivered`` (int32, shaped like the parameter) is the step of each coordinate's last delivery.
-    ``last_aware`` is the last step that this class took. ``param_rms`` (fp32 ``[]``) is the root mean square of the
-    parameter, updated every 20 steps.
+    The optimizer keeps its state (``step``, ``exp_avg``, ``exp_avg_sq``). ``last_aware`` is the last step that this
+    class took.
 
     A DTensor is updated as its local shard, which counts as a tensor of its own. Nothing is communicated. Its moments
     and ``last_delivered`` are DTensors of the same placements. A saved ``param_rms`` has one value per row, or per
@@ -64,14 +59,12 @@ class StalenessAwareAdam:
             Noise would have moved the coordinate by about sqrt(tau) steps.
         max_relative_update: Maximum change of a tensor in one step, as a fraction of its norm. A root mean square
             change of one learning rate is always allowed.
-        bias_correction: Whether the moments are divided by ``1 - beta**step``.
     """
 
     optimizer: torch.optim.Optimizer
     max_catch_up: float = MAX_CATCH_UP
     max_sqrt_staleness: float = 3.0
     max_relative_update: float = 0.05
-    bias_correction: bool = True
     # The prepared updates of the last step. They are used again while the tensors stay the same.
     _prepared: list[AdamMany] = field(default_factory=list, init=False, repr=False, compare=False)
     _flat: dict[int, AdamFlat] = field(default_factory=dict, init=False, repr=False, compare=False)
@@ -81,8 +74,7 @@ class StalenessAwareAdam:
         default_factory=dict, init=False, repr=False, compare=False
     )
 
-    owned_entries: ClassVar[tuple[str, ...]] = ("last_delivered", "last_aware", "param_rms")
-    others: ClassVar[tuple[str, ...]] = ()
+    counter: ClassVar[str] = "last_aware"
 
     @staticmethod
     def fits(optimizer: torch.optim.Optimizer) -> bool:
@@ -134,10 +126,11 @@ class StalenessAwareAdam:
             self._update(group, own, states, steps, where, given, before)
 
     @torch.no_grad()
-    def step_flat(self, delivery: FlatDelivery) -> None:
-        """Update the parameters from one list with padding. See :meth:`AwareStep.step_flat`."""
+    def step_flat(self, delivered: Delivered, *, read_gradients: bool) -> None:
+        """Update the parameters from a mean with padding. See :meth:`AwareStep.step_flat`."""
         self.check_options()
-        start = dict(zip(map(id, delivery.parameters), delivery.starts, strict=True))
+        layout, entries = delivered.layout, Padded(delivered.mean.indices, delivered.mean.values)
+        start = dict(zip(map(id, layout.parameters), layout.bounds[:-1], strict=True))
         for group, own, states, steps in self._counted(start):
             ordered = sorted(zip(own, states, strict=True), key=lambda pair: start[id(pair[0])])
             filled = [(parameter, state) for parameter, state in ordered if local(parameter).numel()]
@@ -150,8 +143,8 @@ class StalenessAwareAdam:
             if flat is None or not flat.holds(shards, columns, starts):
                 flat = self._flat[id(filled[0][0])] = AdamFlat(shards, columns, starts)
             control, keep = self._settings(group, steps, shards[0].device)
-            gradients = [local_gradient(parameter) for parameter, _ in filled] if delivery.read_gradients else None
-            flat.update(delivery.entries, control, keep=keep, gradients=gradients)
+            gradients = [local_gradient(parameter) for parameter, _ in filled] if read_gradients else None
+            flat.update(entries, control, keep=keep, gradients=gradients)
 
     def _counted(
         self, exchanged: Container[int]
@@ -234,13 +227,24 @@ class StalenessAwareAdam:
 
     def _settings(self, group: dict[str, Any], steps: int, device: torch.device) -> tuple[AdamControl, float]:
         """Return the settings of the update, and the factor of decoupled weight decay."""
-        learning_rate, decay = float(group["lr"]), float(group["weight_decay"])
+        learning_rate, (beta1, beta2) = float(group["lr"]), map(float, group["betas"])
+        control = AdamControl.of(
+            steps=steps,
+            learning_rate=learning_rate,
+            betas=(beta1, beta2),
+            epsilon=float(group["eps"]),
+            max_catch_up=self.max_catch_up,
+            max_sqrt_staleness=self.max_sqrt_staleness,
+            max_relative_update=self.max_relative_update,
+            device=device,
+            maximize=group["maximize"],
+        )
         decoupled = group.get("decoupled_weight_decay", isinstance(self.optimizer, torch.optim.AdamW))
-        return self._control(group, steps, device, learning_rate), 1 - learning_rate * decay if decoupled else 1.0
+        return control, 1 - learning_rate * float(group["weight_decay"]) if decoupled else 1.0
 
     def _renew_rms(self, parameters: list[torch.Tensor], states: list[dict[str, Any]], step: int) -> None:
         """Compute ``param_rms`` where it is missing, and everywhere if it is due after ``step`` steps."""
-        due = step < _UPDATE_RMS_EVERY or step % _UPDATE_RMS_EVERY == 0
+        due = step < RENEW_RMS_EVERY or step % RENEW_RMS_EVERY == 0
         found = [i for i, state in enumerate(states) if due or "param_rms" not in state]
         shards = local_shards([parameters[i] for i in found])
         measured = iter(root_mean_squares([shard for shard in shards if shard.numel()]))
@@ -254,29 +258,6 @@ class StalenessAwareAdam:
                 states[i]["param_rms"] = value.clone()
         if held:
             torch._foreach_copy_(held, renewed)
-
-    def _control(self, group: dict[str, Any], steps: int, device: torch.device, learning_rate: float) -> AdamControl:
-        beta1, beta2 = map(float, group["betas"])
-        return AdamControl.of(
-            steps=steps,
-            learning_rate=learning_rate,
-            betas=(beta1, beta2),
-            epsilon=float(group["eps"]),
-            max_catch_up=self.catch_up(steps),
-            max_sqrt_staleness=self.max_sqrt_staleness,
-            max_relative_update=self.max_relative_update,
-            device=device,
-            bias_correction=self.corrects(steps),
-            maximize=group["maximize"],
-        )
-
-    def catch_up(self, steps: int) -> float:
-        """Return the maximum number of dense steps that one delivery counts for at step ``steps``."""
-        return self.max_catch_up
-
-    def corrects(self, steps: int) -> bool:
-        """Return True if the moments are divided by ``1 - beta**steps`` at step ``steps``."""
-        return self.bias_correction
 
     def _state(self, group: dict[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
         """Return the state of ``parameter``, complete except for ``param_rms``."""
@@ -304,41 +285,13 @@ class StalenessAwareAdam:
             # hold step counts.
             last = state.pop("last_delivered")
             state.pop("param_rms", None)
-            if last.element_size() >= _EXACT:
+            if last.element_size() >= EXACT:
                 state["last_delivered"] = last.to(torch.int32)
         if "last_delivered" not in state or state["last_aware"].item() != state["step"].item():
             # The original optimizer took the last step by itself. It steps every coordinate.
             state["last_delivered"] = torch.full_like(parameter, int(state["step"]), dtype=torch.int32)
             state.pop("param_rms", None)
         state["last_aware"] = state["step"].clone()
-
-    @staticmethod
-    def saved(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Return ``state_dict`` of ``optimizer`` with a ``param_rms`` that any sharding can load."""
-        states = dict(state_dict["state"])
-        for saved_group, group in zip(state_dict["param_groups"], optimizer.param_groups, strict=True):
-            for key, parameter in zip(saved_group["params"], group["params"], strict=True):
-                state = states.get(key, {})
-                if "param_rms" in state:
-                    states[key] = state | {"param_rms": one_per_shard(parameter, one_of_shard(state["param_rms"]))}
-        return state_dict | {"state": states}
-
-    @staticmethod
-    def restore(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-        """Restore the owned entries after ``optimizer.load_state_dict(state_dict)``.
-
-        The optimizer casts its state to the dtype of the parameter, which may not hold step counts exactly.
-        """
-        for saved_group, group in zip(state_dict["param_groups"], optimizer.param_groups, strict=True):
-            for key, parameter in zip(saved_group["params"], group["params"], strict=True):
-                saved = state_dict["state"].get(key, {})
-                if "last_delivered" in saved:
-                    state = optimizer.state[parameter]
-                    state["last_delivered"] = saved["last_delivered"].to(parameter.device, torch.int32, copy=True)
-                    state["last_aware"] = saved["last_aware"].clone()
-                    if "param_rms" in saved:
-                        rms = one_of_shard(saved["param_rms"])
-                        state["param_rms"] = rms.to(parameter.device, torch.float32, copy=True)
 
 
 def _columns(states: list[dict[str, Any]], *, amsgrad: bool) -> AdamStates:

@@ -14,7 +14,7 @@ from tritoncomm.errors import ConfigurationError, NonFiniteError
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.step.shards import local, local_gradient
 from tritoncomm.step.torch_internals import gradient_dtype
-from tritoncomm_kernels import Padded, constant
+from tritoncomm_kernels import constant
 from tritoncomm_kernels.devices import is_asynchronous
 
 
@@ -87,22 +87,6 @@ class Entries(NamedTuple):
 
     indices: torch.Tensor | None
     values: torch.Tensor
-
-
-class FlatDelivery(NamedTuple):
-    """Delivered entries of ``parameters``, as one list with padding.
-
-    Attributes:
-        parameters: The parameters. Parameter i covers the indices from ``starts[i]`` on.
-        starts: See above, ascending.
-        entries: The entries, with indices in the flat vector.
-        read_gradients: Whether to read ``.grad`` at the entries, because it may have changed, instead of their values.
-    """
-
-    parameters: Sequence[torch.Tensor]
-    starts: Sequence[int]
-    entries: Padded
-    read_gradients: bool
 
 
 class BucketLayout:
@@ -303,13 +287,8 @@ class Delivered:
 
     @property
     def is_flat(self) -> bool:
-        """True if the mean has padding: only the device knows its number of entries. See :meth:`flat`."""
+        """True if the mean has padding: only the device knows its number of entries."""
         return self.mean.is_padded
-
-    def flat(self, *, read_gradients: bool) -> FlatDelivery:
-        """Return a mean with padding as one list, for a step that need not know the entries of each parameter."""
-        entries = Padded(self.mean.indices, self.mean.values)
-        return FlatDelivery(self.layout.parameters, self.layout.bounds[:-1], entries, read_gradients)
 
     def without_zeros(self) -> Delivered:
         """Return the same mean without its entries of zero. The host waits for their number."""

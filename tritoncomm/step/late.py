@@ -7,31 +7,29 @@ several steps. :mod:`tritoncomm.step.lion` is an example. Adam's rule has kernel
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
 import torch
 
-from tritoncomm.step.flat import FlatDelivery
+from tritoncomm.step.aware import EXACT, RENEW_RMS_EVERY, AwareStep
+from tritoncomm.step.flat import Delivered
 from tritoncomm.step.options import MAX_CATCH_UP, WrapOptions
-from tritoncomm.step.shards import local, local_gradient, one_of_shard, one_per_shard
+from tritoncomm.step.shards import local, local_gradient, one_of_shard
 from tritoncomm.step.torch_internals import version_of
 
 __all__ = ["LateRule"]
 
 _MAX_SQRT_STALENESS = 3.0  # as for Adam: noise would have moved a coordinate by about sqrt(tau) steps
-_UPDATE_RMS_EVERY = 20
-
-_EXACT = 4  # bytes of a float type that holds any step count
 
 Held = dict[str, torch.Tensor]
 # What each optimizer kept for a parameter, by its id, after the last step of a rule, and the versions of these tensors.
 _NOTES: WeakKeyDictionary[torch.optim.Optimizer, dict[int, list[tuple[torch.Tensor, int]]]] = WeakKeyDictionary()
 
 
-class LateRule(ABC):
+class LateRule(AwareStep):
     """The step of an optimizer for gradients that are delivered late.
 
     A coordinate gets the sum s of tau gradients after tau steps. The rule treats it as tau steps with the gradient
@@ -43,9 +41,7 @@ class LateRule(ABC):
     If a step ``is_proportional`` to the gradient, noise has cancelled in the late sum as it does in its parts, and a
     learning rate is not a length. f is then tau, unless ``max_catch_up`` is given, and nothing is always allowed.
 
-    The state of each parameter gains ``last_delivered`` (int32, shaped like it), the step of each coordinate's last
-    delivery, ``late_steps`` (int), the number of steps, and ``param_rms`` (fp32 ``[]``), the root mean square of the
-    parameter, measured every 20 steps. Everything is computed from values that are equal on all ranks.
+    The count of steps in the state of each parameter is ``late_steps`` (int).
 
     Args:
         optimizer: The original optimizer.
@@ -56,13 +52,11 @@ class LateRule(ABC):
         held: Names of the tensors, shaped like the parameter, that the optimizer keeps in its state.
         is_proportional: Whether a step is proportional to the gradient. If not, it is about as long as the learning
             rate.
-        others: Names of optimizers outside torch to which the rule applies.
     """
 
     held: ClassVar[tuple[str, ...]] = ()
     is_proportional: ClassVar[bool] = False
-    others: ClassVar[tuple[str, ...]] = ()
-    owned_entries: ClassVar[tuple[str, ...]] = ("last_delivered", "late_steps", "param_rms")
+    counter: ClassVar[str] = "late_steps"
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, max_catch_up: float | None = None, max_relative_update: float = 0.05
@@ -77,11 +71,6 @@ class LateRule(ABC):
     def from_options(cls, optimizer: torch.optim.Optimizer, options: WrapOptions) -> LateRule:
         """Return the step of ``optimizer`` with the options of ``wrap``."""
         return cls(optimizer, options.max_catch_up, options.max_relative_update)
-
-    @staticmethod
-    @abstractmethod
-    def fits(optimizer: torch.optim.Optimizer) -> bool:
-        """Return True if the rule replaces the step of ``optimizer``."""
 
     @abstractmethod
     def advance(
@@ -102,9 +91,6 @@ class LateRule(ABC):
     def decay(self, group: Mapping[str, Any]) -> float:
         """Return the factor by which decoupled weight decay multiplies every coordinate in each step."""
         return 1.0
-
-    def check_options(self) -> None:  # noqa: B027 - most rules take all options
-        """Raise :class:`~tritoncomm.ConfigurationError` if the optimizer uses an option that is not supported."""
 
     @torch.no_grad()
     def step(
@@ -140,24 +126,24 @@ class LateRule(ABC):
             self._note(parameter)
 
     @torch.no_grad()
-    def step_flat(self, delivery: FlatDelivery) -> None:
+    def step_flat(self, delivered: Delivered, *, read_gradients: bool) -> None:
         """Do the same for one list with padding, without a wait for the device. See :meth:`AwareStep.step_flat`.
 
         Every coordinate is read and written, delivered or not.
         """
-        starts = dict(zip(map(id, delivery.parameters), delivery.starts, strict=True))
-        numel = delivery.starts[-1] + local(delivery.parameters[-1]).numel()
-        places = delivery.entries.indices.long()
+        layout, numel = delivered.layout, delivered.mean.numel
+        starts = dict(zip(map(id, layout.parameters), layout.bounds[:-1], strict=True))
+        places = delivered.mean.indices.long()
         places = torch.where(places < 0, numel, places)  # the place of padding is behind all others
         sums = torch.zeros(numel + 1, dtype=torch.float32, device=places.device)
-        sums[places] = delivery.entries.values
+        sums[places] = delivered.mean.values
         is_delivered = torch.zeros(numel + 1, dtype=torch.bool, device=places.device)
         is_delivered[places] = True
         for group, parameter in self._stepping(starts):
             own, start = local(parameter), starts[id(parameter)]
             state, steps = self._counted(parameter)
             part = slice(start, start + own.numel())
-            given = local_gradient(parameter).reshape(-1).float() if delivery.read_gradients else sums[part]
+            given = local_gradient(parameter).reshape(-1).float() if read_gradients else sums[part]
             old = {name: local(state[name]).reshape(-1) for name in (*self.held, "last_delivered")}
             old["parameter"] = own.reshape(-1)
             chosen = is_delivered[part]
@@ -214,7 +200,7 @@ class LateRule(ABC):
             self._repair(parameter, state)
         # The first steps measure it every time, because weights may start at zero.
         steps = state["late_steps"]
-        if "param_rms" not in state or steps < _UPDATE_RMS_EVERY or steps % _UPDATE_RMS_EVERY == 0:
+        if "param_rms" not in state or steps < RENEW_RMS_EVERY or steps % RENEW_RMS_EVERY == 0:
             state["param_rms"] = local(parameter).float().square().mean().sqrt()
         state["late_steps"] = steps + 1
         return state, steps + 1
@@ -226,7 +212,7 @@ class LateRule(ABC):
                 state[name] = torch.zeros_like(parameter)
         steps = state.setdefault("late_steps", 0)
         last = state.get("last_delivered")
-        if last is not None and last.element_size() >= _EXACT and not self._has_stepped(parameter, state):
+        if last is not None and last.element_size() >= EXACT and not self._has_stepped(parameter, state):
             state["last_delivered"] = last.to(torch.int32)  # the optimizer has cast it when it loaded the state
         else:  # all count as delivered now: a step of the optimizer delivers every coordinate
             state["last_delivered"] = torch.full_like(parameter, steps, dtype=torch.int32)
@@ -245,32 +231,10 @@ class LateRule(ABC):
         return any(state.get(name) is kept and version_of(kept) != version for name, (kept, version) in noted)
 
     @classmethod
-    def saved(cls, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Return ``state_dict`` of ``optimizer`` with a ``param_rms`` that any sharding can load."""
-        states = dict(state_dict["state"])
-        for key, parameter in _keys(optimizer, state_dict):
-            state = states.get(key, {})
-            if "param_rms" in state:
-                states[key] = state | {"param_rms": one_per_shard(parameter, one_of_shard(state["param_rms"]))}
-        return state_dict | {"state": states}
-
-    @classmethod
     def restore(cls, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-        """Restore the owned entries after ``optimizer.load_state_dict(state_dict)``, which casts them."""
+        """See :meth:`AwareStep.restore`."""
         _NOTES.pop(optimizer, None)  # the state may have been loaded in place
-        for key, parameter in _keys(optimizer, state_dict):
-            saved = state_dict["state"].get(key, {})
-            if "last_delivered" in saved:
-                state, device = optimizer.state[parameter], parameter.device
-                state["last_delivered"] = saved["last_delivered"].to(device, torch.int32, copy=True)
-                state["late_steps"] = saved["late_steps"]
-                state["param_rms"] = one_of_shard(saved["param_rms"]).to(device, torch.float32, copy=True)
-
-
-def _keys(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> Iterator[tuple[Any, torch.Tensor]]:
-    """Yield the key of each parameter in ``state_dict``, and the parameter."""
-    for saved, group in zip(state_dict["param_groups"], optimizer.param_groups, strict=True):
-        yield from zip(saved["params"], group["params"], strict=True)
+        super().restore(optimizer, state_dict)
 
 
 def _wide(values: torch.Tensor) -> torch.Tensor:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Protocol
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,8 +13,8 @@ from tritoncomm.algorithms import DGC, Dense, Recipe, takes_density
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.scheduler.process_group import is_distributed
 from tritoncomm.step.adam import StalenessAwareAdam
+from tritoncomm.step.aware import AwareStep
 from tritoncomm.step.chosen_recipe import never_delays
-from tritoncomm.step.flat import FlatDelivery
 from tritoncomm.step.lion import LateLion
 from tritoncomm.step.optimizer_list import parts_of
 from tritoncomm.step.options import DEFAULT_ALGO, WrapOptions
@@ -22,70 +22,6 @@ from tritoncomm.step.sgd import LateSGD
 from tritoncomm.step.torch_internals import has_own_step, steps_as
 
 logger = logging.getLogger("tritoncomm")
-
-
-class AwareStep(Protocol):
-    """A step that knows which entries were delivered, and how long ago each coordinate's last delivery was.
-
-    The state stays in ``optimizer.state``, so that a checkpoint holds it. A rule owns the entries in ``owned_entries``
-    and may share the others with the original optimizer, which must be able to continue from them.
-
-    A rule promises:
-
-    * If every coordinate is delivered in every step, the result is that of the original optimizer up to rounding.
-    * A coordinate that is not delivered does not change, except by weight decay.
-    * The result depends only on values that are equal on all ranks. Replicas stay bit-identical, nothing is sent.
-    * If the original optimizer takes a step by itself, the next step still works: it counts every coordinate as
-      delivered in that step.
-
-    Attributes:
-        owned_entries: Names of the entries that the rule adds to the state of each parameter.
-        others: Names of optimizers outside torch to which the rule applies, for a list.
-    """
-
-    owned_entries: ClassVar[tuple[str, ...]]
-    others: ClassVar[tuple[str, ...]]
-
-    @staticmethod
-    def fits(optimizer: torch.optim.Optimizer) -> bool:
-        """Return True if the rule replaces the step of ``optimizer``."""
-
-    @classmethod
-    def from_options(cls, optimizer: torch.optim.Optimizer, options: WrapOptions) -> AwareStep:
-        """Return the step of ``optimizer`` with the options of ``wrap``."""
-
-    def check_options(self) -> None:
-        """Raise :class:`~tritoncomm.ConfigurationError` if the optimizer uses an option that is not supported."""
-
-    def step(
-        self,
-        parameters: Sequence[torch.Tensor],
-        delivered: Sequence[torch.Tensor | None],
-        values: Sequence[torch.Tensor] | None = None,
-    ) -> None:
-        """Update ``parameters`` from the averaged gradients in ``.grad``.
-
-        Args:
-            parameters: Parameters to update. Other parameters of the optimizer do not change.
-            delivered: Ascending int64 indices of the delivered coordinates of each flattened parameter, of its local
-                shard if it is a DTensor. None means all.
-            values: What ``.grad`` holds at the delivered coordinates, before it was rounded to its dtype: fp32 ``[k]``
-                beside ``[k]`` indices, or all values. Reading them is faster. None reads ``.grad``.
-        """
-
-    def step_flat(self, delivery: FlatDelivery) -> None:
-        """Do the same as :meth:`step` for a delivery whose number of entries only the device knows.
-
-        Nothing waits for a GPU, and the number of kernel launches does not depend on the number of parameters.
-        """
-
-    @staticmethod
-    def saved(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Return the ``state_dict`` of ``optimizer`` with owned entries that any sharding can load."""
-
-    @staticmethod
-    def restore(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-        """Restore the owned entries after ``optimizer.load_state_dict(state_dict)``, which casts them."""
 
 
 RULES: list[type[AwareStep]] = [StalenessAwareAdam, LateLion, LateSGD]

@@ -16,11 +16,12 @@ from torch.utils.hooks import RemovableHandle
 
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.scheduler.process_group import is_distributed
+from tritoncomm.step.aware import AwareStep
 from tritoncomm.step.flat import Delivered
 from tritoncomm.step.guard import check_inside, optimizers_inside, refuse, stepping
 from tritoncomm.step.optimizer_list import join, parts_of, split
 from tritoncomm.step.options import WrapOptions
-from tritoncomm.step.rules import AwareStep, find_rule
+from tritoncomm.step.rules import find_rule
 from tritoncomm.step.shards import local
 from tritoncomm.step.torch_internals import (
     has_own_step,
@@ -328,7 +329,7 @@ class OptimizerSteps:
                 rule.step([parameter for parameter, _ in pairs], [entries.indices for _, entries in pairs], values)
             for each in delivered:
                 if each.is_flat:
-                    rule.step_flat(each.flat(read_gradients=reads))
+                    rule.step_flat(each, read_gradients=reads)
 
         self._apply(aware, clipping(), decayed=decayed)
 
