@@ -20,8 +20,7 @@ from functools import lru_cache
 import torch
 
 from tritoncomm_kernels.adam_layout import Scalars
-from tritoncomm_kernels.checks import GRADIENT_DTYPES, INDEX_LIMIT, check_vector
-from tritoncomm_kernels.dispatch import kernel, triton_runs
+from tritoncomm_kernels.checks import INDEX_LIMIT, check_vector
 from tritoncomm_kernels.rms import square_root
 from tritoncomm_kernels.workspace import copied_to
 
@@ -124,20 +123,12 @@ def adam_update(
 
     ``indices`` (int64 ``[k]``, unique) are the delivered coordinates of the flattened ``parameter``. None means all.
     ``parameter`` and ``state`` change at these coordinates only. An index outside ``[0, parameter.numel())`` is
-    ignored. ``gradient`` has the shape of the parameter. Half precision is computed in fp32. fp64 and strided tensors
-    use torch operators, on a GPU too. Raises ``ValueError`` naming the invalid argument.
+    ignored. ``gradient`` has the shape of the parameter. Half precision is computed in fp32. This is the reference,
+    in torch operators on any device: kernels update many tensors, see :class:`AdamMany` and :class:`AdamFlat`. Raises
+    ``ValueError`` naming the invalid argument.
     """
-    floats = _check(parameter, gradient, state, control, indices)
+    _check(parameter, gradient, state, control, indices)
     if parameter.numel() == 0 or (indices is not None and indices.numel() == 0):
-        return
-    plain = all(t.dtype in GRADIENT_DTYPES and t.is_contiguous() for t in floats) and state.last.is_contiguous()
-    if plain and triton_runs(parameter):
-        torch.autograd.graph.increment_version(parameter)
-        tables = beta_tables(control.betas, torch.float32, parameter.device)
-        kernel("adam_triton").update(
-            parameter, gradient, state.first, state.second, state.maximum, state.last, state.param_rms, indices,
-            control.scalars, tables, maximize=control.maximize,
-        )  # fmt: skip
         return
     if indices is not None:
         inside = (indices >= 0) & (indices < parameter.numel())
@@ -151,8 +142,8 @@ def _check(
     state: AdamState,
     control: AdamControl,
     indices: torch.Tensor | None,
-) -> list[torch.Tensor]:
-    """Raise ``ValueError`` unless the arguments are valid. Return the floating-point tensors."""
+) -> None:
+    """Raise ``ValueError`` unless the arguments are valid."""
     named = {"parameter": parameter, "gradient": gradient, "first": state.first, "second": state.second}
     if state.maximum is not None:
         named["maximum"] = state.maximum
@@ -172,7 +163,6 @@ def _check(
         raise ValueError(f"parameter has {parameter.numel()} elements: split it into parts of at most {INDEX_LIMIT}")
     if indices is not None:
         check_vector("indices", indices, dtypes=(torch.int64,), like=parameter)
-    return list(named.values())
 
 
 def _update(

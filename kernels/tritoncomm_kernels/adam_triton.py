@@ -1,9 +1,9 @@
-"""Kernels of :mod:`tritoncomm_kernels.adam`: gather, update and scatter over the delivered coordinates.
+"""Kernels of :mod:`tritoncomm_kernels.adam_many`: gather, update and scatter over the delivered coordinates.
 
 There are two kernels, because how far one coordinate moves depends on its whole tensor: on the distance that the tensor
 would move, and on how many of its entries agree in sign with their moments. The first kernel computes these two sums.
-The second computes the moves again and applies them. Only the sums are stored in between. Both exist for one tensor and
-for many. Those for many find the tensors through a table of addresses.
+The second computes the moves again and applies them. Only the sums are stored in between. A launch serves many tensors,
+and finds them through a table of addresses.
 """
 
 from collections.abc import Sequence
@@ -60,19 +60,6 @@ def _decay(tau, table_ptr, POWERS: tl.constexpr):
         left = left >> 1
         bit += 1
     return power, complement
-
-
-@triton.jit
-def _delivered(indices_ptr, count, n, EVERY: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the coordinates of this program, and a mask of those inside the parameter."""
-    lane = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    if EVERY:
-        at = lane
-        inside = lane < n
-    else:
-        at = tl.load(indices_ptr + lane, mask=lane < count, other=-1)
-        inside = (at >= 0) & (at < n)
-    return at, inside
 
 
 @triton.jit
@@ -169,48 +156,6 @@ def _write(
     tl.store(parameter_ptr + at, parameter - rate * (factor * move), mask=inside)
 
 
-@triton.jit(do_not_specialize=["count", "n"])
-def sums_kernel(
-    gradient_ptr, first_ptr, second_ptr, maximum_ptr, last_ptr, indices_ptr, control_ptr, tables_ptr,
-    total_ptr, count, n,
-    EVERY: tl.constexpr, AMSGRAD: tl.constexpr, MAXIMIZE: tl.constexpr, POWERS: tl.constexpr,
-    LARGEST_SQUARE: tl.constexpr, DISAGREES: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Sum squared distances and votes of ``BLOCK`` delivered coordinates, in integers. Nothing is updated."""
-    at, inside = _delivered(indices_ptr, count, n, EVERY, BLOCK)
-    _, _, _, move, waited, vote = _step(
-        gradient_ptr, first_ptr, second_ptr, maximum_ptr, last_ptr, control_ptr, tables_ptr, at, inside, at,
-        AMSGRAD, MAXIMIZE, POWERS,
-    )  # fmt: skip
-    square, votes = _summed(move, waited, vote, control_ptr, LARGEST_SQUARE)
-    tl.atomic_add(total_ptr, tl.sum(tl.where(inside, square, 0), axis=0), sem="relaxed")
-    votes = _widened(tl.sum(tl.where(inside, votes, 0), axis=0), DISAGREES)
-    tl.atomic_add(total_ptr + 1, votes, sem="relaxed")
-
-
-@triton.jit(do_not_specialize=["count", "n"])
-def adam_kernel(
-    parameter_ptr, gradient_ptr, first_ptr, second_ptr, maximum_ptr, last_ptr, indices_ptr, control_ptr, tables_ptr,
-    total_ptr, param_rms_ptr, count, n,
-    EVERY: tl.constexpr, AMSGRAD: tl.constexpr, MAXIMIZE: tl.constexpr, POWERS: tl.constexpr,
-    FINE: tl.constexpr, DISAGREES: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Update ``BLOCK`` delivered coordinates. An index out of bounds updates nothing."""
-    at, inside = _delivered(indices_ptr, count, n, EVERY, BLOCK)
-    # Loading the parameter later, where it is used, spills registers on sm_100.
-    parameter = tl.load(parameter_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    first, second, largest, move, waited, _ = _step(
-        gradient_ptr, first_ptr, second_ptr, maximum_ptr, last_ptr, control_ptr, tables_ptr, at, inside, at,
-        AMSGRAD, MAXIMIZE, POWERS,
-    )  # fmt: skip
-    _write(
-        parameter_ptr, first_ptr, second_ptr, maximum_ptr, last_ptr, control_ptr, at, inside,
-        parameter, first, second, largest, move, waited,
-        tl.load(param_rms_ptr), tl.load(total_ptr), tl.load(total_ptr + 1), n,
-        AMSGRAD, FINE, DISAGREES, BLOCK,
-    )  # fmt: skip
-
-
 @triton.jit
 def _delivered_of(table_ptr, places_ptr, BLOCK: tl.constexpr):
     """Return this program's tensor, its row, its coordinates, a mask of those inside, and their places in a list.
@@ -242,7 +187,7 @@ def sums_many_kernel(
     LARGEST_SQUARE: tl.constexpr, DISAGREES: tl.constexpr, BLOCK: tl.constexpr,
     COMPACT: tl.constexpr,
 ):  # fmt: skip
-    """Do as ``sums_kernel`` for ``BLOCK`` coordinates of one of many tensors. ``total_ptr`` has two sums for each.
+    """Sum squared distances and votes of ``BLOCK`` coordinates of one tensor, in integers. Nothing is updated.
 
     With ``COMPACT``, the gradients in the table are those of the delivered coordinates only.
     """
@@ -265,7 +210,7 @@ def adam_many_kernel(
     FINE: tl.constexpr, DISAGREES: tl.constexpr, BLOCK: tl.constexpr,
     COMPACT: tl.constexpr,
 ):  # fmt: skip
-    """Do as ``adam_kernel`` for ``BLOCK`` coordinates of one of many tensors. ``COMPACT`` is as above."""
+    """Update ``BLOCK`` coordinates of one tensor. An index outside of it updates nothing. ``COMPACT`` is as above."""
     tensor, row_ptr, at, inside, lane = _delivered_of(table_ptr, places_ptr, BLOCK)
     parameter_ptr = _address(row_ptr, PARAMETER, DTYPE)
     first_ptr = _address(row_ptr, FIRST, DTYPE)
@@ -285,40 +230,6 @@ def adam_many_kernel(
     )  # fmt: skip
 
 
-def update(
-    parameter: torch.Tensor,
-    gradient: torch.Tensor,
-    first: torch.Tensor,
-    second: torch.Tensor,
-    maximum: torch.Tensor | None,
-    last: torch.Tensor,
-    param_rms: torch.Tensor,
-    indices: torch.Tensor | None,
-    control: torch.Tensor,
-    tables: torch.Tensor,
-    *,
-    maximize: bool,
-    block: int = BLOCK,
-) -> None:
-    """Launch the kernels on checked, non-empty arguments."""
-    n = parameter.numel()
-    count = n if indices is None else indices.numel()
-    total = torch.zeros(SUMS.value, dtype=torch.int64, device=parameter.device)
-    grid = (triton.cdiv(count, block),)
-    tensors = (gradient, first, second, maximum, last, indices, control, tables, total)
-    with on_device_of(parameter):
-        sums_kernel[grid](
-            *tensors, count, n,
-            EVERY=indices is None, AMSGRAD=maximum is not None, MAXIMIZE=maximize, POWERS=tables.numel() // 4,
-            LARGEST_SQUARE=LARGEST_SQUARE, DISAGREES=DISAGREES, BLOCK=block, num_warps=WARPS, enable_fp_fusion=False,
-        )  # fmt: skip
-        adam_kernel[grid](
-            parameter, *tensors, param_rms, count, n,
-            EVERY=indices is None, AMSGRAD=maximum is not None, MAXIMIZE=maximize, POWERS=tables.numel() // 4,
-            FINE=FINE, DISAGREES=DISAGREES, BLOCK=block, num_warps=WARPS, enable_fp_fusion=False,
-        )  # fmt: skip
-
-
 def update_many(
     parameters: Sequence[torch.Tensor],
     gradients: Sequence[torch.Tensor],
@@ -333,7 +244,6 @@ def update_many(
     *,
     maximize: bool,
     compact: bool = False,
-    block: int = BLOCK,
 ) -> None:
     """Launch the kernels for many tensors once, on checked arguments. All floats are of one dtype and contiguous.
 
@@ -358,7 +268,7 @@ def update_many(
         )
         for i, (parameter, at) in enumerate(zip(parameters, indices, strict=True))
     ]
-    blocks = [(i, j) for i, row in enumerate(rows) for j in range(triton.cdiv(row.entries, block))]
+    blocks = [(i, j) for i, row in enumerate(rows) for j in range(triton.cdiv(row.entries, BLOCK))]
     if not blocks:
         return
     table, places = np.array(rows, np.int64).reshape(-1), np.array(blocks, np.int64).reshape(-1)
@@ -369,11 +279,11 @@ def update_many(
     with on_device_of(parameters[0]):
         sums_many_kernel[(len(blocks),)](
             *arguments, DTYPE=dtype, AMSGRAD=maximum is not None, MAXIMIZE=maximize,
-            POWERS=tables.numel() // 4, LARGEST_SQUARE=LARGEST_SQUARE, DISAGREES=DISAGREES, BLOCK=block,
+            POWERS=tables.numel() // 4, LARGEST_SQUARE=LARGEST_SQUARE, DISAGREES=DISAGREES, BLOCK=BLOCK,
             COMPACT=compact, num_warps=WARPS, enable_fp_fusion=False,
         )  # fmt: skip
         adam_many_kernel[(len(blocks),)](
             *arguments, DTYPE=dtype, AMSGRAD=maximum is not None, MAXIMIZE=maximize,
-            POWERS=tables.numel() // 4, FINE=FINE, DISAGREES=DISAGREES, BLOCK=block,
+            POWERS=tables.numel() // 4, FINE=FINE, DISAGREES=DISAGREES, BLOCK=BLOCK,
             COMPACT=compact, num_warps=WARPS, enable_fp_fusion=False,
         )  # fmt: skip

@@ -99,12 +99,6 @@ def _read(layout: Any) -> Cost:
     return Cost(3, 1) if layout.room else FREE
 
 
-def _adam(parameter: torch.Tensor, indices: torch.Tensor | None) -> Cost:
-    """Two sums are cleared, then computed; the update."""
-    empty = not parameter.numel() or (indices is not None and not indices.numel())
-    return FREE if empty else Cost(3)
-
-
 def _top_k_padded(numel: int, k: int) -> Cost:
     """Padding for indices and values, and :func:`_top_k` without a read."""
     return Cost(2 + _top_k(numel, k, adds=True).launches) if numel else Cost(4)
@@ -186,10 +180,6 @@ _TABLE: dict[Callable[..., Any], tuple[Callable[..., Cost], tuple[str, ...]]] = 
     ),
     # Adam.
     rms.together: (lambda result, a: Cost(4), ()),  # maxima and sums are cleared, then set; roots
-    _N.adam_update: (
-        lambda result, a: _adam(a["parameter"], a["indices"]),
-        ("parameter", "state"),
-    ),
 }
 
 
@@ -300,13 +290,16 @@ class AdamMany(tritoncomm_kernels.AdamMany):
         """Return the cost of an update for each group of tensors of one dtype, and for each other tensor.
 
         Of a group: weight decay, the conversion of each half-precision value, the sums, which are cleared and then
-        computed, the update. The table of addresses is copied from pinned memory, so the host does not wait.
+        computed, the update. The table of addresses is copied from pinned memory, so the host does not wait. Each
+        other tensor is updated by torch operators.
         """
         for group in self._groups:
             converted = 0 if values is None or group.dtype == torch.float32 else len(group.positions)
             yield Cost(3 + (keep != 1) + converted, 0)
         for i in self._others:
-            yield _adam(self._columns[0][i], inner_of(indices[i]))
+            listed = inner_of(indices[i])
+            empty = not self._columns[0][i].numel() or (listed is not None and not listed.numel())
+            yield FREE if empty else Cost(10, 2)
 
 
 class AdamFlat(tritoncomm_kernels.AdamFlat):

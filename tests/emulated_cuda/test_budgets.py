@@ -122,7 +122,7 @@ def test_every_static_form_has_a_budget() -> None:
 @pytest.fixture
 def settled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compute root mean squares of parameters in three steps, and then in every third."""
-    monkeypatch.setattr(adam, "_UPDATE_RMS_EVERY", SETTLED - 1)
+    monkeypatch.setattr(adam, "RENEW_RMS_EVERY", SETTLED - 1)
 
 
 @pytest.mark.usefixtures("settled")

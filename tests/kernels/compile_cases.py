@@ -59,11 +59,12 @@ TYPES = {
     "control_ptr": "*fp64",
 }
 
-# Adam's step of one tensor, and the sums that it needs, as the kernels are launched.
-ADAM = {"AMSGRAD": False, "MAXIMIZE": False, "POWERS": 31, "DISAGREES": DISAGREES, "BLOCK": adam_triton.BLOCK}
-ADAM_OF_MANY = ADAM | {"COMPACT": False}
+# Adam's step, and the sums that it needs, as the kernels are launched.
+ADAM = {
+    "AMSGRAD": False, "MAXIMIZE": False, "POWERS": 31, "DISAGREES": DISAGREES, "BLOCK": adam_triton.BLOCK,
+    "COMPACT": False,
+}  # fmt: skip
 ADAM_OPTIONS = {"AMSGRAD": True, "MAXIMIZE": True}
-ADAM_TYPES = {"indices_ptr": "*i64"}
 STEP, SUMS = {"FINE": FINE}, {"LARGEST_SQUARE": LARGEST_SQUARE}
 
 
@@ -349,25 +350,9 @@ def rebalancing() -> list[Case]:
     ]
 
 
-def adam_in_halves() -> list[Case]:
-    """Return the cases of Adam's step of one tensor in 16 bits."""
-    tensors = ("parameter_ptr", "gradient_ptr", "first_ptr", "second_ptr", "maximum_ptr")
-    return [
-        Case(
-            f"adam {half}",
-            adam_triton.adam_kernel,
-            ADAM | STEP | {"EVERY": every},
-            adam_triton.WARPS,
-            ADAM_TYPES | dict.fromkeys(tensors, f"*{half}"),
-            adam_triton.BLOCK,
-        )
-        for half, every in (("bf16", False), ("fp16", True))
-    ]
-
-
 def adam_of_many() -> list[Case]:
     """Return the cases of Adam's step of many tensors."""
-    plain = ADAM_OF_MANY
+    plain = ADAM
     options = plain | ADAM_OPTIONS
     return [
         Case(f"{name}{suffix}", kernel, chosen | own | {"DTYPE": dtype}, adam_triton.WARPS, {}, adam_triton.BLOCK)
@@ -388,7 +373,7 @@ def adam_of_many() -> list[Case]:
 
 def adam_of_a_list() -> list[Case]:
     """Return the cases of Adam's step of a flat list of entries."""
-    plain = ADAM_OF_MANY | {"BLOCK": adam_flat_triton.BLOCK}
+    plain = ADAM | {"BLOCK": adam_flat_triton.BLOCK}
     plain |= {"COMPACT": True, "IMAGES": False}
     options = plain | ADAM_OPTIONS
     return [
@@ -418,18 +403,6 @@ def adam_of_a_list() -> list[Case]:
     ]
 
 
-def adam() -> list[Case]:
-    """Return the cases of Adam's step of one tensor in fp32."""
-    size = {"warps": adam_triton.WARPS, "elements": adam_triton.BLOCK, "types": ADAM_TYPES}
-    plain, options = ADAM | {"EVERY": False}, ADAM | ADAM_OPTIONS | {"EVERY": True}
-    return [
-        Case("adam", adam_triton.adam_kernel, plain | STEP, **size),
-        Case("adam, all options", adam_triton.adam_kernel, options | STEP, **size),
-        Case("adam's sums", adam_triton.sums_kernel, plain | SUMS, **size),
-        Case("adam's sums, all options", adam_triton.sums_kernel, options | SUMS, **size),
-    ]
-
-
 def cases() -> list[Case]:
     """Return all cases."""
     return [
@@ -444,10 +417,8 @@ def cases() -> list[Case]:
         *midrise_mean(),
         *root_mean_squares(),
         *rebalancing(),
-        *adam_in_halves(),
         *adam_of_many(),
         *adam_of_a_list(),
-        *adam(),
     ]
 
 

@@ -102,12 +102,6 @@ def _control(**fields: Any) -> kernels.AdamControl:
     return kernels.AdamControl.of(**settings, device=torch.device("cpu"), **fields)
 
 
-def _adam(indices: torch.Tensor | None = None, **fields: Any) -> dict[str, Any]:
-    state = kernels.AdamState(vector(), vector().abs(), torch.zeros(N, dtype=torch.int32), torch.tensor(1.0))
-    given = {"parameter": vector(), "gradient": vector(), "state": state, "indices": indices}
-    return {**given, "control": _control(**fields)}
-
-
 def _into(k: int = 90) -> dict[str, torch.Tensor]:
     return {
         "indices": torch.zeros(k, dtype=torch.int32),
@@ -234,8 +228,6 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]]]] = {
         },
     ),
     "root mean squares": (rms.together, lambda: {"tensors": [vector(), vector()[:7]]}),
-    "adam": (kernels.adam_update, _adam),
-    "adam of some": (kernels.adam_update, lambda: _adam(torch.arange(50))),
 }  # fmt: skip
 
 

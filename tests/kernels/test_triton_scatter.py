@@ -124,50 +124,6 @@ def test_rebalance(device: str, drawn_case: dict[str, object], rule: str) -> Non
         assert after >= min(before, drawn_case["min_blocks"])
 
 
-@given(st.sampled_from([0, 1, 33, 511, 512, 700]), seeds, st.booleans(), st.booleans(), st.booleans(), st.data())
-@many
-def test_adam(
-    device: str, n: int, seed: int, amsgrad: bool, maximize: bool, every: bool, data: st.DataObject
-) -> None:  # fmt: skip
-    """Parameter and state equal the reference for delays of 1 to 10^6 steps and indices out of bounds."""
-    steady = data.draw(st.booleans())
-    betas = data.draw(st.sampled_from([(0.9, 0.999), (0.0, 0.95), (0.9999, 0.5)]))
-    steps = data.draw(st.sampled_from([1, 2, 30, 1_000_000]))
-    change = data.draw(st.sampled_from([0.0, 0.2, math.inf]))
-    size = data.draw(st.sampled_from([0.0, 0.01, 0.4, 3.0, math.inf, math.nan]))  # the parameter's RMS
-    small = data.draw(st.sampled_from([1.0, 1e-12]))  # tiny moments make updates whose squares overflow
-    generator = torch.Generator().manual_seed(seed)
-    last = torch.randint(0, steps + 1, (n,), generator=generator, dtype=torch.int32)
-    at = (torch.rand(n, generator=generator) < 0.3).nonzero().squeeze(1)
-    if data.draw(st.booleans()):
-        at = torch.cat([torch.tensor([-n - 5, -1]), at, torch.tensor([n, n + 700, 2**40])])
-    dtype = data.draw(st.sampled_from([torch.float32, torch.float16] if INTERPRETED else kernels_dtypes))
-
-    def call(guarded: Guarded) -> list[list[int]]:
-        parameter, gradient, first = (drawn("heavy", n, seed + i).to(dtype) for i in range(3))
-        if steady:
-            gradient = gradient.copysign(first)
-            first[::5] = 0  # they do not vote
-        parameter, gradient, first = map(guarded.of, (parameter, gradient, first))
-        second, maximum = (guarded.of((small * drawn("heavy", n, seed + i).abs()).to(dtype)) for i in (3, 4))
-        param_rms = torch.tensor([size], device=parameter.device)
-        state = kernels.AdamState(first, second, guarded.of(last), param_rms, maximum if amsgrad else None)
-        control = kernels.AdamControl.of(
-            steps=steps,
-            learning_rate=0.01,
-            betas=betas,
-            epsilon=1e-8,
-            max_catch_up=20,
-            max_relative_update=change,
-            device=parameter.device,
-            maximize=maximize,
-        )
-        kernels.adam_update(parameter, gradient, state, control, None if every else at.to(device))
-        return [bits(t) for t in (parameter, gradient, first, second, maximum, state.last)]
-
-    agree(call, device)
-
-
 @given(st.lists(st.sampled_from([0, 1, 33, 512, 700]), min_size=1, max_size=4), seeds, st.booleans(), st.data())
 @many
 def test_adam_many(device: str, sizes: list[int], seed: int, amsgrad: bool, data: st.DataObject) -> None:

@@ -112,19 +112,6 @@ def rounded(guarded: Guarded) -> list[list[int]]:
     return [*map(bits, found), *map(bits, values), bits(kernels.read_parts(torch.stack(parts), 3000, 4))]
 
 
-def adam(guarded: Guarded) -> list[list[int]]:
-    """Return a parameter and its moments, in 16 bits, after an update with a limit."""
-    n, half = 700, torch.bfloat16
-    parameter, gradient, first, second, largest = (guarded.of(drawn("normal", n, i).abs().to(half)) for i in range(5))
-    last, size = guarded.of(torch.arange(n, dtype=torch.int32) % 7), guarded.of(torch.tensor([0.01]))
-    state = kernels.AdamState(first, second, last, size, largest)
-    numbers = {"learning_rate": 0.01, "betas": (0.9, 0.999), "epsilon": 1e-8}
-    limits = {"max_catch_up": 20, "max_relative_update": 0.2}
-    control = kernels.AdamControl.of(steps=9, **numbers, **limits, device=parameter.device)
-    kernels.adam_update(parameter, gradient, state, control, None)
-    return [bits(each) for each in (parameter, first, second, largest, last)]
-
-
 def lists(guarded: Guarded) -> list[list[int]]:
     """Return the sums of lists, a vector with entries of a list replaced, and its values there before."""
     rows = padded_rows(3000, [(0.6, 1), (0.7, 2)], "heavy")
@@ -167,7 +154,7 @@ def _adam_of_two(guarded: Guarded) -> tuple[list[list[torch.Tensor]], kernels.Ad
 CALLS = {
     call.__name__: call
     for call in (
-        *(add, select, expand, top, merge, sections, rebalance, means, segments, section, rounded, adam),
+        *(add, select, expand, top, merge, sections, rebalance, means, segments, section, rounded),
         *(lists, many, flat),
     )
 }
