@@ -1,4 +1,4 @@
-"""Kernels of :mod:`tritoncomm_kernels.quantize`: the scale of a section, its table, and which values fit beside others.
+"""Parts of the same kernels: the scale of a section, its table, and which values fit beside others.
 
 The squared errors of the tables are summed in fp64 in one program. The order of the sum differs from the reference, and
 could only matter for tables whose errors agree to 15 digits. Everything else is one rounding, or integer.
@@ -11,27 +11,13 @@ import triton
 import triton.language as tl
 
 from tritoncomm_kernels import quantize
-from tritoncomm_kernels.bits_triton import key_of
-from tritoncomm_kernels.dispatch import on_device_of
 
-BLOCK, WARPS = 1024, 4
 CHOOSE_WARPS = 8  # with 4, Triton 3.6 spills a register at 8 bits
 NAN_HEADER = tl.constexpr(quantize.NAN_HEADER)
 INFINITY_KEY = tl.constexpr(0x7F800000)
 TABLES = tl.constexpr(quantize.TABLES)
 REACH = tl.constexpr(quantize.REACH)
 LEAST_SCALE = tl.constexpr(quantize.LEAST_SCALE)
-
-
-@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["values_ptr"])
-def extent_kernel(values_ptr, extents_ptr, count, BLOCK: tl.constexpr):
-    """Write the smallest and the largest magnitude of each block, as integer keys."""
-    program = tl.program_id(0)
-    at = program.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < count
-    keys = key_of(tl.load(values_ptr + at, mask=inside, other=0.0))
-    tl.store(extents_ptr + 2 * program, tl.min(tl.where(inside, keys, 0x7FFFFFFF), axis=0))
-    tl.store(extents_ptr + 2 * program + 1, tl.max(keys, axis=0))
 
 
 @triton.jit
@@ -104,18 +90,6 @@ def header_of(
     return tl.where(largest >= INFINITY_KEY, NAN_HEADER, header)
 
 
-@triton.jit(
-    do_not_specialize=["count", "tiles", "stride", "divisor", "cover"], do_not_specialize_on_alignment=["values_ptr"]
-)
-def choose_kernel(
-    values_ptr, extents_ptr, menu_ptr, header_ptr, count, tiles, stride, divisor, cover,
-    KEPT: tl.constexpr, HALVINGS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Write the header of one section."""
-    header = header_of(values_ptr, extents_ptr, menu_ptr, count, tiles, stride, divisor, cover, KEPT, HALVINGS, BLOCK)
-    tl.store(header_ptr, header)
-
-
 @triton.jit
 def least_key(extents_ptr, tiles, divisor, cover, half, fixed, KEPT: tl.constexpr, BLOCK: tl.constexpr):
     """Return the least key of a value that is sendable, and 1 if not all values are. ``fixed`` is a least key, or 0."""
@@ -127,14 +101,6 @@ def least_key(extents_ptr, tiles, divisor, cover, half, fixed, KEPT: tl.constexp
     return least, (finite & (smallest.to(tl.int32, bitcast=True) < least)).to(tl.int32)
 
 
-@triton.jit(do_not_specialize=["tiles", "divisor", "cover", "half", "fixed"])
-def limit_kernel(extents_ptr, limit_ptr, tiles, divisor, cover, half, fixed, KEPT: tl.constexpr, BLOCK: tl.constexpr):
-    """Write the least key of a value that is sendable, and 1 if not all values are."""
-    least, partial = least_key(extents_ptr, tiles, divisor, cover, half, fixed, KEPT, BLOCK)
-    tl.store(limit_ptr, least)
-    tl.store(limit_ptr + 1, partial)
-
-
 @cache
 def menu(bits: int, device: torch.device) -> torch.Tensor:
     """Return levels and midpoints of the tables (fp32 ``[2, tables, levels]``) on ``device``. The last is infinity."""
@@ -142,34 +108,6 @@ def menu(bits: int, device: torch.device) -> torch.Tensor:
     midpoints = torch.full_like(levels, torch.inf)
     midpoints[:, :-1] = (levels[:, 1:] + levels[:, :-1]) / 2
     return torch.stack([levels, midpoints]).float().to(device)
-
-
-def extents(values: torch.Tensor, out: torch.Tensor, *, block: int = BLOCK) -> None:
-    """Launch the first pass: the smallest and largest key per block, to ``out`` (int32 ``[2 * tiles]``)."""
-    with on_device_of(values):
-        extent_kernel[(out.numel() // 2,)](
-            values, out, values.numel(), BLOCK=block, num_warps=WARPS, enable_fp_fusion=False
-        )
-
-
-def choose(values: torch.Tensor, found: torch.Tensor, header: torch.Tensor, bits: int, divisor: int) -> None:
-    """Launch the second pass: write ``header`` (int32 ``[1]``) from the extents ``found``."""
-    count = values.numel()
-    with on_device_of(values):
-        choose_kernel[(1,)](
-            values, found, menu(bits, values.device), header, count, found.numel() // 2, -(-count // quantize.SAMPLE),
-            float(divisor), float(quantize.lookup(bits).cover),
-            KEPT=kept_bits(divisor), HALVINGS=bits - 1, BLOCK=BLOCK, num_warps=CHOOSE_WARPS, enable_fp_fusion=False,
-        )  # fmt: skip
-
-
-def limit(found: torch.Tensor, out: torch.Tensor, bits: int, divisor: int, fixed: int) -> None:
-    """Launch the kernel: write to ``out`` (int32 ``[2]``) the least key, and 1 if not all values reach it."""
-    with on_device_of(found):
-        limit_kernel[(1,)](
-            found, out, found.numel() // 2, float(divisor), *rule(bits, fixed),
-            KEPT=kept_bits(divisor), BLOCK=BLOCK, num_warps=WARPS, enable_fp_fusion=False,
-        )  # fmt: skip
 
 
 def rule(bits: int, fixed: int) -> tuple[float, float, int]:

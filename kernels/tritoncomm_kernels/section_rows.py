@@ -1,7 +1,7 @@
 """Write and read many sections at once: rows of messages with one layout, whose number of entries is on the device.
 
-See :mod:`tritoncomm_kernels.sections` for the format of a section. No operation here waits for the host on a GPU, and
-the number of kernel launches does not depend on the number of rows.
+See :mod:`tritoncomm_kernels.sections` for the format of a section. On a GPU, only :func:`write_one` and
+:func:`read_one` wait for the host, and the number of kernel launches does not depend on the number of rows.
 """
 
 from __future__ import annotations
@@ -13,9 +13,43 @@ import torch
 from tritoncomm_kernels.compact import Selection
 from tritoncomm_kernels.dispatch import kernel, triton_runs
 from tritoncomm_kernels.padded import PADDING, Padded, check_launch, stacked
-from tritoncomm_kernels.section_layout import Layout
-from tritoncomm_kernels.sections import read_section, sendable_together, write_section
+from tritoncomm_kernels.section_layout import VALUE_BITS, Layout
+from tritoncomm_kernels.sections import read_section, sendable_together, write_section, write_sendable
 from tritoncomm_kernels.workspace import Workspace
+
+_EXACT = 0, VALUE_BITS["fp32"]  # bits of values that are not rounded
+
+
+def write_one(
+    layout: Layout, low: int, indices: torch.Tensor, values: torch.Tensor, *, divisor: int = 1
+) -> tuple[torch.Tensor, Selection]:
+    """Return one section (int32 ``[layout.words]``) of ``indices`` (int32 ``[m]``) and ``values`` (fp32 ``[m]``).
+
+    Also returns the entries as they are read, see :func:`write_rows`. On a GPU, the host waits once for their number,
+    if values are rounded.
+    """
+    if indices.is_cpu and not triton_runs(indices):
+        return write_sendable(layout, low, indices, values, divisor=divisor)
+    sent_values = values if layout.bits else torch.zeros(indices.shape, device=indices.device)
+    entries = Padded(indices[None], sent_values[None])
+    messages, sent = write_rows(layout, indices.new_full((1,), low), entries, divisor=divisor, workspace=Workspace())
+    return messages[0], sent.row(0).trimmed() if layout.bits not in _EXACT else Selection.of(indices, values)
+
+
+def read_one(layout: Layout, low: int, section: torch.Tensor, *, divisor: int = 1) -> Selection:
+    """Return the entries of ``section`` (int32 ``[layout.words]``), or raise ``ValueError`` if it is malformed.
+
+    See :func:`tritoncomm_kernels.sections.read_section`. On a GPU, the host waits once, for the checks and the number
+    of entries.
+    """
+    if section.is_cpu and not triton_runs(section):
+        return read_section(layout, low, section, divisor=divisor)
+    lows = section.new_full((1,), low)
+    found, malformed = read_rows(layout, lows, section[None], divisor=divisor, workspace=Workspace())
+    count, wrong = torch.stack([(found.indices[0] != PADDING).sum(), malformed[0]]).tolist()
+    if wrong:
+        raise ValueError("its counts differ, its indices do not ascend inside the range, or its header is invalid")
+    return Selection.of(found.indices[0, :count], found.values[0, : count if layout.bits else 0])
 
 
 def write_rows(
@@ -37,7 +71,7 @@ def write_rows(
     sent = []
     for row, low in enumerate(lows.tolist()):
         part = entries.row(row).trimmed()
-        keep = sendable_together(part.values, layout.bits, divisor) if layout.bits not in (0, 32) else None
+        keep = sendable_together(part.values, layout.bits, divisor) if layout.bits not in _EXACT else None
         if keep is not None:
             part = Selection.of(part.indices[keep], part.values[keep])
         values = write_section(layout, low, part.indices, part.values, messages[row], divisor=divisor)

@@ -2,6 +2,8 @@
 
 Indices are coded by Elias-Fano. The low bits are stored in planes of 32 entries, together with the codes of the values.
 The length of a section depends on its layout alone, so both ends of a message know it.
+
+This is the reference, in numpy. On a GPU, :mod:`tritoncomm_kernels.section_rows` does the same.
 """
 
 from __future__ import annotations
@@ -15,10 +17,8 @@ from numpy.typing import NDArray
 
 from tritoncomm_kernels import quantize
 from tritoncomm_kernels.compact import Selection
-from tritoncomm_kernels.dispatch import kernel, triton_runs
 from tritoncomm_kernels.section_layout import VALUE_BITS, Layout, Places, places_of
 from tritoncomm_kernels.short_sections import read_high, read_planes, write_short
-from tritoncomm_kernels.workspace import Workspace
 
 _FP32, _BF16 = VALUE_BITS["fp32"], VALUE_BITS["bf16"]
 _INFINITY, _MAGNITUDE, _UPPER_HALF = 0x7F800000, 0x7FFFFFFF, 0xFFFF0000
@@ -31,16 +31,12 @@ _VALUES_AT_ONCE = 1 << 16
 _DESCENDING = "its indices do not ascend inside the range"
 
 
-def sendable_together(
-    values: torch.Tensor, bits: int, divisor: int = 1, *, workspace: Workspace | None = None
-) -> torch.Tensor | None:
+def sendable_together(values: torch.Tensor, bits: int, divisor: int = 1) -> torch.Tensor | None:
     """Return which of ``values`` (fp32 ``[m]``) one section can hold (bool ``[m]``), or None if it can hold all.
 
     Quantized values must not be too small beside the largest one, and bf16 values must not round to 0. Returns None if
-    a value is NaN or Inf. On a GPU, the host waits once, for the answer that all values are sendable or not.
+    a value is NaN or Inf.
     """
-    if values.numel() and triton_runs(values):
-        return _sendable_triton(values, bits, divisor, workspace if workspace is not None else Workspace())
     array = values.cpu().numpy()
     keep = _sendable_bf16(array, divisor) if bits == _BF16 else quantize.sendable(array, bits, divisor)
     return None if keep is None else torch.from_numpy(keep).to(values.device)
@@ -54,22 +50,18 @@ def write_section(
     out: torch.Tensor,
     *,
     divisor: int = 1,
-    workspace: Workspace | None = None,
 ) -> torch.Tensor:
     """Write the section of ``indices`` (int32 ``[m]``, ascending) and ``values`` (fp32 ``[m]``) to ``out``.
 
     ``out`` (int32 ``[layout.words]``) is overwritten. ``low`` is the first coordinate of the range. Rounded values are
     written divided by ``divisor``. They must be sendable together (:func:`sendable_together`). Values of 0 bits are not
     written. Returns the values that :func:`read_section` decodes, times ``divisor`` (fp32 ``[m]``, exact), or
-    ``values`` if they are written without rounding or not at all. The kernels do not wait for the host.
+    ``values`` if they are written without rounding or not at all.
     """
     count = indices.numel()
     assert count <= layout.room
     if not layout.room:
         return values
-    if triton_runs(out):
-        held = workspace if workspace is not None else Workspace()
-        return _write_triton(layout, low, indices, values, out, divisor, held)
     words = out.numpy() if out.device.type == "cpu" else np.empty(layout.words, np.int32)
     words.fill(0)
     sent = _write_host(layout, low, indices.cpu().numpy(), values.cpu().numpy(), words, divisor)
@@ -84,11 +76,9 @@ def write_sendable(
     """Do :func:`write_section` for those of ``indices`` and ``values`` that the section can hold together.
 
     Returns the section (int32 ``[layout.words]``) and these entries. They are those of :func:`sendable_together`, with
-    the values that :func:`write_section` returns. On a CPU, the smallest and the largest magnitude are determined once
-    for both.
+    the values that :func:`write_section` returns. The smallest and the largest magnitude are determined once for both.
+    Tensors are on a CPU.
     """
-    if triton_runs(indices) or not indices.is_cpu:
-        return _write_sendable_device(layout, low, indices, values, divisor)
     words = np.zeros(layout.words, np.int32)
     if not layout.room:
         return torch.from_numpy(words), Selection.of(indices, values)
@@ -105,18 +95,6 @@ def write_sendable(
     sent = _write_host(layout, low, at, numbers, words, divisor, found)
     delivered = values if sent is None else torch.from_numpy(sent)
     return torch.from_numpy(words), Selection(indices, delivered, len(at))
-
-
-def _write_sendable_device(
-    layout: Layout, low: int, indices: torch.Tensor, values: torch.Tensor, divisor: int
-) -> tuple[torch.Tensor, Selection]:
-    """Do :func:`write_sendable` on a GPU."""
-    rounds = layout.quantized or layout.bits == _BF16
-    keep = sendable_together(values, layout.bits, divisor) if rounds else None
-    if keep is not None:
-        indices, values = indices[keep], values[keep]
-    out = indices.new_empty(layout.words)
-    return out, Selection.of(indices, write_section(layout, low, indices, values, out, divisor=divisor))
 
 
 def _write_host(
@@ -150,19 +128,15 @@ def _write_host(
     return rounded
 
 
-def read_section(
-    layout: Layout, low: int, section: torch.Tensor, *, divisor: int = 1, workspace: Workspace | None = None
-) -> Selection:
+def read_section(layout: Layout, low: int, section: torch.Tensor, *, divisor: int = 1) -> Selection:
     """Return the entries of ``section`` (int32 ``[layout.words]``): indices from ``low`` on, and values as written.
 
     Raises ``ValueError`` if no :func:`write_section` with this ``layout`` writes such a section: the count exceeds the
     room or is not the number of bits in the high part, an index is outside the range, indices do not ascend, or the
-    header is invalid. On a GPU, the host waits once, for all of these checks.
+    header is invalid.
     """
     if not layout.room:
         return Selection.of(section[:0], section[:0].view(torch.float32))
-    if triton_runs(section):
-        return _read_triton(layout, low, section, divisor, workspace if workspace is not None else Workspace())
     words = (section if section.is_cpu else section.cpu()).numpy()
     count, places = int(words[0]), places_of(layout)
     offsets, codes = (_read_short if places.short else _read_indices)(layout, places, words, count)
@@ -178,65 +152,6 @@ def read_section(
     if not section.is_cpu:
         indices, numbers = indices.to(section.device), numbers.to(section.device)
     return Selection(indices, numbers, len(offsets))
-
-
-def _sendable_triton(values: torch.Tensor, bits: int, divisor: int, workspace: Workspace) -> torch.Tensor | None:
-    found = _extents(values, workspace)
-    limit = workspace.buffer("section limit", 2, torch.int32, values.device)
-    kernel("quantize_triton").limit(found, limit, bits, divisor, least_sendable(bits))
-    if not int(limit[1]):
-        return None
-    # A tensor as divisor: on a GPU, torch multiplies by the reciprocal of a number, which rounds differently.
-    means = values / torch.full((), float(divisor), dtype=torch.float32, device=values.device)
-    return (means.view(torch.int32) & _MAGNITUDE) >= limit[0]
-
-
-def _extents(values: torch.Tensor, workspace: Workspace) -> torch.Tensor:
-    module = kernel("quantize_triton")
-    tiles = -(-values.numel() // module.BLOCK)
-    found = workspace.buffer("section extents", 2 * tiles, torch.int32, values.device)
-    module.extents(values, found)
-    return found
-
-
-def _write_triton(
-    layout: Layout,
-    low: int,
-    indices: torch.Tensor,
-    values: torch.Tensor,
-    out: torch.Tensor,
-    divisor: int,
-    workspace: Workspace,
-) -> torch.Tensor:
-    if not indices.numel():
-        out.zero_()
-        return values
-    delivered = values if layout.bits in (0, _FP32) else torch.empty_like(values)
-    if layout.quantized:
-        found = _extents(values, workspace)
-        kernel("quantize_triton").choose(values, found, out[1:2], layout.bits, divisor)
-    limit = delivered_limit(layout, divisor)
-    kernel("sections_triton").write(indices, values, out, delivered, layout, low, divisor, limit)
-    return delivered
-
-
-def _read_triton(layout: Layout, low: int, section: torch.Tensor, divisor: int, workspace: Workspace) -> Selection:
-    module = kernel("sections_triton")
-    tiles, blocks = -(-layout.high_words // module.WORDS), -(-layout.room // module.BLOCK)
-    sizes = {"counts": tiles, "offsets": tiles, "slots": layout.room, "verdict": module.VERDICT + blocks}
-    scratch = {
-        name: workspace.buffer(f"section {name}", size, torch.int32, section.device) for name, size in sizes.items()
-    }
-    indices, values = section.new_empty(layout.room), section.new_empty(layout.room, dtype=torch.float32)
-    module.read(section, scratch, indices, values, layout, low, quantize.limit(divisor))
-    count, header, ones, *bad = scratch["verdict"].tolist()  # the only wait for the device
-    if not 0 <= count <= layout.room or ones != count:
-        raise ValueError(_miscounted(layout, count, ones))
-    if any(bad):
-        raise ValueError(_DESCENDING)
-    if layout.quantized and count:
-        quantize.check_header(header & 0xFFFFFFFF)
-    return Selection.of(indices[:count], values[: count if layout.bits else 0])
 
 
 def _miscounted(layout: Layout, count: int, ones: int) -> str:

@@ -1,4 +1,4 @@
-"""Kernels of :mod:`tritoncomm_kernels.sections`: the high part, the planes, and the way back.
+"""Parts of the kernels in :mod:`tritoncomm_kernels.section_rows_triton`: what is done to one section.
 
 Writing needs no atomics and no memory set to zero, because every word has one program that writes it. Reading never
 trusts the words: loops are bounded by the layout, and stores by its room. What is wrong is counted in a verdict, which
@@ -13,10 +13,7 @@ import triton.language as tl
 
 from tritoncomm_kernels import sections
 from tritoncomm_kernels.bits_triton import bits_in, lowest_bit, pack_words
-from tritoncomm_kernels.dispatch import on_device_of
-from tritoncomm_kernels.expand_triton import CHUNK, SCAN_CHUNK, TILES_SUMMED_IN_PLACE, scan_counts_kernel, sum_before
 from tritoncomm_kernels.quantize_triton import NAN_HEADER, TABLES, level_of, menu
-from tritoncomm_kernels.scatter_triton import count_words_kernel
 
 BLOCK, WARPS = 1024, 8  # entries per program
 WORDS = 1024  # words of the high part per program when reading
@@ -57,17 +54,6 @@ def write_high(
         shift = _place(indices_ptr, at, inside, low, LOW_BITS, PLAIN) - start
         bits = bits | tl.where(inside & (shift < 32), 1 << (shift & 31).to(tl.int32), 0)
     tl.store(words_ptr + word, bits, mask=word < words)
-
-
-@triton.jit(
-    do_not_specialize=["count", "low", "words", "steps"], do_not_specialize_on_alignment=["indices_ptr", "words_ptr"]
-)
-def high_kernel(
-    indices_ptr, words_ptr, count, low, words, steps,
-    LOW_BITS: tl.constexpr, PLAIN: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Write the high part of one section."""
-    write_high(indices_ptr, words_ptr, count, low, words, steps, LOW_BITS, PLAIN, BLOCK)
 
 
 @triton.jit
@@ -139,21 +125,6 @@ def write_planes(
         tl.store(behind_ptr + at, bits, mask=at < room)
 
 
-@triton.jit(
-    do_not_specialize=["count", "low", "room", "first", "divisor", "limit"],
-    do_not_specialize_on_alignment=["indices_ptr", "values_ptr", "words_ptr"],
-)
-def planes_kernel(
-    indices_ptr, values_ptr, words_ptr, menu_ptr, out_values_ptr, count, low, room, first, divisor, limit,
-    LOW_BITS: tl.constexpr, BITS: tl.constexpr, PLANES: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Write count, planes and values of one section."""
-    write_planes(
-        indices_ptr, values_ptr, words_ptr, menu_ptr, out_values_ptr, count, low, room, first, divisor, limit,
-        LOW_BITS, BITS, PLANES, BLOCK,
-    )  # fmt: skip
-
-
 @triton.jit
 def write_positions(words_ptr, slots_ptr, verdict_ptr, before, words, room, WORDS: tl.constexpr):
     """Write the ascending positions of the first ``room`` set bits, and their number to the verdict.
@@ -173,17 +144,6 @@ def write_positions(words_ptr, slots_ptr, verdict_ptr, before, words, room, WORD
         rank += 1
         mask = mask & (mask - 1)
         left -= 1
-
-
-@triton.jit(do_not_specialize=["words", "room"], do_not_specialize_on_alignment=["words_ptr"])
-def positions_kernel(
-    words_ptr, counts_ptr, slots_ptr, verdict_ptr, words, room,
-    WORDS: tl.constexpr, CHUNK: tl.constexpr, OFFSETS: tl.constexpr,
-):  # fmt: skip
-    """Write the positions of one section. With ``OFFSETS``, ``counts`` already holds exclusive offsets."""
-    program = tl.program_id(0)
-    before = tl.load(counts_ptr + program) if OFFSETS else sum_before(counts_ptr, program, CHUNK)
-    write_positions(words_ptr, slots_ptr, verdict_ptr, before, words, room, WORDS)
 
 
 @triton.jit
@@ -241,76 +201,6 @@ def join_entries(
     else:
         value = tl.load(behind_ptr + at, mask=held, other=0).to(tl.float32, bitcast=True)
     tl.store(out_values_ptr + at, value, mask=held)
-
-
-@triton.jit(do_not_specialize=["low", "room", "span", "first", "limit"], do_not_specialize_on_alignment=["words_ptr"])
-def join_kernel(
-    slots_ptr, words_ptr, menu_ptr, out_indices_ptr, out_values_ptr, verdict_ptr, low, room, span, first, limit,
-    LOW_BITS: tl.constexpr, BITS: tl.constexpr, PLANES: tl.constexpr, PLAIN: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Write the entries of one section."""
-    join_entries(
-        slots_ptr, words_ptr, menu_ptr, out_indices_ptr, out_values_ptr, verdict_ptr, low, room, span, first, limit,
-        LOW_BITS, BITS, PLANES, PLAIN, BLOCK,
-    )  # fmt: skip
-
-
-def write(
-    indices: torch.Tensor,
-    values: torch.Tensor,
-    words: torch.Tensor,
-    delivered: torch.Tensor,
-    layout: Any,
-    low: int,
-    divisor: int,
-    limit: float,
-) -> None:
-    """Launch the kernels on checked, non-empty arguments. The header of coded values is already in ``words``."""
-    count = indices.numel()
-    high = words[layout.heads : layout.heads + layout.high_words]
-    with on_device_of(words):
-        high_kernel[(triton.cdiv(layout.high_words, HIGH_WORDS),)](
-            indices, high, count, low, layout.high_words, layout.room.bit_length(),
-            LOW_BITS=layout.low_bits, PLAIN=layout.plain, BLOCK=HIGH_WORDS,
-            num_warps=HIGH_WARPS, enable_fp_fusion=False,
-        )  # fmt: skip
-        planes_kernel[(triton.cdiv(layout.room, BLOCK),)](
-            indices, values, words, menu_of(layout, words.device), delivered, count, low, layout.room,
-            layout.heads + layout.high_words, float(divisor), limit,
-            **shape(layout), num_warps=WARPS, enable_fp_fusion=False,
-        )  # fmt: skip
-
-
-def read(
-    section: torch.Tensor,
-    scratch: dict[str, torch.Tensor],
-    indices: torch.Tensor,
-    values: torch.Tensor,
-    layout: Any,
-    low: int,
-    limit: float,
-    *,
-    tiles_summed_in_place: int = TILES_SUMMED_IN_PLACE,
-) -> None:
-    """Launch the kernels on checked, non-empty arguments. ``indices`` and ``values`` are ``[layout.room]``."""
-    counts, offsets, slots, verdict = (scratch[name] for name in ("counts", "offsets", "slots", "verdict"))
-    high = section[layout.heads : layout.heads + layout.high_words]
-    tiles = counts.numel()
-    scanned = tiles > tiles_summed_in_place
-    options: dict[str, Any] = {"num_warps": WARPS, "enable_fp_fusion": False}
-    with on_device_of(section):
-        count_words_kernel[(tiles,)](high, counts, layout.high_words, WORDS=WORDS, **options)
-        if scanned:
-            scan_counts_kernel[(1,)](counts, offsets, tiles, CHUNK=SCAN_CHUNK, **options)
-        positions_kernel[(tiles,)](
-            high, offsets if scanned else counts, slots, verdict, layout.high_words, layout.room,
-            WORDS=WORDS, CHUNK=CHUNK, OFFSETS=scanned, **options,
-        )  # fmt: skip
-        join_kernel[(verdict.numel() - VERDICT,)](
-            slots, section, menu_of(layout, section.device), indices, values, verdict, low, layout.room, layout.span,
-            layout.heads + layout.high_words, limit,
-            **shape(layout), PLAIN=layout.plain, num_warps=WARPS, enable_fp_fusion=False,
-        )  # fmt: skip
 
 
 def shape(layout: Any) -> dict[str, Any]:

@@ -22,7 +22,7 @@ import torch
 import tritoncomm_kernels
 from emulated_cuda.device import CudaTensor, Gpu, check_devices, extent, wrapped
 from emulated_cuda.streams import current_stream
-from tritoncomm_kernels import rms, section_rows, sections
+from tritoncomm_kernels import rms, section_rows
 
 SCANNED_FROM = 8192 * 4096  # elements from which on the counts of the tiles are summed by a kernel of their own
 _RADIX = 1 + 2 * 4 + 2  # begin, histogram and pick for each of 4 digits, count, emit
@@ -82,23 +82,6 @@ def _segments(bounds: Sequence[int], budgets: Sequence[int]) -> Cost:
     return Cost(sum(part.launches for part in parts) + len(parts) + 2, sum(part.syncs for part in parts))
 
 
-def _sendable(values: torch.Tensor, keep: Any) -> Cost:
-    """Extents and limit. The host reads the answer; if not all values are sendable, four operators find which are."""
-    return Cost(2 + (0 if keep is None else 4), 1) if values.numel() else FREE
-
-
-def _write(layout: Any, indices: torch.Tensor) -> Cost:
-    """High part and planes, after two passes for the header of quantized values. An empty section is cleared."""
-    if not layout.room:
-        return FREE
-    return Cost(2 + 2 * layout.quantized) if indices.numel() else Cost(1)
-
-
-def _read(layout: Any) -> Cost:
-    """Count, positions, join. The host reads the verdict."""
-    return Cost(3, 1) if layout.room else FREE
-
-
 def _top_k_padded(numel: int, k: int) -> Cost:
     """Padding for indices and values, and :func:`_top_k` without a read."""
     return Cost(2 + _top_k(numel, k, adds=True).launches) if numel else Cost(4)
@@ -145,10 +128,6 @@ _TABLE: dict[Callable[..., Any], tuple[Callable[..., Cost], tuple[str, ...]]] = 
     _N.largest: (lambda result, a: _largest(a["selected"], a["k"]), ()),
     # Lists.
     _N.merge: (lambda result, a: _merge(a["lists"], a["numel"]), ()),
-    # Sections.
-    sections.sendable_together: (lambda result, a: _sendable(a["values"], result), ()),
-    sections.write_section: (lambda result, a: _write(a["layout"], a["indices"]), ("out",)),
-    sections.read_section: (lambda result, a: _read(a["layout"]), ()),
     # Lists and messages of a fixed length. The host reads nothing.
     _N.top_k_padded: (lambda result, a: _top_k_padded(a["out"].numel(), a["k"]), ("out",)),
     _N.top_k_rows: (

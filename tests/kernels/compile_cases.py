@@ -249,42 +249,6 @@ def padding() -> list[Case]:
     ]
 
 
-def packing() -> list[Case]:
-    """Return the cases of packed sections: fp32, bf16, and coded values with short, long and no low bits."""
-    sections, quantize = sections_triton, quantize_triton
-    block = {"BLOCK": quantize.BLOCK}
-    kept = {"KEPT": -65536} | block
-    size = {"warps": sections.WARPS, "elements": sections.BLOCK}
-    high = {"BLOCK": sections.HIGH_WORDS}
-    lanes = {"warps": sections.HIGH_WARPS, "elements": sections.HIGH_WORDS, "aligned": False}
-    words = {"WORDS": sections.WORDS, "CHUNK": expand_triton.CHUNK}
-    shapes = [(6, 32), (6, 16), (6, 8), (6, 4), (6, 1), (6, 0), (30, 32), (30, 8), (0, 4)]
-    both: list[Case] = []
-    for low, bits in shapes:
-        shape, without = _section(low, bits)
-        name = f"{low} + {bits} bits"
-        joined = shape | {"PLAIN": low == 0} | without
-        both += [
-            Case(f"planes, {name}", sections.planes_kernel, shape | without, **size, aligned=False),
-            Case(f"join, {name}", sections.join_kernel, joined, **size, aligned=False),
-        ]
-    return [
-        *both,
-        *(
-            Case(f"choose {bits} bits", quantize.choose_kernel, kept | {"HALVINGS": bits - 1}, quantize.CHOOSE_WARPS)
-            for bits in (1, 4, 8)
-        ),
-        Case("extent", quantize.extent_kernel, block, quantize.WARPS, {}, quantize.BLOCK),
-        Case("least sendable", quantize.limit_kernel, kept, quantize.WARPS),
-        *(
-            Case(f"high, {low}", sections.high_kernel, high | {"LOW_BITS": low, "PLAIN": low == 0}, **lanes)
-            for low in (0, 6)
-        ),
-        Case("positions", sections.positions_kernel, words | {"OFFSETS": False}, sections.WARPS),
-        Case("positions, scanned", sections.positions_kernel, words | {"OFFSETS": True}, sections.WARPS),
-    ]
-
-
 def root_mean_squares() -> list[Case]:
     """Return the cases of root mean squares of many tensors."""
     size = {"warps": rms_triton.WARPS, "types": {"table_ptr": "*i64", "found_ptr": "*i64"}}
@@ -300,18 +264,18 @@ def root_mean_squares() -> list[Case]:
     ]
 
 
-def packing_rows() -> list[Case]:
-    """Return the cases of sections of many rows. The other layouts are cases above, which do the same to a row."""
+def packing() -> list[Case]:
+    """Return the cases of packed sections: fp32, bf16, and coded values with short, long and no low bits."""
     rows = section_rows_triton
     block, turn = {"BLOCK": rows.BLOCK}, {"BLOCK": rows.BLOCK, "CHUNK": expand_triton.CHUNK}
     size = {"warps": rows.WARPS, "elements": rows.BLOCK, "aligned": False}
-    kept, choice = {"KEPT": -65536}, {"KEPT": -65536, "HALVINGS": 3}
-    high = {"LOW_BITS": 6, "PLAIN": False, "BLOCK": rows.HIGH_WORDS, "CHUNK": expand_triton.CHUNK}
+    kept = {"KEPT": -65536}
+    high = {"BLOCK": rows.HIGH_WORDS, "CHUNK": expand_triton.CHUNK}
     words = {"WORDS": rows.WORDS}
     both: list[Case] = []
-    for low, bits in ((6, 32), (6, 4)):
+    for low, bits in ((6, 32), (6, 16), (6, 8), (6, 4), (6, 1), (6, 0), (30, 32), (30, 8), (0, 4)):
         shape, without = _section(low, bits)
-        name, joined = f"{low} + {bits} bits", shape | without | {"PLAIN": False}
+        name, joined = f"{low} + {bits} bits", shape | without | {"PLAIN": low == 0}
         both += [
             Case(f"planes of rows, {name}", rows.planes_rows_kernel, shape | without | turn, **size),
             Case(f"join sections, {name}", rows.join_sections_kernel, joined, **size),
@@ -321,8 +285,25 @@ def packing_rows() -> list[Case]:
         Case("row extents", rows.row_extents_kernel, block, **size),
         Case("count rows", rows.count_rows_kernel, kept | block, **size),
         Case("keep rows", rows.keep_rows_kernel, kept | turn, **size),
-        Case("choose rows", rows.choose_rows_kernel, choice | turn, quantize_triton.CHOOSE_WARPS),
-        Case("high of rows", rows.high_rows_kernel, high, rows.HIGH_WARPS, aligned=False),
+        *(
+            Case(
+                f"choose rows, {bits} bits",
+                rows.choose_rows_kernel,
+                kept | {"HALVINGS": bits - 1} | turn,
+                quantize_triton.CHOOSE_WARPS,
+            )
+            for bits in (1, 4, 8)
+        ),
+        *(
+            Case(
+                f"high of rows, {low}",
+                rows.high_rows_kernel,
+                high | {"LOW_BITS": low, "PLAIN": low == 0},
+                rows.HIGH_WARPS,
+                aligned=False,
+            )
+            for low in (0, 6)
+        ),
         Case("count high", rows.count_high_kernel, words, rows.WARPS),
         Case("positions of rows", rows.position_rows_kernel, words | {"CHUNK": expand_triton.CHUNK}, rows.WARPS),
         Case("refuse rows", rows.refuse_rows_kernel, turn, **size),
@@ -412,7 +393,6 @@ def cases() -> list[Case]:
         *scattering(),
         *padding(),
         *packing(),
-        *packing_rows(),
         *quantized_mean(),
         *midrise_mean(),
         *root_mean_squares(),

@@ -22,10 +22,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tritoncomm_kernels as kernels
 from depth import DEEP
-from tritoncomm_kernels import accumulate_triton, sections_triton
+from tritoncomm_kernels import accumulate_triton
 from tritoncomm_kernels.section_layout import Layout
 from tritoncomm_kernels.section_rows import read_rows, write_rows
-from tritoncomm_kernels.sections import read_section, sendable_together, write_section
 
 NAMES = [case.name for case in launched_cases()]
 # In a full tile of 16 elements per thread: 4 accesses of 128 bits per fp32 array.
@@ -97,7 +96,7 @@ def test_launches_have_compiled_cases(monkeypatch: pytest.MonkeyPatch) -> None:
         "padded",
         "rebalance",
     )
-    for module in (*users, "rms", "scatter", "section_rows", "sections", "threshold"):
+    for module in (*users, "rms", "scatter", "section_rows", "threshold"):
         monkeypatch.setattr(importlib.import_module(f"tritoncomm_kernels.{module}"), "triton_runs", lambda tensor: True)
     everything()
     assert {name for name, _ in launched} == {find(name).kernel.__name__ for name in NAMES}
@@ -128,13 +127,9 @@ def everything() -> None:
     kernels.merge([(indices, x)], n)
     for values in (32, 16, 4):
         layout = Layout.of(1000, 64_000, values)
-        words = torch.zeros(layout.words, dtype=torch.int32)
-        sendable_together(x[:900], min(values, 16))
-        write_section(layout, 0, indices[:900], x[:900], words)
-        read_section(layout, 0, words)
-    # For very long sections, a separate scan sums the counts of the tiles.
-    scratch = dict.fromkeys(("counts", "offsets", "slots", "verdict"), indices)
-    sections_triton.read(words, scratch, indices, x, layout, 0, 1.0, tiles_summed_in_place=0)
+        entries, held = kernels.Padded(indices[None, :900], x[None, :900]), kernels.Workspace()
+        words, _ = write_rows(layout, count.int(), entries, workspace=held)
+        read_rows(layout, count.int(), words, workspace=held)
     static_form(2)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         kernels.root_mean_squares([x.to(dtype), x[:7].to(dtype)])

@@ -1,4 +1,4 @@
-"""Kernels that write and read sections of many rows equal the reference, bit for bit, and refuse the same rows."""
+"""Kernels that write and read packed sections equal the reference, bit for bit, and refuse the same words."""
 
 from __future__ import annotations
 
@@ -7,17 +7,31 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
-from kernel_cases import DEVICES, Dirty, Guarded, agree, bits, cases, kernels_from, seeds
-from test_sections_triton import KINDS, divisors, values_of
+from kernel_cases import DEVICES, Dirty, Guarded, agree, bits, cases, drawn, kernels_from, seeds
 
-from tritoncomm_kernels import Padded, Workspace
+from tritoncomm_kernels import Padded, Workspace, quantize
 from tritoncomm_kernels.section_layout import VALUE_BITS, Layout
-from tritoncomm_kernels.section_rows import read_rows, write_rows
+from tritoncomm_kernels.section_rows import read_one, read_rows, write_one, write_rows
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
+KINDS = ("normal", "heavy", "equal", "special", "tail", "outlier", "huge")
 formats = st.sampled_from([0, *VALUE_BITS.values()])
 shapes = st.sampled_from([(1, 1), (33, 100), (40, 4000), (1100, 60_000), (5, 2**29)])
+divisors = st.sampled_from([1, 1, 2, 3, 9, 64, 1000])
 rows_drawn = st.lists(st.tuples(st.sampled_from(KINDS), st.sampled_from([0, 0.5, 1])), min_size=1, max_size=3)
+
+
+def values_of(kind: str, count: int, seed: int) -> torch.Tensor:
+    """Return ``count`` values to send. Only ``special`` has NaN and Inf."""
+    rng = np.random.default_rng(seed)
+    signs = torch.from_numpy(rng.choice([-1.0, 1.0], count)).float()
+    if kind == "tail":  # what error feedback selects
+        return signs * torch.from_numpy(1 + rng.exponential(0.2, count)).float()
+    if kind == "outlier":
+        return signs * torch.where(torch.arange(count) == count // 2, 1e30, 1.0)
+    if kind == "huge":
+        return signs * torch.where(torch.arange(count) % 3 == 0, torch.finfo(torch.float32).max, 2.5e38)
+    return drawn(kind, count, seed)
 
 
 def rows_of(layout: Layout, drawn_rows: list[tuple[str, float]], seed: int, spare: int) -> tuple[torch.Tensor, Padded]:
@@ -139,6 +153,111 @@ def test_each_kind_of_malformed_row(device: str, width: int) -> None:
     wrong = range(1, 8) if layout.quantized else range(1, 6)
     assert malformed == [len(wrong)]
     assert found == [[-1] * 3 if row in wrong else [16, 17, 18] for row in range(8)]
+
+
+def entries(layout: Layout, low: int, kind: str, share: float, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ascending indices and values of one section."""
+    rng, span = np.random.default_rng(seed), min(layout.span, 2**31 - 1 - low)
+    count = round(share * layout.room)
+    chosen = np.unique(rng.choice(span, count, replace=False) if span < 10**6 else rng.integers(0, span, count))
+    return torch.from_numpy(chosen + low).to(torch.int32), values_of(kind, len(chosen), seed)
+
+
+def refusal(layout: Layout, words: torch.Tensor) -> str:
+    """Return the error of reading ``words``, or nothing if they are read."""
+    try:
+        read_one(layout, 0, words)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@given(
+    st.sampled_from([1, 2, 31, 32, 33, 100, 1023, 1025, 1500]),
+    st.sampled_from([1, 2, 31, 33, 129, 400, 4096, 70_000, 2**31 - 1]),
+    formats,
+    st.sampled_from([0, 1, 1000, 2**30]),
+    st.sampled_from(KINDS),
+    st.sampled_from([0, 0.5, 1]),
+    divisors,
+    seeds,
+)
+@example(1500, 400, 4, 0, "tail", 1, 1, 0)  # a bitmap without a free place
+@example(100, 4096, 4, 0, "special", 1, 1, 0)  # NaN
+@example(33, 400, 16, 0, "huge", 1, 2, 0)
+@example(33, 4096, 0, 7, "tail", 1, 2, 0)  # indices alone
+@cases(60)
+def test_one_section(
+    device: str, room: int, span: int, width: int, low: int, kind: str, share: float, divisor: int, seed: int
+) -> None:  # fmt: skip
+    """The words are the same, and the receiver gets what the sender subtracts."""
+    layout = Layout.of(room, min(span, 2**31 - 1 - low), width)
+    indices, values = entries(layout, low, kind, share, seed)
+    values = values if width else values[:0]
+
+    def call(guarded: Guarded) -> tuple[object, ...]:
+        words, sent = write_one(layout, low, guarded.of(indices), guarded.of(values), divisor=divisor)
+        found = read_one(layout, low, guarded.of(words), divisor=divisor)
+        assert bits(found.indices) == bits(sent.indices)
+        assert width in {0, 32} or bits(found.values * divisor) == bits(sent.values)
+        return bits(words), bits(sent.indices), bits(sent.values), bits(found.values)
+
+    agree(call, device)
+
+
+@pytest.mark.parametrize("beyond", [False, True])
+def test_reach_of_a_table(device: str, beyond: bool) -> None:
+    """The best table is taken at 32 times its top level, and another one above, as in the reference."""
+    levels = quantize.menu(2)[0]
+    edge = np.float32(32 * levels[-1])
+    values = torch.ones(quantize.SAMPLE + 2)
+    values[::2] = torch.tensor(levels).repeat(len(values) // 2)[: len(values) // 2]  # only these are in the sample
+    values[1] = float(np.nextafter(edge, np.float32(np.inf)) if beyond else edge)
+    layout = Layout.of(len(values), len(values), 2)
+
+    def call(guarded: Guarded) -> object:
+        at = guarded.of(torch.arange(len(values), dtype=torch.int32))
+        words, _ = write_one(layout, 0, at, guarded.of(values))
+        assert (int(words[1]) % 2**16 > 0) == beyond
+        return bits(words)
+
+    agree(call, device)
+
+
+def test_long_samples(device: str) -> None:
+    """The table is chosen from every third of 9000 values, which lie in several blocks."""
+    values = values_of("tail", 9000, 0)
+    values[1::3] *= 3  # not in the sample, and for another table
+    layout, indices = Layout.of(9000, 300_000, 4), torch.arange(0, 27_000, 3, dtype=torch.int32)
+
+    def call(guarded: Guarded) -> list[list[int]]:
+        words, sent = write_one(layout, 0, guarded.of(indices), guarded.of(values))
+        assert sent.indices.numel() == len(values)
+        return [bits(sent.values), bits(words)]
+
+    agree(call, device)
+
+
+def test_offsets_that_overflow(device: str) -> None:
+    """High bits beyond the range, whose shift would overflow int32, are refused."""
+    layout = Layout.of(2, 2**31 - 1, 32)
+    words = torch.zeros(layout.words, dtype=torch.int32, device=device)
+    words[0], words[1] = 1, 1 << (layout.high_bits - 1)
+    for choice in ("torch", "triton"):
+        with kernels_from(choice):
+            assert "do not ascend inside" in refusal(layout, words)
+
+
+def test_more_bits_than_room(device: str) -> None:
+    """A high part of ones alone writes no position beyond the room, and is refused."""
+    layout = Layout.of(40, 4000, 4)
+
+    def call(guarded: Guarded) -> list[int]:
+        words = guarded.of(torch.full((layout.words,), -1, dtype=torch.int32)).view(1, -1)
+        lows = guarded.of(torch.zeros(1, dtype=torch.int32))
+        return read_rows(layout, lows, words, workspace=Dirty(guarded))[1].tolist()
+
+    assert agree(call, device) == [1]
 
 
 def test_nothing_waits(device: str) -> None:

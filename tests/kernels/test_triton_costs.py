@@ -23,7 +23,6 @@ from emulated_cuda.device import operator_of
 from tritoncomm_kernels import rms
 from tritoncomm_kernels.section_layout import Layout
 from tritoncomm_kernels.section_rows import read_rows, write_rows
-from tritoncomm_kernels.sections import read_section, sendable_together, write_section
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1: tox -e interpreter")
 N = 9000
@@ -83,18 +82,6 @@ def entries(count: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _marks() -> kernels.Marks:
     return kernels.Marks.empty(N, torch.device("cpu"))
-
-
-def _section(bits: int, count: int) -> dict[str, Any]:
-    layout = Layout.of(300, N, bits)
-    indices, values = entries(count)
-    return {"layout": layout, "low": 0, "indices": indices, "values": values, "out": torch.zeros(layout.words).int()}
-
-
-def _written(bits: int, count: int) -> dict[str, Any]:
-    section = _section(bits, count)
-    write_section(**section)
-    return {"layout": section["layout"], "low": 0, "section": section["out"]}
 
 
 def _control(**fields: Any) -> kernels.AdamControl:
@@ -186,13 +173,6 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]]]] = {
     "largest": (kernels.largest, lambda: {"selected": kernels.Selection.of(*entries(500)), "k": 90}),
     "largest of few": (kernels.largest, lambda: {"selected": kernels.Selection.of(*entries(50)), "k": 90}),
     "merge": (kernels.merge, lambda: {"lists": LISTS, "numel": N}),
-    "sendable_together": (sendable_together, lambda: {"values": vector().abs() + 1, "bits": 4}),
-    "sendable_together not": (sendable_together, lambda: {"values": vector() ** 9, "bits": 4}),
-    "write fp32": (write_section, lambda: _section(32, 200)),
-    "write 4bit": (write_section, lambda: _section(4, 200)),
-    "write nothing": (write_section, lambda: _section(4, 0)),
-    "read fp32": (read_section, lambda: _written(32, 200)),
-    "read 4bit": (read_section, lambda: _written(4, 200)),
     "top_k_padded": (
         kernels.top_k_padded,
         lambda: {"residual": vector(), "gradient": vector(), "out": vector(), "k": 90},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import math
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -16,7 +17,6 @@ import test_midrise_triton as midrise
 import test_padded_triton as padded
 import test_rms_triton as rms
 import test_section_rows_triton as section_rows
-import test_sections_triton as sections
 import test_triton_scatter as scatter
 import test_triton_select as select
 from hypothesis import Phase, settings
@@ -136,31 +136,39 @@ SCATTERING = {
     ),
 }
 PACKING = {
-    "bits of the next word": Mutant("sections", "(shift < 32)", "(shift < 33)", sections.test_sections),
+    "bits of the next word": Mutant("sections", "(shift < 32)", "(shift < 33)", section_rows.test_one_section),
     "free places hold bits": Mutant(
         "sections",
         "tl.where(held, tl.load(indices_ptr + at, mask=held, other=0) - low, 0)",
         "tl.load(indices_ptr + at, mask=held, other=0) - low",
-        sections.test_sections,
+        section_rows.test_one_section,
     ),
     "planes of codes reversed": Mutant(
-        "sections", "row_ptr + LOW_BITS + bit,", "row_ptr + LOW_BITS + BITS - 1 - bit,", sections.test_sections
+        "sections", "row_ptr + LOW_BITS + bit,", "row_ptr + LOW_BITS + BITS - 1 - bit,", section_rows.test_one_section
     ),
     "positions beyond the room": Mutant(
-        "sections", "(rank < room)", "(rank < room + 4)", sections.test_more_bits_than_room
+        "sections", "(rank < room)", "(rank < room + 4)", section_rows.test_more_bits_than_room
     ),
-    "equal indices ascend": Mutant("sections", "(before < offset)", "(before <= offset)", sections.test_equal_indices),
+    "equal indices ascend": Mutant(
+        "sections",
+        "(before < offset)",
+        "(before <= offset)",
+        section_rows.test_each_kind_of_malformed_row,
+        {"width": 32},
+    ),
     "overflow unnoticed": Mutant(
         "sections",
         "(high >= 0) & (high <= ((span - 1) >> LOW_BITS)) & ",
         "(high >= 0) & ",
-        sections.test_offsets_that_overflow,
+        section_rows.test_offsets_that_overflow,
     ),
     "sample of the first values": Mutant(
-        "quantize", "at.to(tl.int64) * stride", "at.to(tl.int64)", sections.test_long_samples
+        "quantize", "at.to(tl.int64) * stride", "at.to(tl.int64)", section_rows.test_long_samples
     ),
-    "extents ignored": Mutant("quantize", "while start < tiles:", "while start < 0:", sections.test_sections),
-    "NaN hidden by a scale": Mutant("quantize", "largest >= INFINITY_KEY", "largest < 0", sections.test_sections),
+    "extents ignored": Mutant("quantize", "while start < tiles:", "while start < 0:", section_rows.test_one_section),
+    "NaN hidden by a scale": Mutant(
+        "quantize", "largest >= INFINITY_KEY", "largest < 0", section_rows.test_one_section
+    ),
 }
 ROWS = {
     "slots for ties that are not taken": Mutant(
@@ -310,19 +318,27 @@ SEEN_BY = {
 }
 
 
-def mutated(module: str, old: str, new: str, folder: Path) -> ModuleType:
-    """Return the kernel module with every ``old`` replaced by ``new``."""
-    path = Path(dispatch.__file__).with_name(f"{module}_triton.py")
-    source = path.read_text()
-    assert old in source, "the mutant no longer applies: adapt it to the kernel"
-    copy = folder / f"{module}_mutant.py"
-    copy.write_text(source.replace(old, new))
-    spec = importlib.util.spec_from_file_location(copy.stem, copy)
-    assert spec is not None
-    assert spec.loader is not None
-    loaded = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(loaded)
-    return loaded
+# Parts of kernels: the modules that make kernels of them, in the order of their imports.
+USERS = {"sections": ["section_rows"], "quantize": ["sections", "section_rows"]}
+
+
+def mutated(mutant: Mutant, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, ModuleType]:
+    """Return the modules with kernels that the bug changes, by their name."""
+    found = {}
+    for name in (mutant.module, *USERS.get(mutant.module, [])):
+        source = Path(dispatch.__file__).with_name(f"{name}_triton.py").read_text()
+        if name == mutant.module:
+            assert mutant.old in source, "the mutant no longer applies: adapt it to the kernel"
+            source = source.replace(mutant.old, mutant.new)
+        copy = folder / f"{name}_mutant.py"
+        copy.write_text(source)
+        spec = importlib.util.spec_from_file_location(copy.stem, copy)
+        assert spec is not None
+        assert spec.loader is not None
+        found[f"{name}_triton"] = loaded = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(loaded)
+        monkeypatch.setitem(sys.modules, f"tritoncomm_kernels.{name}_triton", loaded)
+    return found
 
 
 @pytest.mark.parametrize("name", {**SEEN_BY, **dict.fromkeys([*MUTANTS][:: trials(19, 1)])} if EXECUTED else MUTANTS)
@@ -331,12 +347,11 @@ def test_mutant_is_caught(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     In the executor, a check of its own may see the bug before the result is compared: the one of the table.
     """
-    module, old, new, check, options = MUTANTS[name]
-    mutant = mutated(module, old, new, tmp_path)
+    mutants, check, options = mutated(MUTANTS[name], tmp_path, monkeypatch), MUTANTS[name].check, MUTANTS[name].options
     original = dispatch.kernel
 
     def kernel(wanted: str) -> ModuleType:
-        return mutant if wanted == f"{module}_triton" else original(wanted)
+        return mutants.get(wanted) or original(wanted)
 
     if hasattr(check, "_hypothesis_internal_use_settings"):
         # Finding the bug is enough. Shrinking the example would take minutes.
@@ -358,10 +373,10 @@ def test_mutant_is_caught(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
         "rebalance",
         "scatter",
     )
-    for user in (*users, "rms", "section_rows", "sections", "threshold"):
+    for user in (*users, "rms", "section_rows", "threshold"):
         # The package's functions of these names hide the modules.
         monkeypatch.setattr(importlib.import_module(f"tritoncomm_kernels.{user}"), "kernel", kernel)
-    for tests in (select, sections, padded, block_float, midrise, rms):
+    for tests in (select, padded, block_float, midrise, rms):
         monkeypatch.setattr(tests, "kernel", kernel)
     monkeypatch.setattr(EXECUTOR, "orders", ORDERS[:1])
     with pytest.raises((AssertionError, FlakyFailure)) as caught:

@@ -150,6 +150,7 @@ def test_adam_many(device: str, sizes: list[int], seed: int, amsgrad: bool, data
         floats[3:] = [[small * values.abs() for values in column] for column in floats[3:]]
         if steady:  # most gradients have the sign of the first moment
             floats[1] = [values.copysign(first) for values, first in zip(floats[1], floats[2], strict=True)]
+            floats[2] = [torch.where(torch.arange(len(first)) % 5 > 0, first, 0.0) for first in floats[2]]  # no votes
         exact = [column.to(device) for column in floats[1]]
         floats = [[guarded.of(values.to(dtype)) for values in column] for column in floats]
         parameters, gradients, first, second, maximum = floats

@@ -8,7 +8,6 @@ from kernel_cases import Guarded, bits, drawn, gradient, padded_rows
 import tritoncomm_kernels as kernels
 from tritoncomm_kernels.section_layout import Layout
 from tritoncomm_kernels.section_rows import read_rows, write_rows
-from tritoncomm_kernels.sections import read_section, sendable_together, write_section
 
 
 def add(guarded: Guarded) -> list[int]:
@@ -86,18 +85,6 @@ def segments(guarded: Guarded) -> list[list[int]]:
     return [*map(bits, found), *map(bits, kernels.joined(found, workspace=held)), bits(passed)]
 
 
-def section(guarded: Guarded) -> list[list[int]]:
-    """Return a packed section, and what is read from it."""
-    layout, held = Layout.of(700, 9000, 4), kernels.Workspace()
-    at, x = guarded.of(torch.arange(690, dtype=torch.int32) * 13), guarded.of(drawn("normal", 690, 1))
-    out = guarded.poison(layout.words, torch.int32)
-    keep = sendable_together(x, 4, 1, workspace=held)
-    at, x = (at, x) if keep is None else (at[keep], x[keep])
-    delivered = write_section(layout, 0, at, x, out, workspace=held)
-    found = read_section(layout, 0, out, workspace=held)
-    return [bits(out), bits(delivered), bits(found.indices), bits(found.values)]
-
-
 def rounded(guarded: Guarded) -> list[list[int]]:
     """Return a mean of two ranks in 4 bits, in both formats, and what is left."""
     values, parts = [guarded.of(drawn("normal", 3000, rank)) for rank in range(2)], []
@@ -154,7 +141,7 @@ def _adam_of_two(guarded: Guarded) -> tuple[list[list[torch.Tensor]], kernels.Ad
 CALLS = {
     call.__name__: call
     for call in (
-        *(add, select, expand, top, merge, sections, rebalance, means, segments, section, rounded),
+        *(add, select, expand, top, merge, sections, rebalance, means, segments, rounded),
         *(lists, many, flat),
     )
 }

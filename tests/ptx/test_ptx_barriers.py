@@ -51,7 +51,6 @@ UNMISSED = {
     "limit_kernel 3": {2: INPUT},
     "planes_rows_kernel 14": {0: FIRST},
     "position_rows_kernel 8": {0: UNREACHED, 1: UNREACHED, 2: FIRST, 4: SAME},
-    "positions_kernel 8": {0: UNREACHED, 1: UNREACHED, 2: FIRST, 4: SAME},
     "rebalance_kernel 1": {0: UNUSED},
     "refuse_rows_kernel 2": {0: FIRST},
     "scan_counts_kernel 4": {0: FIRST, 1: INPUT, 2: INPUT, 3: INPUT},

@@ -21,8 +21,8 @@ from tritoncomm.errors import ProtocolMismatchError
 from tritoncomm_kernels import Selection, Workspace
 from tritoncomm_kernels.padded import Padded
 from tritoncomm_kernels.section_layout import VALUE_BITS, Layout
-from tritoncomm_kernels.section_rows import check_rows, read_rows, write_rows
-from tritoncomm_kernels.sections import read_section, sendable_together, write_sendable
+from tritoncomm_kernels.section_rows import check_rows, read_one, read_rows, write_one, write_rows
+from tritoncomm_kernels.sections import sendable_together
 from tritoncomm_kernels.workspace import copied_to
 
 _WORD_MASK = 0x7FFFFFFF
@@ -189,7 +189,7 @@ class Section:
         if indices.numel() > self.room:
             raise ValueError(f"{indices.numel()} entries do not fit into a section with room={self.room}")
         if self.is_packed:
-            return write_sendable(self.layout, self.low, indices, values, divisor=self.divisor)
+            return write_one(self.layout, self.low, indices, values, divisor=self.divisor)
         entries = self.sendable(Selection.of(indices, values))
         if self.values == NO_VALUES:
             return torch.nn.functional.pad(indices, (0, self.words - indices.numel()), value=_PADDING), entries
@@ -208,7 +208,7 @@ class Section:
             )
         if self.is_packed:
             try:
-                entries = read_section(self.layout, self.low, section, divisor=self.divisor)
+                entries = read_one(self.layout, self.low, section, divisor=self.divisor)
             except ValueError as error:
                 raise ProtocolMismatchError(
                     f"received a malformed section for [{self.low}, {self.high}): {error}. "
