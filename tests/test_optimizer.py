@@ -184,7 +184,7 @@ def test_metrics_are_flat_floats() -> None:
     [
         ({"density": "0.1"}, "density='0.1'"),
         ({"repartition_every": 2.5}, r"repartition_every=2\.5.*whole number"),
-        ({"warmup_steps": 2.5}, r"steps=2\.5.*whole number"),
+        ({"warmup_steps": 2.5}, r"warmup_steps=2\.5.*whole number"),
         ({"timeout": 5}, "timeout=5: give a datetime.timedelta"),
         ({"timeout": timedelta(0)}, r"timeout=0:00:00: must be above 0"),
         ({"timeout": timedelta.max}, "at most 365 days"),
@@ -195,7 +195,7 @@ def test_metrics_are_flat_floats() -> None:
         ({"algo": "nope"}, "unknown algorithm 'nope'"),
         ({"density": 0}, "density=0"),
         ({"tau": 3}, "no argument 'tau'.*repartition_every"),
-        ({"warmup_steps": -1}, "steps=-1"),
+        ({"warmup_steps": -1}, "warmup_steps=-1"),
         ({"staleness": "maybe"}, "staleness='maybe': choose one of 'aware', 'off'"),
         ({"small": "4bit"}, "small='4bit': choose one of 'fp32', '8bit'"),
         ({"algo": "random_block", "values": "2bit"}, "values='2bit'"),

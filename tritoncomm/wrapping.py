@@ -28,7 +28,6 @@ from tritoncomm.step.model import (
 from tritoncomm.step.optimizer_list import OptimizerList, parts_of
 from tritoncomm.step.options import (
     DEFAULT_ALGO,
-    DEFAULT_DENSITY,
     DEFAULT_UPDATES,
     DENSE_BELOW,
     WrapOptions,
@@ -46,7 +45,7 @@ __all__ = ["wrap"]
 
 def wrap(
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
-    algo: str | Recipe = DEFAULT_ALGO,
+    algo: str | Recipe | None = None,
     *,
     density: float | None = None,
     process_group: dist.ProcessGroup | None = None,
@@ -96,7 +95,8 @@ def wrap(
         optimizer: Optimizer to wrap, or a list of optimizers of different parameters, which are stepped as one. A
             trainer that takes one optimizer takes an :class:`~tritoncomm.OptimizerList`. A
             parameter group that says ``dense=True`` travels whole in each step, as small tensors do.
-        algo: Name of a method from :func:`tritoncomm.algorithms`, or a recipe. Default: ``"oktopk"``.
+        algo: Name of a method from :func:`tritoncomm.algorithms`, or a recipe. Default: None, which is ``"oktopk"``,
+            or ``"quantized"`` for a schedule-free optimizer if ``density`` is not given either.
         density: Fraction of entries to deliver per step, in (0, 1]. If the learning rate bounds how far parameters get,
             do not go below 0.03: 300 steps at 0.01 left 1.25 times the distance of dense on a linear regression.
             Default: None, which is 0.03, or the density of a recipe.
@@ -145,8 +145,8 @@ def wrap(
             then sees whether buffers, and parameters that the optimizer does not hold, differ between ranks.
         exchange: What travels. ``"gradients"``, ``"updates"``, or ``"auto"``: gradients of SGD, Adam, AdamW and Lion,
             and of all optimizers with ``algo="dense"`` or ``"quantized"``, in which none is late; updates of other
-            optimizers, and of all with ``local_steps``. A schedule-free optimizer exchanges gradients, by
-            ``"quantized"`` unless ``algo`` or ``density`` say more. Default: ``"auto"``.
+            optimizers, and of all with ``local_steps``. A schedule-free optimizer exchanges gradients.
+            Default: ``"auto"``.
         updates_algo: How updates are exchanged: the name of a method, or a recipe. Small tensors travel like others,
             and no step at the start is dense. ``algo`` is for gradients. Default: None, which is ``"quantized"`` with
             one bit.
@@ -186,6 +186,7 @@ def wrap(
             raise ConfigurationError(f"broadcast_parameters={broadcast_parameters!r}: must be True or False")
         check_model(model, group)
         check_held(model, whole)
+        at_once = algo is not None and delivers_at_once(algo)
         options = WrapOptions(
             staleness=staleness or "aware",
             select_by=select_by,
@@ -197,17 +198,15 @@ def wrap(
             timeout=timeout,
             dense_below=dense_below,
             small=resolved_small(small),
-            exchange=exchange if exchange != "auto" or local_steps != 1 or not delivers_at_once(algo) else "gradients",
+            exchange=exchange if exchange != "auto" or local_steps != 1 or not at_once else "gradients",
             local_steps=local_steps,
             match_length=match_length,
             outer_lr=outer_lr,
             outer_momentum=outer_momentum,
         )
-        if (algo, density, exchange) == (DEFAULT_ALGO, None, "auto") and not recipe_fields:
-            algo = DEFAULT_UPDATES if any(map(keeps_points, listed)) else algo
         given = {
-            "algo": None if algo == DEFAULT_ALGO else algo,
-            "density": None if density == DEFAULT_DENSITY else density,
+            "algo": algo,
+            "density": density,
             "warmup_steps": warmup_steps,
             "dense_below": None if dense_below == DENSE_BELOW else dense_below,
             "select_by": None if select_by == "auto" else select_by,
@@ -216,6 +215,9 @@ def wrap(
             "updates_algo": updates_algo,
             "staleness": staleness,
         }
+        if algo is None and density is None and exchange == "auto" and not recipe_fields:
+            algo = given["algo"] = DEFAULT_UPDATES if any(map(keeps_points, listed)) else None
+        algo = DEFAULT_ALGO if algo is None else algo
         check_exchange(whole, options, {name: value for name, value in given.items() if value is not None})
         chosen = resolve_recipe(
             algo,
@@ -229,8 +231,10 @@ def wrap(
         )
         for_updates = chosen
         if any(exchanges_updates(each, options) for each in listed):
-            algo = updates_algo or DEFAULT_UPDATES
-            for_updates = resolve_recipe(algo, None, 0, {}, node_group, group, small=options.small, function=wrap)
+            for_updates = resolve_recipe(
+                updates_algo or DEFAULT_UPDATES, None, 0, {}, node_group, group,
+                small=options.small, function=wrap, argument="updates_algo",
+            )  # fmt: skip
         for each in listed:
             (for_updates if exchanges_updates(each, options) else chosen).check_optimizer(each)
             check_trained(each, names_of(model), alone=is_alone(group))

@@ -78,6 +78,20 @@ def test_variants_have_no_rule(option: str, plain: object, other: object) -> Non
         assert find_rule(lion) is rule
 
 
+@pytest.mark.parametrize(("name", "value"), [("maximize", True), ("decoupled_wd", True), ("use_gc", True)])
+def test_options_outside_of_groups(name: str, value: object) -> None:
+    """What a Lion keeps as an attribute may change its step, too, and so may an option that nobody knows."""
+    _, lion = made()
+    lion.update_fn = lion.step  # as some keep the arithmetic
+    setattr(lion, name, not value)
+    assert find_rule(lion) is LateLion
+    setattr(lion, name, value)
+    assert find_rule(lion) is None
+    delattr(lion, name)
+    lion.defaults["adanorm"] = lion.param_groups[0]["adanorm"] = True
+    assert find_rule(lion) is None
+
+
 def test_delivered_at_once_is_the_optimizer_itself() -> None:
     """If every coordinate is delivered in every step, the result is Lion's."""
     (ours, lion), (theirs, plain) = made(), made()

@@ -206,10 +206,13 @@ def test_arguments_without_effect(caplog: pytest.LogCaptureFixture) -> None:
         tritoncomm.wrap(torch.optim.AdamW(parameters()), local_steps=2, exchange="gradients")
     with pytest.raises(ConfigurationError, match="staleness='aware' with local_steps=2"):
         tritoncomm.wrap(torch.optim.AdamW(parameters()), local_steps=2, staleness="aware")
-    tritoncomm.wrap(named("Muon"), algo="oktopk", density=0.03)  # the line of the README, which are the defaults
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
-    tritoncomm.wrap(named("Muon"), algo="spardl", density=0.1)
-    assert "algo='spardl' and density=0.1 is for optimizers that exchange gradients" in caplog.text
+    tritoncomm.wrap(named("Muon"), algo="oktopk", density=0.03)  # the line of the README, for AdamW
+    assert "algo='oktopk' and density=0.03 is for optimizers that exchange gradients" in caplog.text
+    with pytest.raises(ConfigurationError, match=r"updates_algo is the unknown algorithm '1bit'.*values='1bit'"):
+        tritoncomm.wrap(named("Muon"), updates_algo="1bit")
+    with pytest.raises(ConfigurationError, match=r"updates_algo=Quantized: pass an instance"):
+        tritoncomm.wrap(named("Muon"), updates_algo=tritoncomm.Quantized)
 
 
 def test_local_steps_count_for_a_schedule() -> None:

@@ -22,7 +22,7 @@ def wrap(
     accelerator: Accelerator,
     model: nn.Module,
     optimizer: AcceleratedOptimizer,
-    algo: str | Recipe = "oktopk",
+    algo: str | Recipe | None = None,
     *,
     residuals: str = "restore",
     **settings: Any,
@@ -39,7 +39,7 @@ def wrap(
         accelerator: The accelerator that prepared ``model`` and ``optimizer``.
         model: The prepared model. With several processes, it is a ``DistributedDataParallel`` module.
         optimizer: The prepared optimizer.
-        algo: Name of a method, or a recipe. See :func:`tritoncomm.wrap`. Default: ``"oktopk"``.
+        algo: Name of a method, or a recipe. See :func:`tritoncomm.wrap`, also for the default, None.
         residuals: ``"restore"``: ``load_state()`` needs the residual of each rank. ``"reset"``: it sets residuals to
             zero, for a checkpoint that has none. Default: ``"restore"``.
         **settings: Further arguments of :func:`tritoncomm.wrap`, for example ``density``.

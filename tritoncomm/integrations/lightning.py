@@ -44,7 +44,8 @@ class SparseDDPStrategy(DDPStrategy):
     optimizer is ``x.ckpt.tritoncomm_1``.
 
     Args:
-        algo: Name of a method, or a recipe, which has the fields of the method. Default: ``"oktopk"``.
+        algo: Name of a method, or a recipe, which has the fields of the method. Default: None, see
+            :func:`tritoncomm.wrap`.
         residuals: ``"restore"``: a resumed run needs the residual of each rank. ``"reset"``: residuals start at zero,
             for a checkpoint that has none. Default: ``"restore"``.
         **settings: Further arguments of :func:`tritoncomm.wrap`, for example ``density``, and of ``DDPStrategy``.
@@ -52,7 +53,7 @@ class SparseDDPStrategy(DDPStrategy):
 
     optimizers: list[Any]  # a property of the strategy
 
-    def __init__(self, algo: str | Recipe = "oktopk", *, residuals: str = "restore", **settings: Any) -> None:
+    def __init__(self, algo: str | Recipe | None = None, *, residuals: str = "restore", **settings: Any) -> None:
         self._restore = beside.check(residuals)
         self._settings = {name: settings.pop(name) for name in _SETTINGS & set(settings)} | {"algo": algo}
         super().__init__(**settings)

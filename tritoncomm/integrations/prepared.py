@@ -27,7 +27,11 @@ def has_peers() -> bool:
 
 
 def connect(
-    accelerator: Accelerator, model: nn.Module, prepared: AcceleratedOptimizer, algo: str | Recipe, **settings: Any
+    accelerator: Accelerator,
+    model: nn.Module,
+    prepared: AcceleratedOptimizer,
+    algo: str | Recipe | None,
+    **settings: Any,
 ) -> SparseOptimizer:
     """Wrap the optimizer inside ``prepared``, and let ``accelerator`` clip averaged gradients.
 

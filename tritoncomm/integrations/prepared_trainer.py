@@ -10,7 +10,7 @@ from tritoncomm.integrations.prepared import connect, has_peers, replace_inner
 from tritoncomm.optimizer import SparseOptimizer
 
 
-def connect_trainer(trainer: Any, algo: str | Recipe, settings: dict[str, Any]) -> SparseOptimizer:
+def connect_trainer(trainer: Any, algo: str | Recipe | None, settings: dict[str, Any]) -> SparseOptimizer:
     """Wrap the optimizer of ``trainer``, see :func:`~tritoncomm.integrations.prepared.connect`."""
     _check(trainer)
     limited = _with_limit(settings, trainer)

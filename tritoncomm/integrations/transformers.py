@@ -27,7 +27,7 @@ class SparseGradients(TrainerCallback):
     :class:`~tritoncomm.OptimizerList`. A checkpoint gets a folder ``tritoncomm`` with the residual of each rank.
 
     Args:
-        algo: Name of a method, or a recipe. See :func:`tritoncomm.wrap`. Default: ``"oktopk"``.
+        algo: Name of a method, or a recipe. See :func:`tritoncomm.wrap`, also for the default, None.
         residuals: ``"restore"``: a resumed run needs the residual of each rank. ``"reset"``: residuals start at zero,
             for a checkpoint that has none. Default: ``"restore"``.
         **settings: Further arguments of :func:`tritoncomm.wrap`. With ``clip_by="delivered"``, the Trainer clips.
@@ -36,7 +36,7 @@ class SparseGradients(TrainerCallback):
         optimizer: The wrapped optimizer, for example for its ``metrics()``. None before training.
     """
 
-    def __init__(self, algo: str | Recipe = "oktopk", *, residuals: str = "restore", **settings: Any) -> None:
+    def __init__(self, algo: str | Recipe | None = None, *, residuals: str = "restore", **settings: Any) -> None:
         self._restore = beside.check(residuals)
         self._algo, self._settings = algo, settings
         self.optimizer: SparseOptimizer | None = None

@@ -23,6 +23,8 @@ _PLAIN = {
     "fixed_decay": False,
     "corrected_weight_decay": False,
 }
+# Names that say nothing about the step.
+_SILENT = ("lr", "betas", "weight_decay", "foreach", "fused", "defaults", "state", "param_groups", "step")
 
 
 class LateLion(LateRule):
@@ -36,13 +38,18 @@ class LateLion(LateRule):
 
     @staticmethod
     def fits(optimizer: torch.optim.Optimizer) -> bool:
-        """Return True for a class called ``Lion`` whose options are those of Lion, and none changes its step."""
+        """Return True for a class called ``Lion`` whose options are those of Lion, and none changes its step.
+
+        Options are in the groups, or attributes. One that is not known and is set may change the step.
+        """
         if type(optimizer).__name__ != "Lion":
             return False
-        has_options = all(name in each for each in optimizer.param_groups for name in ("lr", "betas", "weight_decay"))
-        return has_options and all(
-            bool(each.get(name, plain) == plain) for each in optimizer.param_groups for name, plain in _PLAIN.items()
-        )
+        options, groups = {*optimizer.defaults, *_PLAIN}, optimizer.param_groups
+        if not all(name in each for each in groups for name in ("lr", "betas", "weight_decay")):
+            return False
+        attributes = {name: value for name, value in vars(optimizer).items() if not name.startswith("_")}
+        given = [attributes, *({name: each[name] for name in options & each.keys()} for each in groups)]
+        return all(_is_plain(name, value) for each in given for name, value in each.items())
 
     def advance(
         self, group: Mapping[str, Any], held: Held, mean: torch.Tensor, tau: torch.Tensor
@@ -54,3 +61,10 @@ class LateLion(LateRule):
 
     def decay(self, group: Mapping[str, Any]) -> float:
         return 1.0 - float(group["lr"]) * float(group["weight_decay"])
+
+
+def _is_plain(name: str, value: Any) -> bool:
+    """Return True if the option ``name`` with this ``value`` leaves the step of the paper as it is."""
+    if name in _PLAIN:
+        return bool(value == _PLAIN[name])
+    return name in _SILENT or callable(value) or not value

@@ -86,7 +86,8 @@ class OptimizerList(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Raise :class:`~tritoncomm.ConfigurationError`: nothing says which optimizer is meant."""
         raise ConfigurationError(
-            "add_param_group() of a list of optimizers: add the group to one of them, and call wrap() again"
+            "add_param_group() of a list of optimizers: nothing says which one is meant. Call flush(), which applies "
+            "the residuals, add the group to one of the optimizers, and call wrap() again"
         )
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -190,7 +190,7 @@ def creates_state(optimizer: torch.optim.Optimizer) -> bool:
     searched for the caller.
     """
     module = sys.modules.get("torch.distributed.checkpoint.state_dict")
-    if module is None or any("lr" not in group or float(group["lr"]) != 0 for group in optimizer.param_groups):
+    if module is None or any(group.get("lr") is None or float(group["lr"]) != 0 for group in optimizer.param_groups):
         return False
     maker = module._init_optim_state.__code__  # noqa: SLF001
     frame = inspect.currentframe()
