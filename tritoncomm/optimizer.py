@@ -142,6 +142,7 @@ class SparseOptimizer(OptimizerSetup):
                 raise RuntimeError("the exchange after the last step has not been completed: call merge() first")
             self._exchange.check_complete()
             self._exchange.check_group()
+            self._parameters.check()  # before the first of a list steps
             self._take_local_step(self._local)
         if self._local.is_due:
             self.merge()

@@ -104,7 +104,7 @@ def free_between_exchanges(rank: int, world_size: int, send) -> None:
             module(rows).square().mean().backward()
             each.step()
         exchanged = step % 3 == 2
-        assert (optimizer.metrics()["bytes_sent_total"] > sent) == exchanged
+        assert (optimizer.metrics()["bytes_sent_total"] > sent) == (exchanged and world_size > 1)
         assert optimizer.metrics()["steps_until_exchange"] == 3 - (step + 1) % 3
         if exchanged:
             assert same_everywhere(flat(model))
@@ -115,7 +115,42 @@ def free_between_exchanges(rank: int, world_size: int, send) -> None:
             assert flat(bare) == flat(model)
         with optimizer.averaged():
             assert same_everywhere(flat(model))
-        assert exchanged or not same_everywhere(flat(model))
+        assert exchanged or same_everywhere(flat(model)) == (world_size == 1)
+
+
+def without_gradient(rank: int, world_size: int, send) -> None:
+    """What has no gradient on any rank stays as it is, with its residual. What one rank trains, all get."""
+    for local_steps in (1, 4):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(*shape, bias=False) for shape in ((8, 23), (23, 8), (8, 3))))
+        inner = torch.optim.NAdam(model.parameters(), lr=0.05)
+        optimizer = tritoncomm.wrap(inner, model=model, local_steps=local_steps)
+        generator = torch.Generator().manual_seed(rank)
+
+        def train(steps: int, *, uses_last: bool, wrapped=optimizer, model=model, generator=generator) -> None:
+            for _ in range(steps):
+                wrapped.zero_grad()
+                hidden = model[1](model[0](torch.randn(4, 8, generator=generator)))
+                (model[2](hidden) if uses_last else hidden).square().mean().backward()
+                wrapped.step()
+            wrapped.merge()
+            assert same_everywhere(flat(model))
+
+        def last_layer(wrapped=optimizer, model=model) -> tuple[list[float], list[float]]:
+            *_, owed = wrapped._exchange.vectors[0].residuals_by_parameter().values()
+            return flat(model[2]), owed.tolist()
+
+        never = last_layer()
+        train(6, uses_last=False)
+        assert last_layer() == never
+        train(6, uses_last=True)
+        kept = last_layer()
+        assert world_size == 1 or any(kept[1])
+        train(9, uses_last=False)
+        assert last_layer() == kept
+        train(4, uses_last=rank == 0)  # the others have no gradient
+        assert last_layer()[0] != kept[0]
+        optimizer.release()
 
 
 def length_is_matched(rank: int, world_size: int, send) -> None:
@@ -156,7 +191,7 @@ def merged_and_flushed(rank: int, world_size: int, send) -> None:
     optimizer = adam_of(model, METHODS["oktopk"])
     for step in range(4):
         train(model, optimizer, step, rank)
-    assert not same_everywhere(flat(model))
+    assert same_everywhere(flat(model)) == (world_size == 1)
     optimizer.merge()
     assert same_everywhere(flat(model))
     assert optimizer.metrics()["exchanges"] == 2
@@ -379,6 +414,77 @@ def loaded_weights(rank: int, world_size: int, send) -> None:
         model.weight.clamp_(-0.3, 0.3)
     train(model, optimizer, 2, rank)
     assert same_everywhere(flat(model))
+    optimizer.release()
+    local = tritoncomm.wrap(torch.optim.RMSprop(model.parameters(), lr=1e-3), model=model, local_steps=4)
+    train(model, local, 0, rank)
+    with log_lines() as lines:
+        with local.averaged():
+            pass
+        assert not lines
+        model.load_state_dict(other.state_dict())  # between two exchanges, it counts as a step
+        for _ in range(2):
+            with local.averaged():
+                assert flat(model) != flat(other)
+    assert len([line for line in lines if "Before you load weights, call merge()" in line]) == 1
+    local.merge()
+    model.load_state_dict(other.state_dict())
+    train(model, local, 1, rank)
+    with local.averaged():
+        assert flat(model) == flat(other)
+
+
+def outer_rate(rank: int, world_size: int, send) -> None:
+    """The outer rate can be set between two exchanges. One that differs between ranks is refused by name."""
+    parameters = parameters_of()
+    optimizer = wrapped(parameters, "dense", local_steps=2)
+    for rate in (1.0, 0.5):
+        optimizer.outer_lr = rate
+        before, given = vector(parameters), torch.zeros(())
+        for step in range(2):
+            give(parameters, step, rank, world_size)
+            given = given + vector([p.grad for p in parameters])
+            optimizer.step()
+        torch.testing.assert_close(before - vector(parameters), rate * total(given) / world_size)
+    with pytest.raises(tritoncomm.ConfigurationError, match="outer_lr=-1"):
+        optimizer.outer_lr = -1
+    optimizer.outer_lr = 1.0 + (rank == world_size - 1)
+    give(parameters, 0, rank, world_size)
+    optimizer.step()
+    if world_size > 1:
+        with pytest.raises(tritoncomm.ProtocolMismatchError, match="lr of the common parameters"):
+            optimizer.merge()
+        optimizer.outer_lr = 1.0
+    optimizer.merge()
+    assert same_everywhere(vector(parameters).tolist())
+
+
+def figures(rank: int, world_size: int, send) -> None:
+    """Metrics count steps, exchanges and bytes. Synchronizing leaves gradients alone, and says so once."""
+    parameters = parameters_of()
+    optimizer = wrapped(parameters, METHODS["1 bit"], local_steps=2)
+    with log_lines(logging.INFO) as lines:
+        for step in range(5):
+            give(parameters, step, rank, world_size)
+            own = vector([p.grad for p in parameters])
+            optimizer.synchronize()
+            assert torch.equal(vector([p.grad for p in parameters]), own)
+            before = vector(optimizer._local.anchors)
+            optimizer.step()
+            metrics = optimizer.metrics()
+            assert metrics["inner_steps"] == step + 1
+            assert metrics["exchanges"] == (step + 1) // 2
+            assert metrics["bytes_per_step"] == pytest.approx(metrics["bytes_sent_total"] / (step + 1))
+            if step == 0:
+                moved = before - vector(parameters)
+            if step == 1 and world_size > 1:  # a single worker has nothing to give
+                assert metrics["delta_norm"] == pytest.approx(float((moved + own).norm()))
+    assert len([line for line in lines if "gradients stay those of this worker" in line]) == 1
+    assert metrics["dropped_deltas"] == 0
+    with torch.no_grad():
+        parameters[0][0, 0] = torch.nan if rank == 0 else 1.0
+    optimizer.merge()
+    assert optimizer.metrics()["dropped_deltas"] == (rank == 0)
+    assert same_everywhere(vector(parameters).tolist())
 
 
 def merged_on_one_rank(rank: int, world_size: int, send) -> None:
@@ -390,7 +496,7 @@ def merged_on_one_rank(rank: int, world_size: int, send) -> None:
     if rank != 0:
         train(model, optimizer, 1, rank)
     wrong = optimizer.merge if rank == 0 else lambda: train(model, optimizer, 2, rank)
-    with pytest.raises(tritoncomm.ProtocolMismatchError, match="local_steps of the common parameters"):
+    with pytest.raises(tritoncomm.ProtocolMismatchError, match=r"local_steps of the common.*step\(\) equally often"):
         wrong()
     assert optimizer.metrics()["exchanges"] == 0
 

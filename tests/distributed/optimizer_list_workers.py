@@ -181,6 +181,61 @@ def trains_like_dense(rank: int, world_size: int, send) -> None:
         assert ends[1] < ABOVE_DENSE.get(name, 1.25) * ends[0], (name, ends)
 
 
+def parameter_that_was_added(rank: int, world_size: int, send) -> None:
+    """A parameter that one of a list gets later is an error before any of them steps. What it says to do works."""
+    torch.manual_seed(0)
+    model, extra = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8)), nn.Parameter(torch.ones(4))
+    parts = muon(model)
+    optimizer = tritoncomm.wrap(parts, model=model)
+
+    def step(wrapped: tritoncomm.SparseOptimizer, number: int) -> None:
+        wrapped.zero_grad()
+        rows = torch.randn(4, 8, generator=torch.Generator().manual_seed(100 * number + rank))
+        ((model(rows) - rows).square().mean() * extra.sum()).backward()
+        wrapped.step()
+
+    step(optimizer, 0)
+    before = flat(model)
+    parts[1].add_param_group({"params": [extra]})
+    for _ in range(2):
+        with pytest.raises(tritoncomm.ConfigurationError, match=r"for a list.*call flush\(\) and wrap again"):
+            step(optimizer, 1)
+        assert flat(model) == before
+    optimizer.flush()
+    again = tritoncomm.wrap(parts, model=model)
+    step(again, 2)
+    assert same_everywhere([*flat(model), *extra.tolist()])
+    assert extra.tolist() != [1.0] * 4
+
+
+class OwnRate(torch.optim.SGD):
+    """Like Prodigy, keeps an estimate in its group, which depends on the gradients of its rank."""
+
+    def step(self, closure=None) -> None:
+        """Take a step, and note its length."""
+        for group in self.param_groups:
+            group["d"] = sum(float(p.grad.norm()) for p in group["params"] if p.grad is not None)
+        super().step(closure)
+
+
+def options_of_one_rank(rank: int, world_size: int, send) -> None:
+    """Numbers that an optimizer keeps in its groups may differ between ranks once it has stepped by itself."""
+    torch.manual_seed(0)
+    model, extra = nn.Linear(8, 8), nn.Parameter(torch.ones(4))
+    optimizer = tritoncomm.wrap(OwnRate(model.parameters(), lr=0.1), model=model)
+    train(model, optimizer, 0, rank)
+    assert world_size == 1 or not same_everywhere([optimizer.param_groups[0]["d"]])
+    optimizer.add_param_group({"params": [extra]})
+    optimizer.reset_process_group()
+    extra.grad = torch.ones(4)
+    train(model, optimizer, 1, rank)
+    assert same_everywhere(flat(model))
+    optimizer.param_groups[0]["nesterov"] = rank == 0  # no number
+    if world_size > 1:
+        with pytest.raises(tritoncomm.ConfigMismatchError, match="param_groups"):
+            optimizer.reset_process_group()
+
+
 def scaled_list(rank: int, world_size: int, send) -> None:
     """A scaler steps a list. All ranks skip what an overflow on one of them reaches."""
     for scaler_of in (torch.amp.GradScaler, tritoncomm.amp.GradScaler):

@@ -209,6 +209,9 @@ def test_arguments_without_effect(caplog: pytest.LogCaptureFixture) -> None:
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
     tritoncomm.wrap(named("Muon"), algo="oktopk", density=0.03)  # the line of the README, for AdamW
     assert "algo='oktopk' and density=0.03 is for optimizers that exchange gradients" in caplog.text
+    for given in ({"updates_algo": "dgc"}, {"algo": tritoncomm.DGC(density=0.1)}):
+        with pytest.raises(ConfigurationError, match="DGC has a momentum of its own, which is for gradients"):
+            tritoncomm.wrap(named("Muon"), **given)
     with pytest.raises(ConfigurationError, match=r"updates_algo is the unknown algorithm '1bit'.*values='1bit'"):
         tritoncomm.wrap(named("Muon"), updates_algo="1bit")
     with pytest.raises(ConfigurationError, match=r"updates_algo=Quantized: pass an instance"):

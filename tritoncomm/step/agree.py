@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from numbers import Real
 from typing import Any, NamedTuple
@@ -152,6 +152,10 @@ def digest(tensor: torch.Tensor) -> str:
     return hashlib.blake2b(bytes_of(tensor), digest_size=8).hexdigest()
 
 
+def _is_number(value: object) -> bool:
+    return isinstance(value, (Real, torch.Tensor)) and not isinstance(value, bool)
+
+
 def compare_setup(
     optimizer: torch.optim.Optimizer,
     trained: Sequence[tuple[torch.Tensor, str]],
@@ -164,6 +168,7 @@ def compare_setup(
     buffers: Sequence[tuple[torch.Tensor, str]] = (),
     broadcast: bool = False,
     caught_up: bool = False,
+    stepped: Collection[int] = (),
 ) -> None:
     """Check that all ranks of ``group`` are configured identically and are at the same step.
 
@@ -180,13 +185,18 @@ def compare_setup(
             False, the values of ``trained`` and ``others`` must be equal.
         caught_up: Whether some ranks have just applied a step of the others. Schedules have not taken theirs there, so
             options may differ. The next step compares them.
+        stepped: Ids of parameter groups by which a rank has stepped alone. An optimizer may keep numbers in them, such
+            as an estimated rate, which then differ.
 
     Raises:
         ConfigMismatchError: Anything differs. All ranks raise it.
     """
     if not is_distributed():
         return
-    settings = [{k: v for k, v in g.items() if k not in ("params", "param_names")} for g in optimizer.param_groups]
+    settings = [
+        {k: v for k, v in g.items() if k not in ("params", "param_names") and not (id(g) in stepped and _is_number(v))}
+        for g in optimizer.param_groups
+    ]
     fields = {
         "version": __version__,
         "optimizer": type(optimizer).__name__,
@@ -440,10 +450,16 @@ def rejection(
         reason = differ if found else "an update has stopped on all ranks"
         return ProtocolMismatchError(f"{step} was rejected, because {reason}: {UPDATES_ADVICE}")
     if found:
-        return ProtocolMismatchError(
-            f"{step} was rejected, and nothing has changed, because {differ}. Use the same options and freeze the same "
-            "parameters on all ranks; a schedule that follows a loss needs its mean over ranks. Then repeat the step"
+        advice = (
+            "Use the same options and freeze the same parameters on all ranks; a schedule that follows a loss needs "
+            "its mean over ranks. Then repeat the step"
         )
+        if any(name.startswith("local_steps of") for name in found):
+            advice = (
+                "All ranks call step() equally often before they exchange, a rank without a batch without gradients: "
+                "let the others catch up, then repeat the exchange"
+            )
+        return ProtocolMismatchError(f"{step} was rejected, and nothing has changed, because {differ}. {advice}")
     reason = "" if otherwise is None else otherwise()
     if reason:
         return ProtocolMismatchError(f"{step} was rejected, and nothing has changed, because {reason}")

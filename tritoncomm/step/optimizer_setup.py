@@ -265,8 +265,9 @@ class OptimizerSetup(OptimizerProxy):
             keep_gradients_local(module)
         trained, options = self._parameters.trained, self._options
         agree.compare_setup(
-            self.optimizer, trained, recipes[self.recipe], options, exchange.steps, process_group, caught_up=caught_up
-        )
+            self.optimizer, trained, recipes[self.recipe], options, exchange.steps, process_group,
+            caught_up=caught_up, stepped=self._stepped,
+        )  # fmt: skip
         exchange.restart()
         self._inspected = False
         of_vectors = [recipes[vector.recipe] for vector in exchange.vectors]
@@ -301,7 +302,10 @@ class OptimizerSetup(OptimizerProxy):
     def _compare(self, exchange: GradientExchange, **fields: Any) -> None:
         trained, group, all_shards = self._parameters.trained, exchange.options.group, exchange.all_shards
         try:
-            agree.compare_setup(self.optimizer, trained, self.recipe, self._options, exchange.steps, group, **fields)
+            agree.compare_setup(
+                self.optimizer, trained, self.recipe, self._options, exchange.steps, group,
+                stepped=self._stepped, **fields,
+            )  # fmt: skip
         except ConfigMismatchError as error:
             if all_shards is not None:
                 agree.propagate_error(str(error), all_shards.group, self._device)
@@ -311,13 +315,19 @@ class OptimizerSetup(OptimizerProxy):
         exchange.agree_on_exchange_id()
 
     @property
+    def _stepped(self) -> set[int]:
+        """Ids of the parameter groups by which this rank has taken local steps."""
+        return set() if self._local is None else self._local.stepped
+
+    @property
     def _device(self) -> torch.device | None:
         return agree.device_of(self.optimizer)
 
     def release(self) -> None:
         """Allow ``step()`` of the original optimizer again. Residuals stay in this one, and are not applied.
 
-        Call :meth:`merge` before where updates are exchanged: parameters differ between ranks after local steps.
+        Call :meth:`merge` before where updates are exchanged: parameters differ between ranks after local steps. So
+        does the state of the optimizer. Load that of one rank on all before you step by averaged gradients.
 
         A ``DistributedDataParallel`` module that was passed to :func:`wrap` still averages nothing: to train without
         tritoncomm, put ``model.module`` into a new one, and drop the old one.

@@ -70,8 +70,8 @@ class KnownParameters:
         if new:
             raise ConfigurationError(
                 f"the original optimizer has {len(new)} parameters that it did not have at wrap(), the first of shape "
-                f"{tuple(new[0].shape)}: call add_param_group() of the wrapped optimizer, or wrap again if parameters "
-                "were replaced"
+                f"{tuple(new[0].shape)}: call add_param_group() of the wrapped optimizer instead; for a list, or if "
+                "parameters were replaced, call flush() and wrap again"
             )
 
     def local_error(self) -> ConfigurationError | None:

@@ -86,7 +86,7 @@ class LocalSteps:
         self.delta_norm = torch.zeros(())
         self._later: tuple[Mapping[str, Any], Sequence[Any]] | None = None  # states that the next use loads
         self._bad: dict[int, int] = {}  # numbers of NaN and Inf that the next exchange must be refused for
-        self._has_said = self._is_stale = self._is_broken = False
+        self._has_said = self._has_told_change = self._is_stale = self._is_broken = False
         self._swaps = 0  # contexts in which parameters are the anchor
         self._divided: list[int] = []  # versions of gradients that were divided by a loss scale
         self._versions: list[int] = []
@@ -130,6 +130,11 @@ class LocalSteps:
     def rates(self) -> dict[str, Any]:
         """Return the learning rates of the original optimizers, by names of their groups."""
         return agree.rates_of(group for optimizer in self._optimizers for group in optimizer.param_groups)
+
+    @property
+    def stepped(self) -> set[int]:
+        """Ids of the parameter groups by which this worker has stepped."""
+        return {id(group) for each in self._optimizers for group in each.param_groups} if self.total else set()
 
     def guard(self) -> None:
         """Let ``step()`` of the original optimizers raise an error from now on."""
@@ -227,6 +232,7 @@ class LocalSteps:
             limit_norm([*trained, *(rest if self._steps.alone else ())], norm, limit)
             self._steps.grad_norm = float(norm)
         self._steps.step([], self._counted(), clip=False)
+        self._note_versions()
 
     @contextmanager
     def _counted(self) -> Iterator[None]:
@@ -241,13 +247,17 @@ class LocalSteps:
     def _note_versions(self) -> None:
         self._versions = [version_of(parameter) for parameter in self.parameters]
 
+    def _were_changed(self) -> bool:
+        """Return True if somebody has written to the parameters since the last step or exchange."""
+        return self._versions != [version_of(parameter) for parameter in self.parameters]
+
     def _were_loaded(self) -> bool:
         """Return True if somebody has given the parameters other values since the last exchange, on all ranks.
 
         They have loaded weights, and the anchor is no common origin any more. A small change, as by clamping weights,
         is exchanged like a step.
         """
-        if self.taken or self._versions == [version_of(parameter) for parameter in self.parameters]:
+        if self.taken or not self._were_changed():
             return False
         pairs = [(local(a.detach()), local(p.detach())) for a, p in self._pairs()]
         change = sum(float(delta_of(anchor, own).double().square().sum()) for anchor, own in pairs)
@@ -281,7 +291,7 @@ class LocalSteps:
 
     @torch.no_grad()
     def give(self, *, alone: bool) -> None:
-        """Let the gradient of each anchor be what this worker has changed.
+        """Let the gradient of each anchor be what this worker has changed, or None if it has changed nothing.
 
         It is taken against the anchor in the dtype of the parameter, so that its rounding is no change. If it is NaN or
         Inf, this worker gives zeros, unless the policy is to raise. When they are settled, it forgets the state of its
@@ -295,22 +305,27 @@ class LocalSteps:
         self.outer.param_groups[0][_TAKEN] = self.taken
         if alone and self.is_plain:
             self.accept()
-        deltas = self._deltas() if self._bad or self._options.on_nonfinite == "raise" else self._finite_deltas()
+        deltas = self._deltas()
         for position, count in self._bad.items():
             deltas[position].view(-1)[:count] = torch.nan
-        self.delta_norm = torch.linalg.vector_norm(torch.stack([delta.norm() for delta in deltas]))
-        self._bad = {}
-        for anchor, delta in zip(self.anchors, deltas, strict=True):
-            anchor.grad = like_parameter(anchor, delta.reshape(-1))
+        norms = torch.stack([delta.norm() for delta in deltas])
+        figures = norms.tolist()  # the host waits for a GPU once
+        if not (self._bad or self._options.on_nonfinite == "raise" or all(map(math.isfinite, figures))):
+            self._drop_broken(deltas)
+            norms = torch.stack([delta.norm() for delta in deltas])
+        self.delta_norm, self._bad = torch.linalg.vector_norm(norms), {}
+        for anchor, delta, norm in zip(self.anchors, deltas, figures, strict=True):
+            # What this worker has not changed is like a parameter without gradient. Shards of it may differ in that.
+            given = norm != 0 or self._has_shards or bool(delta.any())
+            anchor.grad = like_parameter(anchor, delta.reshape(-1)) if given else None
 
     def _deltas(self) -> list[torch.Tensor]:
         """Return what this worker has changed of each parameter, in the dtype of its anchor."""
         self._is_broken = False
         return [delta_of(local(a.detach()), local(p.detach())) for a, p in self._pairs()]
 
-    def _finite_deltas(self) -> list[torch.Tensor]:
-        """Return the same, or zeros if a parameter is NaN or Inf."""
-        deltas = self._deltas()
+    def _drop_broken(self, deltas: Sequence[torch.Tensor]) -> None:
+        """Replace ``deltas`` by zeros if a parameter is NaN or Inf."""
         self._is_broken = not all_finite(deltas)
         if self._is_broken:
             logger.warning(
@@ -318,7 +333,6 @@ class LocalSteps:
             )
             for delta in deltas:
                 delta.zero_()
-        return deltas
 
     def _pairs(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Return each anchor and its parameter."""
@@ -375,7 +389,9 @@ class LocalSteps:
         added.
         """
         self._load_later()
-        for anchor, delta in zip(self.anchors, self._finite_deltas(), strict=True):
+        deltas = self._deltas()
+        self._drop_broken(deltas)
+        for anchor, delta in zip(self.anchors, deltas, strict=True):
             residuals[anchor].view(delta.shape).add_(delta)
         self.settle()
 
@@ -384,6 +400,13 @@ class LocalSteps:
         """Let the parameters be the anchor in the body, and this worker's own again behind it."""
         self._load_later()
         swaps = self.taken > 0 and not self._swaps
+        if swaps and not self._has_told_change and self._were_changed():
+            self._has_told_change = True
+            logger.warning(
+                "parameters were changed outside of step() while %d local steps were not exchanged: this counts as a "
+                "part of these steps. Before you load weights, call merge()",
+                self.taken,
+            )
         own = [local(parameter.detach()).clone() for parameter in self.parameters] if swaps else []
         with torch.no_grad():
             if swaps:
