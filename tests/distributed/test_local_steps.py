@@ -70,8 +70,3 @@ def test_checkpoints(world_size: int, tmp_path: Path) -> None:
     """Local steps, and a list of optimizers, can be saved and resumed."""
     run_workers(checkpoints.in_checkpoints, world_size, str(tmp_path / "local steps"))
     run_workers(checkpoints.list_in_a_checkpoint, world_size, str(tmp_path / "list"))
-
-
-def test_every_optimizer_trains() -> None:
-    """torch's optimizers, and some that are not torch's, train at the defaults."""
-    run_situations([optimizers.trains_like_dense], 2)
