@@ -180,29 +180,44 @@ def figures(found: Sequence[Entry], paces: Paces, target: str = "adamw", delay: 
     return sorted(rows, key=place)
 
 
-def table(rows: Sequence[dict[str, Any]]) -> str:
-    """Return ``rows`` as Markdown, fastest first."""
-    head = ["method", "rate", "outer", "loss to dense", "kB per step", "steps", *(f"s at {name}" for name in RATES)]
-    lines = ["| " + " | ".join([*head, "seeds"]) + " |", "|" + "---|" * (len(head) + 1)]
+def table(rows: Sequence[dict[str, Any]], rates: Sequence[str] = tuple(RATES), target: str = "adamw") -> str:
+    """Return ``rows`` as Markdown, fastest first, with the seconds at ``rates``."""
+    dense = optimizer_runs.OPTIMIZER_NAMES[target]
+    head = ["method", "rate", f"loss against dense {dense}", "kB per step", "steps", *rates]
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    same_schedule = len({row["schedule"] for row in rows}) == 1
     for row in rows:
-        plain = row["outer_lr"] == 1 and row["outer_momentum"] == 0
-        low, high = row.get("gap_range", [0, 0])
-        some = f" ({row['reached']} of {len(row['seeds'])})" if 0 < row["reached"] < len(row["seeds"]) else ""
-        steps = "never" if row["steps_to_target"] is None else f"{row['steps_to_target']:.0f}{some}"
+        schedule = "" if same_schedule or row["schedule"] == "constant" else f", {row['schedule']}"
         cells = [
             row["method"],
-            f"{row['lr']:g}"
-            + (" constant" if row["schedule"] == "constant" else "")
-            + (" (end)" if row["lr_is_at_end_of_sweep"] else ""),
-            "" if plain else f"{row['outer_lr']:g} and {row['outer_momentum']:g}",
-            f"{row['gap']:+.1f} % ({low:+.1f} to {high:+.1f})" if "gap" in row else "-",
-            f"{row['kilobytes']:.3g}" if row["kilobytes"] < 1000 else f"{row['kilobytes']:.0f}",  # noqa: PLR2004
-            steps,
-            *(_time(row, name) for name in RATES),
-            f"{len(row['seeds'])}",
+            f"{row['lr']:g}{schedule}{' (end)' if row['lr_is_at_end_of_sweep'] else ''}",
+            _gap(row, f"dense {dense}"),
+            _rounded(row["kilobytes"]),
+            _steps(row),
+            *(_time(row, name) for name in rates),
         ]
-        lines.append("| " + " | ".join(cells) + " |")
+        lines.append("|" + "|".join(f" {cell} " if cell else " " for cell in cells) + "|")
     return "\n".join(lines)
+
+
+def _gap(row: dict[str, Any], dense: str) -> str:
+    if row["method"] == dense or "gap" not in row:
+        return ""
+    low, high = row["gap_range"]
+    return "0.0 %" if low == high == 0 else f"{low:+.1f} to {high:+.1f} %"
+
+
+def _rounded(number: float) -> str:
+    if number < 10:  # noqa: PLR2004
+        return f"{number:.1f}"
+    return f"{number:.0f}" if number < 10_000 else f"{number:,.0f}"  # noqa: PLR2004
+
+
+def _steps(row: dict[str, Any]) -> str:
+    if row["steps_to_target"] is None:
+        return "never"
+    some = f" ({row['reached']} of {len(row['seeds'])} seeds)" if row["reached"] < len(row["seeds"]) else ""
+    return f"{row['steps_to_target']:.0f}{some}"
 
 
 def sweep_table(results: Results, task: str, sweep: Sequence[int]) -> str:
@@ -226,9 +241,9 @@ def _settings(run: Run) -> str:
 
 def _time(row: dict[str, Any], name: str) -> str:
     found = row["seconds"][name]
-    if row["steps_to_target"] is None:
-        return "never"
-    return "-" if found is None else f"{'' if found['is_measured'] else '~ '}{found['mean']:.0f}"
+    if row["steps_to_target"] is None or found is None:
+        return ""
+    return f"{'' if found['is_measured'] else '~'}{_rounded(max(10.0, found['mean']))}"
 
 
 def error_table(errors: Sequence[dict[str, Any]]) -> str:
@@ -343,7 +358,8 @@ def main() -> None:
     steps = TASKS[options.task](None, 1).steps
     paces = Paces(race_results.read(options.race), options.task, WORKERS, steps)
     rows, errors = figures(found, paces, options.target, options.delay), errors_of(found, paces)
-    print(f"{options.task}: to {TARGET:g} times the loss of dense {options.target}.\n\n{table(rows)}")
+    print(f"{options.task}: to {TARGET:g} times the loss of dense {options.target}.\n")
+    print(table(rows, target=options.target))
     if errors:
         print(f"\nSeconds of a step:\n\n{error_table(errors)}")
     if options.json:

@@ -114,25 +114,39 @@ def _run(row: dict[str, Any]) -> Run:
     return Run(**{field.name: row.get(field.name, field.default) for field in fields(Run)})
 
 
+OPTIMIZER_NAMES = {
+    "adamw": "AdamW", "sgd": "SGD", "lion": "Lion", "muon": "Muon", "adafactor": "Adafactor",
+    "schedule-free": "schedule-free AdamW",
+}  # fmt: skip
+_PEERS = {"powersgd": "PowerSGD, rank {}", "demo": "DeMo", "sparseloco": "SparseLoCo"}
+_BY_UPDATES = "muon", "adafactor"  # what these exchange by default need not be said
+
+
 def label(run: Run) -> str:
     """Return the name of the group of runs that differ from ``run`` in their seeds alone."""
+    name = OPTIMIZER_NAMES[run.optimizer]
     if run.exchange == "dense":
-        return f"{run.optimizer}, dense"
-    how = {"powersgd": f"PowerSGD {run.count}", "demo": "DeMo", "sparseloco": "SparseLoCo"}.get(run.method)
-    if run.exchange == "gradients":
-        if how is None:
-            how = run.values if run.method == "quantized" else f"{run.method} at {run.density:.0%}"
-        return f"{run.optimizer}, gradients, {how}"
-    if how is None:
-        how = run.values if run.method == "quantized" else run.method
-    if run.method == "dense" and run.local_steps > 1:
-        how = "DiLoCo"
-    if run.decay != 1 and run.method != "sparseloco":
-        how = f"MuLoCo, {how}"
-    steps = "" if run.local_steps == 1 else f", {run.local_steps} local steps"
-    plain = run.outer_momentum == 0 and run.outer_lr == 1
-    outer = "" if plain else f", outer {run.outer_lr:g} and {run.outer_momentum:g}"
-    return f"{run.optimizer}, updates, {how}{steps}{outer}"
+        return f"dense {name}"
+    how = {"quantized": bits_of(run), "oktopk": f"Ok-Topk, {100 * run.density:g} %"}.get(run.method, run.method)
+    if run.exchange == "updates" and run.optimizer not in _BY_UPDATES:
+        how = f"updates, {how}"
+    parts = [name, how]
+    if run.method in _PEERS:
+        parts = [_PEERS[run.method].format(run.count)]
+    elif run.method == "dense" and run.local_steps > 1:
+        parts = ["DiLoCo"]
+    elif run.decay != 1:
+        parts = ["MuLoCo"]
+    if run.local_steps > 1:
+        parts.append(f"{run.local_steps} local steps")
+    if run.outer_momentum or run.outer_lr != 1:
+        parts.append(f"outer {run.outer_lr:g} and {run.outer_momentum:g}")
+    return ", ".join(parts)
+
+
+def bits_of(run: Run) -> str:
+    """Return the format of the values of ``run`` in words."""
+    return run.values.replace("bit", " bit" if run.values == "1bit" else " bits")
 
 
 def picture(results: Results, path: Path) -> None:
@@ -158,7 +172,7 @@ def draw(
     for name, outcomes in sorted(groups.items(), key=lambda pair: -pair[1][0]["kilobytes"]):
         scores = [outcome["score"] for outcome in outcomes]
         mean, kilobytes = statistics.fmean(scores), _mean(each["kilobytes"] for each in outcomes)
-        if name.endswith(", dense"):
+        if name.startswith("dense "):
             axes.axhline(mean, color="0.6", linewidth=0.8, linestyle="--")
             text, place = f"{name} ({kilobytes:.0f} kB)", (0.01, mean)
             axes.annotate(text, place, xycoords=("axes fraction", "data"), fontsize=8, va="bottom")

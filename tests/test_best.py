@@ -164,8 +164,8 @@ def test_another_target(best: ModuleType, paces: Any) -> None:
         target: {row["method"]: row["gap"] for row in best.figures(found, paces, target)}
         for target in ("adamw", "muon")
     }
-    assert gaps["adamw"] == {"adamw, dense": 0.0, "adamw, dense in fp16": 0.0, "muon, dense": -50.0}
-    assert gaps["muon"] == {"adamw, dense": 100.0, "adamw, dense in fp16": 100.0, "muon, dense": 0.0}
+    assert gaps["adamw"] == {"dense AdamW": 0.0, "dense AdamW in fp16": 0.0, "dense Muon": -50.0}
+    assert gaps["muon"] == {"dense AdamW": 100.0, "dense AdamW in fp16": 100.0, "dense Muon": 0.0}
 
 
 def test_estimates_are_held_against_what_is_measured(best: ModuleType, paces: Any) -> None:
@@ -225,14 +225,32 @@ def test_table(best: ModuleType, paces: Any) -> None:
     results[replace(dense, optimizer="sgd", seed=0)] = outcome(3.0)
     lines = best.table(best.figures(best.entries(results, "demo", [10]), paces)).splitlines()
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
-    assert [each[0] for each in cells] == [
-        "adamw, gradients, oktopk at 3%", "adamw, dense in fp16", "adamw, dense", "sgd, dense"
-    ]  # fmt: skip
-    assert cells[0][3:6] == ["-5.0 % (-5.0 to -5.0)", "157", "100"]
-    assert cells[0][6] == f"{20 * 1.5 + 80 * (ALONE + WORK + 0.06):.0f}"
-    assert cells[2][5:7] == ["200", f"{20 * 0 + 200 * (ALONE + 4.1616):.0f}"]
-    assert cells[1][6].startswith("~ ")
-    assert cells[3][5:10] == ["never"] * 5
+    assert [each[0] for each in cells] == ["AdamW, Ok-Topk, 3 %", "dense AdamW in fp16", "dense AdamW", "dense SGD"]
+    assert cells[0][1:5] == ["0.1", "-5.0 to -5.0 %", "157", "100"]
+    assert cells[0][5] == f"{20 * 1.5 + 80 * (ALONE + WORK + 0.06):.0f}"
+    assert cells[2][2:6] == ["", "5202", "200", f"{20 * 0 + 200 * (ALONE + 4.1616):.0f}"]
+    assert cells[1][5].startswith("~")
+    assert cells[3][4:] == ["never", "", "", "", ""]
+
+
+SITES = {
+    "updates, 2 bits": "Muon, 2 bits", "updates, 1 bit (the default)": "Muon, 1 bit",
+    "4 local steps, 1 bit": "Muon, 1 bit, 4 local steps", "16 local steps, 2 bits": "Muon, 2 bits, 16 local steps",
+    "16 local steps, 1 bit": "Muon, 1 bit, 16 local steps",
+}  # fmt: skip
+
+
+def cells_of(text: str) -> list[list[str]]:
+    """Return the rows of a table in Markdown without its head."""
+    lines = [line.strip()[1:-1].split("|") for line in text.splitlines() if line.startswith("| ")][1:]
+    return [[cell.strip().strip("*") for cell in line] for line in lines]
+
+
+def measured(best: ModuleType, task: str, file: str) -> list[dict[str, Any]]:
+    """Return what ``best.py`` says of the committed runs of ``task``."""
+    found = best.entries(best.optimizer_runs.read(best.FOLDER / file), task, [10])
+    paces = best.Paces(best.race_results.read(best.FOLDER / "race.json"), task, 4, best.TASKS[task](None, 1).steps)
+    return best.figures(found, paces)
 
 
 @pytest.mark.parametrize(
@@ -244,21 +262,46 @@ def test_table(best: ModuleType, paces: Any) -> None:
     ],
 )
 def test_page_has_the_figures(best: ModuleType, task: str, file: str, title: str, rates: list[str]) -> None:
-    """Each row of the tables of the race has the loss, the steps and the seconds that follow from the results."""
+    """The rows of the tables of the race are those that ``best.py`` prints."""
     section = (ROOT / "docs/explanation/race.md").read_text().partition(f"## {title}\n")[2].partition("\n## ")[0]
-    lines = [line.strip()[1:-1].split("|") for line in section.splitlines() if line.startswith("| ")][1:]
-    shown = [[cell.strip().replace(",", "") for cell in line[2:]] for line in lines]
-    found = best.entries(best.optimizer_runs.read(best.FOLDER / file), task, [10])
-    paces = best.Paces(best.race_results.read(best.FOLDER / "race.json"), task, 4, best.TASKS[task](None, 1).steps)
-    expected = []
-    for row in best.figures(found, paces):
-        low, high = row["gap_range"]
-        gap = "0.0 %" if low == high == 0 else f"{low:+.1f} to {high:+.1f} %"
-        if row["steps_to_target"] is None:
-            expected.append((gap, ["never", *[""] * len(rates)]))
-        else:
-            times = [best._time(row, rate).replace("~ ", "~") for rate in rates]
-            expected.append((gap, [f"{row['steps_to_target']:.0f}", *times]))
-    for loss, _, *cells in shown:
-        assert (loss or "0.0 %", cells) in expected
+    printed = cells_of(best.table(measured(best, task, file), rates))
+    shown = cells_of(section)
+    assert [row for row in shown if row not in printed] == []
     assert len(shown) > len(rates)
+
+
+def test_readme_has_the_figures(best: ModuleType) -> None:
+    """The first table of README has the seconds, bytes and mean losses of the same runs."""
+    names = {
+        "dense DDP": "dense AdamW", "fp16 hook of PyTorch": "dense AdamW in fp16",
+        "PowerSGD hook of PyTorch, rank 8": "PowerSGD, rank 8", "DiLoCo, 30 local steps": "DiLoCo, 30 local steps",
+        "MuLoCo, 30 local steps": "MuLoCo, 30 local steps", "tritoncomm**, AdamW": "AdamW, Ok-Topk, 3 %",
+        "tritoncomm**, Muon with four local steps": "Muon, 1 bit, 4 local steps",
+    }  # fmt: skip
+    rows = {row["method"]: row for row in measured(best, "demo", "peers.json")}
+    rates = ["10 Mbit/s", "100 Mbit/s", "1 Gbit/s"]
+    shown = cells_of((ROOT / "README.md").read_text().partition("\n## ")[0])
+    assert [row[0] for row in shown] == [*names]
+    for name, *cells in shown:
+        row = rows[names[name]]
+        times = [best._time(row, rate) or "never" for rate in rates]
+        loss = "" if name == "dense DDP" else f"{row['gap']:+.1f} %".replace("+0.0", "0.0")
+        assert cells == [*times, best._rounded(row["kilobytes"]), loss], name
+
+
+def test_page_on_sites_has_the_figures(best: ModuleType) -> None:
+    """So has the table on local steps, with the delay of a virtual clock."""
+    found = best.entries(best.optimizer_runs.read(best.FOLDER / "peers.json"), "gpt", [10])
+    paces = best.Paces(best.race_results.read(best.FOLDER / "race.json"), "gpt", 4, best.TASKS["gpt"](None, 1).steps)
+    plain, late = ({row["method"]: row for row in best.figures(found, paces, delay=delay)} for delay in (0.0, 0.05))
+    dense = plain["dense AdamW"]
+    for name, kilobytes, loss, beside, seconds, delayed in cells_of((ROOT / "docs/how-to/across-sites.md").read_text()):
+        method = "dense Muon" if name == "dense gradients" else SITES[name]
+        row = plain[method]
+        below = f"{100 * (1 - row['score'] / dense['score']):.1f} % below"
+        fewer = dense["kilobytes"] / row["kilobytes"]
+        assert [kilobytes, loss] == [best._rounded(row["kilobytes"]), f"{row['score']:.3f}"], name
+        assert beside.startswith(below), name
+        assert fewer == 1 or f"{fewer:.0f} times fewer" in beside, name
+        assert seconds == best._time(row, "10 Mbit/s"), name
+        assert delayed == best._time(late[method], "100 Mbit/s").strip("~"), name
