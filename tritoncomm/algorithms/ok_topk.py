@@ -299,23 +299,13 @@ class OkTopkAlgorithm(BudgetedAlgorithm):
         region = RegionSums(low, high, sum(incoming), local.values.device, self.workspace)
 
         def add(arrived: Inbox) -> None:
-            if encoding.packed:
-                found = [arriving[source].decode(message) for source, message in arrived.items()]
-                entries, counts = Selection.join(found), [part.found for part in found]
-            else:
-                counts = [message.numel() // 2 for message in arrived.values()]
-                entries = Selection.of(*wire.decode_parts(list(arrived.values())))
-                wire.check_indices(entries.indices, low, high, counts)
-            region.add(entries, counts)
+            found = [arriving[source].decode(message) for source, message in arrived.items()]
+            region.add(Selection.join(found), [part.found for part in found])
 
         region.add(parts[rank], [counts[rank]])
-        if encoding.packed:
-            packed = [section.encode(part.indices, part.values) for section, part in zip(sections, parts, strict=True)]
-            messages = [message for message, _ in packed]
-            sent = Selection.join([parts[p] if p == rank else delivered for p, (_, delivered) in enumerate(packed)])
-        else:
-            messages, sent = wire.encode_parts(local.indices, local.values, counts), local
-        sends = {p: message for p, message in enumerate(messages) if p != rank}
+        packed = [section.encode(part.indices, part.values) for section, part in zip(sections, parts, strict=True)]
+        sent = Selection.join([parts[p] if p == rank else delivered for p, (_, delivered) in enumerate(packed)])
+        sends = {p: message for p, (message, _) in enumerate(packed) if p != rank}
         receives = {p: section.words for p, section in arriving.items()}
         width = self.recipe.bucket_width
         yield from collectives.rotate(sends, receives, add, rank, world_size, width=width, phase="split-and-reduce")

@@ -39,30 +39,10 @@ def encode(indices: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     return torch.cat([indices, values.view(torch.int32)])
 
 
-def encode_parts(indices: torch.Tensor, values: torch.Tensor, counts: Sequence[int]) -> list[torch.Tensor]:
-    """Split the entries into consecutive parts of ``counts`` entries, and return one :func:`encode` message for each.
-
-    All messages are written at once. They are views of one buffer.
-    """
-    at_index, at_value = _positions(counts, indices.device)
-    buffer = indices.new_empty(2 * indices.numel())
-    buffer[at_index] = indices
-    buffer[at_value] = values.view(torch.int32)
-    return list(torch.split(buffer, [2 * count for count in counts]))
-
-
 def decode_parts(messages: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the concatenated indices and the concatenated values of several messages of :func:`encode`."""
     indices, values = torch.cat([message.view(2, -1) for message in messages], dim=1).unbind()
     return indices, values.view(torch.float32)
-
-
-def _positions(counts: Sequence[int], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the positions of indices and of values in a buffer of packed messages with ``counts`` entries."""
-    sizes = np.asarray(counts, dtype=np.int64)
-    starts = np.cumsum(sizes) - sizes
-    at_index = np.arange(int(sizes.sum())) + np.repeat(starts, sizes)
-    return torch.from_numpy(at_index).to(device), torch.from_numpy(at_index + np.repeat(sizes, sizes)).to(device)
 
 
 def decode(message: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
