@@ -21,9 +21,11 @@ LATENCY, ALONE, WORK = 1e-4, 0.08, 0.05
 
 @pytest.fixture
 def best(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The module of that name, with a default of ``wrap`` that conftest.py changes."""
+    """The module of that name, with the defaults of ``wrap`` that conftest.py changes."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    monkeypatch.setattr(importlib.import_module("step_seconds"), "DEFAULT_VALUES", "4bit")
+    for module in ("step_seconds", "optimizers"):
+        monkeypatch.setattr(importlib.import_module(module), "DEFAULT_VALUES", "4bit")
+    monkeypatch.setattr(importlib.import_module("optimizers"), "DEFAULT_SMALL", "8bit")
     return importlib.import_module("best")
 
 
