@@ -136,7 +136,6 @@ def update(
     amsgrad: bool,
     maximize: bool,
     images: bool = False,
-    block: int = BLOCK,
 ) -> None:
     """Launch the kernels on checked, non-empty arguments. ``delivered`` is in ``dtype``, or None to read gradients.
 
@@ -144,7 +143,7 @@ def update(
     """
     tensors = table.shape[0]
     total = torch.zeros(SUMS.value * tensors, dtype=torch.int64, device=indices.device)
-    grid = (triton.cdiv(indices.numel(), block),)
+    grid = (triton.cdiv(indices.numel(), BLOCK),)
     lists = indices, indices if delivered is None else delivered
     arguments = *lists, table, control, tables, total, indices.numel(), tensors, tensors.bit_length()
     options: dict[str, Any] = {
@@ -153,7 +152,7 @@ def update(
         "MAXIMIZE": maximize,
         "POWERS": tables.numel() // 4,
         "DISAGREES": DISAGREES,
-        "BLOCK": block,
+        "BLOCK": BLOCK,
         "COMPACT": delivered is not None,
         "IMAGES": images,
         "num_warps": WARPS,

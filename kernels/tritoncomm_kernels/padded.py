@@ -317,23 +317,23 @@ def decompress_padded(out: torch.Tensor, entries: Padded, *, workspace: Workspac
     return out
 
 
-def constant(content: Sequence[float], device: torch.device, *, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-    """Return ``content`` as a tensor of ``dtype`` on ``device``, which must not be written.
+def constant(content: Sequence[int], device: torch.device) -> torch.Tensor:
+    """Return ``content`` as an int32 tensor on ``device``, which must not be written.
 
     It is copied there only once, unless thousands of others have been needed since.
     """
     # Work on another stream does not wait for the copy, so each stream has its own.
-    key = (tuple(content), dtype, device, devices.current_stream(device))
+    key = (tuple(content), device, devices.current_stream(device))
     held = _constants.get(key)
     if held is None:
         while len(_constants) >= _MOST_CONSTANTS:
             _constants.pop(next(iter(_constants)))
-        held = _constants[key] = copied_to(torch.tensor(content, dtype=dtype), device)
+        held = _constants[key] = copied_to(torch.tensor(content, dtype=torch.int32), device)
     return held
 
 
 _MOST_CONSTANTS = 4096
-_constants: dict[tuple[tuple[float, ...], torch.dtype, torch.device, Any], torch.Tensor] = {}
+_constants: dict[tuple[tuple[int, ...], torch.device, Any], torch.Tensor] = {}
 
 
 def check_launch(rows: int) -> None:

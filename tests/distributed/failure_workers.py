@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import time
@@ -233,7 +234,7 @@ def mismatched_settings(rank: int, world_size: int, send) -> None:
     loss_of(model, rank, 0).backward()
     if rank == VICTIM:
         vector = optimizer._vector
-        options = vector.options.with_recipe(tritoncomm.TopkAllgather(density=0.2000001))
+        options = dataclasses.replace(vector.options, recipe=tritoncomm.TopkAllgather(density=0.2000001))
         optimizer._exchange.vectors = [VectorExchange(vector.parameters, vector.names, options)]
         optimizer._vector.scheduler._set_exchange_id(1)  # as if all ranks had agreed on it
     report_error(send, rank, optimizer.step)

@@ -6,7 +6,7 @@ import logging
 import math
 import zlib
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -71,10 +71,6 @@ class ExchangeOptions:
     single_worker_selects: bool = False
     is_anchor: bool = False
     matches_length: bool = False
-
-    def with_recipe(self, recipe: Recipe) -> ExchangeOptions:
-        """Return these options with another recipe."""
-        return replace(self, recipe=recipe)
 
 
 class _Times(NamedTuple):
