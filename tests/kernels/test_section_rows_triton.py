@@ -197,6 +197,7 @@ def test_one_section(
 
     def call(guarded: Guarded) -> tuple[object, ...]:
         words, sent = write_one(layout, low, guarded.of(indices), guarded.of(values), divisor=divisor)
+        assert not refusal(layout, words)
         found = read_one(layout, low, guarded.of(words), divisor=divisor)
         assert bits(found.indices) == bits(sent.indices)
         assert width in {0, 32} or bits(found.values * divisor) == bits(sent.values)
