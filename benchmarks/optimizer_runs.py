@@ -11,6 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+_NEAR = 0.01  # of the loss: texts of lines this near would overlap
 _TICKS = 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000  # kilobytes
 
 
@@ -169,17 +170,22 @@ def draw(
     axes: Any, groups: dict[str, list[Outcome]], styles: Mapping[str, dict[str, Any]] = MappingProxyType({})
 ) -> None:
     """Draw the loss of ``groups`` against bytes. Dense ones are horizontal lines. ``styles`` are those of others."""
+    lines: dict[float, list[str]] = {}  # by their height, those near one another together
     for name, outcomes in sorted(groups.items(), key=lambda pair: -pair[1][0]["kilobytes"]):
         scores = [outcome["score"] for outcome in outcomes]
         mean, kilobytes = statistics.fmean(scores), _mean(each["kilobytes"] for each in outcomes)
         if name.startswith("dense "):
             axes.axhline(mean, color="0.6", linewidth=0.8, linestyle="--")
-            text, place = f"{name} ({kilobytes:.0f} kB)", (0.01, mean)
-            axes.annotate(text, place, xycoords=("axes fraction", "data"), fontsize=8, va="bottom")
+            text = f"{name} ({kilobytes:.0f} kB)"
+            near = next((other for other in lines if abs(other / mean - 1) < _NEAR), mean)
+            lines.setdefault(near, []).append(text)
             continue
         spread = [[mean - min(scores)], [max(scores) - mean]]
         style = {"fmt": "o", "markersize": 5} | styles.get(name, {})
         axes.errorbar(kilobytes, mean, yerr=spread, label=name, **style)
+    for height, texts in lines.items():
+        place = "axes fraction", "data"
+        axes.annotate(", ".join(texts), (0.01, height), xycoords=place, fontsize=8, va="bottom")
     axes.set(xscale="log", xlabel="kB per step and worker", ylabel="validation loss (nats per byte)")
     axes.set_xticks(_TICKS, [f"{tick:g}" for tick in _TICKS])
     axes.minorticks_off()
