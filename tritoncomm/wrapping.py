@@ -96,7 +96,7 @@ def wrap(
             trainer that takes one optimizer takes an :class:`~tritoncomm.OptimizerList`. A
             parameter group that says ``dense=True`` travels whole in each step, as small tensors do.
         algo: Name of a method from :func:`tritoncomm.algorithms`, or a recipe. Default: None, which is ``"oktopk"``,
-            or ``"quantized"`` for a schedule-free optimizer if ``density`` is not given either.
+            or ``"quantized"`` for a schedule-free optimizer if neither ``density``, ``exchange`` nor a field is given.
         density: Fraction of entries to deliver per step, in (0, 1]. If the learning rate bounds how far parameters get,
             do not go below 0.03: 300 steps at 0.01 left 1.25 times the distance of dense on a linear regression.
             Default: None, which is 0.03, or the density of a recipe.

@@ -185,7 +185,7 @@ def compare_setup(
             False, the values of ``trained`` and ``others`` must be equal.
         caught_up: Whether some ranks have just applied a step of the others. Schedules have not taken theirs there, so
             options may differ. The next step compares them.
-        stepped: Ids of parameter groups by which a rank has stepped alone. An optimizer may keep numbers in them, such
+        stepped: Ids of parameter groups by which ranks have stepped alone. An optimizer may keep numbers in them, such
             as an estimated rate, which then differ.
 
     Raises:

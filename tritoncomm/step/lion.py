@@ -24,7 +24,7 @@ _PLAIN = {
     "corrected_weight_decay": False,
 }
 # Names that say nothing about the step.
-_SILENT = ("lr", "betas", "weight_decay", "foreach", "fused", "defaults", "state", "param_groups", "step")
+_SILENT = ("lr", "betas", "weight_decay", "foreach", "fused")
 
 
 class LateLion(LateRule):
@@ -47,7 +47,11 @@ class LateLion(LateRule):
         options, groups = {*optimizer.defaults, *_PLAIN}, optimizer.param_groups
         if not all(name in each for each in groups for name in ("lr", "betas", "weight_decay")):
             return False
-        attributes = {name: value for name, value in vars(optimizer).items() if not name.startswith("_")}
+        attributes = {
+            name: value
+            for name, value in vars(optimizer).items()
+            if isinstance(value, (bool, int, float)) and not name.startswith("_")
+        }
         given = [attributes, *({name: each[name] for name in options & each.keys()} for each in groups)]
         return all(_is_plain(name, value) for each in given for name, value in each.items())
 
@@ -67,4 +71,4 @@ def _is_plain(name: str, value: Any) -> bool:
     """Return True if the option ``name`` with this ``value`` leaves the step of the paper as it is."""
     if name in _PLAIN:
         return bool(value == _PLAIN[name])
-    return name in _SILENT or callable(value) or not value
+    return name in _SILENT or not value

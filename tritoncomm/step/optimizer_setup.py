@@ -204,7 +204,7 @@ class OptimizerSetup(OptimizerProxy):
                 self.recipe.check_optimizer(self.optimizer)
                 self._optimizer_step.check()
                 exchange = self._build(self.process_group)
-            self._compare(exchange)
+            self._compare(exchange, stepped=self._stepped)
         except BaseException:
             del self.param_groups[before:]
             if local_steps is not None:
@@ -304,7 +304,7 @@ class OptimizerSetup(OptimizerProxy):
         try:
             agree.compare_setup(
                 self.optimizer, trained, self.recipe, self._options, exchange.steps, group,
-                stepped=self._stepped, **fields,
+                **fields,
             )  # fmt: skip
         except ConfigMismatchError as error:
             if all_shards is not None:
@@ -316,7 +316,7 @@ class OptimizerSetup(OptimizerProxy):
 
     @property
     def _stepped(self) -> set[int]:
-        """Ids of the parameter groups by which this rank has taken local steps."""
+        """Ids of the parameter groups by which this rank takes local steps."""
         return set() if self._local is None else self._local.stepped
 
     @property
