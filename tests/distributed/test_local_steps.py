@@ -15,6 +15,7 @@ SITUATIONS = [
     workers.conserved,
     workers.free_between_exchanges,
     workers.without_gradient,
+    workers.alone_with_a_residual,
     workers.length_is_matched,
     workers.merged_and_flushed,
     workers.refused,
