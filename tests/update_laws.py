@@ -115,7 +115,7 @@ class Workers:
         """Exchange what the workers have changed, and return each worker's mean."""
         layouts, rows = [BucketLayout(own.anchors) for own in self.each], []
         for own, layout in zip(self.each, layouts, strict=True):
-            own.give(alone=False, single=False)
+            own.give(alone=False)
             rows.append(layout.read_gradients(torch.empty(layout.numel)))
         means = self.world.step(torch.stack(rows), before_round=before_round)
         for own, layout, mean, gain in zip(self.each, layouts, means, self._gains(rows), strict=True):
@@ -416,6 +416,6 @@ def single_worker(case: laws.Case, setting: Setting) -> None:
         workers.take(gradient)
         bare.step(gradient[0])
         if workers.is_due:
-            workers.each[0].give(alone=True, single=True)
+            workers.each[0].give(alone=True)
             workers.each[0].settle()
         assert _same_values(bare.parameter.detach(), workers.parameters[0])

@@ -221,7 +221,7 @@ class SparseOptimizer(OptimizerSetup):
             if not local_steps.taken:
                 return
             bare = all(vector.keeps_gradient() for vector in self._exchange.vectors if vector.options.is_anchor)
-            local_steps.give(alone=bare, single=self._exchange.vectors[0].world_size == 1)
+            local_steps.give(alone=bare)
         try:
             self._exchange_and_apply()
         except BaseException as error:

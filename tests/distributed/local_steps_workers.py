@@ -156,26 +156,30 @@ def without_gradient(rank: int, world_size: int, send) -> None:
 def alone_with_a_residual(rank: int, world_size: int, send) -> None:
     """A worker that is left alone applies what it owes, also to what has no gradient any more, and is then itself."""
     alone = [dist.new_group([each]) for each in range(world_size)][rank]
-    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 3, bias=False))
-    optimizer = tritoncomm.wrap(torch.optim.NAdam(model.parameters(), lr=0.05), model=model, broadcast_parameters=True)
-    generator = torch.Generator().manual_seed(rank)
-    for step in range(9):
-        optimizer.zero_grad()
-        hidden = model[0](torch.randn(4, 8, generator=generator))
-        (model[1](hidden) if step < 5 else hidden).square().mean().backward()
-        if step == 5:
-            optimizer.reset_process_group(alone)
-            assert world_size == 1 or residual(optimizer).any()
-        own = copy.deepcopy(model), copy.deepcopy(optimizer.optimizer.state_dict())
-        optimizer.step()
-        assert step < 5 or not residual(optimizer).any()
-        if step > 5:  # the bare optimizer's step, to the bit
-            bare = torch.optim.NAdam(own[0].parameters(), lr=0.05)
-            bare.load_state_dict(own[1])
-            for mine, its in zip(own[0].parameters(), model.parameters(), strict=True):
-                mine.grad = its.grad
-            bare.step()
-            assert flat(own[0]) == flat(model)
+    for kind, settings in ((torch.optim.NAdam, {}), (torch.optim.AdamW, {"density": 0.1, "dense_below": 0})):
+        model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 30, bias=False))
+        inner = kind(model.parameters(), lr=0.05)
+        optimizer = tritoncomm.wrap(inner, model=model, broadcast_parameters=True, warmup_steps=0, **settings)
+        generator = torch.Generator().manual_seed(rank)
+        for step in range(9):
+            optimizer.zero_grad()
+            hidden = model[0](torch.randn(4, 8, generator=generator))
+            (model[1](hidden) if step < 5 else hidden).square().mean().backward()
+            if step == 5:
+                optimizer.reset_process_group(alone)
+                assert world_size == 1 or residual(optimizer).any()
+            own = copy.deepcopy(model), copy.deepcopy(optimizer.optimizer.state_dict())
+            given = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+            optimizer.step()
+            assert step < 5 or not residual(optimizer).any()
+            if step > 5:  # the bare optimizer's step, to the bit
+                bare = kind(own[0].parameters(), lr=0.05)
+                bare.load_state_dict(own[1])
+                for mine, gradient in zip(own[0].parameters(), given, strict=True):
+                    mine.grad = gradient
+                bare.step()
+                assert flat(own[0]) == flat(model)
+        optimizer.release()
 
 
 def length_is_matched(rank: int, world_size: int, send) -> None:

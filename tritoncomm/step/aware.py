@@ -25,8 +25,8 @@ class AwareStep(ABC):
 
     Its state stays in ``optimizer.state``, so that a checkpoint holds it. To the state of each parameter it adds
     ``last_delivered`` (int32, shaped like the parameter), the step of each coordinate's last delivery, ``param_rms``
-    (fp32 ``[]``), the root mean square of the parameter, and a count of steps with the name in :attr:`counter`. It may
-    share the others with the original optimizer, which must be able to continue from them.
+    (fp32 ``[]``), the root mean square of the parameter, and a count of steps with the name in :attr:`counter`. Other
+    entries are those of the original optimizer, which must be able to continue from them.
 
     A step promises:
 

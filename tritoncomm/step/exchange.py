@@ -143,6 +143,7 @@ class GradientExchange:
         self._begun: list[_Begun] = []
         self._rejected: NonFiniteError | None = None
         self._at_fault = ""  # NaN and Inf values of this rank in this step
+        self._leaves_none = False  # whether this step is one of all parameters, also of those without gradient
 
     def _move(self, event: str) -> None:
         self.state = TRANSITIONS[self.state][event]
@@ -233,7 +234,9 @@ class GradientExchange:
         vectors = self.vectors
         span = Span(vectors[0].device)
         self._begin()
-        self.presence.begin(self.parameters)
+        # A single worker that has a residual of earlier exchanges applies all of it, and is then the bare optimizer.
+        self._leaves_none = any(vector.is_bare and not vector.keeps_gradient() for vector in vectors)
+        self.presence.begin(self.parameters, leaves_none=self._leaves_none)
         self._decay, self._hidden = decay, decay if hides_decay else {}
         try:
             reasons = [gradients.read(vector, scale) for vector in vectors]
@@ -268,8 +271,8 @@ class GradientExchange:
         The means have no entries of zero. For errors see :meth:`exchange`.
         """
         self._begin()
-        self.is_flush = True
-        self.presence.begin(self.parameters, is_flush=True)
+        self.is_flush = self._leaves_none = True
+        self.presence.begin(self.parameters, leaves_none=True)
         for vector in self.vectors:
             vector.flat.zero_()
         self._deliver(dense=True)
@@ -357,7 +360,7 @@ class GradientExchange:
     @property
     def _left(self) -> frozenset[int]:
         """The ids of the parameters that the present step leaves alone."""
-        return frozenset() if self.is_flush else self.presence.absent
+        return frozenset() if self._leaves_none else self.presence.absent
 
     def _begin(self) -> None:
         """Begin a step."""
@@ -367,7 +370,7 @@ class GradientExchange:
         if self.state is State.MEANS:  # a signal came between the confirmation and the next line
             self.stop()
         self._drop()
-        self._rejected, self._at_fault, self.is_flush = None, "", False
+        self._rejected, self._at_fault, self.is_flush, self._leaves_none = None, "", False, False
         self._decay = self._hidden = {}
         self._move("exchange")
 

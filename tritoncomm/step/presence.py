@@ -26,11 +26,14 @@ class Presence:
     def __init__(self) -> None:
         self.absent = self.waiting = self._missing = _NONE
 
-    def begin(self, parameters: Iterable[torch.Tensor], *, is_flush: bool = False) -> None:
-        """Begin a step of ``parameters``, of which some have no ``.grad`` or were frozen. A flush steps them all."""
+    def begin(self, parameters: Iterable[torch.Tensor], *, leaves_none: bool = False) -> None:
+        """Begin a step of ``parameters``, of which some have no ``.grad`` or were frozen.
+
+        With ``leaves_none``, these take part, too.
+        """
         without = (id(each) for each in parameters if each.grad is None or not each.requires_grad)
-        self._missing = self.absent if is_flush else frozenset(without)
-        self.waiting = _NONE if is_flush else self._missing & self.absent
+        self._missing = self.absent if leaves_none else frozenset(without)
+        self.waiting = _NONE if leaves_none else self._missing & self.absent
 
     @property
     def is_new(self) -> bool:

@@ -290,7 +290,7 @@ class LocalSteps:
         return self._steps.grad_norm
 
     @torch.no_grad()
-    def give(self, *, alone: bool, single: bool) -> None:
+    def give(self, *, alone: bool) -> None:
         """Let the gradient of each anchor be what this worker has changed, or None if it has changed nothing.
 
         It is taken against the anchor in the dtype of the parameter, so that its rounding is no change. If it is NaN or
@@ -300,7 +300,6 @@ class LocalSteps:
         Args:
             alone: Whether there is a single worker, and nothing is left of earlier exchanges. Its parameters are then
                 the new anchor, to the bit.
-            single: Whether there is a single worker, which may have a residual of earlier exchanges to get rid of.
         """
         self._load_later()
         self.outer.param_groups[0][_TAKEN] = self.taken
@@ -317,7 +316,7 @@ class LocalSteps:
         self.delta_norm, self._bad = torch.linalg.vector_norm(norms), {}
         for anchor, delta, norm in zip(self.anchors, deltas, figures, strict=True):
             # What this worker has not changed is like a parameter without gradient. Shards of it may differ in that.
-            given = single or norm != 0 or self._has_shards or bool(delta.any())
+            given = norm != 0 or self._has_shards or bool(delta.any())
             anchor.grad = like_parameter(anchor, delta.reshape(-1)) if given else None
 
     def _deltas(self) -> list[torch.Tensor]:
