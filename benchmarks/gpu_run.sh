@@ -42,9 +42,9 @@ if [ "$part" != speed ]; then
   if has pytest && has hypothesis; then
     several=()
     has xdist && several=(-n 8)
-    stage correctness 90 env KERNEL_CASES=0.15 "${tests[@]}" "${several[@]}"
+    stage correctness 60 env KERNEL_CASES=0.15 "${tests[@]}" "${several[@]}"
     # Every launch also in the executor of PTX, from the text that the GPU runs: all bits of all tensors are equal.
-    stage executor 90 env TRITONCOMM_PTX=gpu KERNEL_CASES=0.03 "${tests[@]}" "${several[@]}"
+    stage executor 120 env TRITONCOMM_PTX=gpu KERNEL_CASES=0.03 "${tests[@]}" "${several[@]}"
     if command -v compute-sanitizer >/dev/null; then
       small=(env KERNEL_CASES=0.02 PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --report-api-errors no --error-exitcode 9)
       some="by_hand or expand or merge or rebalance or adam or rows or joined or entries or bad_indices or steps or tensors"

@@ -26,7 +26,7 @@ from tritoncomm_kernels import block_float
 SMALL = [(10_000, 64), (3_000, 300), (100_000, 1_000)]  # range, entries
 SMALL_MODEL, MEAN_WORKERS, BITS = 870_000, (2, 4), 8
 WARM_UPS = 2
-CALLS = 300  # of a small section
+CALLS = 300  # of a small section, on a CPU
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,8 @@ def main() -> None:
     small = []
     for length, count in SMALL:
         for values in VALUE_BITS:
-            row = measure(length, count, values, 3 if options.smoke else CALLS, options.device)
+            turns = CALLS if options.device == "cpu" and not options.smoke else options.turns
+            row = measure(length, count, values, turns, options.device)
             small.append(row)
             name = f"{count:,} in {length:,}, {values}"
             print(f"{name:26}{row.bits:11.2f}{1e3 * row.write:10.1f}{1e3 * row.read:9.1f}")
