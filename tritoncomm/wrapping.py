@@ -218,7 +218,6 @@ def wrap(
         if algo is None and density is None and exchange == "auto" and not recipe_fields:
             algo = given["algo"] = DEFAULT_UPDATES if any(map(keeps_points, listed)) else None
         algo = DEFAULT_ALGO if algo is None else algo
-        check_exchange(whole, options, {name: value for name, value in given.items() if value is not None})
         chosen = resolve_recipe(
             algo,
             density,
@@ -235,6 +234,7 @@ def wrap(
                 updates_algo or DEFAULT_UPDATES, None, 0, {}, node_group, group,
                 small=options.small, function=wrap, argument="updates_algo",
             )  # fmt: skip
+        check_exchange(whole, options, {name: value for name, value in given.items() if value is not None})
         for each in listed:
             (for_updates if exchanges_updates(each, options) else chosen).check_optimizer(each)
             check_trained(each, names_of(model), alone=is_alone(group))

@@ -235,6 +235,13 @@ def test_local_steps_count_for_a_schedule() -> None:
     assert optimizer.steps_taken == 1
 
 
+def test_a_bad_argument_is_told_alone(caplog: pytest.LogCaptureFixture) -> None:
+    """What has no effect is told when all arguments are valid."""
+    with pytest.raises(tritoncomm.ConfigurationError, match="unknown algorithm 'nope'"):
+        tritoncomm.wrap(torch.optim.RMSprop(nn.Linear(4, 4).parameters()), "nope")
+    assert not caplog.text
+
+
 def test_settings_of_gradients_have_no_effect_on_updates(caplog: pytest.LogCaptureFixture) -> None:
     """All tensors travel alike where updates are exchanged, unless a group says ``dense=True``. That is told."""
     net = nn.Linear(40, 40)

@@ -19,6 +19,7 @@ class OptimizerList(torch.optim.Optimizer):
     :func:`~tritoncomm.wrap` makes it of a list. A trainer that takes a single optimizer takes it, too.
 
     ``param_groups`` are those of all, the same objects, so that learning rate schedulers of any of them work.
+    ``OneCycleLR`` on the list needs ``cycle_momentum=False``, because optimizers name their momentum differently.
     ``state_dict()`` holds all in the usual form, with parameters numbered through.
 
     Args:
