@@ -30,6 +30,7 @@ from tritoncomm.step.options import (
     DEFAULT_ALGO,
     DEFAULT_UPDATES,
     DENSE_BELOW,
+    MAX_RELATIVE_UPDATE,
     WrapOptions,
     check_group,
     check_optimizer,
@@ -54,7 +55,7 @@ def wrap(
     staleness: str | None = None,
     select_by: str = "auto",
     max_catch_up: float | None = None,
-    max_relative_update: float = 0.05,
+    max_relative_update: float = MAX_RELATIVE_UPDATE,
     on_nonfinite: str = "skip",
     max_grad_norm: float | None = None,
     clip_by: str | None = None,
@@ -214,6 +215,9 @@ def wrap(
             **recipe_fields,
             "updates_algo": updates_algo,
             "staleness": staleness,
+            "max_catch_up": max_catch_up,
+            "max_relative_update": None if max_relative_update == MAX_RELATIVE_UPDATE else max_relative_update,
+            "small": small,
         }
         if algo is None and density is None and exchange == "auto" and not recipe_fields:
             algo = given["algo"] = DEFAULT_UPDATES if any(map(keeps_points, listed)) else None

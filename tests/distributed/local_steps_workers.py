@@ -15,7 +15,7 @@ import tritoncomm
 from helpers import flat, log_lines, same_everywhere, total
 from recovery_workers import BEHIND, LOST, TIMEOUT, not_confirmed
 from torch import nn
-from tritoncomm import NonFiniteError, OkTopk, PeerLostError
+from tritoncomm import NonFiniteError, OkTopk, PeerLostError, ProtocolMismatchError
 from tritoncomm.scheduler import failure_report
 
 METHODS = {
@@ -460,6 +460,30 @@ def loaded_weights(rank: int, world_size: int, send) -> None:
     train(model, local, 1, rank)
     with local.averaged():
         assert flat(model) == flat(other)
+
+
+def weights_of_one_rank(rank: int, world_size: int, send) -> None:
+    """Weights that one rank loads, or other ones than the others, are refused by name until all load the same."""
+    for ranks in ({world_size - 1}, set(range(world_size))):
+        torch.manual_seed(0)
+        model, other = nn.Linear(8, 8), nn.Linear(8, 8)
+        optimizer = tritoncomm.wrap(torch.optim.RMSprop(model.parameters(), lr=1e-3), model=model)
+        train(model, optimizer, 0, rank)
+        saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+        if rank in ranks:
+            with torch.no_grad():
+                model.weight.mul_(2 + rank)
+        if world_size > 1:
+            with pytest.raises(ProtocolMismatchError, match=r"loaded weights of the common .*load the same ones"):
+                train(model, optimizer, 1, rank)
+            with pytest.raises(ProtocolMismatchError, match="loaded weights"):
+                optimizer.merge()
+            model.load_state_dict(saved[0])
+            optimizer.load_state_dict(saved[1])
+        model.load_state_dict(other.state_dict())
+        train(model, optimizer, 1, rank)
+        assert same_everywhere(flat(model))
+        assert float((vector(model.parameters()) - vector(other.parameters())).abs().max()) < 0.02
 
 
 def outer_rate(rank: int, world_size: int, send) -> None:

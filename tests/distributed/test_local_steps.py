@@ -30,6 +30,7 @@ SITUATIONS = [
     checkpoints.copied,
     workers.inside_averaged,
     workers.loaded_weights,
+    workers.weights_of_one_rank,
     workers.outer_rate,
     workers.figures,
     workers.merged_on_one_rank,

@@ -235,6 +235,18 @@ def test_local_steps_count_for_a_schedule() -> None:
     assert optimizer.steps_taken == 1
 
 
+@pytest.mark.parametrize(
+    "option",
+    [{"max_catch_up": 5}, {"max_relative_update": 0.01}, {"staleness": "off"}, {"small": "fp32"}, {"density": 0.01}],
+    ids=str,
+)
+def test_every_setting_of_gradients_is_told(option: dict[str, object], caplog: pytest.LogCaptureFixture) -> None:
+    """A setting that is given, and is for gradients alone, is never ignored in silence."""
+    tritoncomm.wrap(torch.optim.RMSprop(nn.Linear(4, 4).parameters()), **option).release()
+    ((name, value),) = option.items()
+    assert f"{name}={value!r} is for optimizers that exchange gradients, and has no effect" in caplog.text
+
+
 def test_a_bad_argument_is_told_alone(caplog: pytest.LogCaptureFixture) -> None:
     """What has no effect is told when all arguments are valid."""
     with pytest.raises(tritoncomm.ConfigurationError, match="unknown algorithm 'nope'"):

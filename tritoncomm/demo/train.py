@@ -152,13 +152,14 @@ def _train(
         if record and step >= settings.steps - RECORDED:
             recording.append(_held(optimizer))
         optimizer.step()
+        if step + 1 == settings.steps:
+            optimizer.merge()
         metrics = optimizer.metrics()
         run.losses.append(loss.item())
         run.bytes_sent.append(metrics["bytes_sent_total"])
-        run.densities.append(metrics["density_delivered"])
-        run.seconds_exchange += metrics["seconds_exchange"]
-        if step + 1 == settings.steps:
-            optimizer.merge()
+        if metrics.get("exchanges", step + 1) > len(run.densities):  # else the figures are of an earlier step
+            run.densities.append(metrics["density_delivered"])
+            run.seconds_exchange += metrics["seconds_exchange"]
         if (step + 1) % every == 0 or step + 1 == settings.steps:
             with optimizer.averaged():
                 run.validations.append((step + 1, _validate(model, held_out, rank, world_size)))

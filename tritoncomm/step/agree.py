@@ -152,6 +152,12 @@ def digest(tensor: torch.Tensor) -> str:
     return hashlib.blake2b(bytes_of(tensor), digest_size=8).hexdigest()
 
 
+def number_of(tensors: Iterable[torch.Tensor]) -> int:
+    """Return a number that differs if any bit of ``tensors`` does, except by chance, and that a float holds."""
+    digests = "".join(map(digest, tensors))
+    return int.from_bytes(hashlib.blake2b(digests.encode(), digest_size=6).digest(), "little")
+
+
 def _is_number(value: object) -> bool:
     return isinstance(value, (Real, torch.Tensor)) and not isinstance(value, bool)
 
@@ -459,6 +465,8 @@ def rejection(
                 "All ranks call step() equally often before they exchange, a rank without a batch without gradients: "
                 "let the others catch up, then repeat the exchange"
             )
+        if any(name.startswith("loaded weights of") for name in found):
+            advice = "Since the last exchange, ranks have loaded weights that differ: load the same ones on all"
         return ProtocolMismatchError(f"{step} was rejected, and nothing has changed, because {differ}. {advice}")
     reason = "" if otherwise is None else otherwise()
     if reason:

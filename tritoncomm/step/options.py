@@ -35,6 +35,7 @@ DEFAULT_SMALL = "8bit"
 # benchmarks/results/defaults.json
 DEFAULT_WARMUP = 20
 MAX_CATCH_UP = 20.0  # of optimizers whose step is about as long as the learning rate
+MAX_RELATIVE_UPDATE = 0.05
 DEFAULT_START = "2bit"
 SINGLE_WORKER_SELECTS = False  # only tests set it, to look at residuals in one process
 NONFINITE_POLICIES = ("skip", "raise", "zero")
@@ -47,7 +48,7 @@ class WrapOptions:
     staleness: str = "aware"
     select_by: str = "auto"
     max_catch_up: float | None = None
-    max_relative_update: float = 0.05
+    max_relative_update: float = MAX_RELATIVE_UPDATE
     on_nonfinite: str = "skip"
     max_grad_norm: float | None = None
     clip_by: str | None = None

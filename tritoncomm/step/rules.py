@@ -122,7 +122,7 @@ def check_exchange(optimizer: torch.optim.Optimizer, options: WrapOptions, given
                 "exchange='updates' or local_steps, or leave it out"
             )
     elif all(kinds.values()):
-        unused = [name for name in given if name not in ("staleness", "updates_algo")]
+        unused = [name for name in given if name != "updates_algo"]
         if unused and (not is_distributed() or dist.get_rank() == 0):
             logger.warning(
                 "%s is for optimizers that exchange gradients, and has no effect, because %s exchanges updates: pass a "

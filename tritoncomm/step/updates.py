@@ -31,7 +31,7 @@ from tritoncomm.step.update import OptimizerStep, OptimizerSteps, gradients_of, 
 
 logger = logging.getLogger("tritoncomm")
 
-_TAKEN = "local_steps"  # an option of the anchor's optimizer
+_TAKEN, _LOADED = "local_steps", "loaded weights"  # options of the anchor's optimizer, which ranks compare
 _LARGE = 1e-3  # relative change of parameters outside of a step, above which they were loaded
 
 
@@ -79,8 +79,8 @@ class LocalSteps:
             self.anchors, lr=options.outer_lr, momentum=momentum, nesterov=momentum > 0, foreach=False
         )
         # Options of the anchor that ranks compare in each exchange, and what errors call it.
-        self.outer.defaults[_TAKEN] = 0
-        self.outer.param_groups[0] |= {_TAKEN: 0, "label": "the common parameters"}
+        self.outer.defaults |= {_TAKEN: 0, _LOADED: 0}
+        self.outer.param_groups[0] |= {_TAKEN: 0, _LOADED: 0, "label": "the common parameters"}
         self.taken = self.total = self.dropped = self.here = 0
         self.is_pending = False
         self.delta_norm = torch.zeros(())
@@ -210,7 +210,11 @@ class LocalSteps:
         """
         self.check()
         self._load_later()
-        if self._is_stale or self._were_loaded():
+        if self._were_loaded():
+            # Another rank may have loaded others, or none: the next exchange compares them.
+            self.outer.param_groups[0][_LOADED] = agree.number_of(map(local, self.parameters))
+            self.accept()
+        if self._is_stale:
             self.accept()
         overflowed = found is not None and bool(found) and not self._has_shards
         gradients = [local(parameter.grad) for parameter in self.parameters if parameter.grad is not None]
@@ -367,6 +371,7 @@ class LocalSteps:
             for optimizer in self._optimizers:
                 optimizer.state.clear()
         self.taken, self.is_pending = 0, False
+        self.outer.param_groups[0][_LOADED] = 0
         self._note_versions()
 
     def _go_to_anchor(self) -> None:
