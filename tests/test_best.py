@@ -278,7 +278,7 @@ def test_readme_has_the_figures(best: ModuleType) -> None:
         "dense DDP": "dense AdamW", "fp16 hook of PyTorch": "dense AdamW in fp16",
         "PowerSGD hook of PyTorch, rank 8": "PowerSGD, rank 8", "DiLoCo, 30 local steps": "DiLoCo, 30 local steps",
         "MuLoCo, 30 local steps": "MuLoCo, 30 local steps", "tritoncomm**, AdamW": "AdamW, Ok-Topk, 3 %",
-        "tritoncomm**, Muon with four local steps": "Muon, 1 bit, 4 local steps",
+        "tritoncomm**, Muon with four local steps": "Muon, 1 bit, 4 local steps", "dense DDP, Muon": "dense Muon",
     }  # fmt: skip
     rows = {row["method"]: row for row in measured(best, "demo", "peers.json")}
     rates = ["10 Mbit/s", "100 Mbit/s", "1 Gbit/s"]
