@@ -16,6 +16,7 @@ from helpers import flat, log_lines, same_everywhere, total
 from recovery_workers import BEHIND, LOST, TIMEOUT, not_confirmed
 from torch import nn
 from tritoncomm import NonFiniteError, OkTopk, PeerLostError, ProtocolMismatchError
+from tritoncomm.planning import planner
 from tritoncomm.scheduler import failure_report
 
 METHODS = {
@@ -25,6 +26,8 @@ METHODS = {
     "spardl": tritoncomm.recipe("spardl", density=0.2),
     "dense": tritoncomm.Dense(),
 }
+# DGC has a momentum of its own, and is refused.
+OTHERS = {name: planner.at(name, 0.1) for name in tritoncomm.algorithms() if name not in (*METHODS, "quantized", "dgc")}
 SHAPES = [(16, 16), (40,), (8, 8, 2)]
 
 
@@ -61,10 +64,10 @@ def residual(optimizer: tritoncomm.SparseOptimizer) -> torch.Tensor:
 def conserved(rank: int, world_size: int, send) -> None:
     """Per coordinate, residuals and changes before = world size x mean + residuals after, to the bit, and all agree.
 
-    An exchange receives what the method predicts at most. ``tests/test_update_laws.py`` has the other methods.
+    An exchange receives what the method predicts at most.
     """
-    for name, recipe in METHODS.items():
-        for local_steps in (1, 3):
+    for name, recipe in (METHODS | OTHERS).items():
+        for local_steps in (1, 3) if name in METHODS else (2,):
             parameters = parameters_of()
             optimizer = wrapped(parameters, recipe, local_steps=local_steps)
             for step in range(6):
@@ -319,6 +322,43 @@ def lost(rank: int, world_size: int, send) -> None:
     assert same_everywhere(vector(parameters).tolist(), group)
     send((rank, "trained to the end"))
     os._exit(0)
+
+
+def joins(rank: int, world_size: int, send) -> None:
+    """A worker that joins has the state of another, and owes nothing. The others owe the same in the larger group."""
+    last = world_size - 1
+    groups = [dist.new_group(list(range(last))), dist.new_group([last])]
+    for settings in ({}, {"local_steps": 2, "outer_momentum": 0.5}):
+        parameters = parameters_of(torch.float64)
+        recipe = METHODS["oktopk"]
+        optimizer = wrapped(parameters, recipe, process_group=groups[rank == last], **settings)
+        for step in range(4 if rank < last else 0):
+            give(parameters, step, rank, last)
+            optimizer.step()
+        state = [[p.detach() for p in parameters], optimizer.state_dict()] if rank == 0 else [None, None]
+        dist.broadcast_object_list(state, src=0)
+        if rank == last:
+            with torch.no_grad():
+                torch._foreach_copy_(parameters, state[0])
+            optimizer.load_state_dict(state[1], residuals="reset")
+        owed = residual(optimizer).clone()
+        assert (rank == last) != bool(owed.any())
+        optimizer.reset_process_group(dist.group.WORLD)
+        torch.testing.assert_close(residual(optimizer), owed * world_size / last)
+        assert same_everywhere(vector(optimizer._local.anchors).tolist())
+        kept, anchor = total(residual(optimizer)), vector(optimizer._local.anchors)
+        for step in range(4, 8):
+            give(parameters, step, rank, world_size)
+            optimizer.step()
+        assert same_everywhere(vector(parameters).tolist())
+        assert optimizer.metrics()["exchanges"] == 8 / settings.get("local_steps", 1)
+        if not settings:  # what was owed, and the gradients of four steps, have moved the parameters or are owed still
+            moved = world_size * (anchor - vector(parameters)) + total(residual(optimizer)) - kept
+            for step in range(4, 8):
+                give(parameters, step, rank, world_size)
+                moved -= total(vector([p.grad for p in parameters]))
+            torch.testing.assert_close(moved, torch.zeros_like(moved), rtol=0, atol=1e-2)
+        optimizer.release()
 
 
 def lost_in_confirmation(rank: int, world_size: int, send) -> None:

@@ -61,6 +61,11 @@ def test_lost_worker(situation: Callable[..., None]) -> None:
     assert reports(situation, 3) == dict.fromkeys((0, 1), ("trained to the end",))
 
 
+def test_joining_worker() -> None:
+    """A third worker joins two, and all train on."""
+    run_workers(workers.joins, 3)
+
+
 def test_shards(tmp_path: Path) -> None:
     """Two replicas of two shards each train, stop and resume."""
     run_workers(checkpoints.sharded, 4, str(tmp_path))
