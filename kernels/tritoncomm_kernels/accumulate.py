@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tritoncomm_kernels.checks import GRADIENT_DTYPES, check_apart, check_in_place, check_vector
+from tritoncomm_kernels.checks import GRADIENT_DTYPES, check_apart, check_in_place, check_same, check_vector
 from tritoncomm_kernels.dispatch import kernel, triton_runs
 
 
@@ -28,8 +28,15 @@ def add(residual: torch.Tensor, gradient: torch.Tensor, out: torch.Tensor) -> to
     return torch.add(residual, gradient, out=out)
 
 
-def check_addends(residual: torch.Tensor, gradient: torch.Tensor, out: torch.Tensor) -> None:
-    """Raise ``ValueError`` unless dtypes, sizes, devices and aliasing are valid."""
+def check_addends(residual: torch.Tensor, gradient: torch.Tensor | None, out: torch.Tensor) -> None:
+    """Raise ``ValueError`` unless dtypes, sizes, devices and aliasing are valid.
+
+    Without ``gradient``, nothing is added: the other two must be the same tensor.
+    """
+    if gradient is None:
+        check_vector("out", out)
+        check_same("residual", residual, "out", out)
+        return
     check_vector("residual", residual)
     check_vector("gradient", gradient, dtypes=GRADIENT_DTYPES, numel=residual.numel(), like=residual)
     check_vector("out", out, numel=residual.numel(), like=residual)

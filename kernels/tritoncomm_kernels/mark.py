@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from tritoncomm_kernels.accumulate import add, check_addends
-from tritoncomm_kernels.checks import check_apart, check_same, check_vector
+from tritoncomm_kernels.checks import check_apart, check_vector
 from tritoncomm_kernels.dispatch import kernel, triton_runs
 from tritoncomm_kernels.workspace import Workspace
 
@@ -73,11 +73,7 @@ def mark(
     The sum is computed everywhere. Without ``gradient``, ``residual`` and ``out`` must be the same tensor, which is
     only read. The other arguments are those of :func:`tritoncomm_kernels.accumulate`.
     """
-    if gradient is None:
-        check_vector("out", out)
-        check_same("residual", residual, "out", out)
-    else:
-        check_addends(residual, gradient, out)
+    check_addends(residual, gradient, out)
     _check_limits(out, threshold, span)
     check_marks(out, marks)
     if out.numel() == 0:

@@ -14,7 +14,7 @@ from tritoncomm_kernels.compact import Selection
 from tritoncomm_kernels.dispatch import kernel, triton_runs
 from tritoncomm_kernels.padded import PADDING, Padded, check_launch, stacked
 from tritoncomm_kernels.section_layout import VALUE_BITS, Layout
-from tritoncomm_kernels.sections import read_section, sendable_together, write_section, write_sendable
+from tritoncomm_kernels.sections import read_section, write_sendable
 from tritoncomm_kernels.workspace import Workspace
 
 _EXACT = 0, VALUE_BITS["fp32"]  # bits of values that are not rounded
@@ -71,11 +71,10 @@ def write_rows(
     sent = []
     for row, low in enumerate(lows.tolist()):
         part = entries.row(row).trimmed()
-        keep = sendable_together(part.values, layout.bits, divisor) if layout.bits not in _EXACT else None
-        if keep is not None:
-            part = Selection.of(part.indices[keep], part.values[keep])
-        values = write_section(layout, low, part.indices, part.values, messages[row], divisor=divisor)
-        sent.append(Padded.of(Selection.of(part.indices, values), entries.room))
+        words, found = write_sendable(layout, low, part.indices.cpu(), part.values.cpu(), divisor=divisor)
+        messages[row] = words
+        on_device = Selection.of(found.indices.to(messages.device), found.values.to(messages.device))
+        sent.append(Padded.of(on_device, entries.room))
     return messages, stacked(sent)
 
 

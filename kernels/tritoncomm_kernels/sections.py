@@ -42,43 +42,17 @@ def sendable_together(values: torch.Tensor, bits: int, divisor: int = 1) -> torc
     return None if keep is None else torch.from_numpy(keep).to(values.device)
 
 
-def write_section(
-    layout: Layout,
-    low: int,
-    indices: torch.Tensor,
-    values: torch.Tensor,
-    out: torch.Tensor,
-    *,
-    divisor: int = 1,
-) -> torch.Tensor:
-    """Write the section of ``indices`` (int32 ``[m]``, ascending) and ``values`` (fp32 ``[m]``) to ``out``.
-
-    ``out`` (int32 ``[layout.words]``) is overwritten. ``low`` is the first coordinate of the range. Rounded values are
-    written divided by ``divisor``. They must be sendable together (:func:`sendable_together`). Values of 0 bits are not
-    written. Returns the values that :func:`read_section` decodes, times ``divisor`` (fp32 ``[m]``, exact), or
-    ``values`` if they are written without rounding or not at all.
-    """
-    count = indices.numel()
-    assert count <= layout.room
-    if not layout.room:
-        return values
-    words = out.numpy() if out.device.type == "cpu" else np.empty(layout.words, np.int32)
-    words.fill(0)
-    sent = _write_host(layout, low, indices.cpu().numpy(), values.cpu().numpy(), words, divisor)
-    if out.device.type != "cpu":
-        out.copy_(torch.from_numpy(words))
-    return values if sent is None else torch.from_numpy(sent).to(values.device)
-
-
 def write_sendable(
     layout: Layout, low: int, indices: torch.Tensor, values: torch.Tensor, *, divisor: int = 1
 ) -> tuple[torch.Tensor, Selection]:
-    """Do :func:`write_section` for those of ``indices`` and ``values`` that the section can hold together.
+    """Return the section of the entries that it can hold together (int32 ``[layout.words]``), and these entries.
 
-    Returns the section (int32 ``[layout.words]``) and these entries. They are those of :func:`sendable_together`, with
-    the values that :func:`write_section` returns. The smallest and the largest magnitude are determined once for both.
-    Tensors are on a CPU.
+    ``indices`` (int32 ``[m]``) ascend from ``low`` on, and there are at most as many as the section has room. Those of
+    :func:`sendable_together` are written. Rounded ``values`` (fp32 ``[m]``) are written divided by ``divisor``, and
+    those of 0 bits not at all. The returned values are those that :func:`read_section` decodes, times ``divisor``, and
+    exact, or ``values`` if they are written without rounding or not at all. Tensors are on a CPU.
     """
+    assert indices.numel() <= layout.room
     words = np.zeros(layout.words, np.int32)
     if not layout.room:
         return torch.from_numpy(words), Selection.of(indices, values)
@@ -131,7 +105,7 @@ def _write_host(
 def read_section(layout: Layout, low: int, section: torch.Tensor, *, divisor: int = 1) -> Selection:
     """Return the entries of ``section`` (int32 ``[layout.words]``): indices from ``low`` on, and values as written.
 
-    Raises ``ValueError`` if no :func:`write_section` with this ``layout`` writes such a section: the count exceeds the
+    Raises ``ValueError`` if no :func:`write_sendable` with this ``layout`` writes such a section: the count exceeds the
     room or is not the number of bits in the high part, an index is outside the range, indices do not ascend, or the
     header is invalid.
     """

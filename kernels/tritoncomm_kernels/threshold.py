@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 
 from tritoncomm_kernels.accumulate import accumulate, check_addends
-from tritoncomm_kernels.checks import check_apart, check_same, check_vector
+from tritoncomm_kernels.checks import check_apart, check_vector
 from tritoncomm_kernels.compact import Selection, SparseList, accumulate_and_select_keys, positions, select_keys
 from tritoncomm_kernels.dispatch import kernel, triton_runs
 from tritoncomm_kernels.expand import expand
@@ -103,11 +103,7 @@ def accumulate_top_k_segments(
     must be the same tensor, and nothing is added. On a CPU, this is one pass over long segments.
     """
     _check_segments(bounds, budgets)
-    if gradient is not None:
-        check_addends(residual, gradient, out)
-    else:
-        check_vector("out", out)
-        check_same("residual", residual, "out", out)
+    check_addends(residual, gradient, out)
     if not bounds or bounds[0] != 0 or bounds[-1] != out.numel():
         raise ValueError(f"bounds={bounds!r} must be those of segments that cover all {out.numel()} elements")
     widest = max((stop - start for start, stop in itertools.pairwise(bounds)), default=0)
@@ -198,11 +194,7 @@ def top_k_into(
     check_apart("values", values, "out", out)
     check_apart("indices", indices, "out", out)
     check_apart("indices", indices, "values", values)
-    if gradient is not None:
-        check_addends(residual, gradient, out)
-    else:
-        check_vector("out", out)
-        check_same("residual", residual, "out", out)
+    check_addends(residual, gradient, out)
     if indices.numel() == 0:
         raise ValueError("indices has no elements: k must be at least 1")
     if out.numel() and triton_runs(out):

@@ -8,7 +8,7 @@ import torch
 
 from tritoncomm_kernels import quantize
 from tritoncomm_kernels.section_layout import Layout
-from tritoncomm_kernels.sections import write_section
+from tritoncomm_kernels.sections import write_sendable
 
 # The menu of the format by bits, in 64ths of the scale.
 NUMERATORS = {
@@ -37,8 +37,7 @@ def switches_form() -> None:
     """Check the words of two indices in the longest range with a bitmap, and in the shortest one without."""
     for span, indices, words in ((8, [3, 7], [2, 0b10001000]), (9, [3, 8], [2, 0b1001, 1, 1])):
         layout = Layout.of(2, span, 0)
-        out = torch.empty(layout.words, dtype=torch.int32)
-        write_section(layout, 0, torch.tensor(indices, dtype=torch.int32), torch.empty(0), out)
+        out, _ = write_sendable(layout, 0, torch.tensor(indices, dtype=torch.int32), torch.empty(0))
         assert out.tolist() == words
     assert [Layout.of(33, span, 0).words for span in (132, 133)] == [6, 8]
 
