@@ -39,6 +39,7 @@ from tasks import TASKS, WORKERS
 FOLDER = Path(__file__).parent / "results"
 RATES = {"10 Mbit/s": 1e7, "20 Mbit/s": 2e7, "100 Mbit/s": 1e8, "1 Gbit/s": 1e9}
 PICTURED = "100 Mbit/s"
+FAR, SHOWN = 1.15, 1.6  # times the final loss of dense training: where a method is left out, and where curves begin
 CHANCE = math.log(256)  # loss of a byte before the first step
 
 
@@ -269,11 +270,14 @@ def errors_of(found: Sequence[Entry], paces: Paces) -> list[dict[str, Any]]:
 def picture(found: Sequence[Entry], paces: Paces, path: Path, target: str = "adamw", delay: float = 0.0) -> None:
     """Write a PNG: the loss against bytes, and against seconds on one network where the seconds of steps are known.
 
-    ``target`` and ``delay`` are as in :func:`figures`.
+    ``target`` and ``delay`` are as in :func:`figures`. Methods that end far above dense training are left out.
     """
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
+    dense = dense_of(found, target)
+    if dense:
+        found = [entry for entry in found if entry.mean("score") < FAR * dense.mean("score")]
     styles = {
         entry.name: {"color": "black" if entry.method == Method("dense") else f"C{number % 10}", "marker": marker}
         for number, entry in enumerate(found)
@@ -288,9 +292,9 @@ def picture(found: Sequence[Entry], paces: Paces, path: Path, target: str = "ada
             _against_seconds(
                 axes, found, partial(seconds_after, paces=paces, rate=RATES[PICTURED], delay=delay), styles
             )
-            dense = dense_of(found, target)
             if dense:
                 axes.axhline(TARGET * dense.mean("score"), color="0.6", linewidth=0.8, linestyle=":")
+                axes.set_ylim(top=SHOWN * dense.mean("score"))
         handles, names = figure.axes[-1].get_legend_handles_labels()
         figure.legend(handles, names, loc="outside lower center", ncols=3, frameon=False, fontsize=8)
         figure.savefig(path, dpi=130, format="png")
