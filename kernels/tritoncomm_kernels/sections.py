@@ -49,8 +49,8 @@ def write_sendable(
 
     ``indices`` (int32 ``[m]``) ascend from ``low`` on, and there are at most as many as the section has room. Those of
     :func:`sendable_together` are written. Rounded ``values`` (fp32 ``[m]``) are written divided by ``divisor``, and
-    those of 0 bits not at all. The returned values are those that :func:`read_section` decodes, times ``divisor``, and
-    exact, or ``values`` if they are written without rounding or not at all. Tensors are on a CPU.
+    those of 0 bits not at all. The returned values are those that :func:`read_section` decodes, times ``divisor``
+    without rounding, or ``values`` as they are if they are not rounded or not written. Tensors are on a CPU.
     """
     assert indices.numel() <= layout.room
     words = np.zeros(layout.words, np.int32)

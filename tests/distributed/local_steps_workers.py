@@ -514,16 +514,44 @@ def weights_of_one_rank(rank: int, world_size: int, send) -> None:
             with torch.no_grad():
                 model.weight.mul_(2 + rank)
         if world_size > 1:
-            with pytest.raises(ProtocolMismatchError, match=r"loaded weights of the common .*load the same ones"):
+            with pytest.raises(ProtocolMismatchError, match=r"loaded weights of the common .*load the same checkpoint"):
                 train(model, optimizer, 1, rank)
-            with pytest.raises(ProtocolMismatchError, match="loaded weights"):
-                optimizer.merge()
-            model.load_state_dict(saved[0])
-            optimizer.load_state_dict(saved[1])
-        model.load_state_dict(other.state_dict())
-        train(model, optimizer, 1, rank)
-        assert same_everywhere(flat(model))
-        assert float((vector(model.parameters()) - vector(other.parameters())).abs().max()) < 0.02
+            for action in (optimizer.merge, optimizer.flush):
+                with pytest.raises(ProtocolMismatchError, match="loaded weights"):
+                    action()
+        for state in (saved[1], saved[1] | {"tritoncomm": None}, {"state": {}} | saved[1]):
+            model.load_state_dict(saved[0])  # the advice of the error
+            optimizer.load_state_dict({key: value for key, value in state.items() if value is not None})
+            model.load_state_dict(other.state_dict())
+            train(model, optimizer, 1, rank)
+            assert same_everywhere(flat(model))
+            assert float((vector(model.parameters()) - vector(other.parameters())).abs().max()) < 0.02
+            assert optimizer._local.outer.param_groups[0]["loaded weights"] == 0
+
+
+def loaded_shards(rank: int, world_size: int, send) -> None:
+    """The same with FSDP2: what all replicas load is the anchor, and what one of them loads is refused."""
+    over = fsdp_models.mesh()
+    model = fsdp_models.sharded(fsdp_models.Net(), over["shard"])
+    replicas = over["replicate"].get_group()
+    optimizer = tritoncomm.wrap(torch.optim.RMSprop(model.parameters(), lr=1e-4), model=model, process_group=replicas)
+
+    def train(step: int) -> None:
+        optimizer.zero_grad()
+        fsdp_models.loss_of(model, rank, step).backward()
+        optimizer.step()
+
+    train(0)
+    loaded = {name: 2 * parameter.detach() for name, parameter in model.state_dict().items()}
+    model.load_state_dict(loaded)
+    train(1)
+    assert same_everywhere(fsdp_models.bits(model), replicas)
+    for name, parameter in model.state_dict().items():
+        assert float((parameter - loaded[name]).to_local().abs().max()) < 1e-2, name
+    if dist.get_rank(replicas) == 1:
+        model.load_state_dict({name: 2 * parameter.detach() for name, parameter in model.state_dict().items()})
+    with pytest.raises(ProtocolMismatchError, match="loaded weights of the common parameters"):
+        train(2)
 
 
 def outer_rate(rank: int, world_size: int, send) -> None:

@@ -70,6 +70,7 @@ def test_shards(tmp_path: Path) -> None:
     """Two replicas of two shards each train, stop and resume."""
     run_workers(checkpoints.sharded, 4, str(tmp_path))
     run_workers(workers.one_bad_shard, 4)
+    run_workers(workers.loaded_shards, 4)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5])

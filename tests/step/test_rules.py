@@ -208,7 +208,7 @@ def test_arguments_without_effect(caplog: pytest.LogCaptureFixture) -> None:
         tritoncomm.wrap(torch.optim.AdamW(parameters()), local_steps=2, staleness="aware")
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
     tritoncomm.wrap(named("Muon"), algo="oktopk", density=0.03)  # the line of the README, for AdamW
-    assert "algo='oktopk' and density=0.03 is for optimizers that exchange gradients" in caplog.text
+    assert "without effect: algo='oktopk', density=0.03." in caplog.text
     for given in ({"updates_algo": "dgc"}, {"algo": tritoncomm.DGC(density=0.1)}):
         with pytest.raises(ConfigurationError, match="DGC has a momentum of its own, which is for gradients"):
             tritoncomm.wrap(named("Muon"), **given)
@@ -237,14 +237,23 @@ def test_local_steps_count_for_a_schedule() -> None:
 
 @pytest.mark.parametrize(
     "option",
-    [{"max_catch_up": 5}, {"max_relative_update": 0.01}, {"staleness": "off"}, {"small": "fp32"}, {"density": 0.01}],
+    [{"max_catch_up": 5}, {"max_relative_update": 0.01}, {"staleness": "aware"}, {"small": "fp32"}, {"density": 0.01}],
     ids=str,
 )
 def test_every_setting_of_gradients_is_told(option: dict[str, object], caplog: pytest.LogCaptureFixture) -> None:
     """A setting that is given, and is for gradients alone, is never ignored in silence."""
     tritoncomm.wrap(torch.optim.RMSprop(nn.Linear(4, 4).parameters()), **option).release()
     ((name, value),) = option.items()
-    assert f"{name}={value!r} is for optimizers that exchange gradients, and has no effect" in caplog.text
+    assert f"without effect: {name}={value!r}. " in caplog.text
+
+
+def test_settings_of_gradients_that_have_an_effect_are_not_told(caplog: pytest.LogCaptureFixture) -> None:
+    """Nor is one that says what happens in any case."""
+    net = nn.Linear(4, 4)
+    groups = [{"params": [net.weight]}, {"params": [net.bias], "dense": True}]
+    for parameters, option in ((groups, {"small": "fp32"}), (net.parameters(), {"staleness": "off"})):
+        tritoncomm.wrap(torch.optim.RMSprop(parameters), **option).release()
+        assert "without effect" not in caplog.text
 
 
 def test_a_bad_argument_is_told_alone(caplog: pytest.LogCaptureFixture) -> None:
@@ -261,6 +270,6 @@ def test_settings_of_gradients_have_no_effect_on_updates(caplog: pytest.LogCaptu
     for parameters, dense in ((net.parameters(), 0), (groups, 40)):
         caplog.clear()
         optimizer = tritoncomm.wrap(torch.optim.RMSprop(parameters), dense_below=7)
-        assert "dense_below=7 is for optimizers that exchange gradients, and has no effect" in caplog.text
+        assert "without effect: dense_below=7" in caplog.text
         assert [vector.dense_numel for vector in optimizer._exchange.vectors] == [dense]
         optimizer.release()

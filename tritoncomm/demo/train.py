@@ -88,8 +88,8 @@ class Progress:
 class Run:
     """The result of one run.
 
-    Lists have one entry per step, except ``validations``, which holds pairs of step and loss. Losses are in nats per
-    byte. ``bytes_sent`` is cumulative. Losses and bytes are means over the workers.
+    Lists have one entry per step, except ``densities``, which has one per exchange, and ``validations``, which holds
+    pairs of step and loss. Losses are in nats per byte. ``bytes_sent`` is cumulative. Losses and bytes are means over the workers.
     """
 
     method: str

@@ -29,6 +29,7 @@ from tritoncomm_kernels import devices
 logger = logging.getLogger("tritoncomm")
 
 UPDATES = "completed updates"  # a field that ranks compare
+LOADED = "loaded weights"  # an option of the optimizer of common parameters: a number of those loaded, or 0
 UPDATES_ADVICE = (
     "an error or a signal has stopped a step between its exchange and the end of its update, so parameters may differ; "
     "load a checkpoint on all ranks"
@@ -383,6 +384,11 @@ class Stepping(NamedTuple):
         return repr((options, self.updates, self.is_stopped))
 
     @property
+    def loads(self) -> bool:
+        """Whether this rank has loaded weights since the last exchange, see :mod:`tritoncomm.step.updates`."""
+        return any(group.get(LOADED) for group in self.optimizer.param_groups)
+
+    @property
     def update_fields(self) -> dict[str, Any]:
         """The completed updates, by name."""
         return {UPDATES: f"{self.updates}, and one that stopped" if self.is_stopped else self.updates}
@@ -465,8 +471,11 @@ def rejection(
                 "All ranks call step() equally often before they exchange, a rank without a batch without gradients: "
                 "let the others catch up, then repeat the exchange"
             )
-        if any(name.startswith("loaded weights of") for name in found):
-            advice = "Since the last exchange, ranks have loaded weights that differ: load the same ones on all"
+        if any(name.startswith(f"{LOADED} of") for name in found):
+            advice = (
+                "Since the last exchange, ranks have loaded weights that differ: load the same checkpoint of the model "
+                "and the optimizer on all"
+            )
         return ProtocolMismatchError(f"{step} was rejected, and nothing has changed, because {differ}. {advice}")
     reason = "" if otherwise is None else otherwise()
     if reason:

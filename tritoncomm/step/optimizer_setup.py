@@ -268,6 +268,8 @@ class OptimizerSetup(OptimizerProxy):
             self.optimizer, trained, recipes[self.recipe], options, exchange.steps, process_group,
             caught_up=caught_up, stepped=self._stepped,
         )  # fmt: skip
+        if self._local is not None:
+            self._local.forget_loading()
         exchange.restart()
         self._inspected = False
         of_vectors = [recipes[vector.recipe] for vector in exchange.vectors]

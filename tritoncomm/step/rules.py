@@ -122,12 +122,18 @@ def check_exchange(optimizer: torch.optim.Optimizer, options: WrapOptions, given
                 "exchange='updates' or local_steps, or leave it out"
             )
     elif all(kinds.values()):
-        unused = [name for name in given if name != "updates_algo"]
+        whole = any(group.get("dense") for group in optimizer.param_groups)
+        effective = {
+            "updates_algo",
+            *(["small"] if whole else []),
+            *(["staleness"] if given.get("staleness") == "off" else []),
+        }
+        unused = [name for name in given if name not in effective]
         if unused and (not is_distributed() or dist.get_rank() == 0):
             logger.warning(
-                "%s is for optimizers that exchange gradients, and has no effect, because %s exchanges updates: pass a "
-                "recipe as updates_algo, or exchange='gradients'",
-                " and ".join(f"{name}={given[name]!r}" for name in unused),
+                "without effect: %s. What this sets is for gradients, and updates are exchanged (%s): pass a recipe as "
+                "updates_algo, or exchange='gradients'",
+                ", ".join(f"{name}={given[name]!r}" for name in unused),
                 names,
             )
 

@@ -25,7 +25,10 @@ without_compile = torch._disable_dynamo  # type: ignore[attr-defined]  # noqa: S
 
 def version_of(tensor: torch.Tensor | None) -> int:
     """Return a number that grows whenever ``tensor``, or this rank's shard of a DTensor, is changed in place."""
-    return -1 if tensor is None else int(getattr(tensor, "_local_tensor", tensor)._version)  # noqa: SLF001
+    if tensor is None:
+        return -1
+    shard = getattr(tensor, "_local_tensor", None)  # what writes to a DTensor may count in it, in its shard, or in both
+    return int(tensor._version) + (0 if shard is None else int(shard._version))  # noqa: SLF001
 
 
 def gradient_dtype(parameter: torch.Tensor) -> torch.dtype | None:

@@ -22,6 +22,7 @@ import torch
 
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.step import agree
+from tritoncomm.step.agree import LOADED
 from tritoncomm.step.anchors import all_finite, anchor_of, delta_of, flat, write
 from tritoncomm.step.options import WrapOptions
 from tritoncomm.step.parameters import KnownParameters
@@ -31,7 +32,7 @@ from tritoncomm.step.update import OptimizerStep, OptimizerSteps, gradients_of, 
 
 logger = logging.getLogger("tritoncomm")
 
-_TAKEN, _LOADED = "local_steps", "loaded weights"  # options of the anchor's optimizer, which ranks compare
+_TAKEN = "local_steps"  # an option of the anchor's optimizer
 _LARGE = 1e-3  # relative change of parameters outside of a step, above which they were loaded
 
 
@@ -79,8 +80,8 @@ class LocalSteps:
             self.anchors, lr=options.outer_lr, momentum=momentum, nesterov=momentum > 0, foreach=False
         )
         # Options of the anchor that ranks compare in each exchange, and what errors call it.
-        self.outer.defaults |= {_TAKEN: 0, _LOADED: 0}
-        self.outer.param_groups[0] |= {_TAKEN: 0, _LOADED: 0, "label": "the common parameters"}
+        self.outer.defaults |= {_TAKEN: 0, LOADED: 0}
+        self.outer.param_groups[0] |= {_TAKEN: 0, LOADED: 0, "label": "the common parameters"}
         self.taken = self.total = self.dropped = self.here = 0
         self.is_pending = False
         self.delta_norm = torch.zeros(())
@@ -210,11 +211,9 @@ class LocalSteps:
         """
         self.check()
         self._load_later()
-        if self._were_loaded():
+        if self._is_stale or self._were_loaded():
             # Another rank may have loaded others, or none: the next exchange compares them.
-            self.outer.param_groups[0][_LOADED] = agree.number_of(map(local, self.parameters))
-            self.accept()
-        if self._is_stale:
+            self.outer.param_groups[0][LOADED] = agree.number_of(map(local, self.parameters))
             self.accept()
         overflowed = found is not None and bool(found) and not self._has_shards
         gradients = [local(parameter.grad) for parameter in self.parameters if parameter.grad is not None]
@@ -359,6 +358,11 @@ class LocalSteps:
                 local(anchor.grad).mul_(gain)
         yield
         self.settle()
+        self.forget_loading()
+
+    def forget_loading(self) -> None:
+        """Forget that weights were loaded: the anchors have been compared, or all ranks have exchanged since."""
+        self.outer.param_groups[0][LOADED] = 0
 
     @torch.no_grad()
     def settle(self) -> None:
@@ -371,7 +375,6 @@ class LocalSteps:
             for optimizer in self._optimizers:
                 optimizer.state.clear()
         self.taken, self.is_pending = 0, False
-        self.outer.param_groups[0][_LOADED] = 0
         self._note_versions()
 
     def _go_to_anchor(self) -> None:
@@ -488,6 +491,7 @@ class LocalSteps:
         for parameter, own in zip(self.parameters, state["parameters"], strict=False):
             write(parameter, own)
         self.outer.param_groups[0]["lr"] = state["outer_lr"]
+        self.forget_loading()
         self.taken, self.total, self.is_pending = state["taken"], state["total"], state["pending"]
         self._note_versions()
 
