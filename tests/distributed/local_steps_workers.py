@@ -530,7 +530,7 @@ def weights_of_one_rank(rank: int, world_size: int, send) -> None:
 
 
 def loaded_shards(rank: int, world_size: int, send) -> None:
-    """The same with FSDP2: what all replicas load is the anchor, and what one of them loads is refused."""
+    """What all replicas of a model with FSDP2 load is the anchor."""
     over = fsdp_models.mesh()
     model = fsdp_models.sharded(fsdp_models.Net(), over["shard"])
     replicas = over["replicate"].get_group()
@@ -548,10 +548,6 @@ def loaded_shards(rank: int, world_size: int, send) -> None:
     assert same_everywhere(fsdp_models.bits(model), replicas)
     for name, parameter in model.state_dict().items():
         assert float((parameter - loaded[name]).to_local().abs().max()) < 1e-2, name
-    if dist.get_rank(replicas) == 1:
-        model.load_state_dict({name: 2 * parameter.detach() for name, parameter in model.state_dict().items()})
-    with pytest.raises(ProtocolMismatchError, match="loaded weights of the common parameters"):
-        train(2)
 
 
 def outer_rate(rank: int, world_size: int, send) -> None:

@@ -89,7 +89,8 @@ class Run:
     """The result of one run.
 
     Lists have one entry per step, except ``densities``, which has one per exchange, and ``validations``, which holds
-    pairs of step and loss. Losses are in nats per byte. ``bytes_sent`` is cumulative. Losses and bytes are means over the workers.
+    pairs of step and loss. Losses are in nats per byte. ``bytes_sent`` is cumulative. Losses and bytes are means over
+    the workers.
     """
 
     method: str

@@ -384,11 +384,6 @@ class Stepping(NamedTuple):
         return repr((options, self.updates, self.is_stopped))
 
     @property
-    def loads(self) -> bool:
-        """Whether this rank has loaded weights since the last exchange, see :mod:`tritoncomm.step.updates`."""
-        return any(group.get(LOADED) for group in self.optimizer.param_groups)
-
-    @property
     def update_fields(self) -> dict[str, Any]:
         """The completed updates, by name."""
         return {UPDATES: f"{self.updates}, and one that stopped" if self.is_stopped else self.updates}

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from tritoncomm.scheduler.process_group import ProcessGroupScheduler, take_suspects
 from tritoncomm.scheduler.rounds import AllReduce, Pattern
 from tritoncomm.step import agree
-from tritoncomm.step.agree import LOADED
 from tritoncomm.step.presence import Presence
 from tritoncomm.step.replicas import Replica
 from tritoncomm.step.vector import VectorExchange
@@ -92,7 +91,6 @@ class Votes(NamedTuple):
     is_stopped: int
     updates_leave_1: int
     updates_leave_2: int
-    loads: int
     raises: int
 
 
@@ -108,19 +106,17 @@ def vote(
     """Return whether any rank has ``rejected`` the step or counted ``suspects``, and whether all updates are alike.
 
     The last answer is whether any rank ``raises`` a flag. ``suspects`` are int64 ``[1]``. Updates are alike if none has
-    stopped, all ranks have completed as many, and all or none have loaded weights since the last exchange.
+    stopped, and all ranks have completed as many.
     """
     remainder = stepping.updates % 3
-    leaves = remainder == 1, remainder == 2  # noqa: PLR2004 - see Votes
-    own = Votes(rejected, stepping.is_stopped, *leaves, stepping.loads, raises)
+    own = Votes(rejected, stepping.is_stopped, remainder == 1, remainder == 2, raises)  # noqa: PLR2004 - see Votes
     # Each word is filled by a kernel, because the host would wait for a GPU to copy them.
     words = torch.stack([torch.full((), int(each), dtype=torch.int64, device=device) for each in own])
     if device.type != "cpu":  # headers are counted on GPUs only, and all ranks have the same kind of device
         words = torch.cat([words, *(suspects or [words.new_zeros(1)])])
     counts = (yield AllReduce("commit", words)).tolist()
     total = Votes(*counts[: len(own)])
-    equal = total.updates_leave_1, total.updates_leave_2, total.loads
-    alike = not total.is_stopped and all(number in (0, world_size) for number in equal)
+    alike = not total.is_stopped and all(n in (0, world_size) for n in (total.updates_leave_1, total.updates_leave_2))
     return bool(total.rejects), any(counts[len(own) :]), alike, bool(total.raises)
 
 
@@ -145,7 +141,6 @@ def confirm_shards(
     if suspicious:
         raise all_shards.suspicion()
     if not alike:  # options may differ between shards
-        fields = stepping.update_fields | {f"{LOADED} of the common parameters": stepping.loads}
-        group, device = all_shards.group, all_shards.device
+        fields, group, device = stepping.update_fields, all_shards.group, all_shards.device
         raise agree.rejection(all_shards.last_step, fields, stepping, group, device)
     return is_rejected, is_raised
