@@ -503,7 +503,7 @@ def loaded_weights(rank: int, world_size: int, send) -> None:
 
 
 def weights_of_one_rank(rank: int, world_size: int, send) -> None:
-    """Weights that one rank loads, or other ones than the others, are refused by name until all load the same."""
+    """Weights that one rank loads alone, or that differ between ranks, are refused until all load a checkpoint."""
     for ranks in ({world_size - 1}, set(range(world_size))):
         torch.manual_seed(0)
         model, other = nn.Linear(8, 8), nn.Linear(8, 8)

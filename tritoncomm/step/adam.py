@@ -21,7 +21,7 @@ import torch
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.step.aware import EXACT, RENEW_RMS_EVERY, AwareStep
 from tritoncomm.step.flat import Delivered
-from tritoncomm.step.options import MAX_CATCH_UP, WrapOptions
+from tritoncomm.step.options import MAX_CATCH_UP, MAX_RELATIVE_UPDATE, WrapOptions
 from tritoncomm.step.shards import local, local_gradient, local_shards, one_of_shard
 from tritoncomm.step.shared_buffer import StepCounts, share_buffers
 from tritoncomm.step.torch_internals import written_step
@@ -64,7 +64,7 @@ class StalenessAwareAdam(AwareStep):
     optimizer: torch.optim.Optimizer
     max_catch_up: float = MAX_CATCH_UP
     max_sqrt_staleness: float = 3.0
-    max_relative_update: float = 0.05
+    max_relative_update: float = MAX_RELATIVE_UPDATE
     # The prepared updates of the last step. They are used again while the tensors stay the same.
     _prepared: list[AdamMany] = field(default_factory=list, init=False, repr=False, compare=False)
     _flat: dict[int, AdamFlat] = field(default_factory=dict, init=False, repr=False, compare=False)

@@ -468,8 +468,8 @@ def rejection(
             )
         if any(name.startswith(f"{LOADED} of") for name in found):
             advice = (
-                "Since the last exchange, ranks have loaded weights that differ: load the same checkpoint of the model "
-                "and the optimizer on all"
+                "Since the last exchange, ranks have loaded weights that differ (a number stands for their bits, 0 for "
+                "none): load the same checkpoint of the model and the optimizer on all"
             )
         return ProtocolMismatchError(f"{step} was rejected, and nothing has changed, because {differ}. {advice}")
     reason = "" if otherwise is None else otherwise()

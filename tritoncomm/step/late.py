@@ -16,7 +16,7 @@ import torch
 
 from tritoncomm.step.aware import EXACT, RENEW_RMS_EVERY, AwareStep
 from tritoncomm.step.flat import Delivered
-from tritoncomm.step.options import MAX_CATCH_UP, WrapOptions
+from tritoncomm.step.options import MAX_CATCH_UP, MAX_RELATIVE_UPDATE, WrapOptions
 from tritoncomm.step.shards import local, local_gradient, one_of_shard
 from tritoncomm.step.torch_internals import version_of
 
@@ -59,7 +59,10 @@ class LateRule(AwareStep):
     counter: ClassVar[str] = "late_steps"
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, max_catch_up: float | None = None, max_relative_update: float = 0.05
+        self,
+        optimizer: torch.optim.Optimizer,
+        max_catch_up: float | None = None,
+        max_relative_update: float = MAX_RELATIVE_UPDATE,
     ) -> None:
         self.optimizer = optimizer
         default = math.inf if self.is_proportional else MAX_CATCH_UP
