@@ -2,8 +2,8 @@
 
 Real processes train on real sockets. ``--network`` says where, and may be repeated:
 
-* ``namespaces:workers=4,rate=20mbit,delay=0``: hosts of this machine, each in a network namespace with an interface of
-  this rate. Needs root, iproute2 and util-linux. ``delay`` needs the kernel's netem.
+* ``namespaces:workers=4,rate=20mbit,delay=0s``: hosts of this machine, each in a network namespace with an interface of
+  this rate. Needs root, iproute2 and util-linux. ``delay`` is that of every packet, such as 20ms.
 * ``loopback:workers=4``: processes of this machine, without a limit.
 * ``torchrun:rate=1gbit``: the processes of a running ``torchrun`` launch on real hosts. Start this script with torchrun
   on all of them. ``rate`` is only a label, and the rate for which ``plan`` predicts.
@@ -85,7 +85,7 @@ class Place:
     kind: str
     workers: int = 4
     rate: str = ""
-    delay: str = "0"
+    delay: str = "0s"
 
     @classmethod
     def parse(cls, text: str) -> Place:
@@ -97,19 +97,24 @@ class Place:
             known = "; ".join(f"{kind}:{','.join(f'{key}=...' for key in keys)}" for kind, keys in _FIELDS.items())
             raise argparse.ArgumentTypeError(f"{text!r} is not a network: choose from {known}")
         try:
-            place = cls(kind, int(given.get("workers", 4)), given.get("rate", ""), given.get("delay", "0"))
-            _ = place.bits
+            place = cls(kind, int(given.get("workers", 4)), given.get("rate", ""), given.get("delay", "0s"))
+            _ = place.link
         except (ValueError, TritoncommError) as error:
             raise argparse.ArgumentTypeError(f"{text!r} is not a network: {error}") from error
         return place
 
     @property
+    def link(self) -> Link:
+        """Rate and delay of an interface. Without a rate, it is that of a fast one."""
+        return Link.parse(f"{self.rate or '1gbit'},{self.delay}")
+
+    @property
     def bits(self) -> float:
         """Bits per second of an interface, or 0."""
-        return 8 * Link.parse(f"{self.rate},0s").bandwidth if self.rate else 0.0
+        return 8 * self.link.bandwidth if self.rate else 0.0
 
     def __str__(self) -> str:
-        delay = "" if self.delay in ("0", "0s", "0ms") else f" and {self.delay}"
+        delay = f" and {self.delay}" if self.link.latency else ""
         return f"{self.rate or self.kind}{delay}"
 
 

@@ -1,4 +1,4 @@
-"""Whether other processes have ended."""
+"""Which processes another one has started, and whether they have ended."""
 
 from __future__ import annotations
 
@@ -21,3 +21,13 @@ def end_soon(processes: Sequence[int]) -> bool:
     while any(map(is_running, processes)) and time.monotonic() < deadline:
         time.sleep(0.05)
     return not any(map(is_running, processes))
+
+
+def children(process: int) -> list[int]:
+    """Return the numbers of the running processes that this one has started."""
+    found = []
+    for status in Path("/proc").glob("[0-9]*/status"):
+        with suppress(OSError):
+            if f"\nPPid:\t{process}\n" in status.read_text():
+                found.append(int(status.parent.name))
+    return found

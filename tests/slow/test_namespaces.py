@@ -6,11 +6,12 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from tritoncomm.slow import namespaces
 
-from processes import end_soon, is_running
+from processes import children, end_soon, is_running
 
 needs_namespaces = pytest.mark.skipif(namespaces.missing() is not None, reason=str(namespaces.missing()))
 
@@ -24,65 +25,82 @@ def test_missing_tools(monkeypatch) -> None:
     assert "need root" in namespaces.missing()
 
 
-SEND = """
+RECEIVES = """
 import socket, time
 from tritoncomm.slow.namespaces import Host
 Host({}, "").enter()
 with socket.create_server(("10.77.0.2", 5000)) as server:
     print("ready", flush=True)
     connection, _ = server.accept()
-    started, size = time.monotonic(), 0
+    while connection.recv(1) == b"?":
+        connection.sendall(b"!")
+    started, size, wrong = time.monotonic(), 1, 0
     while data := connection.recv(1 << 16):
-        size += len(data)
-    print(8 * size / (time.monotonic() - started))
+        size, wrong = size + len(data), wrong + len(data.strip(b"x"))
+    print(size, wrong, 8 * size / (time.monotonic() - started), flush=True)
 """
-RECEIVE = """
-import socket
+SENDS = """
+import socket, time
 from tritoncomm.slow.namespaces import Host
 Host({}, "").enter()
 with socket.create_connection(("10.77.0.2", 5000)) as connection:
-    connection.sendall(bytes(1_000_000))
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    for _ in range(10):
+        started = time.monotonic()
+        connection.sendall(b"?")
+        connection.recv(1)
+        print(time.monotonic() - started)
+    connection.sendall(b"x" * 1_000_000)
 """
 
 
 @needs_namespaces
-def test_rate_is_limited() -> None:
-    """A host sends as fast as the rate says, less the headers, and no process is left at the end."""
+@pytest.mark.parametrize("delay", ["0s", "20ms"])
+def test_rate_and_delay(delay: str) -> None:
+    """A host sends as fast as the rate says, less the headers, and a packet is under way for the delay.
+
+    All bytes arrive. No process is left at the end.
+    """
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
 
-    def start(script: str, host) -> subprocess.Popen:
+    def start(script: str, host: namespaces.Host) -> subprocess.Popen[str]:
         command = [sys.executable, "-c", script.format(host.holder)]
         return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
 
-    with namespaces.Network(2, "10mbit") as network:
+    with namespaces.Network(2, "10mbit", delay) as network:
         holders = [host.holder for host in network.hosts]
-        with start(SEND, network.hosts[1]) as server:
+        with start(RECEIVES, network.hosts[1]) as server:
             assert server.stdout.readline() == "ready\n"
-            with start(RECEIVE, network.hosts[0]) as client:
-                pass
-            rate = float(server.stdout.readline())
+            with start(SENDS, network.hosts[0]) as client:
+                there_and_back = min(map(float, client.stdout.read().split()))
+            size, wrong, rate = map(float, server.stdout.readline().split())
     assert client.returncode == server.returncode == 0
-    assert 0.8e6 < rate / 10 < 1.0e6
+    assert (size, wrong) == (1_000_000, 0)
+    assert 0.7e7 < rate < 1.0e7
+    assert 2 * network.delay < there_and_back < 2 * network.delay + 0.01  # the least of ten
     assert not any(map(is_running, holders))
 
 
 @needs_namespaces
-def test_delay_without_netem() -> None:
-    """A delay is applied, or one sentence says that the kernel cannot."""
-    said = []
-    try:
-        with namespaces.Network(1, "10mbit", "5ms"):
-            pass
-    except namespaces.NetworkError as error:
-        said.append(str(error))
-    assert all(text.startswith("delay=5ms needs netem, which this kernel does not have") for text in said)
+def test_delay_without_tap(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Where the system has no virtual interfaces for a process, one sentence says so, and nothing is left."""
+    script = tmp_path / "cables.py"
+    script.write_text(Path(namespaces.cables.__file__).read_text().replace("/dev/net/tun", "/dev/net/missing"))
+    monkeypatch.setattr(namespaces.cables, "__file__", str(script))
+    with pytest.raises(namespaces.NetworkError) as raised, namespaces.Network(1, None, "5ms"):
+        pass
+    assert str(raised.value) == (
+        "cables with a delay could not be made: [Errno 2] No such file or directory: '/dev/net/missing': a delay "
+        "needs the kernel's TAP interfaces, so load the module tun, or leave the delay out."
+    )
+    assert not children(os.getpid())
 
 
 KILLED = """
 import time
 from tritoncomm.slow.namespaces import Network
-with Network(2) as network:
-    print(*[host.holder for host in network.hosts], flush=True)
+with Network(2, "10mbit", "1ms") as network:
+    print("ready", flush=True)
     time.sleep(60)
 """
 
@@ -93,8 +111,8 @@ def test_nothing_is_left_after_a_kill() -> None:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-c", KILLED]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
-        holders = [int(word) for word in process.stdout.readline().split()]
-        assert len(holders) == 2
-        assert all(map(is_running, holders))
+        assert process.stdout.readline() == "ready\n"
+        helpers = children(process.pid)
+        assert len(helpers) == 4, "two hosts, the switch, and the cables"
         process.send_signal(signal.SIGKILL)
-    assert end_soon(holders)
+    assert end_soon(helpers)

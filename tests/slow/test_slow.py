@@ -236,3 +236,15 @@ def test_page_and_real_script(tmp_path: Path, capfd: pytest.CaptureFixture[str])
     assert all(4 * numel < 1e6 * found < 1.1 * 4 * numel for found in sent[:2])
     assert 10 * sent[3] < sent[1]
     assert sent[3] < sent[2] < sent[0]
+
+
+@needs_namespaces
+def test_delay(capfd: pytest.CaptureFixture[str]) -> None:
+    """On a link with a delay, a step takes at least that of the two messages of a ring, one after the other."""
+    arguments = ["--workers", "2", "--link", "100mbit,20ms", "--steps", "4", str(SCRIPT), "--batch_size=2"]
+    assert main(["slow", *arguments]) == 0
+    shown = capfd.readouterr().out
+    assert "2 workers, 100mbit,20ms: 4 steps of AdamW" in shown
+    seconds = [float(found) for found in re.findall(r"^ +\d+ to \d+ +\S+ +\S+ +([\d.]+)", shown, re.MULTILINE)]
+    assert len(seconds) == 2
+    assert min(seconds) > 2 * 0.020

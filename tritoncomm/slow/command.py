@@ -33,7 +33,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         required=True,
         metavar="RATE[,DELAY]",
         help="rate of every interface in each direction, for example 100mbit, and the delay of every packet, for "
-        "example 100mbit,20ms, which needs the kernel's netem",
+        "example 100mbit,20ms",
     )
     slow.add_argument("--steps", type=int, metavar="N", help="end the script after N steps of its optimizer")
     slow.add_argument("script", help="file of the training script")

@@ -2,7 +2,7 @@
 
 Every host is a namespace with one interface. A cable (a pair of virtual interfaces) joins it to a bridge, which is in a
 namespace of its own. Both ends of the cable have a queue of ``tc`` that limits their rate. Messages between hosts are
-real TCP on real sockets.
+real TCP on real sockets. Cables with a delay are those of ``cables.py``.
 
 A namespace has no name: a process without work holds it. The kernel removes it, and everything in it, when that process
 ends. The process ends when the pipe from this one closes. So nothing is left behind, also when this process is killed.
@@ -10,24 +10,22 @@ ends. The process ends when the pipe from this one closes. So nothing is left be
 
 from __future__ import annotations
 
-import ctypes
 import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import NamedTuple
 
 from tritoncomm.scheduler.cost import Link
+from tritoncomm.slow import cables
 
 INTERFACE = "eth0"  # of every host
 _NEEDED = {"ip": "iproute2", "tc": "iproute2", "nsenter": "util-linux", "unshare": "util-linux"}
-_CLONE_NEWNET = 0x40000000
-_HOLD = ("unshare", "--net", "sh", "-c", "echo ready; exec cat")
 # A queue lets this many bytes pass at once: a millisecond at its rate, but at least two Ethernet frames. Messages are
 # then slowed down from their first kilobytes on. It drops what would wait for longer than a tenth of a second.
 _FRAME, _BURST_SECONDS, _QUEUE_SECONDS, _SHORTEST_QUEUE = 1514, 1e-3, 0.1, 65536
-_NETEM_PACKETS = 1000  # its queue, unless it is told otherwise
 
 
 class NetworkError(RuntimeError):
@@ -54,10 +52,10 @@ class Host(NamedTuple):
 
     def enter(self) -> None:
         """Move this thread, and all that it starts, into the namespace of the host."""
-        libc = ctypes.CDLL(None, use_errno=True)
-        with open(f"/proc/{self.holder}/ns/net") as namespace:  # noqa: PTH123 - /proc is not a folder of files
-            if libc.setns(namespace.fileno(), _CLONE_NEWNET) != 0:
-                raise NetworkError(f"the network namespace could not be entered: {os.strerror(ctypes.get_errno())}")
+        try:
+            cables.enter(self.holder)
+        except OSError as error:
+            raise NetworkError(f"the network namespace could not be entered: {error}") from error
 
 
 def missing() -> str | None:
@@ -79,14 +77,15 @@ def missing() -> str | None:
 class Network:
     """Context manager: ``hosts`` hosts whose interfaces send and receive at ``rate``. None does not limit the rate.
 
-    ``rate`` is a text such as "20mbit". ``delay`` is added to every packet that a host sends, for example "10ms", and
-    needs the kernel's ``netem``. Hosts have the addresses 10.77.0.1, 10.77.0.2, ...
+    ``rate`` is a text such as "20mbit". Every packet that a host sends arrives after ``delay``, for example "10ms".
+    Hosts have the addresses 10.77.0.1, 10.77.0.2, ...
 
     Raises :class:`NetworkError` when the network cannot be made.
     """
 
-    def __init__(self, hosts: int, rate: str | None = None, delay: str = "0") -> None:
-        self.size, self.rate, self.delay = hosts, rate, delay
+    def __init__(self, hosts: int, rate: str | None = None, delay: str = "0s") -> None:
+        self.size, self.rate = hosts, rate
+        self.delay = Link.parse(f"1gbit,{delay}").latency
         self.hosts: list[Host] = []
         self.switch = Host(0, "")
         self._open = ExitStack()
@@ -96,49 +95,39 @@ class Network:
         if reason is not None:
             raise NetworkError(reason)
         with ExitStack() as undo:
-            self.switch = Host(undo.enter_context(_Holder()).pid, "")
+            self.switch = Host(undo.enter_context(_namespace()).pid, "")
             self.switch.run("ip link add bridge type bridge")
             self.switch.run("ip link set bridge up")
             for number in range(self.size):
-                host = Host(undo.enter_context(_Holder()).pid, f"10.77.0.{number + 1}")
-                self._connect(number, host)
-                self.hosts.append(host)
-                self.limit(number, self.rate, self.delay)
+                self.hosts.append(Host(undo.enter_context(_namespace()).pid, f"10.77.0.{number + 1}"))
+            self._plug_in(undo)
+            for number, host in enumerate(self.hosts):
+                self.switch.run(f"ip link set port{number} addrgenmode none master bridge up")
+                host.run(f"ip link set {INTERFACE} addrgenmode none")  # without the packets of IPv6
+                host.run(f"ip address add {host.address}/24 dev {INTERFACE}")
+                host.run(f"ip link set {INTERFACE} up")
+                host.run("ip link set lo up")
+                self.limit(number, self.rate)
             self._open = undo.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._open.close()
 
-    def _connect(self, number: int, host: Host) -> None:
-        port = f"port{number}"
-        self.switch.run(f"ip link add {port} type veth peer name {INTERFACE} netns {host.holder}")
-        self.switch.run(f"ip link set {port} addrgenmode none master bridge up")
-        host.run(f"ip link set {INTERFACE} addrgenmode none")  # without the packets of IPv6
-        host.run(f"ip address add {host.address}/24 dev {INTERFACE}")
-        host.run(f"ip link set {INTERFACE} up")
-        host.run("ip link set lo up")
+    def _plug_in(self, undo: ExitStack) -> None:
+        """Join ``INTERFACE`` of each host to a port of the switch."""
+        if self.delay:
+            holders = (str(host.holder) for host in (self.switch, *self.hosts))
+            command = [sys.executable, cables.__file__, str(self.delay), *holders]
+            undo.enter_context(_Holder("cables with a delay", command))
+            return
+        for number, host in enumerate(self.hosts):
+            self.switch.run(f"ip link add port{number} type veth peer name {INTERFACE} netns {host.holder}")
 
-    def limit(self, number: int, rate: str | None, delay: str = "0") -> None:
+    def limit(self, number: int, rate: str | None) -> None:
         """Limit what host ``number`` sends, and what it receives, to ``rate`` each."""
         self.queue(number, "sends", None if rate is None else _token_bucket(rate))
         self.queue(number, "receives", None if rate is None else _token_bucket(rate))
-        if delay not in ("0", "0s", "0ms"):
-            self._delay(self.hosts[number], rate, delay)
-
-    @staticmethod
-    def _delay(host: Host, rate: str | None, delay: str) -> None:
-        parent, frames = "root", 0.0
-        if rate is not None:  # netem is then the queue of the limit, with the packets on their way and those that wait
-            link = Link.parse(f"{rate},{delay}")
-            parent, frames = "parent 1:1", link.bandwidth * (link.latency + _QUEUE_SECONDS) / _FRAME
-        try:
-            limit = max(_NETEM_PACKETS, int(frames))
-            host.run(f"tc qdisc add dev {INTERFACE} {parent} netem delay {delay} limit {limit}")
-        except NetworkError as error:
-            raise NetworkError(
-                f"delay={delay} needs netem, which this kernel does not have: leave the delay out ({error})."
-            ) from error
 
     def queue(self, number: int, direction: str, discipline: str | None) -> None:
         """Set the queue of what host ``number`` ``"sends"`` or ``"receives"``, as ``tc`` names it. None removes it."""
@@ -156,21 +145,29 @@ class Network:
 
 
 class _Holder:
-    """A process that holds a new namespace until the block ends, or this process."""
+    """A process that holds what it makes, a namespace or cables, until the block ends, or this process."""
+
+    def __init__(self, what: str, command: Sequence[str]) -> None:
+        self._what, self._command = what, command
 
     def __enter__(self) -> subprocess.Popen[str]:
         self._process = subprocess.Popen(  # noqa: S603
-            _HOLD, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+            self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
         )
         assert self._process.stdout is not None
-        if self._process.stdout.readline() != "ready\n":
+        said = self._process.stdout.readline().strip()
+        if said != "ready":
             self.__exit__()
-            raise NetworkError("a network namespace could not be made.")
+            raise NetworkError(f"{self._what} could not be made: {said or 'see above'}.")
         return self._process
 
     def __exit__(self, *_: object) -> None:
         with self._process:  # closes the pipes, and waits
             self._process.kill()
+
+
+def _namespace() -> _Holder:
+    return _Holder("a network namespace", ("unshare", "--net", "sh", "-c", "echo ready; exec cat"))
 
 
 def _token_bucket(rate: str) -> str:
