@@ -241,13 +241,13 @@ def mismatched_settings(rank: int, world_size: int, send) -> None:
     leave()
 
 
-def mismatched_operations(rank: int, world_size: int, send) -> None:
-    """A rank is in a collective while the others exchange messages."""
+def mismatched_operations(rank: int, world_size: int, send, size: int) -> None:
+    """A rank is in a collective, with ``size`` values, while the others exchange messages."""
     scheduler = ProcessGroupScheduler(timeout=timedelta(seconds=2), stamp="test")
 
     def pattern():
         if rank == VICTIM:
-            yield AllReduce("sums", torch.ones(3))
+            yield AllReduce("sums", torch.ones(size))
         else:
             others = [peer for peer in range(world_size) if peer != rank]
             yield Round("lists", {peer: words(4) for peer in others}, dict.fromkeys(others, 4))
@@ -266,12 +266,12 @@ def mismatched_versions(rank: int, world_size: int, send) -> None:
         send((rank, "ConfigMismatchError", (), 0.0, str(error)))
 
 
-def different_orders(rank: int, world_size: int, send) -> None:
+def different_orders(rank: int, world_size: int, send, width: int) -> None:
     """Two optimizers of equal shapes are stepped in another order on one rank."""
-    first, second = tiny_model(), tiny_model()
+    first, second = torch.nn.Linear(width, 4), torch.nn.Linear(width, 4)
     optimizers = [sparse_wrap(torch.optim.SGD(model.parameters(), lr=0.1), "dense") for model in (first, second)]
     for model in (first, second):
-        loss_of(model, rank, 0).backward()
+        model(torch.ones(1, width)).sum().backward()
     report_error(send, rank, optimizers[rank == VICTIM].step)
     leave()
 

@@ -7,6 +7,7 @@ import threading
 import time
 import weakref
 from contextvars import ContextVar
+from datetime import timedelta
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -23,10 +24,12 @@ from tritoncomm import (
     SimulatedWorld,
     SparseVector,
 )
+from tritoncomm.scheduler import messages
 from tritoncomm.scheduler.cost import Traffic
 from tritoncomm.scheduler.link import measure_link
-from tritoncomm.scheduler.process_group import ProcessGroupScheduler
-from tritoncomm.scheduler.rounds import AllReduce, Pattern
+from tritoncomm.scheduler.process_group import SMALL, ProcessGroupScheduler
+from tritoncomm.scheduler.rounds import AllGather, AllReduce, AllToAll, Pattern, Post, Round
+from tritoncomm.scheduler.simulated import SimulatedScheduler
 from tritoncomm.step.feedback import ErrorFeedback
 
 import laws
@@ -34,6 +37,7 @@ import laws
 # The models here are small. With the default ``dense_below``, all their tensors would be sent dense.
 sparse_wrap = partial(tritoncomm.wrap, dense_below=0)
 
+TIMEOUT = timedelta(seconds=10)
 FAMILIES = ("random", "ties", "one-region", "zero", "disjoint", "cancelling", "random")
 
 
@@ -88,7 +92,7 @@ def collectives_in_backward(rank: int, world_size: int, send) -> None:
         value = nn.Module()
         weakref.finalize(value, lambda: died_in.append(threading.get_ident()))
         variable.set(value)
-        x = torch.ones(1, requires_grad=True)
+        x = torch.ones(1000, requires_grad=True)  # a shorter one is exchanged without a collective
         x.register_hook(exchanged)
         x.sum().backward()
         variable.set(None)
@@ -380,6 +384,72 @@ def subgroups(rank: int, world_size: int, send) -> None:
         sparse_wrap(torch.optim.SGD([nn.Parameter(torch.ones(3))], lr=0.1), process_group=outside)
     except (tritoncomm.ConfigurationError, ValueError) as error:
         send(str(error))
+
+
+def collectives(rank: int, world_size: int, send) -> None:
+    """Short collectives, which are messages, and long ones, of the backend, give what the simulation gives.
+
+    Sums of short ones have its bits: ranks are added in order. gloo adds in another one, so long ones get integers.
+    """
+    scheduler, simulated = ProcessGroupScheduler(), SimulatedScheduler(world_size)
+    generator = torch.Generator().manual_seed(world_size)
+    for dtype in (torch.int32, torch.int64, torch.float32, torch.float64):
+        for size in (0, 1, SMALL // dtype.itemsize, SMALL // dtype.itemsize + 1):
+            values = torch.randn(world_size, size, generator=generator).to(dtype)
+            rows = (1e3 * torch.randn(world_size, world_size, size, generator=generator)).to(dtype)
+            values = values if size * dtype.itemsize <= SMALL else values.round()
+            for kind, tensors in (
+                (AllReduce, values),
+                (AllGather, values),
+                (AllToAll, rows),
+                (AllToAll, rows[..., 0:1]),
+            ):
+                expected = simulated.run([one_op(kind("test", tensor)) for tensor in tensors])[rank]
+                found = scheduler.run(one_op(kind("test", tensors[rank])))
+                assert found.dtype == dtype
+                assert torch.equal(found, expected), (kind, dtype, size)
+                assert scheduler.meter.sent == simulated.meters[rank].sent
+
+
+def receives_are_ahead(rank: int, world_size: int, send) -> None:
+    """When a round begins, the receives of its messages wait already: also after another exchange in the group.
+
+    A message that has arrived is read, though its sender has ended since. The next one is lost.
+    """
+    schedulers = [ProcessGroupScheduler(timeout=TIMEOUT, stamp=name) for name in ("one", "two")]
+    peer, words = 1 - rank, torch.arange(5000, dtype=torch.int32)
+
+    def message(size: int) -> Pattern[torch.Tensor]:
+        inbox = yield Round("test", {peer: words[:size]}, {peer: size})
+        return inbox[peer]
+
+    schedulers[0].run(message(1))
+    box = messages._mailboxes[dist.group.WORLD]
+    for number, size in enumerate((5000, 3, 4999, 1)):
+        posted = [each.number for each in box.ahead[peer]]
+        assert posted == [box.received[peer] - 1, box.received[peer]]
+        assert torch.equal(schedulers[number % 2].run(message(size)), words[:size])
+        assert posted[0] not in [each.number for each in box.ahead[peer]]
+    assert box.sent[peer] == box.received[peer] - 2
+    if rank == 1:
+
+        def last() -> Pattern[None]:
+            yield Post(Round("test", {peer: words[:7]}, {}))
+
+        schedulers[0].run(last())
+        time.sleep(0.2)
+        os._exit(0)
+    time.sleep(1.0)
+
+    def listening() -> Pattern[torch.Tensor]:
+        inbox = yield Round("test", {}, {peer: 7})
+        return inbox[peer]
+
+    assert torch.equal(schedulers[0].run(listening()), words[:7])
+    with pytest.raises(tritoncomm.PeerLostError):
+        schedulers[0].run(listening())
+    send("done")
+    os._exit(0)
 
 
 def crash(rank: int, world_size: int, send) -> None:

@@ -21,12 +21,16 @@ failure_report._CLOSED_SECONDS, failure_report._SILENT_SECONDS = 1.0, 2.5
 
 
 def not_confirmed(exchange: GradientExchange) -> None:
-    """Let this rank lose another one at the end of the next confirmation, which all the others complete."""
+    """Let this rank lose another one at the end of the next confirmation, which all the others complete.
+
+    It closes its connections, as a rank does that loses another one.
+    """
     confirm = exchange._confirm
 
     def interrupted() -> None:
         confirm()
         exchange._confirm = confirm
+        failure_report.cut_connections(None, BEHIND, [0, BEHIND, LOST])
         raise PeerLostError("lost rank 2", [LOST])
 
     exchange._confirm = interrupted

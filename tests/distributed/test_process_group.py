@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import process_group_workers
 import pytest
 import torch
@@ -106,6 +108,20 @@ def test_subgroups() -> None:
     rejected: list[str] = []
     assert run_workers(process_group_workers.subgroups, 5, listen=rejected.append) == [None] * 5
     assert len(rejected) == 5
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 5])
+def test_collectives(world_size: int) -> None:
+    """Collectives of all kinds, dtypes and lengths equal those of the simulation."""
+    assert run_workers(process_group_workers.collectives, world_size) == [None] * world_size
+
+
+def test_receives_are_ahead() -> None:
+    """A message never waits for its receive to be posted."""
+    heard: list[str] = []
+    with suppress(WorkerError):  # they end without a result
+        run_workers(process_group_workers.receives_are_ahead, 2, listen=heard.append)
+    assert heard == ["done"]
 
 
 def test_crash_shows_the_failing_rank() -> None:

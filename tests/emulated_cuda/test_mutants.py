@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from tritoncomm import OkTopk, Recipe, SparDL, TopkAllgather
 from tritoncomm.primitives.accumulator import Accumulator
+from tritoncomm.scheduler import wire
 from tritoncomm.scheduler.messages import Messages
 from tritoncomm.scheduler.process_group import ProcessGroupScheduler
 from tritoncomm.scheduler.rounds import AllGather, AllReduce
@@ -57,12 +58,8 @@ def test_read_before_the_wait_is_found(recipe: OkTopk, monkeypatch: pytest.Monke
 def test_cpu_tensor_in_a_message_is_found(static: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A message that is in host memory is refused."""
     sends = SparDL(density=0.2, static=static)  # both of its forms send messages, not only collectives
-    parts = Messages._parts
-
-    def on_host(self, kind, buffer, *further):
-        return parts(self, kind, values_of(buffer) if kind is dist.isend else buffer, *further)
-
-    monkeypatch.setattr(Messages, "_parts", on_host)
+    framed = wire.framed_on_device
+    monkeypatch.setattr(wire, "framed_on_device", lambda *message: values_of(framed(*message)))
     assert "No backend type associated with device type cpu" in str(_cause(lambda: _exchange(sends)))
 
 

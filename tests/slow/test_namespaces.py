@@ -87,13 +87,14 @@ def test_delay_without_tap(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     script = tmp_path / "cables.py"
     script.write_text(Path(namespaces.cables.__file__).read_text().replace("/dev/net/tun", "/dev/net/missing"))
     monkeypatch.setattr(namespaces.cables, "__file__", str(script))
+    before = children(os.getpid())
     with pytest.raises(namespaces.NetworkError) as raised, namespaces.Network(1, None, "5ms"):
         pass
     assert str(raised.value) == (
         "cables with a delay could not be made: [Errno 2] No such file or directory: '/dev/net/missing': a delay "
         "needs the kernel's TAP interfaces, so load the module tun, or leave the delay out."
     )
-    assert not children(os.getpid())
+    assert children(os.getpid()) == before
 
 
 KILLED = """

@@ -248,3 +248,40 @@ def test_delay(capfd: pytest.CaptureFixture[str]) -> None:
     seconds = [float(found) for found in re.findall(r"^ +\d+ to \d+ +\S+ +\S+ +([\d.]+)", shown, re.MULTILINE)]
     assert len(seconds) == 2
     assert min(seconds) > 2 * 0.020
+
+
+ROUNDS = """
+import time
+import torch.distributed as dist
+import torch
+from tritoncomm.scheduler.process_group import ProcessGroupScheduler
+from tritoncomm.scheduler.rounds import AllGather, AllReduce, AllToAll, Round
+
+def pattern(op):
+    yield op
+
+dist.init_process_group("gloo")
+rank, size = dist.get_rank(), dist.get_world_size()
+scheduler = ProcessGroupScheduler()
+words = torch.ones(3000, dtype=torch.int32)
+ring = Round("ring", {(rank + 1) % size: words}, {(rank - 1) % size: 3000})
+for op in (ring, AllReduce("sum", torch.ones(9)), AllGather("all", torch.ones(2)), AllToAll("rows", torch.ones(size))):
+    scheduler.run(pattern(op))
+    started = time.monotonic()
+    for _ in range(6):
+        scheduler.run(pattern(op))
+    if rank == 0:
+        print("delays", (time.monotonic() - started) / 6 / 0.1)
+dist.barrier()
+"""
+
+
+@needs_namespaces
+def test_a_message_takes_one_delay(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A round of messages and a small collective last for the delay of a packet, not for that of an answer."""
+    script = tmp_path / "script.py"
+    script.write_text(ROUNDS)
+    assert main(["slow", "--workers", "3", "--link", "100mbit,100ms", str(script)]) == 0
+    delays = [float(found) for found in re.findall(r"^delays (.*)$", capfd.readouterr().out, re.MULTILINE)]
+    assert len(delays) == 4
+    assert all(0.8 < each < 1.6 for each in delays), delays

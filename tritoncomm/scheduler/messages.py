@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -15,23 +17,63 @@ from tritoncomm.scheduler import cost, failure_report, wire
 from tritoncomm.scheduler.rounds import Inbox, Result, Round, Ticket
 from tritoncomm_kernels.devices import is_asynchronous
 
-# Number of tags for the first parts of messages. The second parts of long messages use as many tags above these.
-_TAGS = 1 << 30
+# Tags of the first parts of messages, and of the second parts of long ones. They are far from those that users choose.
+_FIRST_TAGS, _SECOND_TAGS = 1 << 29, 1 << 30
 # Payload words in the first part of a message, next to its header. A longer message has a second part with the rest.
-_FIRST_PART_WORDS = 1 << 12
+FIRST_PART_WORDS = 1 << 12
+# Receives that are posted for later messages of a peer. gloo sends a message when it knows of the receive, and would
+# otherwise wait for that as long as for the message itself. With one, the next round could be too early for it.
+_AHEAD = 2
 
 
-class _Part(NamedTuple):
-    """A message to or from ``peer``, or a part of it. ``kind`` is :func:`torch.distributed.isend` or ``irecv``."""
+class _FirstPart(NamedTuple):
+    """A posted receive of the first part of message ``number`` of a peer, whatever its length."""
 
-    kind: Callable[..., Any]
-    tensor: torch.Tensor
-    peer: int
-    tag: int
+    number: int
+    buffer: torch.Tensor
+    work: Any
+
+
+@dataclass
+class _Mailbox:
+    """What all exchanges in a process group share: the numbers of messages by peer, and the receives posted ahead."""
+
+    sent: Counter[int] = field(default_factory=Counter)
+    received: Counter[int] = field(default_factory=Counter)
+    ahead: defaultdict[int, deque[_FirstPart]] = field(default_factory=lambda: defaultdict(deque))
+
+
+_mailboxes: WeakKeyDictionary[Any, _Mailbox] = WeakKeyDictionary()
+
+
+class _Arrival(NamedTuple):
+    """A message to this rank: its first part, its payload if it is long, and what to wait for: for both, one by one."""
+
+    words: int
+    first: torch.Tensor
+    payload: torch.Tensor | None
+    first_work: Any | None
+    rest_work: Any | None
+
+    @property
+    def header(self) -> torch.Tensor:
+        return self.first[: cost.HEADER_WORDS]
+
+    def whole(self) -> torch.Tensor:
+        """Return the payload, which has arrived."""
+        content = self.first[cost.HEADER_WORDS :]
+        if self.payload is None:
+            return content[: self.words]
+        self.payload[:FIRST_PART_WORDS] = content
+        return self.payload
 
 
 class Messages:
     """The messages of one rank in the process group ``group``. ``None`` is the default process group.
+
+    On a CPU, the receive of a message is posted before its round begins. The peers of a group count their messages, so
+    it matches the next one, whatever its length and whichever exchange sends it. The header says whether it is the
+    expected one.
 
     Args:
         group: The process group.
@@ -47,99 +89,145 @@ class Messages:
     """
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device, timeout: timedelta | None) -> None:
-        self._group = group
+        self._group: Any = group or dist.group.WORLD
         self._device = device
         self._timeout = timeout
         self._rank = dist.get_rank(group)
-        self._global_ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+        self._global_ranks = dist.get_process_group_ranks(self._group)
         self.checks_on_arrival = device.type == "cpu"
         self.suspect = torch.zeros(1, dtype=torch.int32, device=device)
         self.waiting: list[int] = []
         self._started: list[Any] = []  # the messages of the last round
-        self._sent: Counter[int] = Counter()
-        self._received: Counter[int] = Counter()
 
     @property
-    def _splits_messages(self) -> bool:
-        """True if long messages are sent in two parts.
-
-        This needs messages that are shorter than their buffers. gloo accepts them, NCCL does not.
-        """
-        return self._device.type == "cpu"
+    def _mailbox(self) -> _Mailbox:
+        return _mailboxes.setdefault(self._group, _Mailbox())
 
     def post(self, round_: Round, frame: wire.Frame) -> Ticket:
         """Start to send and receive the messages of ``round_``, with the header ``frame``."""
-        buffers: dict[int, torch.Tensor] = {}
-        sends: list[torch.Tensor] = []
-        parts: list[_Part] = []
-        for peer, words in round_.receives.items():
-            # gloo aborts the process when a message is longer than its buffer, and does not report a shorter one. The
-            # buffer therefore always has room for a whole first part, whose header holds the length. A second part is
-            # received only by a rank that expects exactly its length.
-            capacity = max(words, _FIRST_PART_WORDS) if self._splits_messages else words
-            buffers[peer] = torch.empty(capacity + cost.HEADER_WORDS, dtype=torch.int32, device=self._device)
-            parts += self._parts(dist.irecv, buffers[peer], words, peer, self._received)
-        for peer, payload in round_.sends.items():
-            framed = wire.framed if self.checks_on_arrival else wire.framed_on_device
-            sends.append(framed(payload, frame))
-            parts += self._parts(dist.isend, sends[-1], payload.numel(), peer, self._sent)
-        works = self._start(parts)
-        # Keep the sent messages until the wait, because the backend reads them in the background.
-        peers = [part.peer for part in parts]
-        return Ticket(round_.phase, (frame, works, buffers, dict(round_.receives), sends, peers))
-
-    def _parts(
-        self, kind: Callable[..., Any], buffer: torch.Tensor, words: int, peer: int, counter: Counter[int]
-    ) -> list[_Part]:
-        """Return the parts of one message: one of a short message, two of a long one.
-
-        The tag of a first part is the number of the message, which both ends count. It therefore matches the next
-        message of the peer, whatever its length. The tag of a second part also depends on the length. It matches only a
-        second part of a message of the same length.
-        """
-        counter[peer] += 1
-        first_part = cost.HEADER_WORDS + _FIRST_PART_WORDS
-        tag = counter[peer] % _TAGS
-        if not self._splits_messages or words <= _FIRST_PART_WORDS:
-            return [_Part(kind, buffer, peer, tag)]
-        second_tag = _TAGS + wire.stamp(f"{tag}/{words}") % (_TAGS - 1)
-        return [_Part(kind, buffer[:first_part], peer, tag), _Part(kind, buffer[first_part:], peer, second_tag)]
-
-    def _start(self, parts: Sequence[_Part]) -> list[Any]:
-        """Send and receive ``parts`` in the background. Return what to wait for."""
-        if self._device.type == "cpu":  # the calls that isend() and irecv() make, without their time
-            group: Any = self._group or dist.group.WORLD
-            starts = {dist.isend: group.send, dist.irecv: group.recv}
-            self._started = []  # kept if one of them fails, because the backend may use the tensors of the others
-            for part in parts:
-                self._started.append(starts[part.kind]([part.tensor], part.peer, part.tag))
-            return self._started
-        operations = [
-            dist.P2POp(part.kind, part.tensor, self._global_ranks[part.peer], self._group, part.tag) for part in parts
-        ]
-        return dist.batch_isend_irecv(operations) if operations else []
+        post = self._post_on_host if self.checks_on_arrival else self._post_on_device
+        return Ticket(round_.phase, (frame, *post(round_, frame)))
 
     def wait(self, ticket: Ticket) -> Inbox:
         """Wait for the messages of a posted round, and return what has arrived."""
-        frame, works, buffers, words, _, peers = ticket.token
-        pending = list(zip(peers, works, strict=False))  # wait for each exactly once, as gloo counts the waits
+        wait = self._wait_on_host if self.checks_on_arrival else self._wait_on_device
+        return wait(*ticket.token)
+
+    def _post_on_host(
+        self, round_: Round, frame: wire.Frame
+    ) -> tuple[dict[int, _Arrival], list[tuple[int, Any]], list[torch.Tensor]]:
+        """Return what is to arrive by peer, and the works and tensors of what is sent.
+
+        These are the calls that isend() and irecv() make, without their time. gloo accepts messages that are shorter
+        than their buffers. It aborts the process when one is longer.
+        """
+        self._started = []  # kept if one of them fails, because the backend may use the tensors of the others
+        arrivals = {peer: self._receive(peer, words) for peer, words in round_.receives.items()}
+        sends: list[tuple[int, Any]] = []
+        messages = []  # kept until the wait, because the backend reads them in the background
+        for peer, payload in round_.sends.items():
+            messages.append(wire.framed(payload, frame))
+            sends += ((peer, work) for work in self._send(peer, messages[-1], payload.numel()))
+        return arrivals, sends, messages
+
+    def _receive(self, peer: int, words: int) -> _Arrival:
+        """Return the next message of ``peer``, with ``words`` words. Post the receives of those that follow, too.
+
+        A second part is received only by a rank that expects exactly its length: its tag depends on it.
+        """
+        box, is_here = self._mailbox, False
+        ahead = box.ahead[peer]
+        while len(ahead) <= _AHEAD and not is_here:
+            buffer = torch.empty(cost.HEADER_WORDS + FIRST_PART_WORDS, dtype=torch.int32)
+            number = box.received[peer] + 1
+            try:
+                work = self._group.recv([buffer], peer, _first_tag(number))
+            except RuntimeError:  # the connection is closed, but this message may have arrived before
+                is_here = bool(ahead) and failure_report.has_arrived(ahead[0].work)
+                if not is_here:
+                    raise
+            else:
+                box.received[peer] = number
+                ahead.append(_FirstPart(number, buffer, work))
+        first = ahead.popleft()
+        self._started.append(first)
+        payload, rest_work = None, None
+        if words > FIRST_PART_WORDS:
+            payload = torch.empty(words, dtype=torch.int32)
+            rest_work = self._group.recv([payload[FIRST_PART_WORDS:]], peer, _second_tag(first.number, words))
+            self._started.append((payload, rest_work))
+        return _Arrival(words, first.buffer, payload, None if is_here else first.work, rest_work)
+
+    def _send(self, peer: int, message: torch.Tensor, words: int) -> list[Any]:
+        """Start to send ``message``, with ``words`` words behind its header, in one part or two. Return the works."""
+        box = self._mailbox
+        box.sent[peer] += 1
+        number, end = box.sent[peer], cost.HEADER_WORDS + FIRST_PART_WORDS
+        parts = [(message[:end], _first_tag(number))]
+        if words > FIRST_PART_WORDS:
+            parts.append((message[end:], _second_tag(number, words)))
+        works = []
+        for part, tag in parts:
+            works.append(self._group.send([part], peer, tag))
+            self._started.append((message, works[-1]))
+        return works
+
+    def _wait_on_host(
+        self, frame: wire.Frame, arrivals: dict[int, _Arrival], sends: list[tuple[int, Any]], _: list[torch.Tensor]
+    ) -> Inbox:
+        """Wait for each work exactly once, as gloo counts the waits.
+
+        First parts come first: the second part of a message of the wrong length never arrives.
+        """
         totals: dict[int, int] = {}
-        if self._splits_messages:  # first parts first: the second part of a message of the wrong length never arrives
-            at = 0
-            for peer, buffer in buffers.items():
-                self._wait_for_one(*pending.pop(at), pending)
-                header = buffer[: cost.HEADER_WORDS]
-                totals[peer] = self._checked(peer, wire.check_frame, header, frame, words[peer])
-                at += words[peer] > _FIRST_PART_WORDS
-        while pending:
-            self._wait_for_one(*pending.pop(0), pending)
+        firsts = [(peer, arrival.first_work) for peer, arrival in arrivals.items()]
+        others = [(peer, arrival.rest_work) for peer, arrival in arrivals.items() if arrival.rest_work is not None]
+        others += sends
+        for number, (peer, work) in enumerate(firsts):
+            if work is not None:
+                left = [each for each in firsts[number + 1 :] if each[1] is not None]
+                self._wait_for_one(peer, work, [*left, *others])
+            arrival = arrivals[peer]
+            totals[peer] = self._checked(peer, wire.check_frame, arrival.header, frame, arrival.words)
+        for number, (peer, work) in enumerate(others):
+            self._wait_for_one(peer, work, others[number + 1 :])
+        inbox = {peer: arrival.whole() for peer, arrival in arrivals.items()}
+        for peer, payload in inbox.items():
+            self._checked(peer, wire.check_payload, payload, totals[peer])
+        return inbox
+
+    def _post_on_device(
+        self, round_: Round, frame: wire.Frame
+    ) -> tuple[dict[int, torch.Tensor], list[Any], list[torch.Tensor]]:
+        """Return the buffers of what is to arrive by peer, what to wait for, and the tensors of what is sent.
+
+        NCCL has no tags, and needs to know the length of a message.
+        """
+        operations: list[dist.P2POp] = []
+        buffers: dict[int, torch.Tensor] = {}
+        messages: list[torch.Tensor] = []
+
+        def add(kind: Callable[..., Any], tensor: torch.Tensor, peer: int) -> None:
+            operations.append(dist.P2POp(kind, tensor, self._global_ranks[peer], self._group))
+
+        for peer, words in round_.receives.items():
+            buffers[peer] = torch.empty(words + cost.HEADER_WORDS, dtype=torch.int32, device=self._device)
+            add(dist.irecv, buffers[peer], peer)
+        for peer, payload in round_.sends.items():
+            messages.append(wire.framed_on_device(payload, frame))
+            add(dist.isend, messages[-1], peer)
+        return buffers, dist.batch_isend_irecv(operations) if operations else [], messages
+
+    def _wait_on_device(
+        self, frame: wire.Frame, buffers: dict[int, torch.Tensor], works: list[Any], _: list[torch.Tensor]
+    ) -> Inbox:
+        """Wait, and count the wrong words of headers."""
+        for work in works:
+            self.wait_for(work)
         inbox: Inbox = {}
         for peer, buffer in buffers.items():
-            inbox[peer] = buffer[cost.HEADER_WORDS : cost.HEADER_WORDS + words[peer]]
-            if not self.checks_on_arrival:
-                self.suspect += wire.check_on_device(buffer[: cost.HEADER_WORDS], inbox[peer], frame)
-                continue
-            self._checked(peer, wire.check_payload, inbox[peer], totals[peer])
+            header, inbox[peer] = buffer[: cost.HEADER_WORDS], buffer[cost.HEADER_WORDS :]
+            self.suspect += wire.check_on_device(header, inbox[peer], frame)
         return inbox
 
     def _checked(self, peer: int, check: Callable[..., Result], *arguments: Any) -> Result:
@@ -161,8 +249,13 @@ class Messages:
         try:
             self.wait_for(work)
         except RuntimeError:
-            if self._splits_messages:  # else a work may hold messages of several peers
-                self.waiting = sorted(
-                    {peer, *(other for other, left in others if not failure_report.has_arrived(left))}
-                )
+            self.waiting = sorted({peer, *(other for other, left in others if not failure_report.has_arrived(left))})
             raise
+
+
+def _first_tag(number: int) -> int:
+    return _FIRST_TAGS + number % _FIRST_TAGS
+
+
+def _second_tag(number: int, words: int) -> int:
+    return _SECOND_TAGS + wire.stamp(f"{number}/{words}") % (_SECOND_TAGS - 1)

@@ -48,6 +48,9 @@ _broken: WeakSet[dist.ProcessGroup] = WeakSet()
 _subgroups: dict[tuple[int, tuple[int, ...]], tuple[Any, dist.ProcessGroup | None]] = {}
 # The name of the collective since PyTorch 2.13, and before.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+# Bytes of a collective that is performed by a message to each rank on a CPU. A longer one is left to gloo, whose rings
+# send fewer bytes, or as many.
+SMALL = 1024
 # Stands for the operation in error messages before the first operation of an exchange.
 _START = Round("start", {}, {})
 
@@ -433,21 +436,51 @@ class ProcessGroupScheduler:
         tensor = op.tensor.contiguous()
         size, itemsize = tensor.numel(), tensor.element_size()
         if isinstance(op, AllReduce):
+            traffic = cost.all_reduce(size, itemsize, self.world_size)
+        elif isinstance(op, AllToAll):
+            traffic = cost.all_to_all(size // self.world_size, itemsize, self.world_size)
+        else:
+            traffic = cost.all_gather(size, itemsize, self.world_size)
+        is_direct = self._messages.checks_on_arrival and 0 < tensor.nbytes <= SMALL and itemsize % cost.WORD == 0
+        result = self._directly(op, tensor) if is_direct else self._by_backend(op, tensor)
+        self.meter.count(op.phase, traffic, traffic)
+        return result
+
+    def _directly(self, op: Collective, tensor: torch.Tensor) -> torch.Tensor:
+        """Perform ``op`` by a message to each rank. All are under way at once. Ranks are added in order.
+
+        In the rings of gloo, as many messages or more follow one another.
+        """
+        assert self._stamp is not None
+        words = tensor.view(-1).view(torch.int32)
+        parts = words.chunk(self.world_size) if isinstance(op, AllToAll) else [words] * self.world_size
+        peers = [rank for rank in range(self.world_size) if rank != self.rank]
+        round_ = Round(op.phase, {peer: parts[peer] for peer in peers}, {peer: parts[peer].numel() for peer in peers})
+        frame = wire.Frame(self.step, self._number, op.phase, self._stamp)
+        arrived = self._messages.wait(self._messages.post(round_, frame)) | {self.rank: parts[self.rank]}
+        rows = torch.stack([arrived[rank] for rank in range(self.world_size)]).view(tensor.dtype)
+        if isinstance(op, AllGather):
+            return rows
+        if isinstance(op, AllToAll):
+            return rows.view(tensor.shape)
+        total = rows[0].clone()
+        for row in rows[1:]:
+            total += row
+        return total.view(tensor.shape)
+
+    def _by_backend(self, op: Collective, tensor: torch.Tensor) -> torch.Tensor:
+        if isinstance(op, AllReduce):
             result = tensor.clone()
             work = dist.all_reduce(result, group=self.group, async_op=True)
-            traffic = cost.all_reduce(size, itemsize, self.world_size)
         elif isinstance(op, AllToAll):
             result = torch.empty_like(tensor)
             work = dist.all_to_all_single(result, tensor, group=self.group, async_op=True)
-            traffic = cost.all_to_all(size // self.world_size, itemsize, self.world_size)
         else:
             assert isinstance(op, AllGather)
-            result = tensor.new_empty(self.world_size, size)
+            result = tensor.new_empty(self.world_size, tensor.numel())
             work = _all_gather(result.view(-1), tensor, group=self.group, async_op=True)
-            traffic = cost.all_gather(size, itemsize, self.world_size)
         ProcessGroupScheduler._last_collective = work  # before the wait, which may fail: the process may exit then
         self._messages.wait_for(work)
-        self.meter.count(op.phase, traffic, traffic)
         return result
 
 
