@@ -10,8 +10,8 @@ two points of a curve is interpolated. A curve is on a few batches, so it is mul
 at the final score.
 
 The seconds of a step are those that ``race.py`` has measured, or estimated, see ``step_seconds.py``. Estimates are
-marked by ``~``. The table of errors shows how far estimates are from what is measured. With ``--delay``, a message
-takes that long in addition: see ``latencies.py``.
+marked by ``~``. The table of errors shows how far estimates are from what is measured. With ``--delay 50ms``, they are
+those that ``race.py`` has measured on links with that delay, and nothing is estimated.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import latencies
 import optimizer_runs
 import race_results
 from optimizer_runs import Outcome, Results, Run
@@ -122,23 +121,21 @@ def reached(entry: Entry, dense: Entry) -> dict[int, float | None]:
     return {seed: entry.steps_to(TARGET * dense.outcomes[seed]["score"], seed) for seed in seeds}
 
 
-def seconds_after(entry: Entry, steps: float, paces: Paces, rate: float, delay: float = 0.0) -> tuple[float, bool]:
-    """Return the seconds of the first ``steps`` steps, and whether they are measured. ``delay`` is in seconds."""
+def seconds_after(entry: Entry, steps: float, paces: Paces, rate: float) -> tuple[float, bool]:
+    """Return the seconds of the first ``steps`` steps, and whether they are measured."""
     columns = ("kilobytes", "kilobytes_after_start", "messages")
     outcome = {column: entry.mean(column) for column in columns}
     pace = paces.of(entry.method, outcome, entry.run.dense_steps, entry.run.steps, rate)
-    waits = delay * steps * latencies.per_step(entry.run, outcome) if delay else 0.0
-    return pace.after(steps, entry.run.dense_steps) + waits, pace.is_measured and not delay
+    return pace.after(steps, entry.run.dense_steps), pace.is_measured
 
 
-def figures(found: Sequence[Entry], paces: Paces, target: str = "adamw", delay: float = 0.0) -> list[dict[str, Any]]:
+def figures(found: Sequence[Entry], paces: Paces, target: str = "adamw") -> list[dict[str, Any]]:
     """Return a row for each method: its best setting, and what it reached. Seconds are None where nothing is known.
 
     Args:
         found: The methods.
         paces: What is known of the seconds of steps.
         target: The optimizer whose dense training others are compared with.
-        delay: Seconds that every message takes in addition.
     """
     dense = dense_of(found, target)
     rows = []
@@ -162,13 +159,9 @@ def figures(found: Sequence[Entry], paces: Paces, target: str = "adamw", delay: 
             row |= {"gap": statistics.fmean(gaps), "gap_range": [min(gaps), max(gaps)]} if gaps else {}
         row["seconds"] = {
             name: None
-            if paces.is_empty or not known
+            if not known or not paces.knows(entry.method, rate)
             else dict(
-                zip(
-                    ("mean", "is_measured"),
-                    seconds_after(entry, row["steps_to_target"], paces, rate, delay),
-                    strict=True,
-                )
+                zip(("mean", "is_measured"), seconds_after(entry, row["steps_to_target"], paces, rate), strict=True)
             )
             for name, rate in RATES.items()
         }
@@ -263,14 +256,14 @@ def errors_of(found: Sequence[Entry], paces: Paces) -> list[dict[str, Any]]:
     sent = {entry.method: {name: entry.mean(name) for name in ("kilobytes_after_start", "messages")} for entry in found}
     return [
         {"method": " ".join(map(str, filter(None, method))), "rate": rate, "measured": measured, "estimated": estimated}
-        for method, rate, measured, estimated in ([] if paces.is_empty else paces.errors(sent))
+        for method, rate, measured, estimated in paces.errors(sent)
     ]
 
 
-def picture(found: Sequence[Entry], paces: Paces, path: Path, target: str = "adamw", delay: float = 0.0) -> None:
+def picture(found: Sequence[Entry], paces: Paces, path: Path, target: str = "adamw") -> None:
     """Write a PNG: the loss against bytes, and against seconds on one network where the seconds of steps are known.
 
-    ``target`` and ``delay`` are as in :func:`figures`. Methods that end far above dense training are left out.
+    ``target`` is as in :func:`figures`. Methods that end far above dense training are left out.
     """
     import matplotlib as mpl
     from matplotlib.figure import Figure
@@ -289,9 +282,8 @@ def picture(found: Sequence[Entry], paces: Paces, path: Path, target: str = "ada
         groups = {entry.name: list(entry.outcomes.values()) for entry in found}
         optimizer_runs.draw(left, groups, {name: {"fmt": "", **style} for name, style in styles.items()})
         for axes in others:
-            _against_seconds(
-                axes, found, partial(seconds_after, paces=paces, rate=RATES[PICTURED], delay=delay), styles
-            )
+            known = [entry for entry in found if paces.knows(entry.method, RATES[PICTURED])]
+            _against_seconds(axes, known, partial(seconds_after, paces=paces, rate=RATES[PICTURED]), styles)
             if dense:
                 axes.axhline(TARGET * dense.mean("score"), color="0.6", linewidth=0.8, linestyle=":")
                 axes.set_ylim(top=SHOWN * dense.mean("score"))
@@ -341,7 +333,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--race", type=Path, default=FOLDER / "race.json", help="file of race.py")
     parser.add_argument("--sweep", type=int, nargs="+", default=[10], help="seeds on which rates were swept")
     parser.add_argument("--target", default="adamw", help="the optimizer whose dense training has the loss to reach")
-    parser.add_argument("--delay", type=float, default=0.0, help="seconds that every message takes in addition")
+    parser.add_argument("--delay", default="", help="delay of the links on which steps were timed, such as 50ms")
     parser.add_argument("--json", type=Path, help="write the figures of both tables to this file")
     parser.add_argument("--plot", type=Path, help="write a PNG to this file")
     parser.add_argument("--smoke", action="store_true", help="train a few steps: only checks that the script runs")
@@ -360,8 +352,8 @@ def main() -> None:
         known = ", ".join(entry.method.optimizer for entry in found if entry.method.name == "dense")
         raise SystemExit(f"--target {options.target}: {options.task} has dense runs of {known or 'no optimizer'}")
     steps = TASKS[options.task](None, 1).steps
-    paces = Paces(race_results.read(options.race), options.task, WORKERS, steps)
-    rows, errors = figures(found, paces, options.target, options.delay), errors_of(found, paces)
+    paces = Paces(race_results.read(options.race), options.task, WORKERS, steps, options.delay)
+    rows, errors = figures(found, paces, options.target), errors_of(found, paces)
     print(f"{options.task}: to {TARGET:g} times the loss of dense {options.target}.\n")
     print(table(rows, target=options.target))
     if errors:
@@ -372,7 +364,7 @@ def main() -> None:
             + "\n"
         )
     if options.plot:
-        picture(found, paces, options.plot, options.target, options.delay)
+        picture(found, paces, options.plot, options.target)
 
 
 if __name__ == "__main__":

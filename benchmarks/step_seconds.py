@@ -84,18 +84,27 @@ class Pace:
 
 
 class Paces:
-    """The seconds of steps of ``task`` on networks of any rate, by the rows of the race with ``steps`` steps."""
+    """The seconds of steps of ``task`` on networks of any rate, by the rows of the race with ``steps`` steps.
 
-    def __init__(self, rows: Rows, task: str, workers: int, steps: int) -> None:
+    On links with a ``delay``, a text such as 50ms, only what is measured is known.
+    """
+
+    def __init__(self, rows: Rows, task: str, workers: int, steps: int, delay: str = "") -> None:
         self._rows: dict[tuple[Method, float], list[Row]] = {}
+        self._estimates = not delay
         for cell, row in rows.items():
-            if (cell.task, cell.workers, cell.steps) == (task, workers, steps) and row.rate:
+            fits = (cell.task, cell.workers, cell.steps) == (task, workers, steps)
+            if fits and row.rate and cell.network.partition(" and ")[2] == delay:
                 self._rows.setdefault((Method.of_contender(Contender.parse(cell.contender)), row.rate), []).append(row)
 
     @property
     def is_empty(self) -> bool:
         """Whether nothing is measured, so that nothing can be estimated either."""
         return not self._rows
+
+    def knows(self, method: Method, rate: float) -> bool:
+        """Whether the seconds of steps of ``method`` at ``rate`` bit/s are measured, or can be estimated."""
+        return (method, rate) in self._rows or (self._estimates and not self.is_empty)
 
     def of(self, method: Method, outcome: Outcome, dense_steps: int, steps: int, rate: float) -> Pace:
         """Return the seconds of steps of ``method`` that send what ``outcome`` says, at ``rate`` bit/s."""
@@ -122,7 +131,7 @@ class Paces:
         ``sent`` says what methods send. Those of others are the bytes that the kernel counted on the fastest network.
         """
         found = []
-        for (method, rate), rows in sorted(self._rows.items()):
+        for (method, rate), rows in sorted(self._rows.items()) if self._estimates else ():
             if rate == self._fastest:  # the work is measured there
                 continue
             outcome = sent.get(method) or {"kilobytes_after_start": self._counted(method), "messages": 0.0}

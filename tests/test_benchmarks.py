@@ -25,7 +25,6 @@ PARTS = {  # of other scripts
     "demo_compressor.py",
     "doors_trainer.py",
     "half_precision.py",
-    "latencies.py",
     "lion.py",
     "optimizer_runs.py",
     "peers.py",

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
-from typing import Any, ClassVar
+from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -18,14 +18,13 @@ from tritoncomm.errors import (
     NonFiniteError,
     ProtocolMismatchError,
 )
-from tritoncomm.scheduler import cost, failure_report, tracing, watcher, wire
+from tritoncomm.scheduler import cost, failure_report, group_collectives, tracing, watcher, wire
 from tritoncomm.scheduler.messages import Messages
 from tritoncomm.scheduler.meter import Meter
 from tritoncomm.scheduler.new_group import needs_all_ranks, new_group
 from tritoncomm.scheduler.rounds import (
     AllGather,
     AllReduce,
-    AllToAll,
     Collective,
     InSubgroup,
     Op,
@@ -46,11 +45,6 @@ _exchange_ids: Counter[str] = Counter()
 # The groups in which an exchange has failed. Their connections may be closed. Names come again in a new default group.
 _broken: WeakSet[dist.ProcessGroup] = WeakSet()
 _subgroups: dict[tuple[int, tuple[int, ...]], tuple[Any, dist.ProcessGroup | None]] = {}
-# The name of the collective since PyTorch 2.13, and before.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-# Bytes of a collective that is performed by a message to each rank on a CPU. A longer one is left to gloo, whose rings
-# send fewer bytes, or as many.
-SMALL = 1024
 # Stands for the operation in error messages before the first operation of an exchange.
 _START = Round("start", {}, {})
 
@@ -136,10 +130,6 @@ class ProcessGroupScheduler:
     that a pattern may use. ``meter`` holds the traffic and the waiting time of the last pattern. ``step`` counts the
     exchanges that have started.
     """
-
-    # The last collective of this process is kept until the next one starts. A collective from a backward pass holds a
-    # Python object. If a gloo thread releases it last, while the interpreter exits, the process ends with SIGABRT.
-    _last_collective: ClassVar[Any] = None
 
     def __init__(
         self,
@@ -426,62 +416,21 @@ class ProcessGroupScheduler:
         return failure_report.RankReport(kind, where, text, peers, waiting, at, at_fault), details
 
     def _post(self, round_: Round) -> Ticket:
-        assert self._stamp is not None
-        ticket = self._messages.post(round_, wire.Frame(self.step, self._number, round_.phase, self._stamp))
+        ticket = self._messages.post(round_, self._frame(round_.phase))
         sent = cost.messages_of([payload.numel() for payload in round_.sends.values()])
         self.meter.count(round_.phase, sent, cost.messages_of(list(round_.receives.values())))
         return ticket
 
     def _collective(self, op: Collective) -> torch.Tensor:
-        tensor = op.tensor.contiguous()
-        size, itemsize = tensor.numel(), tensor.element_size()
-        if isinstance(op, AllReduce):
-            traffic = cost.all_reduce(size, itemsize, self.world_size)
-        elif isinstance(op, AllToAll):
-            traffic = cost.all_to_all(size // self.world_size, itemsize, self.world_size)
-        else:
-            traffic = cost.all_gather(size, itemsize, self.world_size)
-        is_direct = self._messages.checks_on_arrival and 0 < tensor.nbytes <= SMALL and itemsize % cost.WORD == 0
-        result = self._directly(op, tensor) if is_direct else self._by_backend(op, tensor)
+        frame = self._frame(op.phase)
+        result = group_collectives.perform(op, self._messages, frame, self.group, self.rank, self.world_size)
+        traffic = group_collectives.traffic(op, self.world_size)
         self.meter.count(op.phase, traffic, traffic)
         return result
 
-    def _directly(self, op: Collective, tensor: torch.Tensor) -> torch.Tensor:
-        """Perform ``op`` by a message to each rank. All are under way at once. Ranks are added in order.
-
-        In the rings of gloo, as many messages or more follow one another.
-        """
+    def _frame(self, phase: str) -> wire.Frame:
         assert self._stamp is not None
-        words = tensor.view(-1).view(torch.int32)
-        parts = words.chunk(self.world_size) if isinstance(op, AllToAll) else [words] * self.world_size
-        peers = [rank for rank in range(self.world_size) if rank != self.rank]
-        round_ = Round(op.phase, {peer: parts[peer] for peer in peers}, {peer: parts[peer].numel() for peer in peers})
-        frame = wire.Frame(self.step, self._number, op.phase, self._stamp)
-        arrived = self._messages.wait(self._messages.post(round_, frame)) | {self.rank: parts[self.rank]}
-        rows = torch.stack([arrived[rank] for rank in range(self.world_size)]).view(tensor.dtype)
-        if isinstance(op, AllGather):
-            return rows
-        if isinstance(op, AllToAll):
-            return rows.view(tensor.shape)
-        total = rows[0].clone()
-        for row in rows[1:]:
-            total += row
-        return total.view(tensor.shape)
-
-    def _by_backend(self, op: Collective, tensor: torch.Tensor) -> torch.Tensor:
-        if isinstance(op, AllReduce):
-            result = tensor.clone()
-            work = dist.all_reduce(result, group=self.group, async_op=True)
-        elif isinstance(op, AllToAll):
-            result = torch.empty_like(tensor)
-            work = dist.all_to_all_single(result, tensor, group=self.group, async_op=True)
-        else:
-            assert isinstance(op, AllGather)
-            result = tensor.new_empty(self.world_size, tensor.numel())
-            work = _all_gather(result.view(-1), tensor, group=self.group, async_op=True)
-        ProcessGroupScheduler._last_collective = work  # before the wait, which may fail: the process may exit then
-        self._messages.wait_for(work)
-        return result
+        return wire.Frame(self.step, self._number, phase, self._stamp)
 
 
 def take_suspects(schedulers: Iterable[ProcessGroupScheduler]) -> list[torch.Tensor]:
