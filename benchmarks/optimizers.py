@@ -42,7 +42,6 @@ from tritoncomm.step.options import (
     DEFAULT_SMALL,
     DEFAULT_START,
     DEFAULT_VALUES,
-    DEFAULT_WARMUP,
     WrapOptions,
 )
 from tritoncomm.step.rules import find_rule
@@ -57,6 +56,7 @@ from tasks import BATCHES, TASKS, WORKERS, Task
 from training import DENSE_BELOW, LR_WARMUP_SHARE, Sent, World, around, scored
 
 ADAMW_SHARE = 0.25  # rate of the AdamW beside a Muon, as a share of Muon's
+DENSE_STEPS = 20  # those of wrap when rates were swept: it has 16 now, with the same losses
 POWER_SGD_START = 0.1  # share of the steps that are dense, as its authors recommend
 CURVE_POINTS = 30
 CURVE_BATCHES = {"gpt": 4, "demo": 1, "gpt10m": 1}  # at most a twentieth of the time of a run
@@ -377,7 +377,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--local-steps", type=int, nargs="+", help="1, or those of the peer, unless given")
     parser.add_argument("--outer-lr", type=float, nargs="+", help="1, or that of the peer, unless given")
     parser.add_argument("--outer-momentum", type=float, nargs="+", help="0, or that of the peer, unless given")
-    parser.add_argument("--dense-steps", type=int, help="dense steps at the start, instead of the default of wrap")
+    parser.add_argument("--dense-steps", type=int, help="dense steps at the start, instead of 20")
     parser.add_argument("--match-length", action="store_true", help="restore the length of the mean")
     parser.add_argument("--device", default="cpu", help="where to train, such as cuda")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
@@ -446,7 +446,7 @@ def with_start(kind: Run, options: argparse.Namespace) -> Run:
     starts = kind.sends_gradients and (kind.exchange == "updates" or kind.method == "oktopk")
     if not starts:
         return kind
-    return replace(kind, dense_steps=DEFAULT_WARMUP if given is None else given, dense_values=DEFAULT_START)
+    return replace(kind, dense_steps=DENSE_STEPS if given is None else given, dense_values=DEFAULT_START)
 
 
 def main() -> None:

@@ -32,7 +32,7 @@ def optimizers(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The module of that name, with the defaults of ``wrap``, which conftest.py changes."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     module = importlib.import_module("optimizers")
-    for name, value in {"WARMUP": 20, "SMALL": "8bit", "START": "2bit", "VALUES": "4bit"}.items():
+    for name, value in {"SMALL": "8bit", "START": "2bit", "VALUES": "4bit"}.items():
         monkeypatch.setattr(module, f"DEFAULT_{name}", value)
     return module
 
@@ -119,7 +119,7 @@ def test_decay_forgets(optimizers: ModuleType, runs: ModuleType, method: str) ->
     torch.testing.assert_close(total, torch.full_like(total, len(workers) * 0.125), rtol=0, atol=1e-5)
 
 
-def test_start_is_that_of_wrap(optimizers: ModuleType) -> None:
+def test_dense_steps_at_the_start(optimizers: ModuleType) -> None:
     """Exchanges of gradients by Ok-Topk start with 20 dense steps in 2 bits, for any length. PowerSGD takes a tenth."""
 
     def starts(*arguments: str) -> list[tuple[str, int, str]]:

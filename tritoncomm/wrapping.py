@@ -106,7 +106,7 @@ def wrap(
         node_group: Process group of the ranks of this rank's node. The exchange is then dense within nodes and sparse
             between them, see :class:`~tritoncomm.Hierarchical`. On a GPU, the host waits often: it has no static form.
             Default: None, nodes are not treated separately.
-        warmup_steps: Number of dense exchanges before the first sparse one. Default: None, which is 20 for a method,
+        warmup_steps: Number of dense exchanges before the first sparse one. Default: None, which is 16 for a method,
             and 0 for a dense one or a recipe that wraps another.
         staleness: ``"aware"``: optimizers with a rule take the staleness-aware step. ``"off"``: all take their own
             step. Default: None, which is ``"aware"``.

@@ -36,12 +36,12 @@ def test_doctor_in_one_process(
     assert 0.05 < figures["break_even_density"] <= 0.2
     out = capsys.readouterr().out
     assert "Compression pays at density 3.00%" in out
-    assert "The first 20 steps are dense, in 2 bits, and take " in out
+    assert "The first 16 steps are dense, in 2 bits, and take " in out
     assert "work        " in out
     assert "For other links: python -m tritoncomm plan --numel 200000 --workers 8 --density 0.03 --values 4bit" in out
     assert "--link 10mbit,1us --step-ms 0 --work-ms " in out
     assert main([*arguments, "10mbit,1us", "--algo", "dgc"]) == 0
-    assert "The first 20 steps are dense and take " in capsys.readouterr().out  # dgc's are in fp32
+    assert "The first 16 steps are dense and take " in capsys.readouterr().out  # dgc's are in fp32
     assert main([*arguments, "10000gbit,1us"]) == 1
     out = capsys.readouterr().out
     assert "Stay dense" in out

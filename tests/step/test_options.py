@@ -163,9 +163,9 @@ def test_only_the_first_rank_logs(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_default_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A method starts with 20 dense steps, unless it delivers every entry or the recipe wraps another one."""
+    """A method starts with 16 dense steps, unless it delivers every entry or the recipe wraps another one."""
     number = int(re.search(r"^DEFAULT_WARMUP = (\d+)$", inspect.getsource(options), re.MULTILINE)[1])
-    assert number == 20
+    assert number == 16
     assert f"Default: None, which is {number} for a method" in inspect.getdoc(tritoncomm.wrap)
     assert inspect.signature(tritoncomm.wrap).parameters["warmup_steps"].default is None
     monkeypatch.setattr(options, "DEFAULT_WARMUP", number)
