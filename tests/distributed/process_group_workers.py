@@ -428,10 +428,10 @@ def receives_are_ahead(rank: int, world_size: int, send) -> None:
     box = messages._mailboxes[dist.group.WORLD]
     for number, size in enumerate((5000, 3, 4999, 1)):
         posted = [each.number for each in box.ahead[peer]]
-        assert posted == [box.received[peer] - 1, box.received[peer]]
+        assert posted == [box.posted[peer] - 1, box.posted[peer]]
         assert torch.equal(schedulers[number % 2].run(message(size)), words[:size])
         assert posted[0] not in [each.number for each in box.ahead[peer]]
-    assert box.sent[peer] == box.received[peer] - 2
+    assert box.sent[peer] == box.posted[peer] - 2
     if rank == 1:
 
         def last() -> Pattern[None]:

@@ -36,10 +36,10 @@ class _FirstPart(NamedTuple):
 
 @dataclass
 class _Mailbox:
-    """What all exchanges in a process group share: the numbers of messages by peer, and the receives posted ahead."""
+    """What all exchanges in a process group share: messages sent to each peer, receives posted, those ahead."""
 
     sent: Counter[int] = field(default_factory=Counter)
-    received: Counter[int] = field(default_factory=Counter)
+    posted: Counter[int] = field(default_factory=Counter)
     ahead: defaultdict[int, deque[_FirstPart]] = field(default_factory=lambda: defaultdict(deque))
 
 
@@ -139,7 +139,7 @@ class Messages:
         ahead = box.ahead[peer]
         while len(ahead) <= _AHEAD and not is_here:
             buffer = torch.empty(cost.HEADER_WORDS + FIRST_PART_WORDS, dtype=torch.int32)
-            number = box.received[peer] + 1
+            number = box.posted[peer] + 1
             try:
                 work = self._group.recv([buffer], peer, _first_tag(number))
             except RuntimeError:  # the connection is closed, but this message may have arrived before
@@ -147,7 +147,7 @@ class Messages:
                 if not is_here:
                     raise
             else:
-                box.received[peer] = number
+                box.posted[peer] = number
                 ahead.append(_FirstPart(number, buffer, work))
         first = ahead.popleft()
         self._started.append(first)
