@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import tritoncomm
-from helpers import loss_of, tiny_model, total
+from helpers import flat, loss_of, same_everywhere, tiny_model, total
 from torch import nn
 from tritoncomm import (
     ConfigMismatchError,
@@ -451,6 +451,42 @@ def receives_are_ahead(rank: int, world_size: int, send) -> None:
         schedulers[0].run(listening())
     send("done")
     os._exit(0)
+
+
+def profiled(rank: int, world_size: int, send) -> None:
+    """Training goes on beside profiles that begin and end between its steps. They see the whole of an operation."""
+    model = tiny_model()
+    optimizer = sparse_wrap(torch.optim.SGD(model.parameters(), lr=0.1), density=0.2)
+    for step in range(24):
+        if step % 4 == 0:
+            profile = torch.profiler.profile(record_shapes=True)
+            profile.start()
+        optimizer.zero_grad()
+        loss_of(model, rank, step).backward()
+        optimizer.step()
+        if step % 4 == 2:
+            profile.stop()
+            assert any("gloo:recv" in event.name for event in profile.events())
+            del profile
+
+
+def another_default_group(rank: int, world_size: int, send, file: str) -> None:
+    """An optimizer goes on with another default group, and its messages pass through that one."""
+    model = tiny_model()
+    optimizer = sparse_wrap(torch.optim.SGD(model.parameters(), lr=0.1), density=0.2)
+
+    def step(number: int) -> None:
+        optimizer.zero_grad()
+        loss_of(model, rank, number).backward()
+        optimizer.step()
+
+    step(0)
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=world_size)
+    assert dist.group.WORLD not in messages._mailboxes
+    step(1)
+    assert messages._mailboxes[dist.group.WORLD].sent
+    assert same_everywhere(flat(model), None)
 
 
 def crash(rank: int, world_size: int, send) -> None:

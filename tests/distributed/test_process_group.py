@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from pathlib import Path
 
 import process_group_workers
 import pytest
@@ -122,6 +123,16 @@ def test_receives_are_ahead() -> None:
     with suppress(WorkerError):  # they end without a result
         run_workers(process_group_workers.receives_are_ahead, 2, listen=heard.append)
     assert heard == ["done"]
+
+
+def test_profiles() -> None:
+    """A receive that is posted ahead does not outlive a profiler that was told of its begin."""
+    assert run_workers(process_group_workers.profiled, 2) == [None] * 2
+
+
+def test_another_default_group(tmp_path: Path) -> None:
+    """The default group is that of the moment."""
+    assert run_workers(process_group_workers.another_default_group, 2, str(tmp_path / "store")) == [None] * 2
 
 
 def test_crash_shows_the_failing_rank() -> None:

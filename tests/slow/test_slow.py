@@ -285,3 +285,20 @@ def test_a_message_takes_one_delay(tmp_path: Path, capfd: pytest.CaptureFixture[
     delays = [float(found) for found in re.findall(r"^delays (.*)$", capfd.readouterr().out, re.MULTILINE)]
     assert len(delays) == 4
     assert all(0.8 < each < 1.6 for each in delays), delays
+
+
+@needs_namespaces
+def test_lost_cables(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the process that carries the packets is killed, the command ends and says so."""
+    (tmp_path / "script.py").write_text(FOREVER)
+    check = namespaces.Network.check
+
+    def cut(network: namespaces.Network) -> None:
+        network._cables.kill()
+        network._cables.wait()
+        check(network)
+
+    monkeypatch.setattr(namespaces.Network, "check", cut)
+    assert main(["slow", "--workers", "1", "--link", "10mbit,1ms", str(tmp_path / "script.py")]) == 2
+    said = "error: the process that carries the packets of cables with a delay was killed.\n"
+    assert capsys.readouterr().err == said

@@ -159,9 +159,14 @@ def kind_of(error: BaseException) -> str:
     if isinstance(error, ExchangeError):
         return "other" if others_at_fault(error) else "error"
     text = str(error)
-    if _LOST.search(text):
+    if is_lost(error):
         return "lost"
     return "timeout" if _TIMED_OUT.search(text) else "error"
+
+
+def is_lost(error: BaseException) -> bool:
+    """Return True if ``error``, of a backend, says that a connection is closed."""
+    return _LOST.search(str(error)) is not None
 
 
 def text_of(error: BaseException) -> str:
@@ -350,6 +355,11 @@ def _only(found: Iterable[int]) -> int | None:
     return several[0] if len(several) == 1 else None
 
 
+def uses_gloo(group: dist.ProcessGroup | None) -> bool:
+    """Return True if gloo carries messages of ``group`` that are in host memory."""
+    return "cpu:gloo" in dist.get_backend_config(group)
+
+
 def cut_connections(group: dist.ProcessGroup | None, rank: int, ranks: list[int]) -> set[int]:
     """Close this rank's connections, and return the ranks of ``group`` whose connections were already closed.
 
@@ -357,7 +367,7 @@ def cut_connections(group: dist.ProcessGroup | None, rank: int, ranks: list[int]
     finds the closed connections. gloo closes all connections of a process when a wait times out. One short wait
     therefore closes them. On other backends this does nothing and returns an empty set.
     """
-    if "cpu:gloo" not in dist.get_backend_config(group):
+    if not uses_gloo(group):
         return set()
     time.sleep(_PROBE_SECONDS)  # a closed connection becomes visible only after some milliseconds
     probes: list[Any] = []

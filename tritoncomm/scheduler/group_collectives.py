@@ -12,9 +12,9 @@ from tritoncomm.scheduler.cost import Traffic
 from tritoncomm.scheduler.messages import Messages
 from tritoncomm.scheduler.rounds import AllGather, AllReduce, AllToAll, Collective, Round
 
-# Bytes of a collective that is a message to each rank on a CPU. In the rings of gloo, as many messages or more follow
-# one another, but those of a longer sum have fewer bytes.
-SMALL = 1024
+# Bytes and ranks of a collective that is a message to each other rank on a CPU. All messages are under way at once,
+# and those of gloo's rings follow one another. But each takes work: with 16 ranks, a ring is faster without a delay.
+SMALL, FEW = 1024, 8
 # The name of the collective since PyTorch 2.13, and before.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 # The last collective of this process is kept until the next one starts. A collective from a backward pass holds a
@@ -37,8 +37,8 @@ def perform(
 ) -> torch.Tensor:
     """Return the result of ``op`` on this rank. ``frame`` is the header of its messages."""
     tensor = op.tensor.contiguous()
-    is_short = 0 < tensor.nbytes <= SMALL and tensor.element_size() % cost.WORD == 0
-    if is_short and messages.checks_on_arrival:
+    is_short = 0 < tensor.nbytes <= SMALL and world_size <= FEW and tensor.element_size() % cost.WORD == 0
+    if is_short and messages.uses_gloo:
         return _by_messages(op, tensor, messages, frame, rank, world_size)
     if isinstance(op, AllReduce):
         result = tensor.clone()

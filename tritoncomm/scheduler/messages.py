@@ -21,8 +21,9 @@ from tritoncomm_kernels.devices import is_asynchronous
 _FIRST_TAGS, _SECOND_TAGS = 1 << 29, 1 << 30
 # Payload words in the first part of a message, next to its header. A longer message has a second part with the rest.
 FIRST_PART_WORDS = 1 << 12
-# Receives that are posted for later messages of a peer. gloo sends a message when it knows of the receive, and would
-# otherwise wait for that as long as for the message itself. With one, the next round could be too early for it.
+# Receives that gloo has for later messages of a peer. It sends a message when it has been told of the receive, which
+# takes as long as the message itself. The one for the round after the next is posted with this round, and told before
+# the messages of this round are there. With a single one, the next round may begin at the moment in which it is told.
 _AHEAD = 2
 
 
@@ -36,7 +37,11 @@ class _FirstPart(NamedTuple):
 
 @dataclass
 class _Mailbox:
-    """What all exchanges in a process group share: messages sent to each peer, receives posted, those ahead."""
+    """What all exchanges in a process group share: messages sent to each peer, receives posted, those ahead.
+
+    Both ends count alike, because all ranks perform the same rounds. Where one does not, the exchange fails, and the
+    group is not used again.
+    """
 
     sent: Counter[int] = field(default_factory=Counter)
     posted: Counter[int] = field(default_factory=Counter)
@@ -83,25 +88,27 @@ class Messages:
     Attributes:
         checks_on_arrival: Whether messages are in host memory, and headers are checked when they arrive. On a GPU,
             wrong headers are counted on the device.
+        uses_gloo: Whether gloo carries the messages.
         suspect: Number of wrong words in the headers of messages that a GPU has received (int32 ``[1]``), since
             somebody has set it to zero.
         waiting: Peers of the messages that had not arrived when a wait failed.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device, timeout: timedelta | None) -> None:
-        self._group: Any = group or dist.group.WORLD
+        self._given_group = group
         self._device = device
         self._timeout = timeout
         self._rank = dist.get_rank(group)
         self._global_ranks = dist.get_process_group_ranks(self._group)
         self.checks_on_arrival = device.type == "cpu"
+        self.uses_gloo = self.checks_on_arrival and failure_report.uses_gloo(group)
         self.suspect = torch.zeros(1, dtype=torch.int32, device=device)
         self.waiting: list[int] = []
         self._started: list[Any] = []  # the messages of the last round
 
     @property
-    def _mailbox(self) -> _Mailbox:
-        return _mailboxes.setdefault(self._group, _Mailbox())
+    def _group(self) -> Any:
+        return self._given_group or dist.group.WORLD  # which is another one after another init_process_group()
 
     def post(self, round_: Round, frame: wire.Frame) -> Ticket:
         """Start to send and receive the messages of ``round_``, with the header ``frame``."""
@@ -124,26 +131,30 @@ class Messages:
         self._started = []  # kept if one of them fails, because the backend may use the tensors of the others
         arrivals = {peer: self._receive(peer, words) for peer, words in round_.receives.items()}
         sends: list[tuple[int, Any]] = []
-        messages = []  # kept until the wait, because the backend reads them in the background
+        framed = {id(payload): payload for payload in round_.sends.values()}  # several peers may get the same one
+        framed = {key: wire.framed(payload, frame) for key, payload in framed.items()}
         for peer, payload in round_.sends.items():
-            messages.append(wire.framed(payload, frame))
-            sends += ((peer, work) for work in self._send(peer, messages[-1], payload.numel()))
-        return arrivals, sends, messages
+            sends += ((peer, work) for work in self._send(peer, framed[id(payload)], payload.numel()))
+        # Messages are kept until the wait, because the backend reads them in the background.
+        return arrivals, sends, list(framed.values())
 
     def _receive(self, peer: int, words: int) -> _Arrival:
         """Return the next message of ``peer``, with ``words`` words. Post the receives of those that follow, too.
 
         A second part is received only by a rank that expects exactly its length: its tag depends on it.
         """
-        box, is_here = self._mailbox, False
+        box, is_here = _mailboxes.setdefault(self._group, _Mailbox()), False
         ahead = box.ahead[peer]
-        while len(ahead) <= _AHEAD and not is_here:
-            buffer = torch.empty(cost.HEADER_WORDS + FIRST_PART_WORDS, dtype=torch.int32)
+        # A profiler wants to be told of the end of an operation, and must not be gone by then.
+        is_watched = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]  # noqa: SLF001
+        wanted = 1 + _AHEAD if self.uses_gloo and not is_watched else 1
+        while len(ahead) < wanted and not is_here:
+            buffer = torch.empty(cost.HEADER_WORDS + FIRST_PART_WORDS, dtype=torch.int32, device=self._device)
             number = box.posted[peer] + 1
             try:
                 work = self._group.recv([buffer], peer, _first_tag(number))
-            except RuntimeError:  # the connection is closed, but this message may have arrived before
-                is_here = bool(ahead) and failure_report.has_arrived(ahead[0].work)
+            except RuntimeError as error:  # the connection is closed, but this message may have arrived before
+                is_here = failure_report.is_lost(error) and bool(ahead) and failure_report.has_arrived(ahead[0].work)
                 if not is_here:
                     raise
             else:
@@ -153,14 +164,14 @@ class Messages:
         self._started.append(first)
         payload, rest_work = None, None
         if words > FIRST_PART_WORDS:
-            payload = torch.empty(words, dtype=torch.int32)
+            payload = torch.empty(words, dtype=torch.int32, device=self._device)
             rest_work = self._group.recv([payload[FIRST_PART_WORDS:]], peer, _second_tag(first.number, words))
             self._started.append((payload, rest_work))
         return _Arrival(words, first.buffer, payload, None if is_here else first.work, rest_work)
 
     def _send(self, peer: int, message: torch.Tensor, words: int) -> list[Any]:
         """Start to send ``message``, with ``words`` words behind its header, in one part or two. Return the works."""
-        box = self._mailbox
+        box = _mailboxes.setdefault(self._group, _Mailbox())
         box.sent[peer] += 1
         number, end = box.sent[peer], cost.HEADER_WORDS + FIRST_PART_WORDS
         parts = [(message[:end], _first_tag(number))]

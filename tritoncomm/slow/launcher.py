@@ -141,9 +141,13 @@ class Launch:
             del self._store
 
     def wait(self) -> Failure | None:
-        """Wait until all workers have ended, or one has failed and the others had a while to do so, too."""
+        """Wait until all workers have ended, or one has failed and the others had a while to do so, too.
+
+        Raises :class:`~tritoncomm.slow.namespaces.NetworkError` if the network is gone.
+        """
         deadline, released = float("inf"), False
         while time.monotonic() < deadline:
+            self._network.check()
             running = [worker for worker in self.workers if worker.process.poll() is None]
             for worker in self.workers:
                 worker.receive()

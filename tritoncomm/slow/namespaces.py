@@ -88,6 +88,7 @@ class Network:
         self.delay = Link.parse(f"1gbit,{delay}").latency
         self.hosts: list[Host] = []
         self.switch = Host(0, "")
+        self._cables: subprocess.Popen[str] | None = None
         self._open = ExitStack()
 
     def __enter__(self) -> Network:  # noqa: PYI034 - Self is of Python 3.11
@@ -114,12 +115,17 @@ class Network:
     def __exit__(self, *_: object) -> None:
         self._open.close()
 
+    def check(self) -> None:
+        """Raise :class:`NetworkError` if the cables are gone."""
+        if self._cables is not None and self._cables.poll() is not None:
+            raise NetworkError("the process that carries the packets of cables with a delay was killed.")
+
     def _plug_in(self, undo: ExitStack) -> None:
         """Join ``INTERFACE`` of each host to a port of the switch."""
         if self.delay:
             holders = (str(host.holder) for host in (self.switch, *self.hosts))
             command = [sys.executable, cables.__file__, str(self.delay), *holders]
-            undo.enter_context(_Holder("cables with a delay", command))
+            self._cables = undo.enter_context(_Holder("cables with a delay", command))
             return
         for number, host in enumerate(self.hosts):
             self.switch.run(f"ip link add port{number} type veth peer name {INTERFACE} netns {host.holder}")
