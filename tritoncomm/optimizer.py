@@ -122,6 +122,7 @@ class SparseOptimizer(OptimizerSetup):
             self._forget_scaler()
             raise
 
+    @without_compile
     def _step(self, closure: Callable[[], Any] | None) -> Any:
         step_state, loss = self._step_state, None
         if closure is not None:
@@ -382,6 +383,7 @@ class SparseOptimizer(OptimizerSetup):
         if self._local is not None:
             inner = self._local.metrics()
             each = figures["bytes_sent_total"] / max(self._local.here, 1)
+            inner["zeroed_values"] += figures["zeroed_values"]
             figures |= inner | {"exchanges": figures["steps"], "bytes_per_step": each}
         if self._options.max_grad_norm is None:
             return figures

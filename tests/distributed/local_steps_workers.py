@@ -240,7 +240,10 @@ def merged_and_flushed(rank: int, world_size: int, send) -> None:
 
 
 def refused(rank: int, world_size: int, send) -> None:
-    """A NaN leaves out the step of one rank, or refuses the exchange on all and changes nothing, as is asked for."""
+    """A NaN leaves out the step of one rank, or refuses the exchange on all and changes nothing, as is asked for.
+
+    The log of that rank names it and the parameter, and metrics count it.
+    """
     for policy in ("skip", "zero", "raise"):
         parameters = parameters_of()
         optimizer = wrapped(parameters, METHODS["oktopk"], on_nonfinite=policy, outer_momentum=0.5)
@@ -260,7 +263,18 @@ def refused(rank: int, world_size: int, send) -> None:
                 optimizer.step()
             optimizer.merge()
         else:
-            optimizer.step()
+            with log_lines(logging.WARNING) as lines:
+                optimizer.step()
+            does = (
+                "left out a local step: NaN or Inf in the gradients of" if policy == "skip" else "NaN or Inf replaced"
+            )
+            assert [line for line in lines if does in line] == [line for line in lines if "NaN" in line]
+            assert len([line for line in lines if does in line and "rank 1" in line and "(1 values)" in line]) == (
+                rank == 1
+            )
+            figures = optimizer.metrics()
+            assert figures["left_out_steps"] == (policy == "skip" and rank == 1)
+            assert figures["zeroed_values"] == (policy == "zero" and rank == 1)
         assert same_everywhere(vector(parameters).tolist())
         assert not torch.equal(vector(parameters), before)
         assert vector(parameters).isfinite().all()

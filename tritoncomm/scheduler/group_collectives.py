@@ -14,7 +14,7 @@ from tritoncomm.scheduler.rounds import AllGather, AllReduce, AllToAll, Collecti
 
 # Bytes and ranks of a collective that is a message to each other rank on a CPU. All messages are under way at once,
 # and those of gloo's rings follow one another. But each takes work: with 16 ranks, a ring is faster without a delay.
-SMALL, FEW = 1024, 8
+SMALL, FEW = 2048, 8
 # The name of the collective since PyTorch 2.13, and before.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 # The last collective of this process is kept until the next one starts. A collective from a backward pass holds a

@@ -19,8 +19,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from tritoncomm.errors import ConfigurationError
+from tritoncomm.scheduler.process_group import is_distributed
 from tritoncomm.step import agree
 from tritoncomm.step.agree import LOADED
 from tritoncomm.step.anchors import all_finite, anchor_of, delta_of, flat, write
@@ -29,6 +31,7 @@ from tritoncomm.step.parameters import KnownParameters
 from tritoncomm.step.shards import like_parameter, local, with_shards, without_shards
 from tritoncomm.step.torch_internals import version_of
 from tritoncomm.step.update import OptimizerStep, OptimizerSteps, gradients_of, limit_norm, norm_of
+from tritoncomm.step.vector import listed
 
 logger = logging.getLogger("tritoncomm")
 
@@ -82,7 +85,7 @@ class LocalSteps:
         # Options of the anchor that ranks compare in each exchange, and what errors call it.
         self.outer.defaults |= {_TAKEN: 0, LOADED: 0}
         self.outer.param_groups[0] |= {_TAKEN: 0, LOADED: 0, "label": "the common parameters"}
-        self.taken = self.total = self.dropped = self.here = 0
+        self.taken = self.total = self.dropped = self.here = self._left_out = self._zeroed = 0
         self.is_pending = False
         self.delta_norm = torch.zeros(())
         self._later: tuple[Mapping[str, Any], Sequence[Any]] | None = None  # states that the next use loads
@@ -276,15 +279,21 @@ class LocalSteps:
         policy, shards = self._options.on_nonfinite, self._has_shards
         if bool(norm_of(gradients_of(self._optimizers)).isfinite()) if shards else all_finite(gradients):
             return True
+        counts = [0 if p.grad is None else int((~local(p.grad).isfinite()).sum()) for p in self.parameters]
+        if policy == "raise":
+            self._bad = {position: count for position, count in enumerate(counts) if count}
+            return False
+        bad = {self._names[id(anchor)]: count for anchor, count in zip(self.anchors, counts, strict=True) if count}
+        rank = dist.get_rank() if is_distributed() else 0
         if policy == "zero":
+            logger.warning("rank %d: NaN or Inf replaced by zero in %s", rank, listed(bad))
             for gradient in gradients:
                 gradient.nan_to_num_(0.0, 0.0, 0.0)
+            self._zeroed += sum(counts)
             return True
-        if policy == "raise":
-            counts = [0 if p.grad is None else int((~local(p.grad).isfinite()).sum()) for p in self.parameters]
-            self._bad = {position: count for position, count in enumerate(counts) if count}
-        else:
-            logger.warning("a local step was left out on this rank: NaN or Inf in its gradients")
+        self._left_out += 1
+        where = listed(bad) or "another shard"
+        logger.warning("rank %d left out a local step: NaN or Inf in the gradients of %s", rank, where)
         return False
 
     @property
@@ -446,6 +455,8 @@ class LocalSteps:
             "steps_until_exchange": float(max(0, self._options.local_steps - self.taken)),
             "delta_norm": float(self.delta_norm),
             "dropped_deltas": float(self.dropped),
+            "left_out_steps": float(self._left_out),
+            "zeroed_values": float(self._zeroed),
         }
 
     def saved(self) -> dict[str, Any]:

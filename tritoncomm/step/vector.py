@@ -33,6 +33,8 @@ from tritoncomm_kernels.devices import is_asynchronous
 
 logger = logging.getLogger("tritoncomm")
 
+_NAMED = 5  # parameters that a text about NaN and Inf names
+
 
 @dataclass(frozen=True, kw_only=True)
 class ExchangeOptions:
@@ -386,5 +388,7 @@ def _after(first: Pattern[Any], second: Pattern[Result]) -> Pattern[Result]:
 
 
 def listed(bad: Mapping[str, int]) -> str:
-    """Return ``bad``, a number of values by parameter name, as text."""
-    return ", ".join(f"{name} ({count} values)" for name, count in bad.items())
+    """Return ``bad``, a number of values by parameter name, as text. It names the first parameters, and counts others."""
+    named = [f"{name} ({count} values)" for name, count in bad.items()]
+    others = len(named) - _NAMED
+    return ", ".join(named[:_NAMED]) + (f" and {others} other parameters" if others > 0 else "")
