@@ -388,7 +388,7 @@ def _after(first: Pattern[Any], second: Pattern[Result]) -> Pattern[Result]:
 
 
 def listed(bad: Mapping[str, int]) -> str:
-    """Return ``bad``, a number of values by parameter name, as text. It names the first parameters, and counts others."""
+    """Return ``bad``, a number of values by parameter name, as text. Of many parameters, it names the first."""
     named = [f"{name} ({count} values)" for name, count in bad.items()]
     others = len(named) - _NAMED
     return ", ".join(named[:_NAMED]) + (f" and {others} other parameters" if others > 0 else "")
