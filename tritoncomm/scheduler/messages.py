@@ -6,6 +6,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import cached_property
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -88,7 +89,6 @@ class Messages:
     Attributes:
         checks_on_arrival: Whether messages are in host memory, and headers are checked when they arrive. On a GPU,
             wrong headers are counted on the device.
-        uses_gloo: Whether gloo carries the messages.
         suspect: Number of wrong words in the headers of messages that a GPU has received (int32 ``[1]``), since
             somebody has set it to zero.
         waiting: Peers of the messages that had not arrived when a wait failed.
@@ -101,10 +101,14 @@ class Messages:
         self._rank = dist.get_rank(group)
         self._global_ranks = dist.get_process_group_ranks(self._group)
         self.checks_on_arrival = device.type == "cpu"
-        self.uses_gloo = self.checks_on_arrival and failure_report.uses_gloo(group)
         self.suspect = torch.zeros(1, dtype=torch.int32, device=device)
         self.waiting: list[int] = []
         self._started: list[Any] = []  # the messages of the last round
+
+    @cached_property
+    def uses_gloo(self) -> bool:
+        """Whether gloo carries the messages."""
+        return self.checks_on_arrival and failure_report.uses_gloo(self._given_group)
 
     @property
     def _group(self) -> Any:

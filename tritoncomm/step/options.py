@@ -78,8 +78,8 @@ class WrapOptions:
             )
         if self.max_grad_norm is not None and not (is_number(self.max_grad_norm) and self.max_grad_norm > 0):
             raise ConfigurationError(f"max_grad_norm={self.max_grad_norm!r}: must be a positive number, or None")
-        if self.clip_by is not None and self.max_grad_norm is None:
-            raise ConfigurationError(f"clip_by={self.clip_by!r} needs max_grad_norm, the limit")
+        if self.clip_by == "gradient" and self.max_grad_norm is None:  # with "delivered", a trainer may have the limit
+            raise ConfigurationError("clip_by='gradient' needs max_grad_norm, the limit")
         check_dense_below(self.dense_below)
         check_timeout(self.timeout)
         self._check_local_steps()
