@@ -42,7 +42,7 @@ class Plan:
 
 
 class BadNetwork(Network):
-    """A network whose cables can be pulled and whose packets can vanish. This does not need the kernel's netem."""
+    """A network whose cables can be pulled and whose packets can vanish."""
 
     def lose_one_in_eight(self, number: int, direction: str) -> None:
         """Let every eighth packet vanish that host ``number`` ``"sends"`` or ``"receives"``, by its number."""

@@ -1,7 +1,8 @@
 """The cost of an exchange in messages, bytes and seconds.
 
 Both schedulers and all predictions count in the same way. All bytes are per rank and direction. A collective is counted
-as its ring algorithm, whichever algorithm the backend picks. The counts therefore depend only on the method.
+as its ring algorithm, whichever algorithm the backend picks, and also where it is messages to each rank, whose headers
+do not count (:mod:`tritoncomm.scheduler.group_collectives`). The counts therefore depend only on the method.
 """
 
 from __future__ import annotations

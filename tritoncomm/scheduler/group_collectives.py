@@ -32,14 +32,12 @@ def traffic(op: Collective, world_size: int) -> Traffic:
     return cost.all_gather(size, itemsize, world_size)
 
 
-def perform(
-    op: Collective, messages: Messages, frame: wire.Frame, group: dist.ProcessGroup | None, rank: int, world_size: int
-) -> torch.Tensor:
-    """Return the result of ``op`` on this rank. ``frame`` is the header of its messages."""
-    tensor = op.tensor.contiguous()
-    is_short = 0 < tensor.nbytes <= SMALL and world_size <= FEW and tensor.element_size() % cost.WORD == 0
-    if is_short and messages.uses_gloo:
-        return _by_messages(op, tensor, messages, frame, rank, world_size)
+def perform(op: Collective, messages: Messages, frame: wire.Frame) -> torch.Tensor:
+    """Return the result of ``op`` on this rank. ``frame`` is the header of its ``messages``, in whose group it is."""
+    tensor, group = op.tensor.contiguous(), messages.group
+    is_short = 0 < tensor.nbytes <= SMALL and tensor.element_size() % cost.WORD == 0
+    if is_short and messages.world_size <= FEW and messages.uses_gloo:
+        return _by_messages(op, tensor, messages, frame)
     if isinstance(op, AllReduce):
         result = tensor.clone()
         work = dist.all_reduce(result, group=group, async_op=True)
@@ -48,17 +46,16 @@ def perform(
         work = dist.all_to_all_single(result, tensor, group=group, async_op=True)
     else:
         assert isinstance(op, AllGather)
-        result = tensor.new_empty(world_size, tensor.numel())
+        result = tensor.new_empty(messages.world_size, tensor.numel())
         work = _all_gather(result.view(-1), tensor, group=group, async_op=True)
     _last[:] = [work]  # before the wait, which may fail: the process may exit then
     messages.wait_for(work)
     return result
 
 
-def _by_messages(
-    op: Collective, tensor: torch.Tensor, messages: Messages, frame: wire.Frame, rank: int, world_size: int
-) -> torch.Tensor:
+def _by_messages(op: Collective, tensor: torch.Tensor, messages: Messages, frame: wire.Frame) -> torch.Tensor:
     """Send a message to each rank. All are under way at once. Ranks are added in order."""
+    rank, world_size = messages.rank, messages.world_size
     words = tensor.view(-1).view(torch.int32)
     parts = words.chunk(world_size) if isinstance(op, AllToAll) else [words] * world_size
     peers = [peer for peer in range(world_size) if peer != rank]

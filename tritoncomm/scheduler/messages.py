@@ -21,7 +21,7 @@ from tritoncomm_kernels.devices import is_asynchronous
 # Tags of the first parts of messages, and of the second parts of long ones. They are far from those that users choose.
 _FIRST_TAGS, _SECOND_TAGS = 1 << 29, 1 << 30
 # Payload words in the first part of a message, next to its header. A longer message has a second part with the rest.
-FIRST_PART_WORDS = 1 << 12
+_FIRST_PART_WORDS = 1 << 12
 # Receives that gloo has for later messages of a peer. It sends a message when it has been told of the receive, which
 # takes as long as the message itself. The one for the round after the next is posted with this round, and told before
 # the messages of this round are there. With a single one, the next round may begin at the moment in which it is told.
@@ -70,7 +70,7 @@ class _Arrival(NamedTuple):
         content = self.first[cost.HEADER_WORDS :]
         if self.payload is None:
             return content[: self.words]
-        self.payload[:FIRST_PART_WORDS] = content
+        self.payload[:_FIRST_PART_WORDS] = content
         return self.payload
 
 
@@ -87,6 +87,8 @@ class Messages:
         timeout: Limit of each wait. None means the time-out of the process group.
 
     Attributes:
+        rank: The number of this rank in the group.
+        world_size: The number of ranks.
         checks_on_arrival: Whether messages are in host memory, and headers are checked when they arrive. On a GPU,
             wrong headers are counted on the device.
         suspect: Number of wrong words in the headers of messages that a GPU has received (int32 ``[1]``), since
@@ -98,8 +100,9 @@ class Messages:
         self._given_group = group
         self._device = device
         self._timeout = timeout
-        self._rank = dist.get_rank(group)
-        self._global_ranks = dist.get_process_group_ranks(self._group)
+        self.rank = dist.get_rank(group)
+        self._global_ranks = dist.get_process_group_ranks(self.group)
+        self.world_size = len(self._global_ranks)
         self.checks_on_arrival = device.type == "cpu"
         self.suspect = torch.zeros(1, dtype=torch.int32, device=device)
         self.waiting: list[int] = []
@@ -111,8 +114,13 @@ class Messages:
         return self.checks_on_arrival and failure_report.uses_gloo(self._given_group)
 
     @property
-    def _group(self) -> Any:
+    def group(self) -> Any:
+        """The process group."""
         return self._given_group or dist.group.WORLD  # which is another one after another init_process_group()
+
+    @property
+    def _mailbox(self) -> _Mailbox:
+        return _mailboxes.setdefault(self.group, _Mailbox())
 
     def post(self, round_: Round, frame: wire.Frame) -> Ticket:
         """Start to send and receive the messages of ``round_``, with the header ``frame``."""
@@ -147,16 +155,16 @@ class Messages:
 
         A second part is received only by a rank that expects exactly its length: its tag depends on it.
         """
-        box, is_here = _mailboxes.setdefault(self._group, _Mailbox()), False
+        box, is_here = self._mailbox, False
         ahead = box.ahead[peer]
         # A profiler wants to be told of the end of an operation, and must not be gone by then.
         is_watched = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]  # noqa: SLF001
         wanted = 1 + _AHEAD if self.uses_gloo and not is_watched else 1
         while len(ahead) < wanted and not is_here:
-            buffer = torch.empty(cost.HEADER_WORDS + FIRST_PART_WORDS, dtype=torch.int32, device=self._device)
+            buffer = torch.empty(cost.HEADER_WORDS + _FIRST_PART_WORDS, dtype=torch.int32, device=self._device)
             number = box.posted[peer] + 1
             try:
-                work = self._group.recv([buffer], peer, _first_tag(number))
+                work = self.group.recv([buffer], peer, _first_tag(number))
             except RuntimeError as error:  # the connection is closed, but this message may have arrived before
                 is_here = failure_report.is_lost(error) and bool(ahead) and failure_report.has_arrived(ahead[0].work)
                 if not is_here:
@@ -167,23 +175,23 @@ class Messages:
         first = ahead.popleft()
         self._started.append(first)
         payload, rest_work = None, None
-        if words > FIRST_PART_WORDS:
+        if words > _FIRST_PART_WORDS:
             payload = torch.empty(words, dtype=torch.int32, device=self._device)
-            rest_work = self._group.recv([payload[FIRST_PART_WORDS:]], peer, _second_tag(first.number, words))
+            rest_work = self.group.recv([payload[_FIRST_PART_WORDS:]], peer, _second_tag(first.number, words))
             self._started.append((payload, rest_work))
         return _Arrival(words, first.buffer, payload, None if is_here else first.work, rest_work)
 
     def _send(self, peer: int, message: torch.Tensor, words: int) -> list[Any]:
         """Start to send ``message``, with ``words`` words behind its header, in one part or two. Return the works."""
-        box = _mailboxes.setdefault(self._group, _Mailbox())
+        box = self._mailbox
         box.sent[peer] += 1
-        number, end = box.sent[peer], cost.HEADER_WORDS + FIRST_PART_WORDS
+        number, end = box.sent[peer], cost.HEADER_WORDS + _FIRST_PART_WORDS
         parts = [(message[:end], _first_tag(number))]
-        if words > FIRST_PART_WORDS:
+        if words > _FIRST_PART_WORDS:
             parts.append((message[end:], _second_tag(number, words)))
         works = []
         for part, tag in parts:
-            works.append(self._group.send([part], peer, tag))
+            works.append(self.group.send([part], peer, tag))
             self._started.append((message, works[-1]))
         return works
 
@@ -223,7 +231,7 @@ class Messages:
         messages: list[torch.Tensor] = []
 
         def add(kind: Callable[..., Any], tensor: torch.Tensor, peer: int) -> None:
-            operations.append(dist.P2POp(kind, tensor, self._global_ranks[peer], self._group))
+            operations.append(dist.P2POp(kind, tensor, self._global_ranks[peer], self.group))
 
         for peer, words in round_.receives.items():
             buffers[peer] = torch.empty(words + cost.HEADER_WORDS, dtype=torch.int32, device=self._device)
@@ -250,7 +258,7 @@ class Messages:
         try:
             return check(*arguments)
         except ProtocolMismatchError as error:
-            raise ProtocolMismatchError(f"message to rank {self._rank} from rank {peer}: {error}") from error
+            raise ProtocolMismatchError(f"message to rank {self.rank} from rank {peer}: {error}") from error
 
     def wait_for(self, work: Any) -> None:
         """Wait for ``work``, an operation of torch, at most until the time-out."""

@@ -422,8 +422,7 @@ class ProcessGroupScheduler:
         return ticket
 
     def _collective(self, op: Collective) -> torch.Tensor:
-        frame = self._frame(op.phase)
-        result = group_collectives.perform(op, self._messages, frame, self.group, self.rank, self.world_size)
+        result = group_collectives.perform(op, self._messages, self._frame(op.phase))
         traffic = group_collectives.traffic(op, self.world_size)
         self.meter.count(op.phase, traffic, traffic)
         return result
