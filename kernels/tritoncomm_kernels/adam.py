@@ -91,6 +91,10 @@ class AdamControl:
         ``param_rms``, or to one learning rate where that is more. Above the limit, every such number shrinks by the
         same factor, but not below 1.
 
+        In the second moment, a mean over tau steps is smaller than gradients of single steps, such as those of a dense
+        start. With a beta2 near 1, these would count for a thousand steps, in which all moves are too short. What the
+        bias-corrected moment holds of earlier steps therefore weighs at most ((t - tau) / t)^4 where tau is above 1.
+
         The weight of the first number is 0 where q = (a - d - 3 sqrt(n)) / n is at most 1/4, 1 from 1/2 on, and linear
         between. Of the n delivered entries of a tensor, a have the sign of their first moment, and d have the other
         one. Entries that are 0, or have a moment of 0, do not count. Language models have q below 1/4 in nearly all
@@ -100,6 +104,7 @@ class AdamControl:
         scalars = Scalars(
             steps=steps,
             rate=learning_rate / correct1,
+            correction=correct2,
             root=math.sqrt(correct2),
             epsilon=epsilon,
             catch_up=max_catch_up,
@@ -189,6 +194,8 @@ def _update(
     votes = _votes(before, mean)  # now, because ``before`` may be a view of the state
     first = power * before + complement * mean
     power, complement = decays(tau, tables[2], tables[3]) if delayed else tables[2:, 0]
+    if delayed:
+        power, complement = forgetting(waited, power, complement, scalars)
     second = power * at.read(state.second) + complement * (mean * mean)
     at.write(state.first, first)
     at.write(state.second, second)
@@ -230,16 +237,42 @@ def steadiness(votes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return (4 * (((agree - disagree).to(dtype) - 3 * square_root(count)) / count) - 1).clamp(0.0, 1.0)
 
 
-def decays(tau: torch.Tensor, powers: torch.Tensor, complements: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ``(beta^tau, 1 - beta^tau)``, built from the lowest bit of tau upwards."""
+def decays(
+    tau: torch.Tensor, powers: torch.Tensor, complements: torch.Tensor, bits: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ``(beta^tau, 1 - beta^tau)``, built from the lowest bit of tau upwards.
+
+    ``bits`` is how many tau has at most. The host waits for a GPU to know it, unless it is given.
+    """
     power = torch.ones(tau.shape, dtype=powers.dtype, device=tau.device)
     complement = torch.zeros_like(power)
-    for bit in range(int(tau.max()).bit_length()):
+    if bits is None:
+        bits = int(tau.max()).bit_length() if tau.numel() else 0
+    for bit in range(bits):
         used = ((tau >> bit) & 1).bool()
         # 1 - b^(s+t) = (1 - b^s) + b^s (1 - b^t) adds positive terms only, so nothing cancels.
         complement = torch.where(used, complement + power * complements[bit], complement)
         power = torch.where(used, power * powers[bit], power)
     return power, complement
+
+
+def forgetting(
+    waited: torch.Tensor, power: torch.Tensor, complement: torch.Tensor, scalars: Scalars
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the factors of the second moment and of the squared mean for deliveries after ``waited`` steps.
+
+    They are ``(beta2^tau, 1 - beta2^tau)``, unless the moment would then weigh more than ((t - tau) / t)^4 in the
+    bias-corrected average. What it held before is shorter: see :meth:`AdamControl.of`. ``waited`` is tau in the float
+    type of the others.
+    """
+    left = (scalars.steps - waited) / scalars.steps
+    limit = (left * left) * (left * left)
+    weight = 1 - complement / scalars.correction
+    above = (waited > 1) & (weight > limit)
+    return (
+        torch.where(above, power * (limit / weight), power),
+        torch.where(above, scalars.correction * (1 - limit), complement),
+    )
 
 
 @lru_cache(maxsize=64)

@@ -10,7 +10,8 @@ class Scalars(NamedTuple):
 
     * ``steps``: the step count, counted from 1
     * ``rate``: the learning rate divided by the first bias correction
-    * ``root``: the square root of the second bias correction
+    * ``correction``: the second bias correction, 1 - beta2^steps
+    * ``root``: its square root
     * ``epsilon``: Adam's option
     * ``catch_up``: ``max_catch_up``, the limit on the staleness that counts for the distance
     * ``steady``: the same limit where gradients are steady
@@ -21,6 +22,7 @@ class Scalars(NamedTuple):
 
     steps: Any
     rate: Any
+    correction: Any
     root: Any
     epsilon: Any
     catch_up: Any

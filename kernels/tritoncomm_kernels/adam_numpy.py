@@ -8,7 +8,7 @@ other. Weight decay passes over a whole parameter, and the delivered entries of 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import Any
@@ -17,7 +17,16 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tritoncomm_kernels.adam import DISAGREES, FINE, LARGEST_SQUARE, AdamControl, beta_tables, decays, steadiness
+from tritoncomm_kernels.adam import (
+    DISAGREES,
+    FINE,
+    LARGEST_SQUARE,
+    AdamControl,
+    beta_tables,
+    decays,
+    forgetting,
+    steadiness,
+)
 from tritoncomm_kernels.adam_layout import Scalars
 from tritoncomm_kernels.rms import consecutive
 
@@ -183,12 +192,14 @@ def _take(array: _Array, at: _Array, out: _Array | None = None) -> _Array:
 class _Step:
     """The settings of one step, rounded to fp32. See :class:`AdamControl`.
 
-    ``keep`` is an array of one element: calls with an array are faster than with a number.
+    ``keep`` is an array of one element: calls with an array are faster than with a number. ``tables`` has the factors of
+    all delays with at most so many bits.
     """
 
     control: AdamControl
     keep: _Array
     scalars: Scalars
+    tables: dict[int, list[_Array]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, control: AdamControl, keep: float) -> _Step:
@@ -244,15 +255,22 @@ class _Step:
         return np.divide(moment, move, out=move), waited, votes
 
     def _of_delay(self, tau: _Array) -> list[Any]:
-        """Return ``beta^tau`` and ``1 - beta^tau`` for both betas."""
+        """Return the factors of the first moment and of the mean, then of the second moment and of the squared mean."""
         longest = int(tau.max())
         if longest >= _LOOKED_UP:
-            return _compute_of_delay(tau, self.control.betas)
-        table = _table(longest.bit_length(), self.control.betas)
+            return self._forgetting(tau, _compute_of_delay(tau, self.control.betas))
+        bits = longest.bit_length()
         if longest == 1:
-            return [row[1] for row in table]
+            return [row[1] for row in _table(bits, self.control.betas)]
+        if bits not in self.tables:
+            self.tables[bits] = self._forgetting(np.arange(1 << bits), _table(bits, self.control.betas))
         at = tau.astype(np.int64)
-        return [_take(row, at) for row in table]
+        return [_take(row, at) for row in self.tables[bits]]
+
+    def _forgetting(self, tau: _Array, rows: list[_Array]) -> list[_Array]:
+        scalars = Scalars(*self.control.scalars.float().unbind())
+        waited, power, complement = (torch.from_numpy(each) for each in (tau.astype(np.float32), *rows[2:]))
+        return [*rows[:2], *(each.numpy() for each in forgetting(waited, power, complement, scalars))]
 
     def catch_up_moves(
         self, moves: _Array, waited: _Array, votes: _Array, bounds: list[int], sizes: list[int], rms: _Array

@@ -23,6 +23,7 @@ BLOCK, WARPS = 128, 4  # 256 spills on sm_90 in bf16 with Triton 3.6, and 512 on
 # Positions in ``control``, and columns in a table of tensors.
 STEPS = tl.constexpr(Scalars._fields.index("steps"))
 RATE = tl.constexpr(Scalars._fields.index("rate"))
+CORRECTION = tl.constexpr(Scalars._fields.index("correction"))
 ROOT = tl.constexpr(Scalars._fields.index("root"))
 EPSILON = tl.constexpr(Scalars._fields.index("epsilon"))
 CATCH_UP = tl.constexpr(Scalars._fields.index("catch_up"))
@@ -63,6 +64,19 @@ def _decay(tau, table_ptr, POWERS: tl.constexpr):
 
 
 @triton.jit
+def _forgetting(waited, power, complement, control_ptr):
+    """Return the factors of the second moment and of the squared mean, see ``forgetting`` of the reference."""
+    steps = tl.load(control_ptr + STEPS).to(tl.float32)
+    correction = tl.load(control_ptr + CORRECTION).to(tl.float32)
+    left = tl.div_rn(steps - waited, steps)
+    limit = (left * left) * (left * left)
+    weight = 1 - tl.div_rn(complement, correction)
+    above = (waited > 1) & (weight > limit)
+    power = tl.where(above, power * tl.div_rn(limit, weight), power)
+    return power, tl.where(above, correction * (1 - limit), complement)
+
+
+@triton.jit
 def _step(
     gradient_ptr, first_ptr, second_ptr, maximum_ptr, last_ptr, control_ptr, tables_ptr, at, inside, gradient_at,
     AMSGRAD: tl.constexpr, MAXIMIZE: tl.constexpr, POWERS: tl.constexpr,
@@ -85,6 +99,7 @@ def _step(
     vote = tl.where(before > 0, 1, tl.where(before < 0, -1, 0)) * tl.where(mean > 0, 1, tl.where(mean < 0, -1, 0))
     first = power * before + complement * mean
     power, complement = _decay(tau, tables_ptr + 2 * POWERS, POWERS)
+    power, complement = _forgetting(waited, power, complement, control_ptr)
     second = power * tl.load(second_ptr + at, mask=inside, other=0.0).to(tl.float32) + complement * (mean * mean)
     largest = second
     if AMSGRAD:

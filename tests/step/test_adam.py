@@ -99,6 +99,32 @@ def test_delayed_deliveries_catch_up(tau: int, catch_up: int, walk: float) -> No
     assert torch.allclose((late - start) / (dense - start), torch.tensor(share), rtol=1e-4)
 
 
+@pytest.mark.parametrize("beta2", [0.5, 0.95, 0.999, 0.99999])
+@pytest.mark.parametrize("start", [0, 16])
+def test_means_outweigh_single_steps(beta2: float, start: int) -> None:
+    """In the second moment, what is older than a late delivery counts for ((t - tau) / t)^4 of the average at most.
+
+    The moment is compared with one that is kept without bias, in Python's floats.
+    """
+    deliveries = [*range(1, start + 1), 36, 37, 75, 76, 78, 140, 1000]  # the others are in between
+    average, last = 0.0, 0
+    parameter = nn.Parameter(torch.ones(9))
+    optimizer = torch.optim.AdamW([parameter], lr=1e-3, betas=(0.9, beta2))
+    aware = StalenessAwareAdam(optimizer)
+    for t in range(1, deliveries[-1] + 1):
+        due = t in deliveries
+        parameter.grad = torch.full((9,), 4.0 if t <= start else float(t - last))  # means are 1 after the start
+        aware.step([parameter], [torch.arange(9 if due else 0)])
+        if not due:
+            continue
+        tau, mean = t - last, 4.0 if t <= start else 1.0
+        weight = beta2**tau * (1 - beta2**last) / (1 - beta2**t)
+        weight = weight if tau == 1 else min(weight, (last / t) ** 4)
+        average, last = weight * average + (1 - weight) * mean**2, t
+        kept = optimizer.state[parameter]["exp_avg_sq"]
+        assert torch.allclose(kept, torch.tensor((1 - beta2**t) * average), rtol=1e-4), t
+
+
 @pytest.mark.parametrize("rate", [1e-5, 1e-4, 4e-4, 1e-3, 3e-3, 1e-2, 0.1])
 @pytest.mark.parametrize("size", [0.0, 0.02])
 @pytest.mark.parametrize("share", [1.0, 0.25, 0.01])
