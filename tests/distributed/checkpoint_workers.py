@@ -112,6 +112,101 @@ def read(rank: int, world_size: int, send, folder: str, recipe: str) -> None:
     assert same_everywhere(flat(model))
 
 
+# Other nodes between one run and the next: ranks, and ranks of a node or None for one node, in the order of the runs.
+CHAINS = [[(4, 2), (2, None), (4, 2)], [(4, 2), (3, None), (4, 2)], [(4, 2), (4, None), (4, 2)]]
+METHODS_IN_NODES = ["oktopk", "exdyna", tritoncomm.DGC(density=0.1, momentum=0.0)]
+STEPS_IN_NODES = 4
+
+
+class RunInNodes:
+    """A run of one method whose numbers are exact: gradients are multiples of 12, of which 3 and 4 ranks take a mean.
+
+    The learning rate is 1, so that parameters become minus the sum of all updates.
+    """
+
+    def __init__(self, recipe, ranks_per_node: int | None) -> None:
+        self.model = nn.Linear(60, 1, bias=False)
+        nn.init.zeros_(self.model.weight)
+        fields = {} if isinstance(recipe, tritoncomm.Recipe) else {"density": 0.1}
+        node = None if ranks_per_node is None else dist.new_subgroups(ranks_per_node)[0]
+        optimizer = torch.optim.SGD(self.model.parameters(), lr=1.0)
+        self.optimizer = tritoncomm.wrap(
+            optimizer, recipe, dense_below=0, warmup_steps=2, broadcast_parameters=True, node_group=node, **fields
+        )
+
+    def load(self, folder: Path) -> list[list[float]]:
+        """Load in each of the three ways. Return the pending update after each of them."""
+        found = []
+        self.model.load_state_dict(torch.load(folder / "model.pt"))
+        checkpoint.load(self.optimizer, folder)
+        found.append(self.pending())
+        files = sorted(folder.glob("rank-*.pt"))
+        states = [torch.load(file) for file in files]
+        own = states[dist.get_rank() % len(states)]
+        if len(files) != dist.get_world_size():
+            resharded = checkpoint.reshard([state["tritoncomm"] for state in states], dist.get_world_size())
+            own = own | {"tritoncomm": resharded[dist.get_rank()]}
+        self.optimizer.load_state_dict(self.optimizer.optimizer.state_dict(), residuals="reset")
+        own.pop("saved")
+        self.optimizer.load_state_dict(own)
+        found.append(self.pending())
+        for path in folder.glob("dcp"):
+            dcp.load({"residuals": checkpoint.ResidualState(self.optimizer, path)}, checkpoint_id=path)
+            found.append(self.pending())
+        return found
+
+    def save(self, folder: Path) -> None:
+        """Save for each of the three ways."""
+        checkpoint.save(self.optimizer, folder)
+        dcp.save({"residuals": checkpoint.ResidualState(self.optimizer)}, checkpoint_id=folder / "dcp")
+        if dist.get_rank() == 0:
+            torch.save(self.model.state_dict(), folder / "model.pt")
+        dist.barrier()
+
+    def pending(self) -> list[float]:
+        """Return the mean of the residuals over the ranks."""
+        return (total(residual(self.optimizer)) / dist.get_world_size()).tolist()
+
+    def train(self, steps: range) -> torch.Tensor:
+        """Take ``steps``. Return the sum of the means of their gradients."""
+        given = torch.zeros(60)
+        for step in steps:
+            generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
+            gradient = 12.0 * torch.randint(-8, 9, (60,), generator=generator)
+            self.optimizer.zero_grad()
+            self.model(gradient).sum().backward()
+            self.optimizer.step()
+            given += total(gradient) / dist.get_world_size()
+        return given
+
+
+def in_nodes(rank: int, world_size: int, send, folder: str, chains: list[int], number: int) -> None:
+    """Take up the runs of some ``chains`` where the runs before ``number`` have ended, and train and save.
+
+    The pending update is that of the save in each way of loading. At last nothing has been lost on the way.
+    """
+    for chain, recipe in [(chain, recipe) for chain in chains for recipe in METHODS_IN_NODES]:
+        run = RunInNodes(recipe, CHAINS[chain][number][1])
+        own = Path(folder) / f"{recipe if isinstance(recipe, str) else recipe.name}-{chain}"
+        known = own / f"known-{number - 1}.pt"
+        before, given = torch.load(known) if known.exists() else ([], torch.zeros(60))
+        if known.exists():
+            assert any(before)
+            assert run.load(own / str(number - 1)) == [before] * 3
+        first = number * STEPS_IN_NODES
+        given += run.train(range(first, first + STEPS_IN_NODES))
+        metrics = run.optimizer.metrics()
+        assert metrics["steps"] == first + STEPS_IN_NODES
+        assert metrics["density_delivered"] < 0.6  # the dense warm-up is not repeated
+        assert same_everywhere(flat(run.model))
+        run.save(own / str(number))
+        pending = run.pending()
+        if rank == 0:
+            torch.save((pending, given), own / f"known-{number}.pt")
+        run.optimizer.flush()
+        assert torch.equal(run.model.weight[0], -given), (recipe, chain)
+
+
 class Attempts:
     """A saved run. The file of rank 1 is damaged in different ways, and loading must fail and change nothing."""
 
@@ -184,7 +279,7 @@ def foreign(rank: int, world_size: int, send, folder: str) -> None:
     attempts.take(0, lambda state: None)
     attempts.load("written with rank=0, here it is 1")
     attempts.take(1, signed(recipe="exdyna"))
-    attempts.load("written with recipe='exdyna', here it is 'oktopk': use the algo and node_group")
+    attempts.load("written with recipe='exdyna', here it is 'oktopk': use the algo that it was saved with")
     attempts.take(1, signed(residuals=[torch.zeros(3)]))
     attempts.load("a model with other parameters")
     attempts.take(1, lambda state: state["saved"].update(optimizer="SGD"))

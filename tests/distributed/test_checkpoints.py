@@ -90,6 +90,15 @@ def test_resume_with_another_world_size(recipe: str, before: int, after: int, tm
     assert pending[1] == pytest.approx(pending[0], rel=1e-5, abs=1e-6)
 
 
+def test_resume_with_other_nodes(tmp_path: Path) -> None:
+    """Two nodes become one of two, three or four ranks, and two again. The pending update stays the same, exactly."""
+    chains = checkpoint_workers.CHAINS
+    for number in range(3):
+        for size in dict.fromkeys(chain[number] for chain in chains):
+            alike = [place for place, chain in enumerate(chains) if chain[number] == size]
+            run_workers(checkpoint_workers.in_nodes, size[0], str(tmp_path), alike, number)
+
+
 @pytest.mark.parametrize("situation", [checkpoint_workers.damaged, checkpoint_workers.foreign])
 def test_bad_checkpoints_are_rejected(situation, tmp_path: Path) -> None:
     """All ranks reject the checkpoint and report the reason."""

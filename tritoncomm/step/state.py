@@ -91,7 +91,7 @@ def check(state: Mapping[str, Any], **here: Any) -> None:
             fix = {
                 "rank": ": load the file of this rank (tritoncomm.checkpoint.save() writes one per rank), or discard "
                 'the residuals with load_state_dict(state, residuals="reset")',
-                "recipe": ": use the algo and node_group that it was saved with",
+                "recipe": ": use the algo that it was saved with",
                 "world_size": ": convert the states of all its ranks with tritoncomm.checkpoint.reshard()",
             }
             raise ConfigurationError(
@@ -224,7 +224,8 @@ def saved(exchange: GradientExchange, local_steps: LocalSteps | None = None) -> 
 
 
 def _names(exchange: GradientExchange) -> str:
-    return " and ".join(dict.fromkeys(vector.recipe.name for vector in exchange.vectors))
+    """Return the names of the methods. Whether they run between nodes does not matter: residuals are alike."""
+    return " and ".join(dict.fromkeys(vector.recipe.layers[-1].name for vector in exchange.vectors))
 
 
 def loaded(exchange: GradientExchange, state: Mapping[str, Any]) -> list[ErrorFeedback]:
@@ -466,6 +467,4 @@ def across_groups(new: VectorExchange, before: VectorExchange) -> None:
     share = new.world_size / before.world_size
     torch.mul(before.feedback.residual, share, out=new.feedback.residual)
     state = before.feedback.algorithm.state_dict()
-    # Within nodes, the state of a rank belongs to a part of the vector. This part may be another one now.
-    same = new.recipe == before.recipe
-    new.feedback.algorithm.migrate([state] if same else [], share, state)
+    new.feedback.algorithm.migrate([state], share, state)

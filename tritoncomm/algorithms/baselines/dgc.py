@@ -173,8 +173,12 @@ class DGCAlgorithm(BudgetedAlgorithm):
         self.state = other.state
 
     def migrate(self, states: Sequence[Mapping[str, Any]], share: float, common: Mapping[str, Any]) -> None:
-        """See :meth:`Algorithm.migrate`. Momentum moves together with the residual."""
-        held = [state["velocity"] for state in states if state["velocity"] is not None]
+        """See :meth:`Algorithm.migrate`. Momentum moves together with the residual.
+
+        That of a part of the vector, from a run with several nodes, is dropped.
+        """
+        found = [state["velocity"] for state in states]
+        held = [velocity for velocity in found if velocity is not None and len(velocity) == self.numel]
         velocity = sum(held[1:], start=held[0]) * share if held else None
         self.state = DGCState(velocity, common["dense_velocity"])
 
