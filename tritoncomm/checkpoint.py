@@ -143,9 +143,10 @@ def _check_owner(optimizer: SparseOptimizer, folder: Path, file: Path) -> None:
 def load(optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
     """Load what :func:`save` wrote, with the same or another number of ranks. All ranks must call this.
 
-    With the same number of ranks, training continues bit-identically. With another number, the pending update
-    ``sum(residual) / world_size`` is kept, and methods determine thresholds and partitions from scratch. If a rank
-    cannot load its state, nothing changes on any rank.
+    With the same number of ranks, each reads its own file, and training continues bit-identically. With another number,
+    every rank reads all files. The pending update ``sum(residual) / world_size`` is then kept, and methods determine
+    thresholds and partitions from scratch. So they do with another ``node_group``, or with None. If a rank cannot load
+    its state, nothing changes on any rank.
 
     Args:
         optimizer: The optimizer that :func:`tritoncomm.wrap` returned, or a trainer's wrapper of it. The original

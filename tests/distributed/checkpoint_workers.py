@@ -146,14 +146,19 @@ class RunInNodes:
         if len(files) != dist.get_world_size():
             resharded = checkpoint.reshard([state["tritoncomm"] for state in states], dist.get_world_size())
             own = own | {"tritoncomm": resharded[dist.get_rank()]}
-        self.optimizer.load_state_dict(self.optimizer.optimizer.state_dict(), residuals="reset")
+        self.forget()
         own.pop("saved")
         self.optimizer.load_state_dict(own)
         found.append(self.pending())
-        for path in folder.glob("dcp"):
-            dcp.load({"residuals": checkpoint.ResidualState(self.optimizer, path)}, checkpoint_id=path)
-            found.append(self.pending())
-        return found
+        self.forget()
+        path = folder / "dcp"
+        dcp.load({"residuals": checkpoint.ResidualState(self.optimizer, path)}, checkpoint_id=path)
+        return [*found, self.pending()]
+
+    def forget(self) -> None:
+        """Set residuals to zero."""
+        self.optimizer.load_state_dict(self.optimizer.state_dict(), residuals="reset")
+        assert not any(self.pending())
 
     def save(self, folder: Path) -> None:
         """Save for each of the three ways."""

@@ -7,7 +7,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 import tritoncomm
-from helpers import loss_of, residual, same_everywhere, tiny_model, total
+from helpers import adamw, loss_of, residual, same_everywhere, tiny_model, total, train
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from tritoncomm.algorithms import Hierarchical
@@ -49,19 +49,33 @@ def nodes_later(rank: int, world_size: int, send) -> None:
     model = tiny_model()
     optimizer = tritoncomm.wrap(torch.optim.SGD(model.parameters(), lr=0.1), density=0.1, dense_below=0)
 
-    def steps(first: int) -> None:
-        for step in range(first, first + 3):
-            optimizer.zero_grad()
-            loss_of(model, rank, step).backward()
-            optimizer.step()
-
-    steps(0)
+    train(model, optimizer, rank, range(3))
     before = total(residual(optimizer))
     optimizer.reset_process_group(node_group=dist.new_subgroups(2)[0])
     assert isinstance(optimizer.recipe, Hierarchical)
     assert optimizer.recipe.node_size == 2
     assert before.any()
     torch.testing.assert_close(total(residual(optimizer)), before)
-    steps(3)
+    train(model, optimizer, rank, range(3, 6))
     assert optimizer.metrics()["steps"] == 6
     assert same_everywhere([parameter.tolist() for parameter in model.parameters()])
+
+
+def one_node_later(rank: int, world_size: int, send) -> None:
+    """Each of two nodes continues alone, without nodes. Its share of the pending update is kept, to the bit."""
+    node = dist.new_subgroups(2)[0]
+    for recipe in ("oktopk", tritoncomm.DGC(density=0.1)):
+        model = tiny_model()
+        inner = adamw(model) if recipe == "oktopk" else torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = tritoncomm.wrap(inner, recipe, dense_below=0, warmup_steps=1, node_group=node)
+        train(model, optimizer, rank, range(4))
+        before = residual(optimizer)
+        assert before.any()
+        optimizer.reset_process_group(node)
+        assert not isinstance(optimizer.recipe, Hierarchical)
+        assert torch.equal(residual(optimizer) / 2, before / world_size)
+        train(model, optimizer, rank, range(4, 7))
+        metrics = optimizer.metrics()
+        assert metrics["steps"] == 7
+        assert metrics["density_delivered"] < 0.6
+        assert same_everywhere([parameter.tolist() for parameter in model.parameters()], node)

@@ -9,7 +9,12 @@ from helpers import run_workers
 
 @pytest.mark.parametrize(
     "situation",
-    [group_workers.scaler_of_a_group, group_workers.nodes_later, group_workers.inherited_time_outs],
+    [
+        group_workers.scaler_of_a_group,
+        group_workers.nodes_later,
+        group_workers.one_node_later,
+        group_workers.inherited_time_outs,
+    ],
     ids=lambda each: each.__name__,
 )
 def test_situation(situation) -> None:

@@ -39,8 +39,8 @@ def _job() -> int:
                 return job
 
 
-def _submit(folder: Path, restarts: int | None, srun: str = SRUN) -> subprocess.CompletedProcess[str]:
-    """Run the job of the page in ``folder``, after so many restarts."""
+def _submit(folder: Path, restarts: int | None, srun: str = SRUN, nodes: int = 2) -> subprocess.CompletedProcess[str]:
+    """Run the job of the page in ``folder`` on some ``nodes``, after so many restarts."""
     commands = folder / "bin"
     commands.mkdir(exist_ok=True)
     for name, text in (("srun", srun), ("scontrol", SCONTROL), ("torchrun", LAUNCHER)):
@@ -50,7 +50,7 @@ def _submit(folder: Path, restarts: int | None, srun: str = SRUN) -> subprocess.
     (folder / "train.sbatch").write_text(script)
     environment = os.environ | {
         "PATH": f"{commands}{os.pathsep}{os.environ['PATH']}", "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": "",
-        "SLURM_JOB_ID": str(_job()), "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "node[1-2]",
+        "SLURM_JOB_ID": str(_job()), "SLURM_JOB_NUM_NODES": str(nodes), "SLURM_JOB_NODELIST": "node[1-2]",
         "SLURM_CPUS_PER_TASK": "2",
     }  # fmt: skip
     if restarts is not None:
@@ -63,16 +63,16 @@ def _submit(folder: Path, restarts: int | None, srun: str = SRUN) -> subprocess.
 
 @pytest.mark.skipif(not Path("/bin/bash").exists(), reason="the job is a bash script")
 def test_job_trains_and_resumes(tmp_path: Path) -> None:
-    """Two nodes of two ranks train and save. The job that follows resumes behind the last checkpoint."""
+    """Two nodes of two ranks train and save. Two nodes, and then one, resume behind the last checkpoint."""
     code, _ = blocks("docs/how-to/torchrun.md")
     (tmp_path / "train.py").write_text(code.replace("STEPS, SAVE_EVERY = 40, 10", "STEPS, SAVE_EVERY = 14, 5"))
-    for restarts, first in ((None, 0), (1, 10)):
-        done = _submit(tmp_path, restarts)
+    for restarts, first, nodes in ((None, 0, 2), (1, 10, 2), (2, 10, 1)):
+        done = _submit(tmp_path, restarts, nodes=nodes)
         assert done.returncode == 0, done.stderr
         reported = dict(
             re.findall(rf"rank (\d): loss ([\d.]+), rate 0.00010 after step {first}, [1-9]\d* bytes", done.stdout)
         )  # the schedule has reached its end
-        assert sorted(reported) == ["0", "1", "2", "3"], done.stdout
+        assert sorted(reported) == ["0", "1", "2", "3"][: 2 * nodes], done.stdout
     assert len(list((tmp_path / "checkpoints/step-000009").glob("rank-*-of-4.pt"))) == 4
     assert not (tmp_path / "requeued").exists()
 
