@@ -19,9 +19,13 @@ from tritoncomm.step.flat import Delivered
 from tritoncomm.step.options import MAX_CATCH_UP, MAX_RELATIVE_UPDATE, WrapOptions
 from tritoncomm.step.shards import local, local_gradient, one_of_shard
 from tritoncomm.step.torch_internals import version_of
+from tritoncomm_kernels import root_mean_square
+from tritoncomm_kernels.adam import beta_tables, decays
+from tritoncomm_kernels.devices import is_asynchronous
 
-__all__ = ["LateRule"]
+__all__ = ["LateRule", "powers_of"]
 
+_BITS = 24  # of the largest step count that fp32 holds
 _MAX_SQRT_STALENESS = 3.0  # as for Adam: noise would have moved a coordinate by about sqrt(tau) steps
 
 Held = dict[str, torch.Tensor]
@@ -178,7 +182,7 @@ class LateRule(AwareStep):
         factor = tau if self.is_proportional else torch.minimum(tau, _MAX_SQRT_STALENESS * tau.sqrt())
         factor = factor.clamp(max=self.max_catch_up)
         counted = direction if chosen is None else torch.where(chosen, direction, 0.0)
-        length = rate * torch.linalg.vector_norm(factor * counted) / numel**0.5
+        length = rate * _root_mean_square(factor * counted, numel)
         limit = (self.max_relative_update * rms).clamp(min=0.0 if self.is_proportional else rate)
         share = (limit / length).nan_to_num(1.0).clamp(max=1.0)
         factor = (factor * share).clamp_(min=1.0)
@@ -204,7 +208,7 @@ class LateRule(AwareStep):
         # The first steps measure it every time, because weights may start at zero.
         steps = state["late_steps"]
         if "param_rms" not in state or steps < RENEW_RMS_EVERY or steps % RENEW_RMS_EVERY == 0:
-            state["param_rms"] = local(parameter).float().square().mean().sqrt()
+            state["param_rms"] = root_mean_square(local(parameter))
         state["late_steps"] = steps + 1
         return state, steps + 1
 
@@ -238,6 +242,19 @@ class LateRule(AwareStep):
         """See :meth:`AwareStep.restore`."""
         _NOTES.pop(optimizer, None)  # the state may have been loaded in place
         super().restore(optimizer, state_dict)
+
+
+def powers_of(beta: float, tau: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ``(beta^tau, 1 - beta^tau)`` for whole numbers ``tau``, with the same bits on every processor."""
+    power, complement = beta_tables((beta, beta), tau.dtype, tau.device)[:2]
+    return decays(tau.to(torch.int32), power, complement, bits=_BITS if is_asynchronous(tau.device) else None)
+
+
+def _root_mean_square(values: torch.Tensor, numel: int) -> torch.Tensor:
+    """Return the root mean square of ``values`` and of zeros, ``numel`` elements together, as fp32 ``[]``."""
+    if not values.numel():
+        return torch.zeros((), device=values.device)
+    return root_mean_square(values) * (values.numel() / numel) ** 0.5
 
 
 def _wide(values: torch.Tensor) -> torch.Tensor:

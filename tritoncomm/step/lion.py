@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from tritoncomm.step.late import Held, LateRule
+from tritoncomm.step.late import Held, LateRule, powers_of
 
 # Options of public implementations, with the values at which their step is that of the paper.
 _PLAIN = {
@@ -59,9 +59,9 @@ class LateLion(LateRule):
         self, group: Mapping[str, Any], held: Held, mean: torch.Tensor, tau: torch.Tensor
     ) -> tuple[torch.Tensor, Held]:
         average = held["exp_avg"]
-        read, kept = (torch.pow(float(beta), tau) for beta in group["betas"])
-        direction = (read * average + (1 - read) * mean).sign()
-        return direction, {"exp_avg": kept * average + (1 - kept) * mean}
+        (read, added), (kept, entered) = (powers_of(float(beta), tau) for beta in group["betas"])
+        direction = (read * average + added * mean).sign()
+        return direction, {"exp_avg": kept * average + entered * mean}
 
     def decay(self, group: Mapping[str, Any]) -> float:
         return 1.0 - float(group["lr"]) * float(group["weight_decay"])
