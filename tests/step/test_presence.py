@@ -174,6 +174,51 @@ def test_resume(kind: str) -> None:
     assert torch.equal(resumed._vector.feedback.residual, optimizer._vector.feedback.residual)
 
 
+@pytest.mark.parametrize("kind", ["SGD", "Adam", "AdamW"])
+def test_a_rate_of_zero_is_like_frozen(kind: str) -> None:
+    """A group without a rate takes no part while another has one: the other trains as beside frozen parameters."""
+    found = []
+    for freezes in (False, True):
+        p, q = pair()
+        inner = MAKERS[kind]([p])
+        inner.add_param_group({"params": [q]})
+        optimizer = tritoncomm.wrap(inner, density=0.05, warmup_steps=2)
+        rate = inner.param_groups[1]["lr"]
+        take(optimizer, p, q, 5, using=lambda _: True)
+        residual = optimizer._vector.residuals_by_parameter()[q].clone()
+        inner.param_groups[1]["lr"] = 0.0 if not freezes else rate
+        q.requires_grad_(not freezes)
+        value = q.detach().clone()
+        take(optimizer, p, q, 6, using=lambda _: True)
+        assert torch.equal(q, value)
+        assert torch.equal(optimizer._vector.residuals_by_parameter()[q], residual)
+        inner.param_groups[1]["lr"] = rate
+        q.requires_grad_(requires_grad=True)
+        take(optimizer, p, q, 6, using=lambda _: True)
+        assert not torch.equal(q, value)
+        found.append((p, q, optimizer._vector.feedback.residual))
+    assert all(map(torch.equal, *found))
+
+
+def test_all_rates_of_zero() -> None:
+    """At the end of a schedule all rates are zero, and all gradients are exchanged: nothing rests."""
+    p, q = pair()
+    optimizer = tritoncomm.wrap(torch.optim.SGD([{"params": [p]}, {"params": [q]}], lr=0.0), density=0.1)
+    take(optimizer, p, q, 3, using=lambda _: True)
+    assert p.grad is not None
+    assert q.grad is not None
+
+
+@pytest.mark.parametrize("algo", ["dense", "quantized"])
+def test_a_rate_of_zero_without_delays(algo: str) -> None:
+    """Where nothing is delayed nothing competes, and a group without a rate keeps its moments, as in torch."""
+    p, q = pair()
+    inner = MAKERS["AdamW"]([p])
+    inner.add_param_group({"params": [q], "lr": 0.0})
+    take(tritoncomm.wrap(inner, algo), p, q, 3, using=lambda _: True)
+    assert inner.state[q]["exp_avg"].any()
+
+
 def test_one_worker_is_the_bare_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
     """A single worker takes torch's own steps, and None is None."""
     monkeypatch.setattr("tritoncomm.step.options.SINGLE_WORKER_SELECTS", False)

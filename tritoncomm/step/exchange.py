@@ -24,11 +24,12 @@ from tritoncomm.scheduler.rounds import Pattern
 from tritoncomm.scheduler.span import Span
 from tritoncomm.scheduler.together import run_together
 from tritoncomm.step import agree, gradients
+from tritoncomm.step.chosen_recipe import never_delays
 from tritoncomm.step.clipping import clipped
 from tritoncomm.step.decay import add_decay, show_decay, with_decay
 from tritoncomm.step.feedback import ErrorFeedback
 from tritoncomm.step.flat import Delivered, check_range, scattered
-from tritoncomm.step.presence import Presence
+from tritoncomm.step.presence import Presence, resting
 from tritoncomm.step.replicas import Replica
 from tritoncomm.step.vector import ExchangeOptions, VectorExchange, listed, noting
 from tritoncomm.step.votes import Confirmation
@@ -236,10 +237,12 @@ class GradientExchange:
         self._begin()
         # A single worker that has a residual of earlier exchanges applies all of it, and is then the bare optimizer.
         self._leaves_none = any(vector.is_bare and not vector.keeps_gradient() for vector in vectors)
-        self.presence.begin(self.parameters, leaves_none=self._leaves_none)
+        delays = not (vectors[-1].is_bare or never_delays(vectors[-1].recipe))
+        rests = resting(self.optimizer) if delays else frozenset[int]()
+        self.presence.begin(self.parameters, leaves_none=self._leaves_none, resting=rests)
         self._decay, self._hidden = decay, decay if hides_decay else {}
         try:
-            reasons = [gradients.read(vector, scale) for vector in vectors]
+            reasons = [gradients.read(vector, scale, rests) for vector in vectors]
             local_error = next((reason for reason in reasons if reason is not None), local_error)
             zeroed = [vector.zero_non_finite() if zero else 0 for vector in vectors]
             self.zeroed += sum(zeroed)

@@ -9,8 +9,11 @@ from tritoncomm.step.flat import Delivered, is_sparse, sparse_error
 from tritoncomm.step.vector import VectorExchange
 
 
-def read(vector: VectorExchange, scale: float) -> ConfigurationError | None:
-    """Copy every ``.grad``, divided by ``scale``, into ``vector.flat``. Return why that is impossible, or None."""
+def read(vector: VectorExchange, scale: float, resting: Container[int] = ()) -> ConfigurationError | None:
+    """Copy every ``.grad``, divided by ``scale``, into ``vector.flat``. Return why that is impossible, or None.
+
+    Gradients of parameters with an id in ``resting`` count as zero.
+    """
     error, takes_sparse = None, vector.keeps_gradient()
     sparse = None if takes_sparse else next((each for each in vector.layout.parameters if is_sparse(each.grad)), None)
     if sparse is not None and sparse.grad is not None:
@@ -20,6 +23,9 @@ def read(vector: VectorExchange, scale: float) -> ConfigurationError | None:
             vector.layout.read_gradients(vector.flat, sparse=takes_sparse)
         except ConfigurationError as reason:
             error = reason
+    for parameter, part in zip(vector.layout.parameters, vector.layout.parts(vector.flat), strict=True):
+        if id(parameter) in resting:
+            part.zero_()
     if scale != 1.0:
         vector.flat.mul_(1.0 / scale)
     return error

@@ -1,8 +1,8 @@
-"""Which parameters have a gradient on any rank. PyTorch leaves the others alone, and so do all ranks."""
+"""Which parameters have a gradient on any rank, and a rate. PyTorch leaves the others alone, and so do all ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,17 @@ from tritoncomm.scheduler.rounds import AllReduce, Pattern
 from tritoncomm.step.vector import VectorExchange
 
 _NONE: frozenset[int] = frozenset()
+
+
+def resting(optimizer: torch.optim.Optimizer) -> frozenset[int]:
+    """Return the ids of parameters whose group has a learning rate of 0, while that of another group is not.
+
+    They are frozen by their rate, which all ranks compare. What is delivered to them would be lost to the others.
+    """
+    rates = [(group, group["lr"]) for group in optimizer.param_groups if group.get("lr") is not None]
+    if all(float(rate) == 0 for _, rate in rates):
+        return _NONE
+    return frozenset(id(each) for group, rate in rates if float(rate) == 0 for each in group["params"])
 
 
 class Presence:
@@ -26,12 +37,16 @@ class Presence:
     def __init__(self) -> None:
         self.absent = self.waiting = self._missing = _NONE
 
-    def begin(self, parameters: Iterable[torch.Tensor], *, leaves_none: bool = False) -> None:
-        """Begin a step of ``parameters``, of which some have no ``.grad`` or were frozen.
+    def begin(
+        self, parameters: Iterable[torch.Tensor], *, leaves_none: bool = False, resting: Collection[int] = ()
+    ) -> None:
+        """Begin a step of ``parameters``, of which some have no ``.grad``, were frozen, or are ``resting`` (ids).
 
         With ``leaves_none``, these take part, too.
         """
-        without = (id(each) for each in parameters if each.grad is None or not each.requires_grad)
+        without = (
+            id(each) for each in parameters if each.grad is None or not each.requires_grad or id(each) in resting
+        )
         self._missing = self.absent if leaves_none else frozenset(without)
         self.waiting = _NONE if leaves_none else self._missing & self.absent
 
