@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -14,7 +14,7 @@ from torch import nn
 
 from tritoncomm.errors import ConfigurationError, NonFiniteError
 from tritoncomm.scheduler.process_group import is_distributed
-from tritoncomm.step import agree
+from tritoncomm.step import agree, ignored
 from tritoncomm.step import state as exchange_state
 from tritoncomm.step.chosen_recipe import never_delays
 from tritoncomm.step.clipping import sketch_of_owners
@@ -29,6 +29,7 @@ from tritoncomm.step.rules import exchanges_updates
 from tritoncomm.step.torch_internals import creates_state, without_compile
 from tritoncomm.step.update import coupled_decay, restore_rules, saved_state
 from tritoncomm.step.updates import LocalSteps
+from tritoncomm.step.vector import listed
 
 __all__ = ["SparseOptimizer"]
 
@@ -331,23 +332,37 @@ class SparseOptimizer(OptimizerSetup):
         owners = {} if self._local is None else self._local.owners
         inspect = None if self._inspected else partial(check_not_reduced, self.process_group, owners)
         found = step_state.found_in_unscale if found is None else found
+        own, zero = self._optimizer_step.ignored, policy == "zero" and found is None
         try:
             exchange.exchange(
                 local_error=self._parameters.local_error(),
                 scale=1.0 if scale is None else float(scale),
-                overflowed=found is not None and bool(found),
-                zero=policy == "zero" and found is None,
+                fault=self._fault(found, [] if zero else own),
+                zero=zero,
                 decay=coupled_decay(self._exchanged) if self._decays_in_vector else {},
                 hides_decay=hides_decay,
                 inspect=inspect,
             )
             self._inspected = True
+            ignored.prepare(own, scale, zero=zero)
         except NonFiniteError as error:
             if policy == "raise" and found is None:
                 raise
             logger.log(logging.INFO if found is not None else logging.WARNING, "step skipped on all ranks: %s", error)
             exchange.skip()
         step_state.written, step_state.scale = exchange.gradients, scale
+
+    def _fault(self, found: torch.Tensor | None, own: Sequence[torch.Tensor]) -> str:
+        """Return what is NaN or Inf on this rank beside the gradients that are exchanged, or an empty text.
+
+        Args:
+            found: Overflow flag of a ``GradScaler``. None without one.
+            own: The parameters that are this rank's own, and whose gradients must be finite.
+        """
+        if found is not None and bool(found):
+            return "all, because the scaled loss overflowed"
+        bad = listed(ignored.non_finite(own, self._names))
+        return bad if self._local is None else bad or self._local.fault
 
     @torch.no_grad()
     def flush(self) -> None:
@@ -361,6 +376,8 @@ class SparseOptimizer(OptimizerSetup):
         if local_steps is not None:
             local_steps.fold(self._residuals)
         self._exchange.flush()
+        for parameter in self._optimizer_step.ignored:
+            parameter.grad = None
         self._step_state.written = self._exchange.gradients
         try:
             with nullcontext() if local_steps is None else local_steps.without_momentum():
@@ -433,7 +450,13 @@ class SparseOptimizer(OptimizerSetup):
         saved = state_dict.get("tritoncomm")
         inner = {key: value for key, value in state_dict.items() if key != "tritoncomm"}
         if is_distributed():
-            common = join([own for part, own in self._split(inner) if not exchanges_updates(part, self._options)])
+            common = join(
+                [
+                    ignored.without_ignored(own, part, self._parameters.ignored)
+                    for part, own in self._split(inner)
+                    if not exchanges_updates(part, self._options)
+                ]
+            )
             exchange_state.compare(common, saved, feedbacks, self.process_group, self._everybody, self._device)
         self.optimizer.load_state_dict(inner)
         restore_rules(self.optimizer, inner)

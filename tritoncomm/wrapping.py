@@ -22,6 +22,7 @@ from tritoncomm.step.model import (
     checked_module,
     compare_buffers,
     group_of,
+    ignored_ids,
     keep_gradients_local,
     names_of,
 )
@@ -142,8 +143,10 @@ def wrap(
             optimizer alone. If False, parameters that differ raise an error, and buffers a warning: each rank may have
             collected its own statistics. Default: False.
         model: The module that ``optimizer`` trains. With DDP, several optimizers may be wrapped with the same module,
-            and one that is not wrapped cannot step its parameters any more. Default: None, for a plain module. Nobody
-            then sees whether buffers, and parameters that the optimizer does not hold, differ between ranks.
+            and one that is not wrapped cannot step its parameters any more. Parameters that DDP was told to ignore,
+            such as experts, are this rank's own: the original step takes them by this rank's gradients, which
+            ``max_grad_norm`` limits by themselves. Default: None, for a plain module. Nobody then sees whether buffers,
+            and parameters that the optimizer does not hold, differ between ranks.
         exchange: What travels. ``"gradients"``, ``"updates"``, or ``"auto"``: gradients of SGD, Adam, AdamW and Lion,
             and of all optimizers with ``algo="dense"`` or ``"quantized"``, in which none is late; updates of other
             optimizers, and of all with ``local_steps``. A schedule-free optimizer exchanges gradients.
@@ -241,7 +244,7 @@ def wrap(
         check_exchange(whole, options, {name: value for name, value in given.items() if value is not None})
         for each in listed:
             (for_updates if exchanges_updates(each, options) else chosen).check_optimizer(each)
-            check_trained(each, names_of(model), alone=is_alone(group))
+            check_trained(each, names_of(model), alone=is_alone(group), ignored=ignored_ids(model))
     if is_distributed():
         told: dict[str, Any] = {"model": None if model is None else type(model).__name__}
         if isinstance(chosen, Hierarchical):

@@ -208,12 +208,10 @@ def copied_model(rank: int, world_size: int, send) -> None:
 
 
 def parameters_of_others(rank: int, world_size: int, send) -> None:
-    """Parameters that DDP ignores, that were frozen for it, or that are not its own, are exchanged as all others."""
-    for kind in ("ignored", "unfrozen", "beside"):
+    """Parameters that were frozen for DDP, or that are not its own, are exchanged as all others."""
+    for kind in ("unfrozen", "beside"):
         model, reference = net(), net()
         extra, other = nn.Parameter(torch.ones(5)), nn.Parameter(torch.ones(5))
-        if kind == "ignored":
-            DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["0.weight"])
         if kind == "unfrozen":
             model[0].weight.requires_grad_(requires_grad=False)
         outer = ddp(model)

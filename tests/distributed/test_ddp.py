@@ -7,6 +7,7 @@ from datetime import timedelta
 
 import ddp_edge_workers as edges
 import ddp_workers
+import ignored_workers as ignored
 import pytest
 from helpers import run_situations, run_workers
 from tritoncomm.scheduler.local_workers import WorkerError
@@ -28,6 +29,11 @@ from tritoncomm.scheduler.local_workers import WorkerError
             *(edges.groups_are_used_again, edges.nodes, edges.early_termination, edges.new_module),
         ],
         [*(edges.averaged_before, edges.containers, edges.inner_optimizers, edges.released)],
+        [
+            *(ignored.experts, ignored.as_dense, ignored.experts_in_lists, ignored.clipped_experts),
+            *(ignored.scaled_experts, ignored.broken_experts, ignored.saved_experts, ignored.differing_others),
+            ignored.sparse_tables,
+        ],
     ],
     ids=lambda situations: f"{situations[0].__name__} and others",
 )
@@ -44,6 +50,7 @@ def test_compiled() -> None:
 def test_one_worker() -> None:
     """A single worker is the bare optimizer behind bare DDP."""
     assert run_workers(ddp_workers.one_worker, 1) == [None]
+    assert run_workers(ignored.alone, 1) == [None]
 
 
 def heard_of(worker) -> list[tuple[int, str]]:

@@ -89,7 +89,7 @@ def _average_before_clipping(accelerator: Accelerator) -> None:
         if all(map(clips_itself, averaged)):
             return _norm_of_means(averaged)
         # Gradients of other parameters are local, and would make norms differ between ranks.
-        held = {id(p) for each in averaged for group in each.param_groups for p in group["params"]}
+        held = {id(parameter) for each in averaged for parameter in each._exchange.parameters}  # noqa: SLF001 - as below
         return nn.utils.clip_grad_norm_([each for each in chosen if id(each) in held], max_norm, norm_type)
 
     def clip_grad_value_(parameters: Any, value: float) -> None:

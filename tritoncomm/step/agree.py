@@ -176,6 +176,7 @@ def compare_setup(
     broadcast: bool = False,
     caught_up: bool = False,
     stepped: Collection[int] = (),
+    ignored: Collection[int] = (),
 ) -> None:
     """Check that all ranks of ``group`` are configured identically and are at the same step.
 
@@ -194,6 +195,7 @@ def compare_setup(
             options may differ. The next step compares them.
         stepped: Ids of parameter groups by which ranks have stepped alone. An optimizer may keep numbers in them, such
             as an estimated rate, which then differ.
+        ignored: Ids of parameters that are this rank's own, see :mod:`tritoncomm.step.ignored`.
 
     Raises:
         ConfigMismatchError: Anything differs. All ranks raise it.
@@ -215,7 +217,7 @@ def compare_setup(
         "steps": steps,
         "broadcast_parameters": broadcast,
     }
-    every, device = [parameter for parameter, _ in named_parameters(optimizer)], device_of(optimizer)
+    every, device = [each for each, _ in named_parameters(optimizer) if id(each) not in ignored], device_of(optimizer)
     parameters = [parameter for parameter, _ in trained]
     fields |= parameter_fields(parameters, [name for _, name in trained], values=not broadcast)
     fields["other parameters and buffers"] = [f"{name} {tuple(e.shape)} {e.dtype}" for e, name in (*others, *buffers)]

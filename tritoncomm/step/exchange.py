@@ -201,7 +201,7 @@ class GradientExchange:
         *,
         local_error: ConfigurationError | None = None,
         scale: float = 1.0,
-        overflowed: bool = False,
+        fault: str = "",
         zero: bool = False,
         decay: Mapping[int, float] = MappingProxyType({}),
         hides_decay: bool = False,
@@ -215,7 +215,8 @@ class GradientExchange:
         Args:
             local_error: Why this rank's gradients cannot be exchanged. This rank raises it after the exchange.
             scale: Loss scale. Gradients are divided by it, and the mean is not multiplied by it.
-            overflowed: Whether the scaled loss overflowed, so that the gradients cannot be exchanged.
+            fault: What is NaN or Inf on this rank beside the gradients, for the error. The step is then rejected.
+                Default: nothing.
             zero: Whether to replace NaN and Inf by zero.
             decay: The share of each parameter (by id) that is added to the mean of its gradient.
             hides_decay: Whether ``.grad`` gets this share when the step is applied, because somebody clips it before.
@@ -246,8 +247,8 @@ class GradientExchange:
             local_error = next((reason for reason in reasons if reason is not None), local_error)
             zeroed = [vector.zero_non_finite() if zero else 0 for vector in vectors]
             self.zeroed += sum(zeroed)
-            if local_error is not None or overflowed:
-                self._spoil(str(local_error or "all, because the scaled loss overflowed"))
+            if local_error is not None or fault:
+                self._spoil(str(local_error or fault))
             kept = [vector.keeps_gradient() and not found for vector, found in zip(vectors, zeroed, strict=True)]
             if self._deliver() and inspect is not None:
                 inspect(vectors)

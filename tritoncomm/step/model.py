@@ -27,6 +27,7 @@ from tritoncomm.step.torch_internals import (
     comm_hooks,
     creates_state,
     ddp_modules,
+    ignored_by,
     let_average_nothing,
 )
 from tritoncomm.step.vector import VectorExchange
@@ -78,6 +79,11 @@ def names_of(model: nn.Module | None) -> dict[int, str]:
     return {id(parameter): name for name, parameter in inner.named_parameters()}
 
 
+def ignored_ids(model: nn.Module | None) -> frozenset[int]:
+    """Return the ids of the parameters and buffers that the DDP modules in ``model`` were told to ignore."""
+    return frozenset(id(each) for module in _ddp_of(model) for each in ignored_by(module))
+
+
 def rest_of(model: nn.Module | None, optimizer: torch.optim.Optimizer) -> tuple[Named, Named]:
     """Return the parameters of ``model`` that ``optimizer`` does not hold, and its buffers.
 
@@ -87,11 +93,10 @@ def rest_of(model: nn.Module | None, optimizer: torch.optim.Optimizer) -> tuple[
     if model is None:
         return [], []
     inner = model.module if isinstance(model, DistributedDataParallel) else model
-    left_out = {*getattr(model, "parameters_to_ignore", ())}
-    held = agree.parameter_ids(optimizer)
+    left_out = agree.parameter_ids(optimizer) | ignored_ids(model)
 
     def chosen(named: Iterable[tuple[str, torch.Tensor]]) -> Named:
-        return [(e, name) for name, e in named if id(e) not in held and name not in left_out and has_bits(e)]
+        return [(each, name) for name, each in named if id(each) not in left_out and has_bits(each)]
 
     broadcast = getattr(model, "broadcast_buffers", False) and model is not inner
     return chosen(inner.named_parameters()), [] if broadcast else chosen(inner.named_buffers())
@@ -154,8 +159,10 @@ def keep_gradients_local(model: nn.Module | None) -> None:
             _check_hooks(module)
             raise ConfigurationError("model has one of DDP's built-in communication hooks: do not register it")
         _local.add(module)
+        ignored = set(map(id, ignored_by(module)))  # which anybody may step
         for name, parameter in module.module.named_parameters():
-            _names[parameter] = (name, weakref.ref(module))
+            if id(parameter) not in ignored:
+                _names[parameter] = (name, weakref.ref(module))
     if _local and not _guards:
         _guards.append(register_optimizer_step_pre_hook(_check_not_stepped))
         check_new_hooks(_check_new_hook)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from tritoncomm.step.chosen_recipe import log_choice, never_delays, with_density
 from tritoncomm.step.clipping import check_clipping, with_clipping
 from tritoncomm.step.exchange import GradientExchange, State
 from tritoncomm.step.local_changes import LocalChanges
-from tritoncomm.step.model import Named, check_model, keep_gradients_local, names_of, rest_of
+from tritoncomm.step.model import Named, check_model, ignored_ids, keep_gradients_local, names_of, rest_of
 from tritoncomm.step.optimizer_list import OptimizerList, parts_of
 from tritoncomm.step.optimizer_proxy import OptimizerProxy
 from tritoncomm.step.options import WrapOptions, check_optimizer, is_alone
@@ -57,7 +57,7 @@ class OptimizerSetup(OptimizerProxy):
         model: nn.Module | None = None,
     ) -> None:
         options = with_clipping(options, optimizer)
-        self._bind(optimizer, recipe, updates_recipe, options, process_group, names_of(model))
+        self._bind(optimizer, recipe, updates_recipe, options, process_group, names_of(model), ignored_ids(model))
         self._others, buffers = rest_of(model, optimizer)
         self._exchange = self._build(process_group)
         exchange_state.warn_about_lost_residual(optimizer)
@@ -81,13 +81,14 @@ class OptimizerSetup(OptimizerProxy):
         options: WrapOptions,
         process_group: dist.ProcessGroup | None,
         names: Mapping[int, str],
+        ignored: Collection[int],
     ) -> None:
         self._stand_for(optimizer)
         self._options = options
         self._names = dict(names)
         local = [each for each in parts_of(optimizer) if exchanges_updates(each, options)]
         alone = is_alone(process_group)
-        self._local = LocalSteps(local, options, names, alone=alone) if local else None
+        self._local = LocalSteps(local, options, names, ignored, alone=alone) if local else None
         if self._local is not None:
             self._local.check()
         self._parts = [Part(each, recipe) for each in parts_of(optimizer) if not exchanges_updates(each, options)]
@@ -104,6 +105,7 @@ class OptimizerSetup(OptimizerProxy):
                 delayed=not never_delays(part.recipe),
                 alone=alone,
                 is_anchor=part.is_anchor,
+                ignored=ignored,
             )
             for part in self._parts
         ]
@@ -111,7 +113,7 @@ class OptimizerSetup(OptimizerProxy):
         self._optimizer_step.check()
         self._step_state = StepState()
         anchor_names = {} if self._local is None else self._local.names
-        self._parameters = KnownParameters(self._exchanged, self._names | anchor_names)
+        self._parameters = KnownParameters(self._exchanged, self._names | anchor_names, ignored)
 
     def _guard(self) -> None:
         self._optimizer_step.guard()
@@ -162,12 +164,14 @@ class OptimizerSetup(OptimizerProxy):
 
     def __getstate__(self) -> dict[str, Any]:
         self._check_saveable("copying")
+        every = [id(parameter) for parameter, _ in agree.named_parameters(self.optimizer)]
         return {
             "optimizer": self.optimizer,
             "recipe": self.recipe,
             "updates recipe": self._parts[0].recipe,
             "options": self._options,
-            "names": [self._names.get(id(parameter), "") for parameter, _ in agree.named_parameters(self.optimizer)],
+            "names": [self._names.get(each, "") for each in every],
+            "ignored": [each in self._parameters.ignored for each in every],
             "skipped": self._exchange.skipped,
             "exchange": exchange_state.saved(self._exchange, self._local),
         }
@@ -184,7 +188,9 @@ class OptimizerSetup(OptimizerProxy):
     def _restore(self, state: dict[str, Any], group: dist.ProcessGroup | None) -> None:
         every = [id(parameter) for parameter, _ in agree.named_parameters(state["optimizer"])]
         names = dict(zip(every, state["names"], strict=True))
-        self._bind(state["optimizer"], state["recipe"], state["updates recipe"], state["options"], group, names)
+        ignored = {each for each, is_own in zip(every, state["ignored"], strict=True) if is_own}
+        recipes = state["recipe"], state["updates recipe"]
+        self._bind(state["optimizer"], *recipes, state["options"], group, names, ignored)
         self._exchange = self._build(group)
         saved = state["exchange"]
         exchange_state.resume(self._exchange, exchange_state.loaded(self._exchange, saved), saved, self._local)
@@ -266,7 +272,7 @@ class OptimizerSetup(OptimizerProxy):
         trained, options = self._parameters.trained, self._options
         agree.compare_setup(
             self.optimizer, trained, recipes[self.recipe], options, exchange.steps, process_group,
-            caught_up=caught_up, stepped=self._stepped,
+            caught_up=caught_up, stepped=self._stepped, ignored=self._parameters.ignored,
         )  # fmt: skip
         if self._local is not None:
             self._local.forget_loading()
@@ -298,7 +304,8 @@ class OptimizerSetup(OptimizerProxy):
         if self._options.local_steps > 1 and self._local is not None:
             let_differ(self._local.owners.values())
             others = []  # such as averages of parameters, which differ with them
-        exchange.replica = Replica(self._exchanged, self._parameters.names, others)
+        common_names = [name for _, name in self._parameters.common]
+        exchange.replica = Replica(self._exchanged, common_names, others, self._parameters.ignored)
         return exchange
 
     def _compare(self, exchange: GradientExchange, **fields: Any) -> None:
@@ -306,7 +313,7 @@ class OptimizerSetup(OptimizerProxy):
         try:
             agree.compare_setup(
                 self.optimizer, trained, self.recipe, self._options, exchange.steps, group,
-                **fields,
+                ignored=self._parameters.ignored, **fields,
             )  # fmt: skip
         except ConfigMismatchError as error:
             if all_shards is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from types import MappingProxyType
@@ -221,14 +221,23 @@ def check_optimizer(
             )
 
 
-def check_trained(optimizer: torch.optim.Optimizer, names: Mapping[int, str], *, alone: bool) -> None:
-    """Raise :class:`~tritoncomm.ConfigurationError` if all parameters of ``optimizer`` are frozen.
+def check_trained(
+    optimizer: torch.optim.Optimizer, names: Mapping[int, str], *, alone: bool, ignored: Collection[int] = ()
+) -> None:
+    """Raise :class:`~tritoncomm.ConfigurationError` if all parameters of ``optimizer`` are frozen, or DDP ignores them.
 
-    ``names`` are those of parameters, by id. A single worker, ``alone``, may have nothing to train.
+    ``names`` are those of parameters, by id, and ``ignored`` are the ids of those that DDP ignores. A single worker,
+    ``alone``, may have nothing to train.
     """
     if alone:
         return
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    every = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    parameters = [parameter for parameter in every if id(parameter) not in ignored]
+    if every and not parameters:
+        raise ConfigurationError(
+            "optimizer holds only parameters that DDP was told to ignore, the first of them "
+            f"{_named(every[0], names)}: they are this rank's own, and nothing is exchanged, so do not wrap it"
+        )
     if not any(parameter.requires_grad for parameter in parameters):
         first = f", the first of them {_named(parameters[0], names)}" if parameters else ""
         raise ConfigurationError(

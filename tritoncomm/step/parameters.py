@@ -26,37 +26,39 @@ class KnownParameters:
     Args:
         optimizer: The original optimizer.
         names: Names of parameters by their ids, for those to which the optimizer gives none.
+        ignored: Ids of the parameters that are this rank's own, see :mod:`tritoncomm.step.ignored`. Default: none.
 
     Attributes:
-        trained: Those that require gradients, each with its name, in the order of the optimizer. Unnamed ones have the
-            name ``""``.
+        ignored: See above.
+        trained: The others that require gradients, each with its name, in the order of the optimizer. Unnamed ones have
+            the name ``""``.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, names: Mapping[int, str], ignored: Collection[int] = ()
+    ) -> None:
         self._optimizer = optimizer
         self._names = dict(names)
+        self.ignored = ignored
         self.note()
 
     def note(self) -> None:
         """Take the present parameters of the optimizer for known."""
-        named = agree.named_parameters(self._optimizer)
         self._known = agree.parameter_ids(self._optimizer)
-        self._frozen = [parameter for parameter, _ in named if not parameter.requires_grad]
-        every = zip(named, self.names, strict=True)
-        self.trained = [(parameter, name) for (parameter, _), name in every if parameter.requires_grad]
+        self._frozen = [parameter for parameter, _ in self.common if not parameter.requires_grad]
+        self.trained = [(parameter, name) for parameter, name in self.common if parameter.requires_grad]
 
     @property
-    def names(self) -> list[str]:
-        """The name of each parameter of the optimizer."""
+    def common(self) -> list[tuple[torch.Tensor, str]]:
+        """The parameters that all ranks have in common, each with its name."""
         named = agree.named_parameters(self._optimizer)
-        return [name or self._names.get(id(parameter), "") for parameter, name in named]
+        return [(each, name or self._names.get(id(each), "")) for each, name in named if id(each) not in self.ignored]
 
     @property
     def are_outdated(self) -> bool:
         """True if a parameter requires gradients now that did not, or was not there."""
         trained = {id(parameter) for parameter, _ in self.trained}
-        groups = self._optimizer.param_groups
-        return any(each.requires_grad and id(each) not in trained for group in groups for each in group["params"])
+        return any(parameter.requires_grad and id(parameter) not in trained for parameter, _ in self.common)
 
     @property
     def new(self) -> list[torch.Tensor]:

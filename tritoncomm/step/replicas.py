@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from numbers import Real
 from typing import Any
 from weakref import WeakValueDictionary
@@ -41,8 +41,9 @@ class Replica:
 
     Args:
         optimizer: The original optimizer.
-        names: The name of each parameter of the optimizer, or ``""``. Default: none has a name.
+        names: The name of each parameter of the optimizer that is not ``ignored``, or ``""``. Default: none has a name.
         others: Parameters of the module that the optimizer does not hold, each with its name.
+        ignored: Ids of the parameters that are this rank's own, see :mod:`tritoncomm.step.ignored`. Default: none.
 
     Attributes:
         agreed: The number of steps after which all ranks had equal values, when they were compared last.
@@ -53,12 +54,17 @@ class Replica:
         optimizer: torch.optim.Optimizer,
         names: Sequence[str] = (),
         others: Sequence[tuple[torch.Tensor, str]] = (),
+        ignored: Collection[int] = (),
     ) -> None:
-        self._optimizer = optimizer
-        held = agree.named_parameters(optimizer)
-        self._names = {id(parameter): name for (parameter, _), name in zip(held, names, strict=False)}
+        self._optimizer, self._ignored = optimizer, ignored
+        self._names = {id(parameter): name for parameter, name in zip(self._held, names, strict=False)}
         self._others = list(others)
         self.agreed = 0
+
+    @property
+    def _held(self) -> list[torch.Tensor]:
+        every = agree.named_parameters(self._optimizer)
+        return [parameter for parameter, _ in every if id(parameter) not in self._ignored]
 
     @staticmethod
     def is_due(updates: int) -> bool:
@@ -86,7 +92,7 @@ class Replica:
     def _values(self) -> Iterator[tuple[str, torch.Tensor | Real]]:
         """Return parameters, and then numbers and tensors of the state, each with its name."""
         named: dict[str, torch.Tensor] = {}
-        for number, (parameter, _) in enumerate(agree.named_parameters(self._optimizer)):
+        for number, parameter in enumerate(self._held):
             position = f"parameter {number} of shape {tuple(parameter.shape)}"
             name = self._names.get(id(parameter)) or position
             named[f"{name} ({position})" if name in named else name] = parameter  # of two modules, names may be equal

@@ -117,6 +117,18 @@ def ddp_modules() -> list[DistributedDataParallel]:
     return [each for each in gc.get_referrers(*kinds) if issubclass(type(each), DistributedDataParallel)]
 
 
+def ignored_by(model: DistributedDataParallel) -> list[torch.Tensor]:
+    """Return the parameters and buffers that ``model`` was told to ignore under all of their names.
+
+    DDP lists there also what it averages by itself, all at once (``delay_all_reduce_named_params``).
+    """
+    inner, left_out = model.module, model.parameters_to_ignore
+    named = [*inner.named_parameters(remove_duplicate=False), *inner.named_buffers(remove_duplicate=False)]
+    kept = {id(each) for name, each in named if name not in left_out}
+    kept.update(map(id, model._delay_all_reduce_params))  # noqa: SLF001
+    return [each for _, each in named if id(each) not in kept]
+
+
 def is_flattened(parameter: torch.Tensor) -> bool:
     """Return True if ``parameter`` belongs to ``FullyShardedDataParallel`` (FSDP1). It is then a part of a flat shard.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +19,7 @@ from tritoncomm.scheduler.process_group import is_distributed
 from tritoncomm.step.aware import AwareStep
 from tritoncomm.step.flat import Delivered
 from tritoncomm.step.guard import check_inside, optimizers_inside, refuse, stepping
+from tritoncomm.step.ignored import hidden, ignored_of, present
 from tritoncomm.step.optimizer_list import join, parts_of, split
 from tritoncomm.step.options import WrapOptions
 from tritoncomm.step.rules import find_rule
@@ -169,6 +170,7 @@ class OptimizerStep:
         delayed: Whether the recipe delivers entries with a delay.
         alone: Whether there is a single worker. It takes the optimizer's own step.
         is_anchor: Whether it steps by updates, which are not clipped, and of which no sum is too long.
+        ignored: Ids of parameters that are this rank's own, see :mod:`tritoncomm.step.ignored`. Default: none.
 
     Attributes:
         alone: See above. It may change between steps.
@@ -183,8 +185,10 @@ class OptimizerStep:
         delayed: bool,
         alone: bool = False,
         is_anchor: bool = False,
+        ignored: Collection[int] = (),
     ) -> None:
         self.optimizer = optimizer
+        self._ignored = ignored
         self.alone, self.is_anchor = alone, is_anchor
         self._options = options
         self._aware: AwareStep | None = None
@@ -231,14 +235,45 @@ class OptimizerStep:
 
         ``decayed``: whether ``.grad`` contains the coupled weight decay.
         """
+        rule = None if has_own_step(self.optimizer) or self.alone else self._aware
         without_decay = _without_coupled_decay(self.optimizer) if decayed else nullcontext()
-        with stepping((self.optimizer, *self._inside)), without_decay, _naming_closure(self.optimizer):
-            if has_own_step(self.optimizer):
-                self.optimizer.step()
-            elif self._aware is None or self.alone:
-                _step_below_hooks(self.optimizer)
-            else:
-                aware(self._aware)
+        # Neither is for the parameters that are this rank's own: the original step takes them before.
+        is_changed = rule is not None or (decayed and bool(_coupled_groups(self.optimizer)))
+        apart = self.ignored if is_changed else []
+        with stepping((self.optimizer, *self._inside)), _naming_closure(self.optimizer):
+            if present(apart):
+                with hidden(self._common):
+                    self._take_own_step()
+            with hidden(apart), without_decay:
+                if rule is None:
+                    self._take_own_step()
+                else:
+                    aware(rule)
+
+    def _take_own_step(self) -> None:
+        if has_own_step(self.optimizer):
+            self.optimizer.step()
+        else:
+            _step_below_hooks(self.optimizer)
+
+    @property
+    def ignored(self) -> list[torch.Tensor]:
+        """The parameters that are this rank's own."""
+        return ignored_of([self.optimizer], self._ignored)
+
+    @property
+    def _common(self) -> list[torch.Tensor]:
+        every = (parameter for group in self.optimizer.param_groups for parameter in group["params"])
+        return [parameter for parameter in every if id(parameter) not in self._ignored]
+
+    def gradients(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Return the gradients that count together in a norm, and those of this rank's own parameters.
+
+        A single worker counts all together.
+        """
+        if self.alone:
+            return gradients_of([self.optimizer]), []
+        return [each.grad for each in self._common if each.grad is not None], present(self.ignored)
 
 
 class OptimizerSteps:
@@ -267,6 +302,11 @@ class OptimizerSteps:
     def alone(self, alone: bool) -> None:
         for part in self.parts:
             part.alone = alone
+
+    @property
+    def ignored(self) -> list[torch.Tensor]:
+        """The parameters that are this rank's own."""
+        return [parameter for part in self.parts for parameter in part.ignored]
 
     @property
     def takes_aware_step(self) -> bool:
@@ -309,15 +349,19 @@ class OptimizerSteps:
             decayed: Whether ``.grad`` contains the coupled weight decay.
         """
         self.check()  # before any gradient or parameter changes
-        clipped = [part.optimizer for part in self.parts if not part.is_anchor]
-        clip = clip and bool(clipped) and (self.alone or self._options.clip_by == "delivered")
-        limit = self._options.max_grad_norm if clip else None
+        clipped = [part for part in self.parts if not part.is_anchor]
+        max_norm = self._options.max_grad_norm if clip and clipped else None
+        limit = max_norm if self.alone or self._options.clip_by == "delivered" else None
 
         @contextmanager
         def clipping() -> Iterator[None]:
             with update:
-                if limit is not None:
-                    self.grad_norm = clip_norm(clipped, limit)
+                if max_norm is not None:
+                    gradients = [part.gradients() for part in clipped]
+                    own = [each for _, ignored in gradients for each in ignored]
+                    limit_norm(own, norm_of(own), max_norm)
+                    if limit is not None:
+                        self.grad_norm = clip_norm([each for common, _ in gradients for each in common], limit)
                 yield
 
         def aware(rule: AwareStep, readable: bool) -> None:
@@ -386,9 +430,8 @@ def restore_rules(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) 
 
 
 @torch.no_grad()
-def clip_norm(optimizers: Sequence[torch.optim.Optimizer], max_norm: float) -> float:
-    """Clip the gradients of all ``optimizers`` together, of all shards of a DTensor. Return their norm before that."""
-    gradients = gradients_of(optimizers)
+def clip_norm(gradients: Sequence[torch.Tensor], max_norm: float) -> float:
+    """Clip all ``gradients`` together, of all shards of a DTensor. Return their norm before that."""
     norm = norm_of(gradients)
     limit_norm(gradients, norm, max_norm)
     return float(norm)

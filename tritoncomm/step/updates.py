@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,6 +26,7 @@ from tritoncomm.scheduler.process_group import is_distributed
 from tritoncomm.step import agree
 from tritoncomm.step.agree import LOADED
 from tritoncomm.step.anchors import all_finite, anchor_of, delta_of, flat, write
+from tritoncomm.step.ignored import ignored_of, non_finite
 from tritoncomm.step.options import WrapOptions
 from tritoncomm.step.parameters import KnownParameters
 from tritoncomm.step.shards import like_parameter, local, with_shards, without_shards
@@ -46,17 +47,19 @@ class LocalSteps:
         optimizers: The original optimizers.
         options: The options of ``wrap``.
         names: Names of parameters by their ids, for those to which the optimizers give none.
+        ignored: Ids of parameters that are this rank's own, see :mod:`tritoncomm.step.ignored`. Default: none.
         alone: Whether there is a single worker.
 
     Attributes:
         outer: The optimizer of the anchor. Its ``lr`` and ``momentum`` are those of the outer step.
-        parameters: The parameters of ``optimizers`` that require gradients.
+        parameters: The parameters of ``optimizers`` that require gradients, and are exchanged.
         anchors: The anchor of each of them, fp32 (fp64 of an fp64 parameter), with the same shape and sharding.
         taken: Number of steps since the last exchange.
         is_pending: Whether an exchange was due, and has not been completed.
         total: Number of all steps of this worker, also of the runs that were loaded.
         here: Number of steps of this worker in this process.
         dropped: Number of exchanges to which this worker had nothing to give, because a parameter was NaN or Inf.
+        fault: Why the next exchange must be rejected beside what is NaN or Inf in the gradients of ``anchors``.
         delta_norm: Norm of what this worker gave to the last exchange, fp32 ``[]``.
     """
 
@@ -65,15 +68,17 @@ class LocalSteps:
         optimizers: Sequence[torch.optim.Optimizer],
         options: WrapOptions,
         names: Mapping[int, str],
+        ignored: Collection[int] = (),
         *,
         alone: bool,
     ) -> None:
         self._optimizers = list(optimizers)
+        self._ignored, self._given_names = ignored, names
         self._options = options
         self._steps = OptimizerSteps(
             [OptimizerStep(each, options, delayed=False, alone=alone) for each in optimizers], options
         )
-        self._known = [KnownParameters(each, names) for each in optimizers]
+        self._known = [KnownParameters(each, names, ignored) for each in optimizers]
         self.parameters: list[torch.Tensor] = []
         self.anchors: list[torch.Tensor] = []
         self._names: dict[int, str] = {}
@@ -90,6 +95,8 @@ class LocalSteps:
         self.delta_norm = torch.zeros(())
         self._later: tuple[Mapping[str, Any], Sequence[Any]] | None = None  # states that the next use loads
         self._bad: dict[int, int] = {}  # numbers of NaN and Inf that the next exchange must be refused for
+        self._bad_ignored: dict[str, int] = {}  # the same of parameters that are not exchanged, by name
+        self.fault = ""
         self._has_said = self._has_told_change = self._is_stale = self._is_broken = False
         self._swaps = 0  # contexts in which parameters are the anchor
         self._divided: list[int] = []  # versions of gradients that were divided by a loss scale
@@ -219,8 +226,8 @@ class LocalSteps:
             self.outer.param_groups[0][LOADED] = agree.number_of(map(local, self.parameters))
             self.accept()
         overflowed = found is not None and bool(found) and not self._has_shards
-        gradients = [local(parameter.grad) for parameter in self.parameters if parameter.grad is not None]
         trained, rest = gradients_of(self._optimizers), gradients_of(others)
+        gradients = [*map(local, trained)]
         scaled = [*gradients, *map(local, rest)]
         if scale is not None and not overflowed and self._divided != [version_of(each) for each in scaled]:
             for gradient in scaled:
@@ -280,16 +287,19 @@ class LocalSteps:
         if bool(norm_of(gradients_of(self._optimizers)).isfinite()) if shards else all_finite(gradients):
             return True
         counts = [0 if p.grad is None else int((~local(p.grad).isfinite()).sum()) for p in self.parameters]
+        bad_ignored = non_finite(ignored_of(self._optimizers, self._ignored), self._given_names)
         if policy == "raise":
             self._bad = {position: count for position, count in enumerate(counts) if count}
+            self._bad_ignored = bad_ignored
             return False
         bad = {self._names[id(anchor)]: count for anchor, count in zip(self.anchors, counts, strict=True) if count}
+        bad |= bad_ignored
         rank = dist.get_rank() if is_distributed() else 0
         if policy == "zero":
             logger.warning("rank %d: NaN or Inf replaced by zero in %s", rank, listed(bad))
             for gradient in gradients:
                 gradient.nan_to_num_(0.0, 0.0, 0.0)
-            self._zeroed += sum(counts)
+            self._zeroed += sum(bad.values())
             return True
         self._left_out += 1
         where = listed(bad) or "another shard"
@@ -326,6 +336,7 @@ class LocalSteps:
             self._drop_broken(deltas)
             norms = torch.stack([delta.norm() for delta in deltas])
         self.delta_norm, self._bad = torch.linalg.vector_norm(norms), {}
+        self.fault, self._bad_ignored = listed(self._bad_ignored), {}
         for anchor, delta, norm in zip(self.anchors, deltas, figures, strict=True):
             # What this worker has not changed is like a parameter without gradient. Shards of it may differ in that.
             given = norm != 0 or self._has_shards or bool(delta.any())
@@ -382,7 +393,8 @@ class LocalSteps:
             self._is_broken = False
             self.dropped += 1
             for optimizer in self._optimizers:
-                optimizer.state.clear()
+                for key in [each for each in optimizer.state if id(each) not in self._ignored]:
+                    del optimizer.state[key]
         self.taken, self.is_pending = 0, False
         self._note_versions()
 

@@ -1,0 +1,87 @@
+"""Parameters that DDP was told to ignore, such as the experts of each rank, although a wrapped optimizer holds them.
+
+They are this rank's own: nobody exchanges, compares or broadcasts them. The original step takes them by this rank's
+gradients, whenever it takes a step. It is left out if any step is: a NaN, an Inf or an overflow in such a gradient is
+treated as one in any other. ``max_grad_norm`` limits the norm of such gradients of one rank by itself, so that the
+other parameters change alike on all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from tritoncomm.step import agree
+from tritoncomm.step.anchors import all_finite
+from tritoncomm.step.shards import local
+
+
+def ignored_of(optimizers: Iterable[torch.optim.Optimizer], ignored: Collection[int]) -> list[torch.Tensor]:
+    """Return the parameters of ``optimizers`` whose ids are ``ignored``."""
+    every = (parameter for each in optimizers for parameter, _ in agree.named_parameters(each))
+    return [parameter for parameter in every if id(parameter) in ignored]
+
+
+def non_finite(parameters: Iterable[torch.Tensor], names: Mapping[int, str]) -> dict[str, int]:
+    """Return the number of NaN and Inf values in the gradients of ``parameters``, by name, where there are some.
+
+    ``names`` are given by id. The host waits for a GPU once.
+    """
+    trained = [parameter for parameter in parameters if parameter.grad is not None]
+    if all_finite(present(trained)):
+        return {}
+    counts = {
+        names.get(id(each)) or f"a parameter of shape {tuple(each.shape)}": int((~_values(grad).isfinite()).sum())
+        for each, grad in zip(trained, present(trained), strict=True)
+    }
+    return {name: count for name, count in counts.items() if count}
+
+
+def present(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the gradients of ``parameters`` that are not None, of a DTensor those of its shard."""
+    return [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+
+
+def _values(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient if gradient.layout is torch.strided else gradient.coalesce().values()
+
+
+@torch.no_grad()
+def prepare(parameters: Iterable[torch.Tensor], scale: torch.Tensor | None, *, zero: bool) -> None:
+    """Divide the gradients of ``parameters`` by the loss ``scale``, if any. Replace NaN and Inf by zero if ``zero``."""
+    for parameter in parameters:
+        if parameter.grad is None:
+            continue
+        if parameter.grad.layout is not torch.strided:
+            parameter.grad = parameter.grad.coalesce()  # only then can values be changed in place
+        values = _values(local(parameter.grad))
+        if scale is not None:
+            values.div_(scale.to(values.device))
+        if zero:
+            values.nan_to_num_(0.0, 0.0, 0.0)
+
+
+@contextmanager
+def hidden(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Let ``parameters`` have no gradient in the body, so that a step leaves them alone."""
+    gradients = [parameter.grad for parameter in parameters]
+    try:
+        for parameter in parameters:
+            parameter.grad = None
+        yield
+    finally:
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+
+
+def without_ignored(
+    state_dict: dict[str, Any], optimizer: torch.optim.Optimizer, ignored: Collection[int]
+) -> dict[str, Any]:
+    """Return ``state_dict`` of ``optimizer`` without the states of the parameters whose ids are ``ignored``."""
+    saved = (key for group in state_dict["param_groups"] for key in group["params"])
+    pairs = zip(saved, agree.named_parameters(optimizer), strict=True)
+    left_out = {key for key, (parameter, _) in pairs if id(parameter) in ignored}
+    return state_dict | {"state": {key: own for key, own in state_dict["state"].items() if key not in left_out}}
