@@ -21,7 +21,7 @@ from tritoncomm.step.clipping import sketch_of_owners
 from tritoncomm.step.exchange import State
 from tritoncomm.step.feedback import ErrorFeedback
 from tritoncomm.step.figures import figures_of
-from tritoncomm.step.model import check_not_reduced, checked_module, group_of
+from tritoncomm.step.model import checked_module, group_of
 from tritoncomm.step.optimizer_list import join, parts_of, split
 from tritoncomm.step.optimizer_setup import OptimizerSetup
 from tritoncomm.step.options import check_group, check_outer_lr, one_of
@@ -64,7 +64,8 @@ class SparseOptimizer(OptimizerSetup):
             process_group: The new process group. Default: the default process group.
             node_group: The ranks of this rank's node. Default: None.
             model: The new ``DistributedDataParallel`` module around the same module, if there is one. Its process group
-                is used. Create it with ``init_sync=False``, because ranks may be one step apart. Default: None.
+                is used. After a failure, create it with ``init_sync=False``, because ranks may be one step apart.
+                Default: None.
 
         Returns:
             Whether a step of other ranks was applied here. Learning-rate schedules must then take theirs here, too.
@@ -330,7 +331,9 @@ class SparseOptimizer(OptimizerSetup):
         scale, found = self._scaler
         self._local_changes.forget()
         owners = {} if self._local is None else self._local.owners
-        inspect = None if self._inspected else partial(check_not_reduced, self.process_group, owners)
+        inspect = None
+        if self._inspection.is_due(exchange.updates, self.process_group):
+            inspect = partial(self._inspection.run, self.process_group, owners, exchange.steps + 1)
         found = step_state.found_in_unscale if found is None else found
         own, zero = self._optimizer_step.ignored, policy == "zero" and found is None
         try:
@@ -343,7 +346,6 @@ class SparseOptimizer(OptimizerSetup):
                 hides_decay=hides_decay,
                 inspect=inspect,
             )
-            self._inspected = True
             ignored.prepare(own, scale, zero=zero)
         except NonFiniteError as error:
             if policy == "raise" and found is None:
@@ -461,7 +463,6 @@ class SparseOptimizer(OptimizerSetup):
         self.optimizer.load_state_dict(inner)
         restore_rules(self.optimizer, inner)
         self._exchange.restart()
-        self._inspected = False
         if saved is not None:
             exchange_state.resume(self._exchange, feedbacks, saved, self._local)
         else:

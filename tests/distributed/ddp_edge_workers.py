@@ -14,13 +14,14 @@ import torch
 import torch.distributed as dist
 import tritoncomm
 from ddp_models import SETTINGS, Pair, ddp, net
-from helpers import adamw, flat, loss_of, residual, same_everywhere, train
+from helpers import adamw, flat, log_lines, loss_of, residual, same_everywhere, train
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, fp16_compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _MixedPrecision
 from tritoncomm import ConfigMismatchError, ConfigurationError, PeerLostError
+from tritoncomm.step import replicas
 
 import laws
 
@@ -354,3 +355,63 @@ def killed(rank: int, world_size: int, send) -> None:
     train(model, optimizer, rank, range(3, 6))
     send((rank, "continued" if same_everywhere(flat(model), group) and flat(model) != before else "diverged"))
     os._exit(0)
+
+
+def built_again(rank: int, world_size: int, send) -> None:
+    """A DDP module that is built in the middle of training is found in the next step, and its advice works."""
+    advice = r"'2\.weight'.*averages its gradient.*optimizer\.reset_process_group\(model=ddp_model\)"
+    for given in (True, False):  # the module in DDP was passed to wrap(), or there was none
+        inner = net()
+        model = ddp(inner) if given else inner
+        optimizer = tritoncomm.wrap(adamw(inner), model=model, **SETTINGS)
+        train(model, optimizer, rank, range(4))
+        unused = ddp(inner)  # which averages nothing, because no pass runs through it
+        train(model, optimizer, rank, range(4, 6))
+        inner[0].requires_grad_(requires_grad=False)
+        del unused
+        model = ddp(inner)
+        before, pending = flat(inner), residual(optimizer)
+        for _ in range(2):
+            with pytest.raises(ConfigurationError, match=advice):
+                train(model, optimizer, rank, range(6, 7))
+        assert flat(inner) == before
+        optimizer.reset_process_group(model=model)
+        assert torch.equal(residual(optimizer), pending)
+        with log_lines() as lines:
+            train(model, optimizer, rank, range(6, 9))
+        assert not same_everywhere([p.grad.tolist() for p in gradients_of(model, rank)])
+        assert not any("averages" in line or "equal" in line for line in lines)
+        assert flat(inner) != before
+        assert same_everywhere(flat(inner))
+        assert optimizer.metrics()["steps"] == 9
+
+
+def gradients_of(model: nn.Module, rank: int) -> list[nn.Parameter]:
+    """Return the parameters of ``model`` that have a gradient after a new pass."""
+    model.zero_grad()
+    loss_of(model, rank, 0).backward()
+    return [parameter for parameter in model.parameters() if parameter.grad is not None]
+
+
+def averaged_later(rank: int, world_size: int, send) -> None:
+    """Gradients that somebody averages are found in later checks, too: a module of DDP raises, the rest warns once."""
+    replicas.EVERY = 3
+    model = net()
+    optimizer = tritoncomm.wrap(adamw(model), **SETTINGS)
+    train(model, optimizer, rank, range(4))
+    with log_lines() as lines:
+        for step in range(4, 14):
+            optimizer.zero_grad()
+            loss_of(model, rank, step).backward()
+            for parameter in model.parameters():
+                dist.all_reduce(parameter.grad)
+            optimizer.step()
+    found = [line for line in lines if "gradients of all ranks are equal in step" in line]
+    assert len(found) == (rank == 0)
+    assert not found or "step 7:" in found[0]
+    copied = copy.deepcopy(ddp(net()))  # no constructor runs
+    optimizer = tritoncomm.wrap(adamw(copied.module), **SETTINGS)
+    train(copied.module, optimizer, rank, range(5))
+    with pytest.raises(ConfigurationError, match="belongs to a DistributedDataParallel module, which averages"):
+        train(copied, optimizer, rank, range(5, 8))
+    assert optimizer.metrics()["steps"] == 6

@@ -28,7 +28,10 @@ from tritoncomm.scheduler.local_workers import WorkerError
             *(edges.unwrapped_optimizer, edges.other_hooks, edges.copied_model, edges.parameters_of_others),
             *(edges.groups_are_used_again, edges.nodes, edges.early_termination, edges.new_module),
         ],
-        [*(edges.averaged_before, edges.containers, edges.inner_optimizers, edges.released)],
+        [
+            *(edges.averaged_before, edges.containers, edges.inner_optimizers, edges.released),
+            *(edges.built_again, edges.averaged_later),
+        ],
         [
             *(ignored.experts, ignored.as_dense, ignored.experts_in_lists, ignored.clipped_experts),
             *(ignored.scaled_experts, ignored.broken_experts, ignored.saved_experts, ignored.differing_others),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Container, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, MutableMapping
 from typing import Any
 
 import torch
@@ -21,16 +21,14 @@ from tritoncomm.scheduler.process_group import is_distributed
 from tritoncomm.step import agree
 from tritoncomm.step.guard import is_stepping
 from tritoncomm.step.optimizer_proxy import OptimizerProxy
-from tritoncomm.step.shards import has_bits, local
+from tritoncomm.step.shards import has_bits
 from tritoncomm.step.torch_internals import (
     check_new_hooks,
     comm_hooks,
     creates_state,
-    ddp_modules,
     ignored_by,
     let_average_nothing,
 )
-from tritoncomm.step.vector import VectorExchange
 
 logger = logging.getLogger("tritoncomm")
 
@@ -168,6 +166,11 @@ def keep_gradients_local(model: nn.Module | None) -> None:
         check_new_hooks(_check_new_hook)
 
 
+def averages_nothing(module: DistributedDataParallel) -> bool:
+    """Return True if the gradients of ``module`` stay local, because it was passed to ``wrap``."""
+    return module in _local
+
+
 # The DDP modules that average nothing, and the name and module of each of their parameters.
 _local: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 _names: MutableMapping[torch.Tensor, tuple[str, weakref.ref[DistributedDataParallel]]] = WeakIdKeyDictionary()
@@ -258,72 +261,3 @@ def _check_replicas(shards: Iterable[int], group: dist.ProcessGroup) -> None:
         'mesh["shard"] of a mesh of replicas and shards, and pass process_group=mesh["replicate"].get_group(). With a '
         "mesh of two dimensions, FSDP averages over the replicas densely"
     )
-
-
-def check_not_reduced(
-    group: dist.ProcessGroup | None, owners: Mapping[int, torch.Tensor], vectors: Sequence[VectorExchange]
-) -> None:
-    """Raise :class:`~tritoncomm.ConfigurationError` if a DDP module has averaged gradients before the exchange.
-
-    Averaged gradients are equal on all ranks of ``group``. Only then does this look for a DDP module. All ranks call
-    this together, while every ``.grad`` is still the rank's own. Zeros say nothing. ``owners`` are the parameters for
-    which others are exchanged, by the ids of these.
-    """
-    if not is_distributed() or dist.get_world_size(group) == 1:
-        return
-    parameters = [owners.get(id(each), each) for vector in vectors for each in vector.parameters]
-    anchors = [each for vector in vectors if vector.options.is_anchor for each in vector.parameters]
-    digests = [_digest(parameter.grad) for parameter in parameters]
-    changes = [_digest(anchor.grad) for anchor in anchors]
-    equal = vectors[0].equal_on_all_ranks([*digests, *changes])
-    equal, equally_changed = equal[: len(parameters)], equal[len(parameters) :]
-    differ = {id(p) for p, digest, same in zip(parameters, digests, equal, strict=True) if digest and not same}
-    chosen = zip(anchors, changes, equally_changed, strict=True)
-    _check_steps_are_local(
-        [owners[id(anchor)] for anchor, change, same in chosen if change and same], differ, dist.get_rank(group)
-    )
-    averaged = {id(p) for p, digest, same in zip(parameters, digests, equal, strict=True) if digest and same}
-    if not averaged:
-        return
-    for module in ddp_modules():
-        if module in _local:
-            continue
-        for name, parameter in module.module.named_parameters():
-            if id(parameter) in averaged:
-                raise ConfigurationError(
-                    f"parameter {name!r} belongs to a DistributedDataParallel module, which averages its gradient "
-                    "densely before this optimizer sees it: pass model=ddp_model to tritoncomm.wrap(), and to "
-                    "reset_process_group() after the process group has changed. Copies of a module and its optimizer "
-                    "have to be wrapped again"
-                )
-    if len(averaged) == sum(map(bool, digests)) and dist.get_rank(group) == 0:
-        logger.warning(
-            "the gradients of all ranks are equal in the first step: give each rank other data, and do not average "
-            "gradients before step()"
-        )
-
-
-_LARGE = 1024  # elements. Steps by a sign are equal by chance for smaller tensors
-
-
-def _check_steps_are_local(changed: Sequence[torch.Tensor], differ: Container[int], rank: int) -> None:
-    """Warn if steps on all ranks have ``changed`` large parameters equally, whose gradients (by id) ``differ``."""
-    found = [each for each in changed if id(each) in differ and each.dim() > 1 and each.numel() >= _LARGE]
-    if found and rank == 0:
-        logger.warning(
-            "in the first step, all ranks have changed %d large parameters equally, the first of shape %s, although "
-            "their gradients differ: the optimizer seems to exchange parameters or updates in its own step(), so that "
-            "each parameter is trained by the gradient of one rank. Pass an optimizer that steps on each rank by "
-            "itself, or exchange='gradients' and algo='dense'",
-            len(found),
-            tuple(found[0].shape),
-        )
-
-
-def _digest(gradient: torch.Tensor | None) -> int:
-    """Return a number that equal gradients have in common. It is zero without a gradient, and for one of zeros."""
-    if gradient is None:
-        return 0
-    own = local(gradient).detach()
-    values = own.coalesce().values() if own.is_sparse else own
-    return int(values.float().view(torch.int32).sum(dtype=torch.int64))

@@ -20,6 +20,7 @@ from tritoncomm.step import state as exchange_state
 from tritoncomm.step.chosen_recipe import log_choice, never_delays, with_density, with_warmup_and_nodes
 from tritoncomm.step.clipping import check_clipping, with_clipping
 from tritoncomm.step.exchange import GradientExchange, State
+from tritoncomm.step.inspection import Inspection
 from tritoncomm.step.local_changes import LocalChanges
 from tritoncomm.step.model import Named, check_model, ignored_ids, keep_gradients_local, names_of, rest_of
 from tritoncomm.step.optimizer_list import OptimizerList, parts_of
@@ -42,7 +43,6 @@ class OptimizerSetup(OptimizerProxy):
     :class:`~tritoncomm.SparseOptimizer` adds the steps.
     """
 
-    _inspected = False  # True once an exchange has found that nothing else averages the gradients
     _others: Named = []  # noqa: RUF012 - of the model, which copies do not know
 
     def __init__(
@@ -112,6 +112,7 @@ class OptimizerSetup(OptimizerProxy):
         self._optimizer_step = OptimizerSteps(steps, options)
         self._optimizer_step.check()
         self._step_state = StepState()
+        self._inspection = Inspection()
         anchor_names = {} if self._local is None else self._local.names
         self._parameters = KnownParameters(self._exchanged, self._names | anchor_names, ignored)
 
@@ -277,7 +278,6 @@ class OptimizerSetup(OptimizerProxy):
         if self._local is not None:
             self._local.forget_loading()
         exchange.restart()
-        self._inspected = False
         of_vectors = [recipes[vector.recipe] for vector in exchange.vectors]
         for vector, before in exchange.replace_vectors(of_vectors, process_group):
             exchange_state.across_groups(vector, before)

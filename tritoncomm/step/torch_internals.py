@@ -105,6 +105,24 @@ def check_new_hooks(check: Callable[[DistributedDataParallel, str, Any], None]) 
     DistributedDataParallel._register_builtin_comm_hook = register_built_in  # type: ignore[method-assign]  # noqa: SLF001
 
 
+def note_new_modules(note: Callable[[DistributedDataParallel], None]) -> None:
+    """Call ``note`` with each DDP module that is built from now on. Copies and unpickled ones are not built.
+
+    A second call with the same function does nothing.
+    """
+    build = DistributedDataParallel.__init__
+    if getattr(build, "notes", None) is note:
+        return
+
+    @wraps(build)
+    def built(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
+        build(self, *args, **kwargs)
+        note(self)
+
+    built.notes = note  # type: ignore[attr-defined]
+    DistributedDataParallel.__init__ = built  # type: ignore[method-assign]
+
+
 def ddp_modules() -> list[DistributedDataParallel]:
     """Return all modules of DDP that are alive. It takes some 30 milliseconds.
 

@@ -1,0 +1,139 @@
+"""Whether somebody else averages gradients beside the exchange, such as a DDP module that it was not told of."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Container, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from tritoncomm.errors import ConfigurationError
+from tritoncomm.scheduler.process_group import is_distributed
+from tritoncomm.step.model import averages_nothing
+from tritoncomm.step.replicas import Replica
+from tritoncomm.step.shards import local
+from tritoncomm.step.torch_internals import ddp_modules, note_new_modules
+from tritoncomm.step.vector import VectorExchange
+
+logger = logging.getLogger("tritoncomm")
+
+
+# How many DDP modules were built since the first inspection, by the ranks of their process group. All these ranks build
+# a module together, so they count alike.
+_built: Counter[tuple[int, ...]] = Counter()
+
+
+def _count(module: DistributedDataParallel) -> None:
+    _built[_ranks(module.process_group)] += 1
+
+
+def _ranks(group: dist.ProcessGroup | None) -> tuple[int, ...]:
+    return tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
+
+
+class Inspection:
+    """Compares the gradients of all ranks before they are exchanged. Averaged ones are equal.
+
+    This is due when parameters are compared (after 1, 10 and every 100 updates), in the first step, and in the next
+    step after a DDP module was built over the same ranks.
+    """
+
+    def __init__(self) -> None:
+        self._seen = 0  # of the modules in _built
+        self._has_warned = False
+        note_new_modules(_count)
+
+    def is_due(self, updates: int, group: dist.ProcessGroup | None) -> bool:
+        """Return True if gradients are to be compared in the step behind this number of ``updates``."""
+        if not is_distributed() or dist.get_world_size(group) == 1:
+            return False
+        return Replica.is_due(updates) or self._seen != _built[_ranks(group)]
+
+    def run(
+        self,
+        group: dist.ProcessGroup | None,
+        owners: Mapping[int, torch.Tensor],
+        step: int,
+        vectors: Sequence[VectorExchange],
+    ) -> None:
+        """Raise :class:`~tritoncomm.ConfigurationError` if a DDP module has averaged gradients before the exchange.
+
+        Averaged gradients are equal on all ranks of ``group``. Only then does this look for a DDP module. All ranks
+        call this together, while every ``.grad`` is still the rank's own. Zeros say nothing. What else looks averaged
+        is logged once.
+
+        Args:
+            group: The process group of the exchange.
+            owners: The parameters for which others are exchanged, by the ids of these.
+            step: Number of the step, for messages.
+            vectors: The vectors of the exchange.
+        """
+        parameters = [owners.get(id(each), each) for vector in vectors for each in vector.parameters]
+        anchors = [each for vector in vectors if vector.options.is_anchor for each in vector.parameters]
+        digests = [_digest(parameter.grad) for parameter in parameters]
+        changes = [_digest(anchor.grad) for anchor in anchors]
+        equal = vectors[0].equal_on_all_ranks([*digests, *changes])
+        equal, equally_changed = equal[: len(parameters)], equal[len(parameters) :]
+        differ = {id(p) for p, digest, same in zip(parameters, digests, equal, strict=True) if digest and not same}
+        chosen = zip(anchors, changes, equally_changed, strict=True)
+        changed = [owners[id(anchor)] for anchor, change, same in chosen if change and same]
+        averaged = {id(p) for p, digest, same in zip(parameters, digests, equal, strict=True) if digest and same}
+        if averaged:
+            _check_modules(averaged)
+        reason = _unlike_local_steps(changed, differ)
+        if averaged and len(averaged) == sum(map(bool, digests)):
+            reason = reason or (
+                f"the gradients of all ranks are equal in step {step}: give each rank other data, and do not average "
+                "gradients before step()"
+            )
+        if reason and not self._has_warned and dist.get_rank(group) == 0:
+            logger.warning("%s", reason)
+        self._has_warned |= bool(reason)
+        self._seen = _built[_ranks(group)]
+
+
+def _check_modules(averaged: Container[int]) -> None:
+    """Raise :class:`~tritoncomm.ConfigurationError` if a DDP module averages the parameters with these ids."""
+    for module in ddp_modules():
+        if averages_nothing(module):
+            continue
+        for name, parameter in module.module.named_parameters():
+            if id(parameter) in averaged:
+                raise ConfigurationError(
+                    f"parameter {name!r} belongs to a DistributedDataParallel module, which averages its gradient "
+                    "densely before this optimizer sees it: pass model=ddp_model to tritoncomm.wrap(). For a module "
+                    "that was built later, also around the same layers, call "
+                    "optimizer.reset_process_group(model=ddp_model), which keeps residuals. Copies of a module and its "
+                    "optimizer have to be wrapped again"
+                )
+
+
+_LARGE = 1024  # elements. Steps by a sign are equal by chance for smaller tensors
+
+
+def _unlike_local_steps(changed: Sequence[torch.Tensor], differ: Container[int]) -> str:
+    """Return what is wrong if steps on all ranks have ``changed`` large parameters equally.
+
+    Their gradients (by id) ``differ``.
+    """
+    found = [each for each in changed if id(each) in differ and each.dim() > 1 and each.numel() >= _LARGE]
+    if not found:
+        return ""
+    return (
+        f"in a step, all ranks have changed {len(found)} large parameters equally, the first of shape "
+        f"{tuple(found[0].shape)}, although their gradients differ: the optimizer seems to exchange parameters or "
+        "updates in its own step(), so that each parameter is trained by the gradient of one rank. Pass an optimizer "
+        "that steps on each rank by itself, or exchange='gradients' and algo='dense'"
+    )
+
+
+def _digest(gradient: torch.Tensor | None) -> int:
+    """Return a number that equal gradients have in common. It is zero without a gradient, and for one of zeros."""
+    if gradient is None:
+        return 0
+    own = local(gradient).detach()
+    values = own.coalesce().values() if own.is_sparse else own
+    return int(values.float().view(torch.int32).sum(dtype=torch.int64))
