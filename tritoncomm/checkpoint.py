@@ -25,6 +25,7 @@ import torch.distributed as dist
 from tritoncomm.errors import ConfigMismatchError, ConfigurationError
 from tritoncomm.optimizer import SparseOptimizer
 from tritoncomm.scheduler.process_group import is_distributed
+from tritoncomm.scheduler.ranks import global_ranks
 from tritoncomm.step import agree
 from tritoncomm.step import state as exchange_state
 from tritoncomm.step.optimizer_list import parts_of
@@ -73,7 +74,7 @@ def save(optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
     rank, size = state["tritoncomm"]["rank"], state["tritoncomm"]["world_size"]
     mark: dict[str, Any] = {"id": secrets.token_hex(8), "optimizer": _kind(optimizer)}
     if is_distributed():
-        mark["id"] = agree.all_gather(mark, group, device)[0]["id"]
+        mark["id"] = agree.all_gather(mark, group, device)[global_ranks(group)[0]]["id"]
     mark["checksum"] = checksum
     file = _file(folder, rank, size)
     with agree.propagate_errors(group, device):
@@ -118,7 +119,7 @@ def _check_owner(optimizer: SparseOptimizer, folder: Path, file: Path) -> None:
             "folder of its own",
             folder,
         )
-    ranks = dist.get_process_group_ranks(optimizer.process_group or dist.group.WORLD) if is_distributed() else [0]
+    ranks = global_ranks(optimizer.process_group) if is_distributed() else [0]
     if not is_distributed() or len(ranks) == dist.get_world_size() or dist.get_rank() != ranks[0]:
         return
     own = folder / f"group-of-rank-{ranks[0]}.json"

@@ -51,8 +51,8 @@ class NonFiniteError(TritoncommError, ArithmeticError):
     Every rank raises this error, and no residual has changed.
 
     Attributes:
-        ranks: Ranks where the NaN or Inf was found first: in their own gradients, or in the region of the vector whose
-            sum overflowed. Empty when the method only sees that the sum is not finite.
+        ranks: Global ranks where the NaN or Inf was found first: in their own gradients, or in the region of the vector
+            whose sum overflowed. Empty when the method only sees that the sum is not finite.
     """
 
     def __init__(self, message: str, ranks: Iterable[int] = ()) -> None:

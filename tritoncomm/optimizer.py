@@ -84,7 +84,8 @@ class SparseOptimizer(OptimizerSetup):
         process_group = group_of(module, process_group)
         if is_distributed():
             own = {"steps": exchange.steps, "absent": exchange.presence.positions(exchange.parameters)}
-            told = {of["steps"]: of["absent"] for of in agree.all_gather(own, process_group, self._device)}
+            gathered = agree.all_gather(own, process_group, self._device)
+            told = {of["steps"]: of["absent"] for of in gathered.values()}
             caught_up = exchange.state is State.SUSPENDED and exchange.steps + 1 == max(told)
             if caught_up:
                 exchange.presence.set(exchange.parameters, told[max(told)])
@@ -186,7 +187,7 @@ class SparseOptimizer(OptimizerSetup):
         step_state.check_unchanged(self._exchange.gradients)
         if self._exchange.delivered is None:
             self._exchange.discard()
-            step_state.warn_about_scale(found, self.process_group)
+            step_state.warn_about_scale(found)
             if self._is_mixed:
                 self._exchange_updates_alone()
         else:

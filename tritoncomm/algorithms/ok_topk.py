@@ -31,6 +31,7 @@ from tritoncomm.primitives.selection import before_rounding, entries_to_keep, la
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.scheduler import cost, wire
 from tritoncomm.scheduler.cost import Forecast
+from tritoncomm.scheduler.ranks import named
 from tritoncomm.scheduler.rounds import Inbox, Pattern
 from tritoncomm.scheduler.wire import Encoding
 from tritoncomm_kernels import Selection
@@ -237,7 +238,8 @@ class OkTopkAlgorithm(BudgetedAlgorithm):
     def _alone(self, acc: Accumulator, local: Selection, threshold: float, finite: bool) -> SparseVector:
         """Return the result for a world size of 1, which is the local selection."""
         if not finite:
-            raise NonFiniteError("rank 0 holds a NaN or Inf gradient; nothing was applied", [0])
+            (alone,) = named([0])
+            raise NonFiniteError(f"rank {alone} holds a NaN or Inf gradient; nothing was applied", [alone])
         acc.clear(local.indices)
         state = self._state_for(1)
         self.state = replace(state, step=state.step + 1, local_threshold=threshold, force_reevaluate=False)
@@ -407,8 +409,9 @@ class OkTopkAlgorithm(BudgetedAlgorithm):
     ) -> Pattern[collectives.Gathered]:
         """Gather the ``sizes[r]`` largest candidates of every rank r, balanced first if the trigger is exceeded."""
         if not 0 <= sizes[rank] <= candidates.found or min(sizes) < 0 or sum(sizes) > self.numel:
+            (own,) = named([rank])
             raise ProtocolMismatchError(
-                f"phase 'all-gather': received sizes {sizes}, but rank {rank} has {candidates.found} candidates"
+                f"phase 'all-gather': received sizes {sizes}, but rank {own} has {candidates.found} candidates"
             )
         block = kernels.largest(candidates, sizes[rank], workspace=self.workspace)
         divisor = world_size if self.encoding.rounds else 1

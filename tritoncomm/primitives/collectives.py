@@ -14,8 +14,9 @@ from tritoncomm.primitives.accumulator import Accumulator
 from tritoncomm.primitives.region_cuts import balanced_pieces, balanced_sizes, moves
 from tritoncomm.primitives.selection import before_rounding
 from tritoncomm.primitives.sparse_vector import SparseVector
-from tritoncomm.primitives.verdict import REJECTED
+from tritoncomm.primitives.verdict import REJECTED, non_finite
 from tritoncomm.scheduler import wire
+from tritoncomm.scheduler.ranks import named
 from tritoncomm.scheduler.rounds import AllGather, AllReduce, AllToAll, Inbox, Pattern, Post, Round, Wait, read
 from tritoncomm.scheduler.wire import Encoding, Section, Sections
 from tritoncomm_kernels import Padded, Selection
@@ -109,7 +110,7 @@ def share_counts(counts: Sequence[int], finite: bool, device: torch.device, *, l
     incoming: list[int] = yield from read("counts", (yield AllToAll("counts", words)))
     bad = [rank for rank, count in enumerate(incoming) if count == NON_FINITE]
     if bad:
-        raise NonFiniteError(f"ranks {bad} hold a NaN or Inf gradient; nothing was applied", bad)
+        raise non_finite(bad)
     return checked_counts("counts", incoming, limit)
 
 
@@ -133,7 +134,7 @@ def share_rows(
     columns: list[list[int]] = yield from read(phase, everybody.t())
     bad = [rank for rank, first in enumerate(columns[0]) if first == NON_FINITE]
     if bad:
-        raise NonFiniteError(f"ranks {bad} {reason}; nothing was applied", bad)
+        raise non_finite(bad, reason)
     checked_counts(phase, columns[0], limit)
     if row[0] not in columns[0]:
         raise ProtocolMismatchError(f"phase {phase!r}: sent {row[0]}, which is not among the received {columns[0]}")
@@ -159,8 +160,8 @@ def checked_counts(phase: str, counts: list[int], limit: int) -> list[int]:
     wrong = [source for source, count in enumerate(counts) if not 0 <= count <= limit]
     if wrong:
         raise ProtocolMismatchError(
-            f"phase {phase!r}: received counts {[counts[source] for source in wrong]} from ranks {wrong}: they must be "
-            f"in [0, {limit}]"
+            f"phase {phase!r}: received counts {[counts[source] for source in wrong]} from ranks {named(wrong)}: they "
+            f"must be in [0, {limit}]"
         )
     return counts
 
@@ -234,7 +235,7 @@ def gather_regions(
     sizes, total = regions.sizes, sum(regions.sizes)
     if sizes[rank] != block.found:
         raise ProtocolMismatchError(
-            f"phase {phase!r}: received sizes {sizes}, but rank {rank} has {block.found} entries to send"
+            f"phase {phase!r}: received sizes {sizes}, but rank {named([rank])[0]} has {block.found} entries to send"
         )
     balanced = max(sizes) > max(trigger * total / world_size, -(-total // world_size))
     if balanced:
@@ -320,7 +321,7 @@ def all_gather_mean(
     divisor = world_size if encoding.rounds else 1
     if own.found > rooms[rank]:
         raise ProtocolMismatchError(
-            f"phase {_ALL_GATHER!r}: rank {rank} has {own.found} entries, but received {rooms[rank]}"
+            f"phase {_ALL_GATHER!r}: rank {named([rank])[0]} has {own.found} entries, but received {rooms[rank]}"
         )
     sections = [encoding.section(0, acc.numel, room, divisor=divisor) for room in rooms]
     message, sent = sections[rank].encode(own.indices, own.values)
@@ -331,7 +332,7 @@ def all_gather_mean(
     if kernels.has_non_finite(sums):
         bad = [source for source, (_, values) in enumerate(lists) if kernels.has_non_finite(values)]
         if bad:
-            raise NonFiniteError(f"ranks {bad} hold a NaN or Inf gradient; nothing was applied", bad)
+            raise non_finite(bad)
         raise NonFiniteError("finite gradients overflow when summed; nothing was applied")
     return SparseVector(indices, sums if encoding.rounds else sums / world_size, acc.numel), sent
 

@@ -9,6 +9,7 @@ import torch
 from tritoncomm.errors import NonFiniteError, ProtocolMismatchError
 from tritoncomm.scheduler import cost
 from tritoncomm.scheduler.cost import Forecast, both
+from tritoncomm.scheduler.ranks import named
 from tritoncomm.scheduler.rounds import AllGather, Pattern, read
 
 _PHASE = "verdict"
@@ -77,16 +78,22 @@ class Verdict:
         receivers = [rank for rank, row in enumerate(rows) if row[_MESSAGES]]
         bad = [rank for rank, row in enumerate(rows) if row[_GRADIENTS]]
         if bad:  # before the other errors, because a NaN may also make a message malformed
-            raise NonFiniteError(f"ranks {bad} hold a NaN or Inf gradient; nothing was applied", bad)
+            raise non_finite(bad)
         if receivers:
             raise ProtocolMismatchError(
-                f"phase {_PHASE!r}: ranks {receivers} received malformed messages: a sender has a different partition "
-                "of the vector, or a message is corrupt"
+                f"phase {_PHASE!r}: ranks {named(receivers)} received malformed messages: a sender has a different "
+                "partition of the vector, or a message is corrupt"
             )
         if any(row[_SUMS] for row in rows):
             overflow = "finite gradients overflow when summed; nothing was applied"
             raise NonFiniteError(overflow if self._sums_only else REJECTED)
         return [row[len(self._counts) :] for row in rows]
+
+
+def non_finite(numbers: Sequence[int], reason: str = "hold a NaN or Inf gradient") -> NonFiniteError:
+    """Return the error for the ranks with these ``numbers`` in the group of the exchange."""
+    ranks = named(numbers)
+    return NonFiniteError(f"ranks {ranks} {reason}; nothing was applied", ranks)
 
 
 def with_verdict(forecast: Forecast, world_size: int, figures: int = 0) -> Forecast:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from tritoncomm.errors import ProtocolMismatchError
 from tritoncomm.scheduler import cost, failure_report, wire
+from tritoncomm.scheduler.ranks import global_ranks
 from tritoncomm.scheduler.rounds import Inbox, Result, Round, Ticket
 from tritoncomm_kernels.devices import is_asynchronous
 
@@ -101,7 +102,7 @@ class Messages:
         self._device = device
         self._timeout = timeout
         self.rank = dist.get_rank(group)
-        self._global_ranks = dist.get_process_group_ranks(self.group)
+        self._global_ranks = global_ranks(group)
         self.world_size = len(self._global_ranks)
         self.checks_on_arrival = device.type == "cpu"
         self.suspect = torch.zeros(1, dtype=torch.int32, device=device)
@@ -258,7 +259,8 @@ class Messages:
         try:
             return check(*arguments)
         except ProtocolMismatchError as error:
-            raise ProtocolMismatchError(f"message to rank {self.rank} from rank {peer}: {error}") from error
+            to, source = self._global_ranks[self.rank], self._global_ranks[peer]
+            raise ProtocolMismatchError(f"message to rank {to} from rank {source}: {error}") from error
 
     def wait_for(self, work: Any) -> None:
         """Wait for ``work``, an operation of torch, at most until the time-out."""

@@ -22,6 +22,7 @@ from tritoncomm.scheduler import cost, failure_report, group_collectives, tracin
 from tritoncomm.scheduler.messages import Messages
 from tritoncomm.scheduler.meter import Meter
 from tritoncomm.scheduler.new_group import needs_all_ranks, new_group
+from tritoncomm.scheduler.ranks import global_ranks, resume
 from tritoncomm.scheduler.rounds import (
     AllGather,
     AllReduce,
@@ -100,7 +101,7 @@ def report_failure(
     guard = guard or watcher.of(group, device)
     if guard is not None:
         error = guard.fail(error)
-    rank, ranks = dist.get_rank(group), dist.get_process_group_ranks(group or dist.group.WORLD)
+    rank, ranks = dist.get_rank(group), global_ranks(group)
     peers = [other for other in range(len(ranks)) if other != rank]
     kind, text = failure_report.kind_of(error), failure_report.text_of(error)
     own = failure_report.RankReport(kind, where, text, peers)
@@ -112,7 +113,7 @@ def _collected(
     group: dist.ProcessGroup | None, own: failure_report.RankReport, patience: float = 0.0
 ) -> failure_report.FailureReport:
     """Write the report ``own`` unless this rank has reported a failure of ``group`` before, and collect all reports."""
-    rank, ranks = dist.get_rank(group), dist.get_process_group_ranks(group or dist.group.WORLD)
+    rank, ranks = dist.get_rank(group), global_ranks(group)
     # The key is the group alone. Step and method may differ between the ranks, and a group fails only once.
     is_first, whole = not is_broken(group), group or dist.group.WORLD
     report = failure_report.collect(group, rank, ranks, _name(group), own, patience, writes=is_first)
@@ -152,7 +153,7 @@ class ProcessGroupScheduler:
         self._stamp: int | None = None
         self._failure: ExchangeError | ProtocolMismatchError | None = None
         self._messages = Messages(group, self.device, timeout)
-        self._global_ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+        self._global_ranks = global_ranks(group)
         self._watcher = watcher.of(group, self.device, timeout)
         self._is_nested = False  # failures are reported by the scheduler whose subgroup this is
         self._failed_op: Op | None = None  # of a nested scheduler
@@ -302,14 +303,14 @@ class ProcessGroupScheduler:
         op: Op = _START
         try:
             with self._watcher or nullcontext():
-                op = pattern.send(None)
+                op = resume(pattern.send, None, self._global_ranks)
                 while True:
                     try:
                         reply = (yield from self._read(op)) if isinstance(op, Read) else self._perform(op)
                     except NonFiniteError as error:  # from a subgroup: the pattern reports it to the other subgroups
-                        op = pattern.throw(error)
+                        op = resume(pattern.throw, error, self._global_ranks)
                     else:
-                        op = pattern.send(reply)
+                        op = resume(pattern.send, reply, self._global_ranks)
         except StopIteration as stop:
             result: Result = stop.value
             return result
@@ -398,7 +399,7 @@ class ProcessGroupScheduler:
     def _report(self, op: Op, error: BaseException) -> tuple[failure_report.RankReport, str]:
         """Return the report of this rank about ``error`` in ``op``, and what its own error says in addition."""
         where = f"step {self.step}, round {self._number}, phase {op.phase!r} of {self._method}"
-        at, waiting, details = [self.step, self._number], self._messages.waiting, _peers_text(op)
+        at, waiting, details = [self.step, self._number], self._messages.waiting, self._peers_text(op)
         peers = _peers(op)
         ranks = op.ranks if isinstance(op, InSubgroup) else ()
         subgroup = next((each for members, each in self._subgroups.items() if members == ranks), None)
@@ -414,6 +415,15 @@ class ProcessGroupScheduler:
         at_fault = [self._global_ranks.index(rank) for rank in others if rank in self._global_ranks]
         text = failure_report.text_of(error)
         return failure_report.RankReport(kind, where, text, peers, waiting, at, at_fault), details
+
+    def _peers_text(self, op: Op) -> str:
+        if not isinstance(op, Round | Post):
+            return ""
+        to, source = (
+            [rank for number, rank in enumerate(self._global_ranks) if number in peers]
+            for peers in (round_of(op).sends, round_of(op).receives)
+        )
+        return f" (sends to ranks {to}, expects from ranks {source})"
 
     def _post(self, round_: Round) -> Ticket:
         ticket = self._messages.post(round_, self._frame(round_.phase))
@@ -451,13 +461,6 @@ def _peers(op: Op) -> list[int]:
     """Return the peers of the point-to-point messages of ``op``, or an empty list."""
     round_ = round_of(op)
     return sorted({*round_.sends, *round_.receives})
-
-
-def _peers_text(op: Op) -> str:
-    if not isinstance(op, Round | Post):
-        return ""
-    round_ = round_of(op)
-    return f" (sends to ranks {sorted(round_.sends)}, expects from ranks {sorted(round_.receives)})"
 
 
 def _subgroup(

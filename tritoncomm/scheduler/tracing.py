@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from tritoncomm.errors import ConfigurationError
+from tritoncomm.scheduler.ranks import own_rank
 from tritoncomm.scheduler.span import Span
 from tritoncomm_kernels import devices
 
@@ -129,17 +129,13 @@ def trace(file: str | Path) -> Iterator[Tracer]:
         _tracers.remove(tracer)
         path = Path(file)
         if not tracer.simulated:
-            path = path.with_name(f"{path.stem}-rank-{_rank()}{path.suffix}")
+            path = path.with_name(f"{path.stem}-rank-{own_rank()}{path.suffix}")
         tracer.write(path)
 
 
 def current() -> Tracer | None:
     """Return the active tracer, or None."""
     return _tracers[-1] if _tracers else None
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
 def now() -> float:

@@ -22,6 +22,7 @@ from tritoncomm.errors import (
 )
 from tritoncomm.scheduler.failure_report import is_interruption
 from tritoncomm.scheduler.process_group import is_distributed, report_failure, reporting
+from tritoncomm.scheduler.ranks import global_ranks
 from tritoncomm.step.shards import bytes_of, local
 from tritoncomm.version import __version__
 from tritoncomm_kernels import devices
@@ -72,13 +73,15 @@ def differences(
     Raises :class:`~tritoncomm.ConfigMismatchError` if a rank called :func:`propagate_error`.
     """
     gathered = all_gather(dict(fields), group, device)
-    errors = {rank: entry[_ERROR] for rank, entry in enumerate(gathered) if _ERROR in entry}
+    errors = {rank: entry[_ERROR] for rank, entry in gathered.items() if _ERROR in entry}
     if errors:
         reasons = "; ".join(f"rank {rank}: {reason}" for rank, reason in errors.items())
         raise ConfigMismatchError(f"ranks {sorted(errors)} reported an error: {reasons}")
-    names = dict.fromkeys(name for entry in gathered for name in entry)
+    names = dict.fromkeys(name for entry in gathered.values() for name in entry)
     labels = fields.get(_NAMES, ())
-    found = {name: _difference(name, [entry.get(name) for entry in gathered], labels) for name in names}
+    found = {
+        name: _difference(name, {rank: entry.get(name) for rank, entry in gathered.items()}, labels) for name in names
+    }
     return {name: text for name, text in found.items() if text}
 
 
@@ -110,8 +113,8 @@ def propagate_error(reason: str, group: dist.ProcessGroup | None, device: torch.
 
 def all_gather(
     fields: dict[str, Any], group: dist.ProcessGroup | None, device: torch.device | None = None
-) -> list[dict[str, Any]]:
-    """Return ``fields`` (small, picklable) of every rank, ordered by rank.
+) -> dict[int, dict[str, Any]]:
+    """Return ``fields`` (small, picklable) of every rank by its global number, in the order of the group.
 
     NCCL sends objects from the current CUDA device, which is GPU 0 on every rank of a program that has not set it. They
     are therefore sent from ``device``, the one of the exchange. None is the current device.
@@ -122,7 +125,7 @@ def all_gather(
     gathered: list[Any] = [None] * dist.get_world_size(group)
     with reporting(group, device, _CHECK), devices.on(device):
         dist.all_gather_object(gathered, fields, group=group)
-    return gathered
+    return dict(zip(global_ranks(group), gathered, strict=True))
 
 
 def device_of(optimizer: torch.optim.Optimizer) -> torch.device | None:
@@ -291,7 +294,7 @@ def _broadcast(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup | None)
 
     All are sent from the device of the first one, because a backend may support no other.
     """
-    source = dist.get_process_group_ranks(group or dist.group.WORLD)[0]
+    source = global_ranks(group)[0]
     shards = [local(tensor.detach()) for tensor in tensors]
     device = shards[0].device if shards else None
     received = [shard.to(device, copy=True, memory_format=torch.contiguous_format) for shard in shards]
@@ -316,55 +319,60 @@ def parameter_ids(optimizer: torch.optim.Optimizer) -> set[int]:
     return {id(parameter) for parameter, _ in named_parameters(optimizer)}
 
 
-def _difference(name: str, values: Sequence[Any], labels: Sequence[str] = ()) -> str:
+def _difference(name: str, told: Mapping[int, Any], labels: Sequence[str] = ()) -> str:
+    """Return a text about a field of which the ranks have ``told`` their values. It is empty if they are equal."""
+    values = list(told.values())
     if all(value == values[0] for value in values):
         return ""
     if all(isinstance(v, dict) for v in values):
-        return _dict_difference(name, values)
+        return _dict_difference(name, told)
     if all(isinstance(v, list) for v in values) and len({len(v) for v in values}) == 1:
-        return _list_difference(name, values, labels)
+        return _list_difference(name, told, labels)
     if any(isinstance(v, list) and len(v) > _LONG for v in values):
-        values = [f"{len(v)} entries" if isinstance(v, list) else v for v in values]
-    sides = [f"{_ranks(values, value)} {value!r}" for value in _distinct(values)]
-    return f"{name}: " + ", ".join(sides)
+        told = {rank: f"{len(v)} entries" if isinstance(v, list) else v for rank, v in told.items()}
+    return f"{name}: {_sides(told)}"
 
 
-def _dict_difference(name: str, values: Sequence[dict[str, Any]]) -> str:
+def _dict_difference(name: str, told: Mapping[int, dict[str, Any]]) -> str:
     """Describe each entry of :func:`settings_of` that differs, or which layers there are if these differ."""
-    if any(set(v) != set(values[0]) for v in values):
-        layers = [list(dict.fromkeys(key.rpartition(": ")[0] for key in v)) for v in values]
-        return _difference(name, [" around ".join(each) for each in layers]) or f"{name}: other fields"
+    first = next(iter(told.values()))
+    if any(set(v) != set(first) for v in told.values()):
+        layers = {rank: list(dict.fromkeys(key.rpartition(": ")[0] for key in v)) for rank, v in told.items()}
+        around = {rank: " around ".join(each) for rank, each in layers.items()}
+        return _difference(name, around) or f"{name}: other fields"
     found = []
-    for key in values[0]:
-        column = [v[key] for v in values]
-        if len(_distinct(column)) > 1:
+    for key in first:
+        column = {rank: v[key] for rank, v in told.items()}
+        if any(value != first[key] for value in column.values()):
             layer, _, field = key.rpartition(": ")
-            sides = ", ".join(f"{_ranks(column, value)} {field}={value!r}" for value in _distinct(column))
+            sides = _sides(column, f"{field}=")
             found.append(f"{layer}: {sides}" if layer else sides)
     return f"{name}: {'; '.join(found)}"
 
 
-def _list_difference(name: str, values: Sequence[list[Any]], labels: Sequence[str]) -> str:
+def _list_difference(name: str, told: Mapping[int, list[Any]], labels: Sequence[str]) -> str:
     """Describe the first difference between lists, and whether only their order differs.
 
     ``labels`` are the names of the entries, if they have names.
     """
+    values = list(told.values())
     first = next(i for i in range(len(values[0])) if any(v[i] != values[0][i] for v in values))
     if all(sorted(map(str, v)) == sorted(map(str, values[0])) for v in values):
         name += " (the same values in another order: parameter order differs)"
-    column = [value[first] for value in values]
-    sides = [f"{_ranks(column, value)} {value!r}" for value in _distinct(column)]
     label = labels[first] if len(labels) == len(values[0]) and name != _NAMES else ""
-    return f"{name}, first at parameter {label or first}: " + ", ".join(sides)
+    sides = _sides({rank: value[first] for rank, value in told.items()})
+    return f"{name}, first at parameter {label or first}: {sides}"
 
 
-def _distinct(values: Sequence[Any]) -> list[Any]:
-    return [value for i, value in enumerate(values) if value not in values[:i]]
-
-
-def _ranks(values: Sequence[Any], value: Any) -> str:
-    ranks = [rank for rank, other in enumerate(values) if other == value]
-    return f"rank {ranks[0]} has" if len(ranks) == 1 else f"ranks {ranks} have"
+def _sides(told: Mapping[int, Any], field: str = "") -> str:
+    """Return which ranks have ``told`` which value, each value behind ``field``."""
+    values, sides = list(told.values()), []
+    for number, value in enumerate(values):
+        if value not in values[:number]:
+            ranks = [rank for rank, other in told.items() if other == value]
+            have = f"rank {ranks[0]} has" if len(ranks) == 1 else f"ranks {ranks} have"
+            sides.append(f"{have} {field}{value!r}")
+    return ", ".join(sides)
 
 
 class Stepping(NamedTuple):
@@ -490,10 +498,10 @@ def naming(
 
     ``at_fault`` is empty on a rank without NaN and Inf.
     """
-    told = [{"at fault": at_fault}]
+    told = {0: {"at fault": at_fault}}
     if is_distributed():
         told = all_gather(told[0], group, device)
-    bad = {rank: fields["at fault"] for rank, fields in enumerate(told) if fields["at fault"]}
+    bad = {rank: fields["at fault"] for rank, fields in told.items() if fields["at fault"]}
     if not bad:
         return error
     named = "; ".join(f"rank {rank}: {text}" for rank, text in bad.items())

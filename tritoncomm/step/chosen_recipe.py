@@ -29,6 +29,7 @@ from tritoncomm.algorithms.base import StaticRecipe
 from tritoncomm.algorithms.wrapper import WrapperRecipe
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.scheduler import cost
+from tritoncomm.scheduler.ranks import global_ranks
 from tritoncomm.step import agree
 from tritoncomm.step import options as defaults
 from tritoncomm.step.options import check_group
@@ -173,8 +174,8 @@ def with_warmup_and_nodes(
     if node_group is None:
         return chosen
     check_group("node_group", node_group)
-    group_ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-    node = dist.get_process_group_ranks(node_group)
+    group_ranks = global_ranks(group)
+    node = global_ranks(node_group)
     places = [group_ranks.index(rank) if rank in group_ranks else -1 for rank in node]
     if dist.get_rank() not in node or places[0] % len(node) or places != list(range(places[0], places[0] + len(node))):
         raise ConfigurationError(

@@ -20,6 +20,7 @@ from tritoncomm.errors import ConfigurationError, NonFiniteError, ProtocolMismat
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.scheduler.meter import Meter
 from tritoncomm.scheduler.process_group import ProcessGroupScheduler, is_distributed
+from tritoncomm.scheduler.ranks import global_ranks
 from tritoncomm.scheduler.rounds import Pattern
 from tritoncomm.scheduler.span import Span
 from tritoncomm.scheduler.together import run_together
@@ -157,7 +158,7 @@ class GradientExchange:
     @property
     def shard(self) -> int:
         """A number of this rank's shard of the model, equal on the ranks that hold the same shard."""
-        return 0 if self.all_shards is None else dist.get_process_group_ranks(self.options.group or dist.group.WORLD)[0]
+        return 0 if self.all_shards is None else global_ranks(self.options.group)[0]
 
     @property
     def gradients(self) -> list[torch.Tensor | None]:

@@ -18,6 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.scheduler.process_group import is_distributed
+from tritoncomm.scheduler.ranks import global_ranks
 from tritoncomm.step import agree
 from tritoncomm.step.guard import is_stepping
 from tritoncomm.step.optimizer_proxy import OptimizerProxy
@@ -251,7 +252,7 @@ def _check_shards(model: nn.Module, group: dist.ProcessGroup | None) -> None:
 
 
 def _check_replicas(shards: Iterable[int], group: dist.ProcessGroup) -> None:
-    replicas = dist.get_process_group_ranks(group)
+    replicas = global_ranks(group)
     common = sorted(set(shards) & set(replicas))
     if common == [dist.get_rank()]:
         return

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from tritoncomm.algorithms import Recipe
 from tritoncomm.errors import ConfigurationError
+from tritoncomm.scheduler.ranks import global_ranks
 from tritoncomm.step import agree
 from tritoncomm.step import options as defaults
 from tritoncomm.step.exchange import GradientExchange
@@ -226,7 +227,7 @@ def check_shards(parameters: Sequence[torch.Tensor], group: dist.ProcessGroup | 
     sharded = [parameter for parameter in parameters if hasattr(parameter, "device_mesh")]
     for parameter in sharded:
         mesh = mesh_ranks(parameter)
-        ranks = set(dist.get_process_group_ranks(group or dist.group.WORLD))
+        ranks = set(global_ranks(group))
         if mesh & ranks != {dist.get_rank()}:
             raise ConfigurationError(
                 f"a parameter of shape {tuple(parameter.shape)} is a DTensor over ranks {sorted(mesh)}, and the "

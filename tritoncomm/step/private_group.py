@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from tritoncomm.scheduler.new_group import needs_all_ranks, new_group
 from tritoncomm.scheduler.process_group import ProcessGroupScheduler, is_broken
+from tritoncomm.scheduler.ranks import global_ranks
 from tritoncomm.scheduler.watcher import timeout_of
 from tritoncomm.step import agree
 from tritoncomm.step.torch_internals import number_of_groups
@@ -47,11 +48,11 @@ def private_group(
     if _world is not dist.group.WORLD:
         _world = dist.group.WORLD
         _free.clear()
-    ranks = tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
+    ranks = tuple(global_ranks(group))
     timeout = timeout or timeout_of(group, device or torch.device("cpu"))  # torch would use its own default
     free = _free.setdefault((ranks, timeout), {})
     usable = [name for name, each in list(free.items()) if not is_broken(each)]
-    offered = [set(fields["free"]) for fields in agree.all_gather({"free": usable}, group, device)]
+    offered = [set(fields["free"]) for fields in agree.all_gather({"free": usable}, group, device).values()]
     common = set.intersection(*offered)
     chosen = free.pop(min(common)) if common else _new_group(group, ranks, timeout, device)
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from tritoncomm.errors import ProtocolMismatchError
 from tritoncomm.scheduler.process_group import ProcessGroupScheduler
+from tritoncomm.scheduler.ranks import global_ranks
 from tritoncomm.scheduler.rounds import AllGather, Pattern
 from tritoncomm.step import agree
 from tritoncomm.step.shards import has_bits, local
@@ -144,12 +145,13 @@ class Replica:
         """
         shard, figures = _first_rank(group), self.figures()
         told = agree.all_gather({"shard": shard, "digest": _number(repr(figures))}, everybody, device)
-        if len({(each["shard"], each["digest"]) for each in told}) == len({each["shard"] for each in told}):
+        shards = {each["shard"] for each in told.values()}
+        if len({(each["shard"], each["digest"]) for each in told.values()}) == len(shards):
             self.agreed = steps
             return ""
         told = agree.all_gather({"shard": shard, "figures": figures}, everybody, device)
-        for shard in dict.fromkeys(each["shard"] for each in told):
-            alike = {rank: each["figures"] for rank, each in enumerate(told) if each["shard"] == shard}
+        for shard in dict.fromkeys(each["shard"] for each in told.values()):
+            alike = {rank: each["figures"] for rank, each in told.items() if each["shard"] == shard}
             names = list(dict.fromkeys(name for of_rank in alike.values() for name in of_rank))
             differ = [name for name in names if len({of_rank.get(name) for of_rank in alike.values()}) > 1]
             if differ:
@@ -171,7 +173,7 @@ class Replica:
 
 def _first_rank(group: dist.ProcessGroup | None) -> int:
     """Return a number of the ranks that hold the same shard as this one."""
-    return dist.get_process_group_ranks(group or dist.group.WORLD)[0]
+    return global_ranks(group)[0]
 
 
 def _leaves(state: Any, name: str) -> Iterator[tuple[str, torch.Tensor | Real]]:

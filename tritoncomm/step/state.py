@@ -346,7 +346,7 @@ def for_this_rank(state_dict: dict[str, Any], group: dist.ProcessGroup | None, *
     intact = saved is not None and _is_intact(saved)
     foreign = intact and "migrated" not in saved and (reset or _is_foreign(saved, rank, size))
     if is_distributed():
-        foreign = any(fields["foreign"] for fields in agree.all_gather({"foreign": foreign}, group))
+        foreign = any(fields["foreign"] for fields in agree.all_gather({"foreign": foreign}, group).values())
     if not foreign or not intact:
         return state_dict
     return state_dict | {"tritoncomm": _for_rank(saved, rank, size, reset=reset)}

@@ -11,11 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.utils.hooks import RemovableHandle
 
 from tritoncomm.errors import ConfigurationError
-from tritoncomm.scheduler.process_group import is_distributed
+from tritoncomm.scheduler.ranks import own_rank
 from tritoncomm.step.aware import AwareStep
 from tritoncomm.step.flat import Delivered
 from tritoncomm.step.guard import check_inside, optimizers_inside, refuse, stepping
@@ -78,7 +77,7 @@ class StepState:
                 "the next backward pass, or optimizer.zero_grad() on all ranks, which discards what was averaged"
             )
 
-    def warn_about_scale(self, found: torch.Tensor | None, group: dist.ProcessGroup | None) -> None:
+    def warn_about_scale(self, found: torch.Tensor | None) -> None:
         """Log once that a step was skipped although the scaler of this rank found no overflow and keeps its scale.
 
         ``found`` is the overflow flag of a ``GradScaler``, if there is one.
@@ -90,7 +89,7 @@ class StepState:
             "rank %d: the step was skipped because of an overflow that this rank's GradScaler did not find. It keeps "
             "its scale. With tritoncomm.amp.GradScaler, all scales stay equal. A schedule that waits for steps that "
             "are not skipped needs that",
-            dist.get_rank(group) if is_distributed() else 0,
+            own_rank(),
         )
 
 

@@ -19,10 +19,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from tritoncomm.errors import ConfigurationError
-from tritoncomm.scheduler.process_group import is_distributed
+from tritoncomm.scheduler.ranks import own_rank
 from tritoncomm.step import agree
 from tritoncomm.step.agree import LOADED
 from tritoncomm.step.anchors import all_finite, anchor_of, delta_of, flat, write
@@ -294,7 +293,7 @@ class LocalSteps:
             return False
         bad = {self._names[id(anchor)]: count for anchor, count in zip(self.anchors, counts, strict=True) if count}
         bad |= bad_ignored
-        rank = dist.get_rank() if is_distributed() else 0
+        rank = own_rank()
         if policy == "zero":
             logger.warning("rank %d: NaN or Inf replaced by zero in %s", rank, listed(bad))
             for gradient in gradients:

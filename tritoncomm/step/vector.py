@@ -19,6 +19,7 @@ from tritoncomm.primitives.mean_norm import gain_of_mean, random_signs, sketch
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.scheduler.meter import Meter
 from tritoncomm.scheduler.process_group import ProcessGroupScheduler, is_distributed
+from tritoncomm.scheduler.ranks import own_rank
 from tritoncomm.scheduler.rounds import AllGather, Pattern, Result
 from tritoncomm.scheduler.simulated import SimulatedScheduler
 from tritoncomm.scheduler.span import Span
@@ -320,7 +321,7 @@ class VectorExchange:
         """Replace NaN and Inf in :attr:`flat` by zero, log which parameters had them, and return their number."""
         bad = self.non_finite()
         if bad:
-            logger.warning("rank %d: NaN or Inf replaced by zero in %s", self.rank, listed(bad))
+            logger.warning("rank %d: NaN or Inf replaced by zero in %s", own_rank(), listed(bad))
             self.flat.nan_to_num_(0.0, 0.0, 0.0)
         return sum(bad.values())
 

@@ -32,6 +32,7 @@ from tritoncomm.primitives.selection import entries_to_keep
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.scheduler import cost, wire
 from tritoncomm.scheduler.cost import Flow, Forecast, both
+from tritoncomm.scheduler.ranks import named
 from tritoncomm.scheduler.rounds import Inbox, Pattern
 from tritoncomm.scheduler.wire import PLAIN
 from tritoncomm_kernels import Selection
@@ -75,7 +76,8 @@ class TopkDSAAlgorithm(BudgetedAlgorithm):
         own = acc.top_k(self.k)
         if world_size == 1:
             if kernels.has_non_finite(own.values):
-                raise NonFiniteError("rank 0 holds a NaN or Inf gradient; nothing was applied", [0])
+                (alone,) = named([0])
+                raise NonFiniteError(f"rank {alone} holds a NaN or Inf gradient; nothing was applied", [alone])
             acc.clear(own.indices)
             return SparseVector(own.indices, own.values, self.numel)
         cuts = [self.numel * p // world_size for p in range(world_size + 1)]

@@ -1,0 +1,360 @@
+"""Worker processes of tests/distributed/test_rank_names.py: a world of 4, of which ranks 2 and 3 exchange.
+
+In their group, they are numbers 0 and 1. Rank 3 is at fault in every situation.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from functools import wraps
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+import torch
+import torch.distributed as dist
+import tritoncomm
+from equality_workers import flip
+from helpers import adamw, log_lines, loss_of, sparse_wrap, tiny_model, train
+from torch import nn
+from tritoncomm import (
+    ConfigMismatchError,
+    ConfigurationError,
+    ExchangeError,
+    ExchangeTimeoutError,
+    NonFiniteError,
+    PeerLostError,
+    ProtocolMismatchError,
+    algorithms,
+    checkpoint,
+)
+from tritoncomm.primitives import collectives
+from tritoncomm.primitives.accumulator import Accumulator
+from tritoncomm.primitives.verdict import Verdict
+from tritoncomm.scheduler import failure_report
+from tritoncomm.scheduler.process_group import ProcessGroupScheduler
+from tritoncomm.scheduler.rounds import AllReduce, InSubgroup, Round
+from tritoncomm.scheduler.wire import Encoding
+from tritoncomm.step.feedback import ErrorFeedback
+
+from tritoncomm_kernels import Selection
+
+MEMBERS, AT_FAULT = [2, 3], 3
+CPU = torch.device("cpu")
+# Numbers of ranks in a text. There is none of the ranks 0 and 1 in any.
+_NAMED = re.compile(r"ranks? (\[[\d, ]*\]|\d+)|waited for (\[[\d, ]*\])")
+
+
+def named(text: object) -> set[int]:
+    """Return the numbers of all ranks that ``text`` names."""
+    return {int(number) for found in _NAMED.findall(str(text)) for number in re.findall(r"\d+", "".join(found))}
+
+
+def in_a_pair(situation: Callable[[int, dist.ProcessGroup], None]) -> Callable[..., None]:
+    """Return a function of a worker that runs ``situation`` on ranks 2 and 3, in a group of their own."""
+
+    @wraps(situation)
+    def run(rank: int, world_size: int, send) -> None:
+        group = dist.new_group(MEMBERS, timeout=timedelta(seconds=20))
+        if rank in MEMBERS:
+            situation(rank, group)
+
+    return run
+
+
+def wrapped(model: nn.Module, group: dist.ProcessGroup, **fields) -> tritoncomm.SparseOptimizer:
+    """Return a wrapped AdamW that exchanges in ``group``."""
+    return sparse_wrap(adamw(model), process_group=group, **fields)
+
+
+@in_a_pair
+def settings(rank: int, group: dist.ProcessGroup) -> None:
+    """Settings that differ, entries of a list, one field of a recipe, and an argument that is wrong on one rank."""
+    odd = rank == AT_FAULT
+    for said, seed, fields in (
+        (r"density: rank 2 has 0\.2, rank 3 has 0\.3", 0, {"density": 0.3 if odd else 0.2}),
+        (r"recipe: .*rank 2 has values='fp32', rank 3 has values='4bit'", 0, {"values": "4bit" if odd else "fp32"}),
+        (r"first at parameter 1: rank 2 has '\w+', rank 3 has '\w+'", int(odd), {}),
+    ):
+        with pytest.raises(ConfigMismatchError, match=said) as caught:
+            wrapped(tiny_model(seed), group, **fields)
+        assert named(caught.value) == {2, 3}
+    with pytest.raises(ConfigurationError if odd else ConfigMismatchError) as caught:
+        wrapped(tiny_model(), group, density=0.0 if odd else 0.2)
+    assert odd or "ranks [3] reported an error: rank 3: OkTopk" in str(caught.value)
+
+
+@in_a_pair
+def options(rank: int, group: dist.ProcessGroup) -> None:
+    """A learning rate that differs in a step."""
+    model = tiny_model()
+    optimizer = wrapped(model, group)
+    optimizer.param_groups[0]["lr"] = 0.01 * rank
+    with pytest.raises(ProtocolMismatchError, match=r"lr of parameter group 0: rank 2 has 0\.02, rank 3 has 0\.03"):
+        train(model, optimizer, rank, range(1))
+
+
+@in_a_pair
+def local_rates(rank: int, group: dist.ProcessGroup) -> None:
+    """Learning rates of local steps that differ."""
+    model = tiny_model()
+    optimizer = wrapped(model, group, local_steps=2)
+    optimizer.param_groups[0]["lr"] = 0.01 * rank
+    with log_lines(logging.WARNING) as lines:
+        train(model, optimizer, rank, range(2))
+    assert [named(line) for line in lines] == ([{2, 3}] if rank == MEMBERS[0] else [])
+
+
+@in_a_pair
+def drift(rank: int, group: dist.ProcessGroup) -> None:
+    """Replicas that differ, in a step and in a save."""
+    model = tiny_model()
+    optimizer = wrapped(model, group)
+    if rank == AT_FAULT:
+        flip(model[0].weight)
+    said = r"differs between ranks \[2\] and \[3\]"
+    with pytest.raises(ProtocolMismatchError, match=said):
+        train(model, optimizer, rank, range(2))
+    with pytest.raises(ConfigMismatchError, match=said):
+        checkpoint.save(optimizer, "unused")
+
+
+@in_a_pair
+def nan_gradient(rank: int, group: dist.ProcessGroup) -> None:
+    """A NaN in a gradient, with each policy: of the exchange, and of local steps."""
+    for policy, local_steps in [(policy, steps) for policy in ("raise", "skip", "zero") for steps in (1, 2)]:
+        model = tiny_model()
+        optimizer = wrapped(model, group, on_nonfinite=policy, local_steps=local_steps)
+        loss_of(model, rank, 0).backward()
+        if rank == AT_FAULT:
+            model[0].weight.grad[0, 0] = torch.nan
+        with log_lines(logging.WARNING) as lines:
+            if policy != "raise":
+                optimizer.step()
+            else:
+                for _ in range(local_steps - 1):
+                    optimizer.step()
+                with pytest.raises(NonFiniteError, match=r"gradients of rank 3: ") as caught:
+                    optimizer.step()
+                assert caught.value.ranks == (AT_FAULT,)
+                assert named(caught.value) == {AT_FAULT}
+        everybody_tells = policy == "skip" and local_steps == 1
+        told = [{AT_FAULT}] if policy != "raise" and (rank == AT_FAULT or everybody_tells) else []
+        assert [named(line) for line in lines] == told, (policy, local_steps, lines)
+
+
+@in_a_pair
+def inf_residual(rank: int, group: dist.ProcessGroup) -> None:
+    """An Inf that no gradient has. Most methods find its rank. Others find a sum that overflows."""
+    naming = set()
+    for algo in algorithms():
+        for fields in ({}, {"static": True}):
+            model = tiny_model()
+            try:
+                optimizer = wrapped(model, group, algo=algo, on_nonfinite="raise", **fields)
+            except ConfigurationError:  # the method has no such form, or no residual
+                continue
+            train(model, optimizer, rank, range(1))
+            if rank == AT_FAULT:
+                optimizer._vector.feedback.residual[10] = torch.inf
+            raised = []
+            try:
+                train(model, optimizer, rank, range(1, 2))
+            except NonFiniteError as error:
+                raised.append(error)
+            assert all(named(error) == set(error.ranks) <= {AT_FAULT} for error in raised), raised
+            naming |= {(algo, *fields) for error in raised if error.ranks}
+    assert {("oktopk",), ("oktopk", "static"), ("topk_allgather",), ("topk_dsa",)} <= naming, naming
+
+
+@in_a_pair
+def lonely_gradient(rank: int, group: dist.ProcessGroup) -> None:
+    """A NaN that a group of one worker finds."""
+    alone = ProcessGroupScheduler(dist.new_group([rank], use_local_synchronization=True))
+    for recipe in (tritoncomm.OkTopk(density=0.2), tritoncomm.TopkDSA(density=0.2)):
+        feedback = ErrorFeedback(recipe.build(20))
+        with pytest.raises(NonFiniteError) as caught:
+            alone.run(feedback.begin(torch.full((20,), torch.nan), 0, 1))
+        assert caught.value.ranks == (rank,)
+        assert named(caught.value) == {rank}
+
+
+@in_a_pair
+def scale(rank: int, group: dist.ProcessGroup) -> None:
+    """A step that the scaler of one rank did not want to skip."""
+    model = tiny_model()
+    optimizer = wrapped(model, group)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(loss_of(model, rank, 0)).backward()
+    if rank == AT_FAULT:
+        model[0].weight.grad[0, 0] = torch.inf
+    with log_lines(logging.WARNING) as lines:
+        scaler.step(optimizer)
+    assert [named(line) for line in lines if "did not find" in line] == ([] if rank == AT_FAULT else [{2}])
+
+
+@in_a_pair
+def numbers_received(rank: int, group: dist.ProcessGroup) -> None:
+    """Numbers and messages that a method rejects."""
+    number, odd = dist.get_rank(group), rank == AT_FAULT
+    found = Verdict(CPU)
+    found.check_messages(torch.tensor([int(odd)], dtype=torch.int32))
+    patterns = {
+        "received counts [9] from ranks [3]": collectives.share_counts([9 if odd else 1] * 2, True, CPU, limit=5),
+        "ranks [3] received malformed messages": found.settle(2),
+        "rank 3 has 4 entries to send": _gathering(number),
+        "rank 3 has 4 entries, but received 3": _gathering_all(number),
+        "rank 3 has 4 candidates": _evening_out(number),
+    }
+    overflow = collectives.share_rows([1], not odd, 2, CPU, phase="sizes", limit=5, reason=collectives.OVERFLOW)
+    with pytest.raises(NonFiniteError, match=r"ranks \[3\] hold a sum of finite gradients") as caught:
+        ProcessGroupScheduler(group).run(overflow)
+    assert caught.value.ranks == (AT_FAULT,)
+    for said, pattern in patterns.items():
+        scheduler = ProcessGroupScheduler(another_pair(), timedelta(seconds=20), stamp="test")
+        with pytest.raises(ProtocolMismatchError) as caught:
+            scheduler.run(pattern)
+        assert said in str(caught.value)
+        assert named(caught.value) <= {2, 3}, caught.value
+
+
+FOUR = Selection.of(torch.arange(4, dtype=torch.int32), torch.ones(4))
+CUTS, PACKED = (0, 50, 100), Encoding("fp32", "always")
+
+
+def _gathering(number: int):
+    """Announce another number of entries than there is, on the second rank."""
+    yield AllReduce("begin", torch.ones(1))
+    if number == 1:
+        regions = collectives.Regions(CUTS, [4, 3], PACKED)
+        yield from collectives.gather_regions(FOUR, regions, 1, 2, trigger=9.0, width=1, phase="all-gather")
+    yield AllReduce("end", torch.ones(1))
+
+
+def _gathering_all(number: int):
+    """As :func:`_gathering`, for a list of all entries."""
+    yield AllReduce("begin", torch.ones(1))
+    if number == 1:
+        accumulator = Accumulator(*torch.zeros(3, 100))
+        yield from collectives.all_gather_mean(FOUR, [4, 3], PACKED, accumulator, 1, 2)
+    yield AllReduce("end", torch.ones(1))
+
+
+def _evening_out(number: int):
+    """As :func:`_gathering`, for the candidates of Ok-Topk."""
+    yield AllReduce("begin", torch.ones(1))
+    if number == 1:
+        method = tritoncomm.OkTopk(density=0.1).build(100)
+        yield from method._even_out_and_gather(FOUR, [4, 5], CUTS, 1, 2)
+    yield AllReduce("end", torch.ones(1))
+
+
+def another_pair() -> dist.ProcessGroup:
+    """Return a new group of ranks 2 and 3. A group in which an exchange has failed is not used again."""
+    return dist.new_group(MEMBERS, use_local_synchronization=True)
+
+
+@in_a_pair
+def messages(rank: int, group: dist.ProcessGroup) -> None:
+    """A message of another phase, in a group and in a subgroup of it. All texts of the error are of both ranks."""
+    number, odd = dist.get_rank(group), rank == AT_FAULT
+
+    def crossing():
+        yield Round("gather" if odd else "balance", {1 - number: torch.zeros(4, dtype=torch.int32)}, {1 - number: 4})
+
+    for is_subgroup in (False, True):
+        subgroups = [(0, 1)] if is_subgroup else []
+        scheduler = ProcessGroupScheduler(another_pair(), timedelta(seconds=20), stamp="test", subgroups=subgroups)
+
+        def within():
+            yield InSubgroup("team", (0, 1), crossing())
+
+        with pytest.raises(ProtocolMismatchError) as caught:
+            scheduler.run(within() if is_subgroup else crossing())
+        text = str(caught.value)
+        assert f"exchange failed on rank {rank}, step 1" in text
+        assert "message to rank 2 from rank 3: " in text or "message to rank 3 from rank 2: " in text
+        peers = f"(sends to ranks [{5 - rank}], expects from ranks [{5 - rank}])"
+        assert ("among ranks [2, 3]" if is_subgroup else peers) in text
+        assert named(text) == {2, 3}
+
+
+@in_a_pair
+def failed(rank: int, group: dist.ProcessGroup) -> None:
+    """A method that fails on one rank, and a rank that comes too late."""
+
+    def pattern(error: Exception | None, delay: float):
+        yield AllReduce("before", torch.ones(1))
+        if rank == AT_FAULT and error is not None:
+            raise error
+        if rank == AT_FAULT:
+            time.sleep(delay)
+        yield Round("sums", {}, {0: 4} if rank == AT_FAULT else {1: 4})
+
+    for error, limit, kind, said in (
+        (MemoryError("no room"), 20, ExchangeError, "rank 3 failed, see its traceback: no room"),
+        (None, 1, ExchangeTimeoutError, "no answer from rank 3 within the time-out (rank 2 waited for [3])"),
+    ):
+        scheduler = ProcessGroupScheduler(another_pair(), timedelta(seconds=limit), stamp="test")
+        with pytest.raises(kind) as caught:
+            scheduler.run(pattern(error, 6.0))
+        assert caught.value.peers == (AT_FAULT,)
+        assert f"failed on rank {rank}, " in str(caught.value)
+        assert rank == AT_FAULT or said in str(caught.value), caught.value
+        assert named(caught.value) <= {2, 3}
+
+
+def lost(rank: int, world_size: int, send) -> None:
+    """A rank that ends in a step, and one that ends while ranks compare settings."""
+    failure_report._CLOSED_SECONDS, failure_report._SILENT_SECONDS = 1.0, 2.5
+    store = dist.distributed_c10d._get_default_store()
+    groups = [dist.new_group(MEMBERS) for _ in range(2)]
+    if rank in MEMBERS:
+        model = tiny_model()
+        optimizer = wrapped(model, groups[0])
+        train(model, optimizer, rank, range(1))
+        if rank == AT_FAULT:
+            os._exit(0)
+        for action in (lambda: train(model, optimizer, rank, range(1, 2)), lambda: wrapped(model, groups[1])):
+            with pytest.raises(PeerLostError, match=r"failed on rank 2, .*lost rank 3 ") as caught:
+                action()
+            assert caught.value.peers == (AT_FAULT,)
+            assert named(caught.value) == {2, 3}
+        send("named")
+        store.set("ended", "")
+    store.wait(["ended"])
+    os._exit(0)
+
+
+@in_a_pair
+def places(rank: int, group: dist.ProcessGroup) -> None:
+    """A node that is none, the folder of another group, and a timeline."""
+    alone = dist.new_group([rank], use_local_synchronization=True)
+    with pytest.raises(ConfigurationError, match=r"node_group has ranks \[2, 3\] of \[[23]\]"):
+        wrapped(tiny_model(), alone, node_group=group)
+    with TemporaryDirectory() as folder:
+        shared: list[str | None] = [folder]
+        dist.broadcast_object_list(shared, MEMBERS[0], group=group)
+        optimizer = wrapped(tiny_model(), alone)
+        if rank == AT_FAULT:
+            dist.barrier(group)
+            with pytest.raises(ConfigurationError, match=r"the state of ranks \[2\], and this group has ranks \[3\]"):
+                checkpoint.save(optimizer, shared[0])
+        else:
+            checkpoint.save(optimizer, shared[0])
+            dist.barrier(group)
+        model, file = tiny_model(), Path(folder) / "trace.json"
+        optimizer = wrapped(model, group, algo="spardl")
+        with tritoncomm.trace(file):
+            train(model, optimizer, rank, range(1))
+        events = json.loads(file.with_name(f"trace-rank-{rank}.json").read_text())["traceEvents"]
+        assert {event["pid"] for event in events} == {rank}
+        sent = {event["name"] for event in events if event["ph"] == "i"}
+        assert sent == {f"to {5 - rank}", f"from {5 - rank}"}
+        dist.barrier(group)  # before the folder is removed

@@ -1,0 +1,40 @@
+"""How texts name ranks: by their global numbers, whatever the process group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextvars import ContextVar
+from typing import Any
+
+import torch.distributed as dist
+
+# The global ranks of the group of the pattern that runs. None in a simulation.
+_members: ContextVar[Sequence[int] | None] = ContextVar("members", default=None)
+
+
+def global_ranks(group: dist.ProcessGroup | None) -> list[int]:
+    """Return the global ranks of ``group``, in its order. ``None`` is the default process group."""
+    return dist.get_process_group_ranks(group or dist.group.WORLD)
+
+
+def own_rank() -> int:
+    """Return the global rank of this process, 0 without a process group."""
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+def named(numbers: Iterable[int]) -> list[int]:
+    """Return the global ranks of ``numbers``, which count the ranks of the group whose pattern calls this.
+
+    A pattern knows no process group. It calls this for what its errors say.
+    """
+    members = _members.get()
+    return [number if members is None else members[number] for number in numbers]
+
+
+def resume(step: Callable[[Any], Any], value: Any, members: Sequence[int]) -> Any:
+    """Return ``step(value)`` of a pattern of the group with the global ranks ``members``, for :func:`named`."""
+    token = _members.set(members)
+    try:
+        return step(value)
+    finally:
+        _members.reset(token)
