@@ -185,7 +185,10 @@ def wrap(
         for each in listed:
             check_optimizer(each, alone=is_alone(group), names=names_of(model))
         if any(isinstance(each, SparseOptimizer) for each in listed):
-            raise ConfigurationError("optimizer is wrapped already: pass the original optimizer")
+            raise ConfigurationError(
+                "optimizer is one that tritoncomm.wrap() returned, so it is wrapped already: call its step(), or pass "
+                "optimizer.optimizer, the original one, to wrap it with other settings"
+            )
         if not isinstance(broadcast_parameters, bool):
             raise ConfigurationError(f"broadcast_parameters={broadcast_parameters!r}: must be True or False")
         check_model(model, group)

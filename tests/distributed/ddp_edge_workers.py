@@ -35,7 +35,7 @@ def unwrapped_optimizer(rank: int, world_size: int, send) -> None:
     optimizer = tritoncomm.wrap(torch.optim.AdamW(matrices, lr=0.01), model=model, **SETTINGS)
     loss_of(model, rank, 0).backward()
     before = flat(model)
-    with pytest.raises(ConfigurationError, match=r"SGD steps '0\.bias'.*wrap this one, too.*model="):
+    with pytest.raises(ConfigurationError, match=r"SGD steps '0\.bias'.*optimizer = tritoncomm\.wrap\(optimizer, model=model"):
         bare.step()
     assert flat(model) == before
     optimizer.step()
@@ -51,6 +51,43 @@ def unwrapped_optimizer(rank: int, world_size: int, send) -> None:
     averaged = ddp(net())
     loss_of(averaged, rank, 0).backward()
     torch.optim.SGD(averaged.parameters(), lr=0.1).step()  # of a model that DDP averages
+
+
+def not_assigned(rank: int, world_size: int, send) -> None:
+    """An optimizer that was wrapped without using the result raises the same error for every kind of model."""
+    named = r"this {}, .*was wrapped.*own step\(\) does not exchange gradients: assign the result, optimizer = "
+    for model in (net(), ddp(net())):
+        base = adamw(model)
+        kept = tritoncomm.wrap(base, model=model, **SETTINGS)
+        loss_of(model, rank, 0).backward()
+        before = flat(model)
+        with pytest.raises(RuntimeError, match=named.format("AdamW") + r".*release\(\)"):
+            base.step()
+        with pytest.raises((ConfigurationError, ConfigMismatchError), match=r"returned.* pass optimizer\.optimizer"):
+            tritoncomm.wrap(kept, model=model, **SETTINGS)
+        assert flat(model) == before
+        base = tritoncomm.wrap(base, model=model, **SETTINGS)  # as the error says
+        train(model, base, rank, range(2))
+        assert flat(model) != before
+        assert same_everywhere(flat(model))
+    for kind in (list, tritoncomm.OptimizerList):
+        model = ddp(net())
+        matrices = torch.optim.SGD([p for p in model.parameters() if p.dim() > 1], lr=0.1)
+        vectors = torch.optim.AdamW([p for p in model.parameters() if p.dim() == 1], lr=0.01)
+        kept = tritoncomm.wrap(kind([matrices, vectors]), model=model, **SETTINGS)
+        loss_of(model, rank, 0).backward()
+        before = flat(model)
+        for each in (matrices, vectors):
+            with pytest.raises(RuntimeError, match=named.format(type(each).__name__)):
+                each.step()
+        assert flat(model) == before
+        train(model, kept, rank, range(2))
+    model = ddp(net())
+    base = adamw(model)
+    tritoncomm.wrap(base, model=model, **SETTINGS)  # nobody keeps it
+    loss_of(model, rank, 0).backward()
+    with pytest.raises(ConfigurationError, match=r"AdamW steps '0\.weight'.*optimizer = tritoncomm\.wrap\(optimizer,"):
+        base.step()
 
 
 class Around(torch.optim.Optimizer):

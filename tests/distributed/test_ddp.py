@@ -30,7 +30,7 @@ from tritoncomm.scheduler.local_workers import WorkerError
         ],
         [
             *(edges.averaged_before, edges.containers, edges.inner_optimizers, edges.released),
-            *(edges.built_again, edges.averaged_later),
+            *(edges.built_again, edges.averaged_later, edges.not_assigned),
         ],
         [
             *(ignored.experts, ignored.as_dense, ignored.experts_in_lists, ignored.clipped_experts),

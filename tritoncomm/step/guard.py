@@ -11,7 +11,7 @@ import torch
 
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.step.shards import local
-from tritoncomm.step.torch_internals import creates_state, has_hooks, hooks_key
+from tritoncomm.step.torch_internals import creates_state, has_hooks, hooks_key, step_hooks
 
 # Attributes of every optimizer. They hold no other one.
 _OF_ALL = ("state", "param_groups", "defaults")
@@ -79,12 +79,18 @@ def may_step(optimizer: torch.optim.Optimizer) -> bool:
     return hooks_key(optimizer) in _stepping
 
 
+def is_wrapped(optimizer: torch.optim.Optimizer) -> bool:
+    """Return True if ``optimizer`` will :func:`refuse` to step by itself."""
+    return refuse in step_hooks(optimizer)[0]
+
+
 def refuse(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """Raise :class:`RuntimeError` before an original optimizer steps by itself. A hook of it, while it is wrapped."""
     if not may_step(optimizer) and not creates_state(optimizer):
         raise RuntimeError(
-            f"this {type(optimizer).__name__}, or one that contains it, was wrapped, and its own step() does not "
-            "exchange gradients: call step() of the optimizer that tritoncomm.wrap() returned, or release() it first"
+            f"this {type(optimizer).__name__}, or a list or an optimizer that contains it, was wrapped, and its own "
+            "step() does not exchange gradients: assign the result, optimizer = tritoncomm.wrap(optimizer, ...), and "
+            "call step() of that, or release() it first"
         )
 
 

@@ -20,7 +20,7 @@ from tritoncomm.errors import ConfigurationError
 from tritoncomm.scheduler.process_group import is_distributed
 from tritoncomm.scheduler.ranks import global_ranks
 from tritoncomm.step import agree
-from tritoncomm.step.guard import is_stepping
+from tritoncomm.step.guard import is_stepping, is_wrapped
 from tritoncomm.step.optimizer_proxy import OptimizerProxy
 from tritoncomm.step.shards import has_bits
 from tritoncomm.step.torch_internals import (
@@ -179,17 +179,21 @@ _guards: list[RemovableHandle] = []  # the hook of all optimizers, once a module
 
 
 def _check_not_stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Raise if ``optimizer`` steps local gradients by itself. A wrapped one, and what it consists of, may step."""
-    if isinstance(optimizer, OptimizerProxy) or is_stepping() or creates_state(optimizer):
+    """Raise if ``optimizer`` steps local gradients by itself. A wrapped one, and what it consists of, may step.
+
+    The original of a wrapped one has a hook of its own, which raises next.
+    """
+    if isinstance(optimizer, OptimizerProxy) or is_stepping() or is_wrapped(optimizer) or creates_state(optimizer):
         return
     for parameter in (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None):
         name, reference = _names.get(parameter, ("", lambda: None))
         module = reference()
         if module is not None and dist.is_initialized() and dist.get_world_size(module.process_group) > 1:
             raise ConfigurationError(
-                f"this {type(optimizer).__name__} steps {name!r}, and is not wrapped. DDP does not average gradients "
-                "of this model any more, because an optimizer was wrapped with it: wrap this one, too, with the same "
-                "model=. To train without tritoncomm again, put model.module into a new DistributedDataParallel, and "
+                f"this {type(optimizer).__name__} steps {name!r}, and no wrapped optimizer stands for it. DDP does not "
+                "average gradients of this model any more, because an optimizer was wrapped with it: assign the "
+                "result, optimizer = tritoncomm.wrap(optimizer, model=model, ...), also of this one, and call step() "
+                "of that. To train without tritoncomm again, put model.module into a new DistributedDataParallel, and "
                 "drop the old one"
             )
 
