@@ -201,7 +201,7 @@ def test_optimizers_that_cannot_step_are_refused_at_wrap() -> None:
     with pytest.raises(ConfigurationError, match=r"NeedsClosure.step\(\) needs its argument 'closure'.*closure=None"):
         tritoncomm.wrap(NeedsClosure(model.parameters(), lr=0.1))
     optimizer = torch.optim.AdamW(model.requires_grad_(False).parameters())
-    for given, name in (({}, r"a parameter of shape \(5,\)"), ({"model": model}, "unused")):
+    for given, name in (({}, r"parameter 0 of shape \(5,\)"), ({"model": model}, "unused")):
         match = f"optimizer holds 5 parameters, and none has requires_grad=True, the first of them {name}: unfreeze"
         with pytest.raises(ConfigurationError, match=match):
             tritoncomm.wrap(optimizer, **given)
@@ -210,12 +210,52 @@ def test_optimizers_that_cannot_step_are_refused_at_wrap() -> None:
 def test_lazy_parameters_are_refused_by_name() -> None:
     """A parameter of a lazy module has no shape before the first pass, which all ranks have to agree on."""
     model = nn.Sequential(nn.LazyLinear(4), nn.LazyLinear(2))
-    for fields, name in (({}, "a parameter"), ({"model": model}, "0.weight")):
+    for fields, name in (({}, "parameter 0"), ({"model": model}, "0.weight")):
         match = rf"{name} .*has no shape before the first pass.*call model\(\) once with a batch before wrap\(\)"
         with pytest.raises(ConfigurationError, match=match):
             tritoncomm.wrap(torch.optim.AdamW(model.parameters()), **fields)
     model(torch.ones(2, 3))
     tritoncomm.wrap(torch.optim.AdamW(model.parameters()), model=model)
+
+
+@pytest.mark.parametrize("named_by", ["model", "optimizer", "nothing"])
+@pytest.mark.parametrize("exchange", ["gradients", "updates"])
+def test_parameters_are_refused_by_name(named_by: str, exchange: str) -> None:
+    """Errors name a parameter as the model or the optimizer does, or else by its position and shape."""
+
+    def given(model: nn.Module) -> tuple[torch.optim.Optimizer, dict[str, Any]]:
+        named = named_by == "optimizer"
+        optimizer = torch.optim.SGD([*model.named_parameters()] if named else model.parameters(), lr=0.1)
+        return optimizer, {"exchange": exchange, **({"model": model} if named_by == "model" else {})}
+
+    unused = r"parameter 0 of shape \(5,\)" if named_by == "nothing" else "unused"
+    model = net()
+    model.unused = nn.Parameter(torch.ones(5, dtype=torch.complex64))
+    optimizer, fields = given(model)
+    with pytest.raises(ConfigurationError, match=rf"^{unused} is torch\.complex64: .*view_as_real"):
+        tritoncomm.wrap(optimizer, **fields)
+    model = net()
+    model.unused.requires_grad_(False)
+    optimizer, fields = given(model)
+    wrapped = tritoncomm.wrap(optimizer, **fields)
+    loss_of(model, 0).backward()
+    model.unused.grad = torch.ones(5)
+    with pytest.raises(ConfigurationError, match=f"^{unused} was frozen at wrap"):
+        wrapped.step()
+    model = net()
+    optimizer, fields = given(model)
+    wrapped = tritoncomm.wrap(optimizer, **fields)
+    new = nn.Parameter(torch.ones(7))
+    optimizer.add_param_group({"params": [("new", new)] if named_by == "optimizer" else [new]})
+    loss_of(model, 0).backward()
+    name = "new" if named_by == "optimizer" else r"parameter 5 of shape \(7,\)"
+    with pytest.raises(ConfigurationError, match=f"1 parameters that it did not have at wrap.*the first is {name}:"):
+        wrapped.step()
+    model = net()
+    optimizer, fields = given(model)
+    other = torch.optim.AdamW([model.unused])
+    with pytest.raises(ConfigurationError, match=f"optimizer is a list, and {unused} is in its entries 0 .SGD. and 1"):
+        tritoncomm.wrap([optimizer, other], **fields)
 
 
 def test_nobody_scans_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:

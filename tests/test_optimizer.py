@@ -305,7 +305,7 @@ def test_freezing_after_wrapping() -> None:
     net[2].bias.requires_grad_(requires_grad=True)
     optimizer.zero_grad()
     backward(net)
-    with pytest.raises(ConfigurationError, match=r"shape \(1,\) was frozen at wrap"):
+    with pytest.raises(ConfigurationError, match=r"parameter 3 of shape \(1,\) was frozen at wrap"):
         optimizer.step()
 
 

@@ -26,7 +26,7 @@ from tritoncomm.step.model import (
     keep_gradients_local,
     names_of,
 )
-from tritoncomm.step.optimizer_list import OptimizerList, parts_of
+from tritoncomm.step.optimizer_list import parts_of, whole_of
 from tritoncomm.step.options import (
     DEFAULT_ALGO,
     DEFAULT_UPDATES,
@@ -181,9 +181,10 @@ def wrap(
         model = checked_module(model)
     group = group_of(model, process_group)
     with agree.propagate_errors(group, device):
-        whole = OptimizerList(listed) if isinstance(optimizer, Sequence) else optimizer
+        names = names_of(model)
+        whole = whole_of(optimizer, names)
         for each in listed:
-            check_optimizer(each, alone=is_alone(group), names=names_of(model))
+            check_optimizer(each, alone=is_alone(group), names=names)
         if any(isinstance(each, SparseOptimizer) for each in listed):
             raise ConfigurationError(
                 "optimizer is one that tritoncomm.wrap() returned, so it is wrapped already: call its step(), or pass "
@@ -247,7 +248,7 @@ def wrap(
         check_exchange(whole, options, {name: value for name, value in given.items() if value is not None})
         for each in listed:
             (for_updates if exchanges_updates(each, options) else chosen).check_optimizer(each)
-            check_trained(each, names_of(model), alone=is_alone(group), ignored=ignored_ids(model))
+            check_trained(each, names, alone=is_alone(group), ignored=ignored_ids(model))
     if is_distributed():
         told: dict[str, Any] = {"model": None if model is None else type(model).__name__}
         if isinstance(chosen, Hierarchical):

@@ -166,7 +166,7 @@ def steps_by_other_names(rank: int, world_size: int, send) -> None:
     loss_of(model, rank, 0).backward()
     with pytest.raises(RuntimeError, match=r"first_step\(\) of SAM.*wrap the optimizer inside SAM"):
         optimizer.first_step(zero_grad=True)
-    with pytest.raises(RuntimeError, match="this SGD, or one that contains it, was wrapped"):
+    with pytest.raises(RuntimeError, match="this SGD, or a list or an optimizer that contains it, was wrapped"):
         optimizer.second_step()
     optimizer.release()
     base.base_optimizer.step()
@@ -198,8 +198,10 @@ def steps_by_other_names(rank: int, world_size: int, send) -> None:
     # Parameters that only an optimizer inside holds would not be exchanged.
     base = Lookahead(sgd(model[0].parameters()))
     base.inside.append(sgd(model[2].parameters()))
-    with pytest.raises(ConfigurationError, match=r"the SGD inside this Lookahead has a parameter of shape \(3, 20\)"):
+    with pytest.raises(ConfigurationError, match=r"the SGD inside this Lookahead has parameter 0 of shape \(3, 20\)"):
         sparse_wrap(base)
+    with pytest.raises(ConfigurationError, match=r"the SGD inside this Lookahead has 2\.weight"):
+        sparse_wrap(base, model=model)
 
 
 class Shared(torch.optim.SGD):
@@ -236,7 +238,7 @@ def optimizers_that_exchange(rank: int, world_size: int, send) -> None:
             train(model, optimizer, rank, range(3))
         found = [line for line in lines if "exchange parameters or updates in its own step" in line]
         assert len(found) == (noticed and rank == 0)
-        assert not found or "1 large parameters equally, the first of shape (256, 6)" in found[0]
+        assert not found or "1 large parameters equally, the first is 0.weight" in found[0]
     zero = ZeroRedundancyOptimizer(wide.parameters(), optimizer_class=torch.optim.Adam, lr=0.1)
     for fields in ({}, {"exchange": "gradients"}, {"algo": "dense", "density": None}):
         with pytest.raises(ConfigurationError, match="ZeroRedundancyOptimizer steps a part"):

@@ -14,6 +14,7 @@ from tritoncomm.errors import ConfigurationError
 from tritoncomm.primitives.mean_norm import WIDTH, norm_of_mean
 from tritoncomm.scheduler.rounds import Pattern
 from tritoncomm.step.flat import BucketLayout
+from tritoncomm.step.names import label
 from tritoncomm.step.options import WrapOptions
 from tritoncomm.step.vector import VectorExchange
 
@@ -64,7 +65,8 @@ def sketch_of_owners(
     """
     total = torch.zeros(WIDTH, device=vectors[0].device)
     for vector in vectors:
-        BucketLayout([owners[id(anchor)] for anchor in vector.layout.parameters]).read_gradients(vector.flat)
+        own = {owners[id(anchor)]: vector.name_of(anchor) for anchor in vector.layout.parameters}
+        BucketLayout(list(own), list(own.values())).read_gradients(vector.flat)
         total += vector.sketch(shard)
     if scale is not None:
         total /= scale.to(total.device)
@@ -87,17 +89,19 @@ def with_clipping(options: WrapOptions, optimizer: torch.optim.Optimizer) -> Wra
     return replace(options, clip_by="delivered")
 
 
-def check_clipping(limit: float | None, parameters: Sequence[torch.Tensor]) -> None:
-    """Raise :class:`~tritoncomm.ConfigurationError` if there is a ``limit`` that cannot be kept for ``parameters``.
+def check_clipping(limit: float | None, trained: Sequence[tuple[torch.Tensor, str]]) -> None:
+    """Raise :class:`~tritoncomm.ConfigurationError` if there is a ``limit`` that cannot be kept.
 
-    Ranks with other shards may hold copies of a parameter, which would count several times.
+    ``trained`` are the parameters, each given with its name. Ranks with other shards may hold copies of a parameter,
+    which would count several times.
     """
-    copied = [] if limit is None else _copied(parameters)
-    if copied:
-        raise ConfigurationError(
-            f"clip_by='gradient': ranks with other shards hold copies of a parameter of shape "
-            f"{tuple(copied[0].shape)}, which would count several times in the norm: use clip_by='delivered'"
-        )
+    copied = set() if limit is None else set(map(id, _copied([parameter for parameter, _ in trained])))
+    for position, (parameter, name) in enumerate(trained):
+        if id(parameter) in copied:
+            raise ConfigurationError(
+                f"clip_by='gradient': ranks with other shards hold copies of {label(name, position, parameter)}, which "
+                "would count several times in the norm: use clip_by='delivered'"
+            )
 
 
 def _copied(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -12,6 +12,7 @@ import torch
 
 from tritoncomm.errors import ConfigurationError, NonFiniteError
 from tritoncomm.primitives.sparse_vector import SparseVector
+from tritoncomm.step.names import label
 from tritoncomm.step.shards import local, local_gradient
 from tritoncomm.step.torch_internals import gradient_dtype
 from tritoncomm_kernels import constant
@@ -55,8 +56,8 @@ def split_by_size(
     )
 
 
-def strided_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
-    """Return this rank's part of ``parameter.grad``, or None without a gradient.
+def strided_gradient(parameter: torch.Tensor, name: str) -> torch.Tensor | None:
+    """Return this rank's part of ``parameter.grad``, or None without a gradient. Errors call the parameter ``name``.
 
     Raises:
         ConfigurationError: The gradient is sparse.
@@ -65,7 +66,7 @@ def strided_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
     if gradient is None:
         return None
     if is_sparse(gradient):
-        raise ConfigurationError(sparse_error(f"a parameter of shape {tuple(parameter.shape)}", gradient))
+        raise ConfigurationError(sparse_error(name, gradient))
     return local_gradient(parameter).detach()
 
 
@@ -94,28 +95,34 @@ class BucketLayout:
 
     Of a DTensor, the vector holds the shard of this rank.
 
-    Attributes:
+    Args:
         parameters: The parameters, in the order of the vector.
+        labels: How errors call each of them. Default: by its position and shape.
+
+    Attributes:
+        parameters: See above.
         bounds: Start of each parameter in the vector, followed by the length of the vector.
 
     Raises:
         ConfigurationError: A parameter is complex or listed twice, or the parameters are on several devices.
     """
 
-    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+    def __init__(self, parameters: Sequence[torch.Tensor], labels: Sequence[str] = ()) -> None:
         self.parameters = list(parameters)
+        self._labels = list(labels) or [label("", i, p) for i, p in enumerate(parameters)]
         self.bounds = [0, *accumulate(local(p).numel() for p in self.parameters)]
-        devices = {p.device for p in self.parameters}
-        if len(devices) > 1:
-            raise ConfigurationError(f"parameters are on {sorted(map(str, devices))}: use one optimizer per device")
-        if len({id(p) for p in self.parameters}) < len(self.parameters):
-            raise ConfigurationError("a parameter is listed twice: pass each parameter to the optimizer once")
-        for parameter in self.parameters:
+        devices: dict[torch.device, str] = {}
+        seen: set[int] = set()
+        for parameter, name in zip(self.parameters, self._labels, strict=True):
+            devices.setdefault(parameter.device, name)
+            if id(parameter) in seen:
+                raise ConfigurationError(f"{name} is listed twice: pass each parameter to the optimizer once")
+            seen.add(id(parameter))
             if parameter.is_complex():
-                raise ConfigurationError(
-                    f"a parameter of shape {tuple(parameter.shape)} is {parameter.dtype}: "
-                    "convert it with torch.view_as_real first"
-                )
+                raise ConfigurationError(f"{name} is {parameter.dtype}: convert it with torch.view_as_real first")
+        if len(devices) > 1:
+            places = " and ".join(f"{name} on {device}" for device, name in devices.items())
+            raise ConfigurationError(f"parameters are on several devices, {places}: use one optimizer per device")
 
     @property
     def numel(self) -> int:
@@ -137,11 +144,11 @@ class BucketLayout:
         So does that of a parameter that was frozen. ``sparse``: accept sparse gradients.
         """
         copies: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for parameter, part in zip(self.parameters, self.parts(flat), strict=True):
+        for parameter, name, part in zip(self.parameters, self._labels, self.parts(flat), strict=True):
             if sparse and is_sparse(parameter.grad):
                 part.zero_().view(parameter.shape).add_(parameter.grad.detach())  # type: ignore[union-attr]
                 continue
-            gradient = strided_gradient(parameter) if parameter.requires_grad else None
+            gradient = strided_gradient(parameter, name) if parameter.requires_grad else None
             if gradient is None:
                 part.zero_()
             else:
@@ -151,8 +158,8 @@ class BucketLayout:
 
     def multiply(self, factor: float) -> None:
         """Multiply every ``.grad`` by ``factor``, in place."""
-        for parameter in self.parameters:
-            gradient = parameter.grad if is_sparse(parameter.grad) else strided_gradient(parameter)
+        for parameter, name in zip(self.parameters, self._labels, strict=True):
+            gradient = parameter.grad if is_sparse(parameter.grad) else strided_gradient(parameter, name)
             if gradient is not None:
                 gradient.mul_(factor)
 

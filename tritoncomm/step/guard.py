@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from tritoncomm.errors import ConfigurationError
+from tritoncomm.step.names import label_of
 from tritoncomm.step.shards import local
 from tritoncomm.step.torch_internals import creates_state, has_hooks, hooks_key, step_hooks
 
@@ -37,10 +38,12 @@ def optimizers_inside(optimizer: torch.optim.Optimizer) -> list[torch.optim.Opti
     return found[1:]
 
 
-def check_inside(optimizer: torch.optim.Optimizer, inside: Iterable[torch.optim.Optimizer]) -> None:
+def check_inside(
+    optimizer: torch.optim.Optimizer, inside: Iterable[torch.optim.Optimizer], names: Mapping[int, str]
+) -> None:
     """Raise :class:`~tritoncomm.ConfigurationError` if one ``inside`` has parameters that ``optimizer`` does not hold.
 
-    Their gradients are not exchanged.
+    Their gradients are not exchanged. ``names`` are those of parameters, by id.
     """
     held: set[int] = set()
     for each in inside:
@@ -48,9 +51,10 @@ def check_inside(optimizer: torch.optim.Optimizer, inside: Iterable[torch.optim.
         for parameter in (p for group in each.param_groups for p in group["params"]):
             if parameter.requires_grad and id(parameter) not in held:
                 raise ConfigurationError(
-                    f"the {type(each).__name__} inside this {type(optimizer).__name__} has a parameter of shape "
-                    f"{tuple(parameter.shape)} that is not in param_groups of the outer one, so its gradient would not "
-                    "be exchanged: list all parameters in param_groups, or wrap each optimizer by itself"
+                    f"the {type(each).__name__} inside this {type(optimizer).__name__} has "
+                    f"{label_of(each, parameter, names)}, which is not in param_groups of the outer one, so its "
+                    "gradient would not be exchanged: list all parameters in param_groups, or wrap each optimizer by "
+                    "itself"
                 )
 
 

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.scheduler.process_group import is_distributed
-from tritoncomm.step.model import averages_nothing
+from tritoncomm.step.model import Named, averages_nothing
 from tritoncomm.step.replicas import Replica
 from tritoncomm.step.shards import local
 from tritoncomm.step.torch_internals import ddp_modules, note_new_modules
@@ -79,11 +79,18 @@ class Inspection:
         equal, equally_changed = equal[: len(parameters)], equal[len(parameters) :]
         differ = {id(p) for p, digest, same in zip(parameters, digests, equal, strict=True) if digest and not same}
         chosen = zip(anchors, changes, equally_changed, strict=True)
-        changed = [owners[id(anchor)] for anchor, change, same in chosen if change and same]
+        changed = {id(anchor) for anchor, change, same in chosen if change and same}
         averaged = {id(p) for p, digest, same in zip(parameters, digests, equal, strict=True) if digest and same}
         if averaged:
             _check_modules(averaged)
-        reason = _unlike_local_steps(changed, differ)
+        reason = _unlike_local_steps(
+            [
+                (owners[id(each)], vector.name_of(each))
+                for vector in vectors
+                for each in vector.parameters
+                if id(each) in changed and id(owners[id(each)]) in differ
+            ]
+        )
         if averaged and len(averaged) == sum(map(bool, digests)):
             reason = reason or (
                 f"the gradients of all ranks are equal in step {step}: give each rank other data, and do not average "
@@ -114,19 +121,16 @@ def _check_modules(averaged: Container[int]) -> None:
 _LARGE = 1024  # elements. Steps by a sign are equal by chance for smaller tensors
 
 
-def _unlike_local_steps(changed: Sequence[torch.Tensor], differ: Container[int]) -> str:
-    """Return what is wrong if steps on all ranks have ``changed`` large parameters equally.
-
-    Their gradients (by id) ``differ``.
-    """
-    found = [each for each in changed if id(each) in differ and each.dim() > 1 and each.numel() >= _LARGE]
+def _unlike_local_steps(changed: Named) -> str:
+    """Return what is wrong if steps on all ranks have ``changed`` large parameters equally, whose gradients differ."""
+    found = [name for each, name in changed if each.dim() > 1 and each.numel() >= _LARGE]
     if not found:
         return ""
     return (
-        f"in a step, all ranks have changed {len(found)} large parameters equally, the first of shape "
-        f"{tuple(found[0].shape)}, although their gradients differ: the optimizer seems to exchange parameters or "
-        "updates in its own step(), so that each parameter is trained by the gradient of one rank. Pass an optimizer "
-        "that steps on each rank by itself, or exchange='gradients' and algo='dense'"
+        f"in a step, all ranks have changed {len(found)} large parameters equally, the first is {found[0]}, although "
+        "their gradients differ: the optimizer seems to exchange parameters or updates in its own step(), so that each "
+        "parameter is trained by the gradient of one rank. Pass an optimizer that steps on each rank by itself, or "
+        "exchange='gradients' and algo='dense'"
     )
 
 

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from tritoncomm.errors import ConfigurationError
+from tritoncomm.step.names import label_of
 
-__all__ = ["OptimizerList", "parts_of"]
+__all__ = ["OptimizerList", "parts_of", "whole_of"]
 
 
 class OptimizerList(torch.optim.Optimizer):
@@ -31,23 +32,7 @@ class OptimizerList(torch.optim.Optimizer):
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self.optimizers = list(optimizers)
-        if not self.optimizers:
-            raise ConfigurationError("optimizer is an empty list: pass at least one optimizer")
-        holder: dict[int, int] = {}
-        for number, optimizer in enumerate(self.optimizers):
-            if not isinstance(optimizer, torch.optim.Optimizer):
-                raise ConfigurationError(
-                    f"optimizer is a list, and its entry {number} is a {type(optimizer).__name__}: "
-                    "pass a list of torch.optim.Optimizer"
-                )
-            for name, parameter in _named(optimizer):
-                first = holder.setdefault(id(parameter), number)
-                if first != number:
-                    kinds = [type(self.optimizers[each]).__name__ for each in (first, number)]
-                    raise ConfigurationError(
-                        f"optimizer is a list, and {name} is in its entries {first} ({kinds[0]}) and {number} "
-                        f"({kinds[1]}): pass each parameter to one of them"
-                    )
+        _check_list(self.optimizers, {})
         super().__setstate__({})  # only hooks and profiling: parameters and state stay where they are
 
     @property
@@ -121,6 +106,16 @@ def parts_of(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
     return optimizer.optimizers if isinstance(optimizer, OptimizerList) else [optimizer]
 
 
+def whole_of(
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer], names: Mapping[int, str]
+) -> torch.optim.Optimizer:
+    """Return ``optimizer``, or an :class:`OptimizerList` of a list, whose errors use ``names`` of parameters by id."""
+    if not isinstance(optimizer, Sequence):
+        return optimizer
+    _check_list(optimizer, names)
+    return OptimizerList(optimizer)
+
+
 def join(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return one state dict for those of several optimizers. Parameters are numbered through.
 
@@ -157,8 +152,26 @@ def split(state_dict: Mapping[str, Any], optimizers: Sequence[torch.optim.Optimi
         }
 
 
-def _named(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
-    for group in optimizer.param_groups:
-        names = group.get("param_names", [""] * len(group["params"]))
-        for name, parameter in zip(names, group["params"], strict=True):
-            yield name or f"a parameter of shape {tuple(parameter.shape)}", parameter
+def _check_list(optimizers: Sequence[torch.optim.Optimizer], names: Mapping[int, str]) -> None:
+    """Raise :class:`~tritoncomm.ConfigurationError` if ``optimizers`` are none, or share parameters.
+
+    ``names`` are those of parameters, by id.
+    """
+    if not optimizers:
+        raise ConfigurationError("optimizer is an empty list: pass at least one optimizer")
+    holder: dict[int, int] = {}
+    for number, optimizer in enumerate(optimizers):
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise ConfigurationError(
+                f"optimizer is a list, and its entry {number} is a {type(optimizer).__name__}: "
+                "pass a list of torch.optim.Optimizer"
+            )
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            first = holder.setdefault(id(parameter), number)
+            if first != number:
+                before = optimizers[first]
+                raise ConfigurationError(
+                    f"optimizer is a list, and {label_of(before, parameter, names)} is in its entries {first} "
+                    f"({type(before).__name__}) and {number} ({type(optimizer).__name__}): pass each parameter to one "
+                    "of them"
+                )

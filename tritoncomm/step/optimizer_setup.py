@@ -102,6 +102,7 @@ class OptimizerSetup(OptimizerProxy):
             OptimizerStep(
                 part.optimizer,
                 options,
+                names,
                 delayed=not never_delays(part.recipe),
                 alone=alone,
                 is_anchor=part.is_anchor,
@@ -288,7 +289,7 @@ class OptimizerSetup(OptimizerProxy):
         self._parameters.note()
         trained, before = self._parameters.trained, vars(self).get("_exchange")
         parameters = [parameter for parameter, _ in trained]
-        check_clipping(self._options.gradient_limit, parameters)
+        check_clipping(self._options.gradient_limit, trained)
         anchors = set() if self._local is None else set(map(id, self._local.anchors))
         changed_by_exchange = [each for each in parameters if id(each) not in anchors]
         watched = [] if self._optimizer_step.alone else changed_by_exchange

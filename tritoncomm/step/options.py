@@ -17,6 +17,7 @@ from torch.nn.parameter import is_lazy
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.primitives.quantized_mean import DENSE_FORMATS
 from tritoncomm.scheduler.process_group import is_distributed
+from tritoncomm.step.names import label_of
 from tritoncomm.step.torch_internals import has_hooks, has_own_step, is_flattened, is_zero
 
 logger = logging.getLogger("tritoncomm")
@@ -206,17 +207,17 @@ def check_optimizer(
     for parameter in (p for group in optimizer.param_groups for p in group["params"]):
         if is_lazy(parameter):
             raise ConfigurationError(
-                f"{names.get(id(parameter), 'a parameter')} of a lazy module has no shape before the first pass: call "
+                f"{label_of(optimizer, parameter, names)} of a lazy module has no shape before the first pass: call "
                 "model() once with a batch before wrap()"
             )
         if parameter.is_meta:
             raise ConfigurationError(
-                f"{_named(parameter, names)} is on the meta device, without values: call "
+                f"{label_of(optimizer, parameter, names)} is on the meta device, without values: call "
                 "model.to_empty(device=...) and load or initialize the weights before wrap()"
             )
         if is_flattened(parameter) and not alone:
             raise ConfigurationError(
-                f"{_named(parameter, names)} is sharded by FullyShardedDataParallel, which is not "
+                f"{label_of(optimizer, parameter, names)} is sharded by FullyShardedDataParallel, which is not "
                 "supported: use fully_shard() and pass the model to wrap(..., model=model)"
             )
 
@@ -239,15 +240,11 @@ def check_trained(
             f"{_named(every[0], names)}: they are this rank's own, and nothing is exchanged, so do not wrap it"
         )
     if not any(parameter.requires_grad for parameter in parameters):
-        first = f", the first of them {_named(parameters[0], names)}" if parameters else ""
+        first = f", the first of them {label_of(optimizer, parameters[0], names)}" if parameters else ""
         raise ConfigurationError(
             f"optimizer holds {len(parameters)} parameters, and none has requires_grad=True{first}: unfreeze what will "
             "train before wrap(), or do not wrap this optimizer"
         )
-
-
-def _named(parameter: torch.Tensor, names: Mapping[int, str]) -> str:
-    return names.get(id(parameter)) or f"a parameter of shape {tuple(parameter.shape)}"
 
 
 def _check_closure(optimizer: torch.optim.Optimizer) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +14,7 @@ from tritoncomm.scheduler.ranks import global_ranks
 from tritoncomm.step import agree
 from tritoncomm.step import options as defaults
 from tritoncomm.step.exchange import GradientExchange
+from tritoncomm.step.names import label, label_of
 from tritoncomm.step.options import WrapOptions
 from tritoncomm.step.private_group import scheduler_of_all_shards
 from tritoncomm.step.rules import selects_by_update
@@ -72,19 +73,30 @@ class KnownParameters:
         new = self.new
         if new:
             raise ConfigurationError(
-                f"the original optimizer has {len(new)} parameters that it did not have at wrap(), the first of shape "
-                f"{tuple(new[0].shape)}: call add_param_group() of the wrapped optimizer instead; for a list, or if "
-                "parameters were replaced, call flush() and wrap again"
+                f"the original optimizer has {len(new)} parameters that it did not have at wrap(), the first is "
+                f"{label_of(self._optimizer, new[0], self._names)}: call add_param_group() of the wrapped optimizer "
+                "instead; for a list, or if parameters were replaced, call flush() and wrap again"
             )
 
     def local_error(self) -> ConfigurationError | None:
         """Return why the gradients of this rank cannot be exchanged, if so."""
         try:
             self.check()
-            check_frozen(self._frozen)
+            self._check_frozen()
         except ConfigurationError as error:
             return error
         return None
+
+    def _check_frozen(self) -> None:
+        """Raise if a parameter that was frozen at ``wrap`` has a gradient."""
+        for parameter in self._frozen:
+            if parameter.grad is not None:
+                raise ConfigurationError(
+                    f"{label_of(self._optimizer, parameter, self._names)} was frozen at wrap() and now has a gradient: "
+                    "leave frozen parameters out of the optimizer, as by filter(lambda p: p.requires_grad, ...), and "
+                    "add them later by add_param_group(), or set requires_grad=True before wrap() and freeze them "
+                    "afterwards"
+                )
 
 
 class Part(NamedTuple):
@@ -136,7 +148,7 @@ def exchange_of(
                 options.on_nonfinite,
             )
     all_shards = None
-    if check_shards(parameters, group):
+    if check_shards(trained, group):
         all_shards = None if before is None else before.all_shards
         name = vectors[0].recipe.name
         all_shards = all_shards or scheduler_of_all_shards(name, options.timeout, local(parameters[0]).device)
@@ -203,36 +215,30 @@ def _vectors(
             "become zero in this copy alone: choose 'skip' or 'raise'"
         )
     # A vector counts its own parameters. Errors count those of the optimizer.
-    names = [name or f"parameter {i} of shape {tuple(p.shape)}" for i, (p, name) in enumerate(trained)]
+    names = [label(name, i, p) for i, (p, name) in enumerate(trained)]
     return [VectorExchange([parameters[i] for i in own], [names[i] for i in own], options) for own in groups]
 
 
-def check_frozen(parameters: Iterable[torch.Tensor]) -> None:
-    """Raise :class:`~tritoncomm.ConfigurationError` if a parameter that was frozen at ``wrap`` has a gradient."""
-    for parameter in parameters:
-        if parameter.grad is not None:
-            raise ConfigurationError(
-                f"a parameter of shape {tuple(parameter.shape)} was frozen at wrap() and now has a gradient: "
-                "leave frozen parameters out of the optimizer, as by filter(lambda p: p.requires_grad, ...), and add "
-                "them later by add_param_group(), or set requires_grad=True before wrap() and freeze them afterwards"
-            )
+def check_shards(trained: Sequence[tuple[torch.Tensor, str]], group: dist.ProcessGroup | None) -> bool:
+    """Return whether any parameter is a DTensor, whose shard is exchanged with the ranks of ``group``.
 
-
-def check_shards(parameters: Sequence[torch.Tensor], group: dist.ProcessGroup | None) -> bool:
-    """Return whether any of ``parameters`` is a DTensor, whose shard is exchanged with the ranks of ``group``.
+    ``trained`` are the parameters, each given with its name.
 
     Raises:
         ConfigurationError: Ranks of ``group`` hold other shards, or average the gradient already.
     """
-    sharded = [parameter for parameter in parameters if hasattr(parameter, "device_mesh")]
-    for parameter in sharded:
+    found = False
+    for position, (parameter, name) in enumerate(trained):
+        if not hasattr(parameter, "device_mesh"):
+            continue
+        found = True
         mesh = mesh_ranks(parameter)
         ranks = set(global_ranks(group))
         if mesh & ranks != {dist.get_rank()}:
             raise ConfigurationError(
-                f"a parameter of shape {tuple(parameter.shape)} is a DTensor over ranks {sorted(mesh)}, and the "
-                f"exchange is over ranks {sorted(ranks)}: pass process_group=, the ranks that hold the same shard "
+                f"{label(name, position, parameter)} is a DTensor over ranks {sorted(mesh)}, and the exchange is over "
+                f"ranks {sorted(ranks)}: pass process_group=, the ranks that hold the same shard "
                 '(mesh["replicate"].get_group()), and apply fully_shard() or parallelize_module() with the other '
                 "dimensions of the mesh; with a single copy of the model there is nothing to exchange"
             )
-    return bool(sharded)
+    return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -166,6 +166,7 @@ class OptimizerStep:
     Args:
         optimizer: The original optimizer.
         options: The options of ``wrap``.
+        names: Names of parameters by their ids, for messages.
         delayed: Whether the recipe delivers entries with a delay.
         alone: Whether there is a single worker. It takes the optimizer's own step.
         is_anchor: Whether it steps by updates, which are not clipped, and of which no sum is too long.
@@ -180,6 +181,7 @@ class OptimizerStep:
         self,
         optimizer: torch.optim.Optimizer,
         options: WrapOptions,
+        names: Mapping[int, str],
         *,
         delayed: bool,
         alone: bool = False,
@@ -189,7 +191,7 @@ class OptimizerStep:
         self.optimizer = optimizer
         self._ignored = ignored
         self.alone, self.is_anchor = alone, is_anchor
-        self._options = options
+        self._options, self._names = options, names
         self._aware: AwareStep | None = None
         is_aware = delayed and not is_anchor and options.staleness == "aware"
         self._rule = find_rule(optimizer) if is_aware else None
@@ -216,7 +218,7 @@ class OptimizerStep:
     def check(self) -> None:
         """Raise :class:`~tritoncomm.ConfigurationError` if the optimizer uses an option that is not supported."""
         if not self.alone:
-            check_inside(self.optimizer, self._inside)
+            check_inside(self.optimizer, self._inside, self._names)
         if self._rule is None or self.alone:
             return
         if self._aware is None:

@@ -27,6 +27,7 @@ from tritoncomm.scheduler.together import Running
 from tritoncomm.step.chosen_recipe import rounds, with_form, without_encoding
 from tritoncomm.step.feedback import ErrorFeedback
 from tritoncomm.step.flat import BucketLayout, split_by_size
+from tritoncomm.step.names import label
 from tritoncomm.step.stages import Scale, Staged, StagedAlgorithm
 from tritoncomm.step.waiting import Waiting
 from tritoncomm_kernels import has_non_finite
@@ -111,10 +112,11 @@ class VectorExchange:
         self.options = options
         self.parameters = list(parameters)
         self.names = list(names)
-        self._by_id = dict(zip(map(id, parameters), names, strict=True))
+        every = enumerate(zip(parameters, names, strict=True))
+        self._labels = {id(parameter): label(name, i, parameter) for i, (parameter, name) in every}
         large, small = split_by_size(parameters, options.dense_below, flattened=options.flattened, dense=options.dense)
         self.large = large
-        self.layout = BucketLayout([*large, *small])
+        self.layout = BucketLayout([*large, *small], [self.name_of(each) for each in (*large, *small)])
         self.dense_numel = self.layout.bounds[-1] - self.layout.bounds[len(large)]
         self.device = self.layout.device
         self.flat = torch.zeros(self.layout.numel, dtype=torch.float32, device=self.device)
@@ -335,8 +337,7 @@ class VectorExchange:
 
     def name_of(self, parameter: torch.Tensor) -> str:
         """Return the name of ``parameter`` for messages, or its number and shape if it has none."""
-        number = next(i for i, other in enumerate(self.parameters) if other is parameter)
-        return self._by_id[id(parameter)] or f"parameter {number} of shape {tuple(parameter.shape)}"
+        return self._labels[id(parameter)]
 
     def density_delivered(self) -> float:
         """Return the share of coordinates that the last step delivered, 0.0 if it was rejected."""

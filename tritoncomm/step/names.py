@@ -1,0 +1,25 @@
+"""How messages call a parameter: by its name, or by its position and shape."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch.nn.parameter import is_lazy
+
+
+def label(name: str, position: int, parameter: torch.Tensor) -> str:
+    """Return ``name``, or the ``position`` and the shape of ``parameter`` if that is empty."""
+    return name or f"parameter {position}" + ("" if is_lazy(parameter) else f" of shape {tuple(parameter.shape)}")
+
+
+def label_of(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, names: Mapping[int, str]) -> str:
+    """Return how messages call ``parameter`` of ``optimizer``: by the name it has there, or in ``names`` by its id."""
+    position = 0
+    for group in optimizer.param_groups:
+        for number, each in enumerate(group["params"]):
+            if each is parameter:
+                own = group.get("param_names", ())
+                return label(own[number] if own else names.get(id(parameter), ""), position + number, parameter)
+        position += len(group["params"])
+    return label(names.get(id(parameter), ""), position, parameter)
