@@ -67,8 +67,3 @@ def heard_of(worker) -> list[tuple[int, str]]:
 def test_killed_rank() -> None:
     """``step()`` of the survivors names the killed rank, and they continue in a new group."""
     assert heard_of(edges.killed) == [(0, "continued"), (0, "named"), (2, "continued"), (2, "named")]
-
-
-def test_join() -> None:
-    """The ranks that have more batches name the one that has fewer."""
-    assert heard_of(edges.joined) == [(1, "named"), (2, "named")]

@@ -25,6 +25,7 @@ from tritoncomm.step.optimizer_proxy import OptimizerProxy
 from tritoncomm.step.shards import has_bits
 from tritoncomm.step.torch_internals import (
     check_new_hooks,
+    check_new_joins,
     comm_hooks,
     creates_state,
     ignored_by,
@@ -145,8 +146,8 @@ def check_held(model: nn.Module | None, optimizer: torch.optim.Optimizer) -> Non
 def keep_gradients_local(model: nn.Module | None) -> None:
     """Let the DDP modules in ``model`` average nothing. They still broadcast parameters and buffers.
 
-    From now on, an optimizer that is not wrapped and steps their parameters raises an error, and so does a further
-    communication hook.
+    From now on, an optimizer that is not wrapped and steps their parameters raises an error, and so do a further
+    communication hook, and ``join()`` unless it ends training with the first rank that has no batch.
 
     Raises:
         ConfigurationError: A module has another communication hook.
@@ -165,6 +166,7 @@ def keep_gradients_local(model: nn.Module | None) -> None:
     if _local and not _guards:
         _guards.append(register_optimizer_step_pre_hook(_check_not_stepped))
         check_new_hooks(_check_new_hook)
+        check_new_joins(_check_new_join)
 
 
 def averages_nothing(module: DistributedDataParallel) -> bool:
@@ -206,6 +208,17 @@ def _check_new_hook(module: DistributedDataParallel, method: str, hook: Any) -> 
             f"{method}: this module was passed to wrap(), so its gradients stay local until step() exchanges them, and "
             f"{name} would average them before: remove the call. To train with {name} instead, do not wrap the "
             "optimizer, and put model.module into a new DistributedDataParallel"
+        )
+
+
+def _check_new_join(modules: Iterable[Any]) -> None:
+    """Raise if a rank without a batch would leave the training of one of ``modules``, which averages nothing."""
+    if any(each in _local and dist.get_world_size(each.process_group) > 1 for each in modules):
+        raise ConfigurationError(
+            "join(): this module was passed to wrap(), so step() exchanges its gradients, which every rank must call "
+            "equally often, and join() takes no steps for a rank without a batch. Give all ranks as many batches, or "
+            "let a rank without one call step() without a backward pass, and leave out join(); or end training with "
+            "the first rank that has none, by join(throw_on_early_termination=True)"
         )
 
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 import gc
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import wraps
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
+from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import lr_scheduler
 
@@ -121,6 +122,22 @@ def note_new_modules(note: Callable[[DistributedDataParallel], None]) -> None:
 
     built.notes = note  # type: ignore[attr-defined]
     DistributedDataParallel.__init__ = built  # type: ignore[method-assign]
+
+
+def check_new_joins(check: Callable[[Iterable[Any]], None]) -> None:
+    """Call ``check`` with the modules of each ``join()`` that lets a rank without a batch leave, as it is entered.
+
+    torch has no function to ask before, and ``model.join()`` and trainers make such a context alike. Call this once.
+    """
+    entered = Join.__enter__
+
+    @wraps(entered)
+    def enter(self: Join) -> None:
+        if self._enable and not self._throw_on_early_termination:
+            check(self._joinables)
+        entered(self)  # type: ignore[no-untyped-call]
+
+    Join.__enter__ = enter  # type: ignore[method-assign]
 
 
 def ddp_modules() -> list[DistributedDataParallel]:
