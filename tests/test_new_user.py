@@ -13,6 +13,7 @@ import torch
 import tritoncomm
 from helpers import run_situations
 from torch import nn
+from torch.optim.lr_scheduler import CyclicLR, LRScheduler, OneCycleLR
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from tritoncomm import ConfigurationError
 from tritoncomm.step import options
@@ -256,6 +257,34 @@ def test_parameters_are_refused_by_name(named_by: str, exchange: str) -> None:
     other = torch.optim.AdamW([model.unused])
     with pytest.raises(ConfigurationError, match=f"optimizer is a list, and {unused} is in its entries 0 .SGD. and 1"):
         tritoncomm.wrap([optimizer, other], **fields)
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize("schedule", [OneCycleLR, CyclicLR])
+def test_schedules_that_cycle_momentum_on_a_list(wrapped: bool, schedule: type[LRScheduler]) -> None:
+    """They cycle it if all optimizers have the same option for it, and otherwise say how to go on."""
+    fields = {"max_lr": 0.1, "max_momentum": 0.93} | (
+        {"total_steps": 9} if schedule is OneCycleLR else {"base_lr": 0.01}
+    )
+
+    def listed(kind: type[torch.optim.Optimizer]) -> torch.optim.Optimizer:
+        model = net()
+        parts = [kind([model[0].weight]), torch.optim.AdamW([model[0].bias])]
+        return tritoncomm.wrap(parts, model=model) if wrapped else tritoncomm.OptimizerList(parts)
+
+    alike = listed(torch.optim.Adam)
+    before = [group["betas"] for group in alike.param_groups]
+    schedule(alike, **fields)
+    assert [group["betas"] for group in alike.param_groups] != before
+    mixed = listed(torch.optim.Muon)
+    match = rf"{schedule.__name__}: Muon has momentum, AdamW has betas.*cycle_momentum=False, or .* for each optimizer"
+    with pytest.raises(ConfigurationError, match=match):
+        schedule(mixed, **fields)
+    schedule(mixed, cycle_momentum=False, **fields)
+    for part in mixed.optimizers:
+        schedule(part, **fields)
+    with pytest.raises(ValueError, match="optimizer must support momentum"):
+        schedule(torch.optim.Adagrad(net().parameters()), **fields)
 
 
 def test_nobody_scans_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:

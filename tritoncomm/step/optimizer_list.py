@@ -10,6 +10,7 @@ import torch
 
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.step.names import label_of
+from tritoncomm.step.torch_internals import explain_cycles
 
 __all__ = ["OptimizerList", "parts_of", "whole_of"]
 
@@ -20,7 +21,8 @@ class OptimizerList(torch.optim.Optimizer):
     :func:`~tritoncomm.wrap` makes it of a list. A trainer that takes a single optimizer takes it, too.
 
     ``param_groups`` are those of all, the same objects, so that learning rate schedulers of any of them work.
-    ``OneCycleLR`` on the list needs ``cycle_momentum=False``, because optimizers name their momentum differently.
+    ``OneCycleLR`` and ``CyclicLR`` on the list need ``cycle_momentum=False`` if its optimizers name their momentum
+    differently.
     ``state_dict()`` holds all in the usual form, with parameters numbered through.
 
     Args:
@@ -33,6 +35,9 @@ class OptimizerList(torch.optim.Optimizer):
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self.optimizers = list(optimizers)
         _check_list(self.optimizers, {})
+        if not _explained:
+            _explained.append(_explanation)
+            explain_cycles(_explanation)
         super().__setstate__({})  # only hooks and profiling: parameters and state stay where they are
 
     @property
@@ -99,6 +104,22 @@ class OptimizerList(torch.optim.Optimizer):
         """Load what :meth:`state_dict` returned."""
         for optimizer, own in zip(self.optimizers, split(state_dict, self.optimizers), strict=True):
             optimizer.load_state_dict(own)
+
+
+_explained: list[Callable[..., Any]] = []  # once there is a list
+
+
+def _explanation(optimizer: Any, schedule: str) -> ConfigurationError | None:
+    """Return why ``schedule`` cannot cycle the momentum of ``optimizer``, if that is a list."""
+    optimizers = parts_of(getattr(optimizer, "optimizer", optimizer))
+    names = [next((name for name in ("momentum", "betas") if name in each.defaults), "none") for each in optimizers]
+    if len(set(names)) <= 1:
+        return None
+    held = ", ".join(f"{type(each).__name__} has {name}" for each, name in zip(optimizers, names, strict=True))
+    return ConfigurationError(
+        f"{schedule}: {held}, and one schedule cycles the momentum of all by the same name: pass cycle_momentum=False, "
+        f"or make a {schedule} for each optimizer of the list"
+    )
 
 
 def parts_of(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:

@@ -140,6 +140,32 @@ def check_new_joins(check: Callable[[Iterable[Any]], None]) -> None:
     Join.__enter__ = enter  # type: ignore[method-assign]
 
 
+def explain_cycles(explanation: Callable[[Any, str], Exception | None]) -> None:
+    """Let schedules that cycle momentum raise ``explanation`` of an optimizer and their name, instead of torch's error.
+
+    None leaves torch's. They read ``defaults``, which other code asks, too, so nothing else tells that one of them is
+    refused. Call this once.
+    """
+
+    def explained(kind: type[Any]) -> Callable[..., None]:
+        initialize = kind.__init__
+
+        @wraps(initialize)
+        def init(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+            try:
+                initialize(self, optimizer, *args, **kwargs)
+            except ValueError as error:
+                instead = explanation(optimizer, kind.__name__) if "cycle_momentum" in str(error) else None
+                if instead is None:
+                    raise
+                raise instead from error
+
+        return init
+
+    for kind in (lr_scheduler.CyclicLR, lr_scheduler.OneCycleLR):
+        kind.__init__ = explained(kind)  # type: ignore[method-assign]
+
+
 def ddp_modules() -> list[DistributedDataParallel]:
     """Return all modules of DDP that are alive. It takes some 30 milliseconds.
 
