@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import tritoncomm
+from helpers import log_lines, residual, same_everywhere
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from tritoncomm import ConfigMismatchError, ConfigurationError
@@ -226,6 +228,7 @@ def transformers_worker(rank: int, world_size: int, send: Any, folder: str) -> N
     check_lost_residual(Path(path) / "tritoncomm", rank, lambda residuals: train(path, residuals), "SparseGradients()")
     check_limits(folder, data)
     check_interrupted(folder, data)
+    check_trains_twice(folder, data)
     check_refusals(folder, data)
 
 
@@ -305,6 +308,48 @@ def check_interrupted(folder: str, data: list[Any]) -> None:
     trainer.train()
     assert callback.optimizer is not first
     assert type(trainer.optimizer.optimizer) is torch.optim.AdamW
+
+
+def check_trains_twice(folder: str, data: list[Any]) -> None:
+    """The pending update goes on in a second ``train()``, and after memory was short. Nobody is told that it is lost."""
+    import transformers  # noqa: PLC0415 - optional
+    from tritoncomm.integrations.transformers import SparseGradients  # noqa: PLC0415 - optional
+
+    class Begin(transformers.TrainerCallback):
+        def on_train_begin(self, *_: Any, **__: Any) -> None:
+            found.append((residual(callback.optimizer), callback.optimizer.metrics()["steps"]))
+
+    class Short(Net):
+        def forward(self, x: torch.Tensor, labels: Any = None) -> dict[str, torch.Tensor]:
+            if len(x) == 8 and len(self.losses) == 4:
+                raise RuntimeError("CUDA out of memory.")
+            return super().forward(x, labels)
+
+    for kind in (Net, Short):
+        found: list[tuple[torch.Tensor, float]] = []
+        arguments = transformers.TrainingArguments(
+            output_dir=folder, max_steps=4 if kind is Net else 6, use_cpu=True, ddp_backend="gloo", report_to=[],
+            disable_tqdm=True, logging_strategy="no", save_strategy="no", per_device_train_batch_size=8,
+            auto_find_batch_size=kind is Short,
+        )  # fmt: skip
+        callback, net = SparseGradients(**SETTINGS), kind()
+        trainer = transformers.Trainer(net, arguments, train_dataset=data, callbacks=[callback, Begin()])
+        with log_lines(logging.WARNING) as lines:
+            trainer.train()
+            first = callback.optimizer
+            if kind is Net:
+                pending = residual(first)
+                trainer.train()
+                assert torch.equal(found[1][0], pending)
+        assert not lines
+        assert [steps for _, steps in found] == [0, 4]
+        assert found[1][0].any()
+        assert same_everywhere(weights(net).tolist())
+        assert kind is Short or callback.optimizer is not first
+    trainer.model.layers[0].weight.requires_grad_(requires_grad=False)
+    trainer.model_wrapped = trainer.model  # so that DDP knows
+    trainer.train()  # by other parameters: the pending update is lost
+    assert found[-1][1] == 0
 
 
 def check_refusals(folder: str, data: list[Any]) -> None:

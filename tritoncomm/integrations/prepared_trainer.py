@@ -8,6 +8,7 @@ from tritoncomm.algorithms import Recipe
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.integrations.prepared import connect, has_peers, replace_inner
 from tritoncomm.optimizer import SparseOptimizer
+from tritoncomm.step.optimizer_list import parts_of
 
 
 def connect_trainer(trainer: Any, algo: str | Recipe | None, settings: dict[str, Any]) -> SparseOptimizer:
@@ -23,6 +24,32 @@ def disconnect_trainer(trainer: Any) -> None:
     if isinstance(sparse, SparseOptimizer):
         replace_inner(trainer.optimizer, sparse.optimizer)
         sparse.release()
+
+
+def trained_ids(trainer: Any) -> set[int]:
+    """Return the ids of the parameters that the optimizer of ``trainer`` trains."""
+    groups = trainer.optimizer.param_groups
+    return {id(parameter) for group in groups for parameter in group["params"] if parameter.requires_grad}
+
+
+def state_to_continue(before: SparseOptimizer | None, trainer: Any) -> dict[str, Any] | None:
+    """Return the state of ``before``, with its residual, if ``trainer`` still has its original optimizer.
+
+    None if an error or a signal has stopped an update, so that residual and parameters are not of the same step.
+    """
+    if before is None or before.optimizer is not trainer.optimizer.optimizer:
+        return None
+    before.zero_grad()  # a step that an interrupt has ended may have averaged gradients
+    try:
+        return before.state_dict()
+    except RuntimeError:
+        return None
+
+
+def forget_state(trainer: Any) -> None:
+    """Remove the state of the optimizer of ``trainer``, which is about to be loaded."""
+    for part in parts_of(trainer.optimizer.optimizer):
+        part.state.clear()
 
 
 def _check(trainer: Any) -> None:

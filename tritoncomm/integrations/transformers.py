@@ -12,7 +12,13 @@ from tritoncomm import checkpoint
 from tritoncomm.algorithms import Recipe
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.integrations import residuals as beside
-from tritoncomm.integrations.prepared_trainer import connect_trainer, disconnect_trainer
+from tritoncomm.integrations.prepared_trainer import (
+    connect_trainer,
+    disconnect_trainer,
+    forget_state,
+    state_to_continue,
+    trained_ids,
+)
 from tritoncomm.optimizer import SparseOptimizer
 
 __all__ = ["SparseGradients"]
@@ -40,15 +46,25 @@ class SparseGradients(TrainerCallback):
         self._restore = beside.check(residuals)
         self._algo, self._settings = algo, settings
         self.optimizer: SparseOptimizer | None = None
+        self._trained: set[int] = set()  # ids of the parameters that it trains
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
-        """Wrap the optimizer, and load the residuals of the checkpoint from which the Trainer resumes."""
+        """Wrap the optimizer, with the residuals of the checkpoint from which the Trainer resumes.
+
+        Without one, go on with those of the ``train()`` before, or of a larger batch that memory was too short for.
+        """
         trainer, resumed = (_trainer_frame()[name] for name in ("self", "resume_from_checkpoint"))
         disconnect_trainer(trainer)  # of a train() that an error or an interrupt ended
-        if load := resumed is not None and self._restore:
-            trainer.optimizer.optimizer.state.clear()  # loaded below: wrap() would warn that its residuals are lost
+        trained = trained_ids(trainer)
+        goes_on = resumed is None and trained == self._trained
+        before = state_to_continue(self.optimizer, trainer) if goes_on else None
+        if before is not None or (resumed is not None and self._restore):
+            forget_state(trainer)  # loaded below: wrap() would warn that its residuals are lost
         self.optimizer = connect_trainer(trainer, self._algo, self._settings)
-        if load:
+        self._trained = trained
+        if before is not None:
+            self.optimizer.load_state_dict(before)
+        elif resumed is not None and self._restore:
             with beside.name_the_fix("SparseGradients()"):
                 checkpoint.load(self.optimizer, Path(resumed) / beside.FOLDER)
 
@@ -74,7 +90,10 @@ class SparseGradients(TrainerCallback):
             checkpoint.save(self.optimizer, folder / f"checkpoint-{state.global_step}" / beside.FOLDER)
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
-        """Take the wrapped optimizer out, because a second ``train()`` may resume and load the state of one rank."""
+        """Take the wrapped optimizer out, because a second ``train()`` may resume and load the state of one rank.
+
+        It is kept here with its residual, for a second ``train()`` that does not.
+        """
         disconnect_trainer(_trainer_frame()["self"])
 
 

@@ -393,7 +393,8 @@ def warn_about_lost_residual(optimizer: torch.optim.Optimizer, level: int = logg
         logger.log(
             level,
             "the optimizer holds the state of an earlier run with wrap(), without its residuals, which are lost: call "
-            "load_state_dict() of the wrapped optimizer with its state of each rank, see tritoncomm.checkpoint",
+            "load_state_dict() of the wrapped optimizer with its state of each rank, see tritoncomm.checkpoint, or in "
+            "a trainer resume from a checkpoint that it saved with tritoncomm",
         )
 
 
