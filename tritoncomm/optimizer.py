@@ -185,6 +185,11 @@ class SparseOptimizer(OptimizerSetup):
         elif scale is not None and step_state.scale is None:
             raise RuntimeError("synchronize() has averaged scaled gradients: call scaler.unscale_(optimizer) first")
         step_state.check_unchanged(self._exchange.gradients)
+        if self._exchange.delivered is not None and self._local_changes.has_accumulated:
+            raise RuntimeError(
+                "a backward pass has added gradients of this rank to the mean since synchronize(): call step() before "
+                "the next backward pass, or optimizer.zero_grad() on all ranks, which discards what was averaged"
+            )
         if self._exchange.delivered is None:
             self._exchange.discard()
             step_state.warn_about_scale(found)

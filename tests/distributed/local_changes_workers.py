@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 
+import pytest
 import torch
 import torch.distributed as dist
 import tritoncomm
@@ -16,6 +17,7 @@ from helpers import adamw, log_lines, loss_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from tritoncomm.step.shards import local
 
 SETTINGS = {"density": 0.2, "dense_below": 0}
 SEEN = "gradients were changed in place between backward() and step()"
@@ -256,3 +258,45 @@ def hooks_are_removed(rank: int, world_size: int, send) -> None:
     gc.collect()
     assert reference() is None
     assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
+
+
+def backward_after_synchronize(rank: int, world_size: int, send) -> None:
+    """A backward pass after ``synchronize()`` is refused on every rank, and scaling the mean is not."""
+    for kind in KINDS:
+        model, optimizer = kind()
+        for step in range(3):
+            optimizer.zero_grad()
+            loss_of(model, rank, step).backward()
+            optimizer.synchronize()
+            scale(model, optimizer)
+            optimizer.step()
+        before = [local(parameter.detach()).clone() for parameter in model.parameters()]
+        optimizer.zero_grad()
+        loss_of(model, rank, 3).backward()
+        optimizer.synchronize()
+        loss_of(model, rank, 4).backward()
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=r"backward pass .* since synchronize\(\).*zero_grad"):
+                optimizer.step()
+        assert all(map(torch.equal, before, [local(parameter.detach()) for parameter in model.parameters()]))
+        optimizer.zero_grad()
+        loss_of(model, rank, 5).backward()
+        optimizer.step()
+
+
+def without_gradients(rank: int, world_size: int, send) -> None:
+    """A step in which no rank has a gradient changes nothing, and says so once, with FSDP2's usual reason."""
+    for kind in (plain, in_ddp, in_fsdp):
+        model, optimizer = kind()
+        with log_lines() as lines:
+            for step in range(4):
+                optimizer.zero_grad()
+                if kind is in_fsdp:
+                    model.set_requires_gradient_sync(step == 3)
+                if kind is in_fsdp or step == 3:
+                    loss_of(model, rank, step).backward()
+                optimizer.step()
+        found = [line for line in lines if "no rank has a gradient of any parameter in step 1" in line]
+        assert len(found) == (rank == 0), lines
+        assert all("set_requires_gradient_sync(True)" in line for line in found)
+        assert optimizer.metrics()["steps"] == 4

@@ -21,7 +21,7 @@ from helpers import run_situations
                 workers.rare_checks,
             ],
         ),
-        (4, [workers.sharded_loops]),
+        (4, [workers.sharded_loops, workers.backward_after_synchronize, workers.without_gradients]),
     ],
     ids=["silent", "heard", "sharded"],
 )

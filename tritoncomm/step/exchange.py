@@ -265,6 +265,10 @@ class GradientExchange:
             self._finish()
         except NonFiniteError as error:
             raise (local_error or error) from None
+        everybody = self.options.group if self.all_shards is None else self.all_shards.group
+        has_updates = any(vector.options.is_anchor for vector in vectors)
+        if vectors[0].world_size > 1 and dist.get_rank(everybody) == 0 and not has_updates:
+            self.presence.warn_if_none(self.parameters, self.steps + 1)
         self._ready(lambda means: gradients.write(vectors, means, kept, scale, self._left))
         whole = span.end()
         for vector, sent, *_ in self._begun:

@@ -36,6 +36,9 @@ class LocalChanges:
     Args:
         parameters: The parameters whose gradients are exchanged.
         can_synchronize: Whether ``synchronize()`` exchanges all gradients that a script may clip together.
+
+    Attributes:
+        has_accumulated: Whether a backward pass has added to a gradient since :meth:`forget`.
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor], *, can_synchronize: bool = True) -> None:
@@ -48,6 +51,7 @@ class LocalChanges:
         self._steps = 0
         self._first = 1 if any(is_asynchronous(parameter.device) for parameter in parameters) else _FIRST
         self._pass = -1
+        self.has_accumulated = False
         self._has_warned = False
         # With CPUOffloadPolicy, hooks make FSDP2 wait for each gradient that it copies to the CPU.
         hook = _noting(weakref.ref(self))
@@ -57,11 +61,13 @@ class LocalChanges:
 
     def forget(self) -> None:
         """Forget what was noted, because ``.grad`` is about to hold something else."""
+        self.has_accumulated = False
         self._versions.clear()
         self._norms.clear()
 
     def note_after_backward(self) -> None:
         """Note all versions at the end of the backward pass under way."""
+        self.has_accumulated = True
         number = backward_pass()
         if number != self._pass and not self._has_warned:
             self._pass = number

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -9,6 +10,8 @@ import torch
 
 from tritoncomm.scheduler.rounds import AllReduce, Pattern
 from tritoncomm.step.vector import VectorExchange
+
+logger = logging.getLogger("tritoncomm")
 
 _NONE: frozenset[int] = frozenset()
 
@@ -36,6 +39,7 @@ class Presence:
 
     def __init__(self) -> None:
         self.absent = self.waiting = self._missing = _NONE
+        self._has_warned = False
 
     def begin(
         self, parameters: Iterable[torch.Tensor], *, leaves_none: bool = False, resting: Collection[int] = ()
@@ -69,6 +73,18 @@ class Presence:
 
         pairs = zip(parameters, vector.run(counting()), strict=True)
         self.absent = frozenset(id(each) for each, count in pairs if count == vector.world_size)
+
+    def warn_if_none(self, parameters: Iterable[torch.Tensor], step: int) -> None:
+        """Log once that no rank had a gradient of any of ``parameters`` in the step with this number."""
+        if self._has_warned or any(id(each) not in self.absent for each in parameters):
+            return
+        self._has_warned = True
+        logger.warning(
+            "no rank has a gradient of any parameter in step %d, which therefore changes nothing: call backward() before "
+            "step(). With FSDP2, call set_requires_gradient_sync(True) before the last backward pass of each step, "
+            "because .grad is None without it",
+            step,
+        )
 
     def kinds(self, parameters: Iterable[torch.Tensor]) -> str:
         """Return a text that must be equal on all ranks: which ``parameters`` are frozen, and which were absent."""
