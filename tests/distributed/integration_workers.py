@@ -311,7 +311,7 @@ def check_interrupted(folder: str, data: list[Any]) -> None:
 
 
 def check_trains_twice(folder: str, data: list[Any]) -> None:
-    """The pending update goes on in a second ``train()``, and after memory was short. Nobody is told that it is lost."""
+    """The pending update goes on in a second ``train()``, and after memory was short, without a warning."""
     import transformers  # noqa: PLC0415 - optional
     from tritoncomm.integrations.transformers import SparseGradients  # noqa: PLC0415 - optional
 
