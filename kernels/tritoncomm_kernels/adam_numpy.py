@@ -192,8 +192,8 @@ def _take(array: _Array, at: _Array, out: _Array | None = None) -> _Array:
 class _Step:
     """The settings of one step, rounded to fp32. See :class:`AdamControl`.
 
-    ``keep`` is an array of one element: calls with an array are faster than with a number. ``tables`` has the factors of
-    all delays with at most so many bits.
+    ``keep`` is an array of one element: calls with an array are faster than with a number. ``tables`` has the factors
+    of all delays with at most so many bits.
     """
 
     control: AdamControl

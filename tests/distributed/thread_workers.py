@@ -75,11 +75,19 @@ def four_ranks(rank: int, world_size: int, send, deep: bool) -> None:
     nodes = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     for name in ("SGD with momentum", "AdamW")[: 2 if deep else 1]:
         make, fields = GRADIENTS[name]
-        _train(f"{name} on nodes", _net(), make, rank, SHIPPED | fields | {"values": "4bit", "node_group": nodes[rank // 2]})
+        _train(
+            f"{name} on nodes",
+            _net(),
+            make,
+            rank,
+            SHIPPED | fields | {"values": "4bit", "node_group": nodes[rank // 2]},
+        )
         over = mesh()
         group = over["replicate"].get_group()
         net = fully_shard(_net(), mesh=over["shard"])
-        _train(f"{name} on shards", net, make, rank, SHIPPED | fields | {"values": "4bit", "process_group": group}, group)
+        _train(
+            f"{name} on shards", net, make, rank, SHIPPED | fields | {"values": "4bit", "process_group": group}, group
+        )
 
 
 def _net() -> nn.Module:
@@ -100,7 +108,9 @@ def _train(
     parameters = list(net.parameters())
     optimizer = tritoncomm.wrap(make(parameters), **fields)
     every = fields.get("local_steps", 1)
-    common, own = (torch.randn(ROWS * COLUMNS, generator=torch.Generator().manual_seed(seed)) ** 3 for seed in (9, rank))
+    common, own = (
+        torch.randn(ROWS * COLUMNS, generator=torch.Generator().manual_seed(seed)) ** 3 for seed in (9, rank)
+    )
     with torch.backends.mkldnn.flags(enabled=rank > 0):
         for step in range(STEPS):
             if step == STEPS // 2:

@@ -254,7 +254,7 @@ def _root_mean_square(values: torch.Tensor, numel: int) -> torch.Tensor:
     """Return the root mean square of ``values`` and of zeros, ``numel`` elements together, as fp32 ``[]``."""
     if not values.numel():
         return torch.zeros((), device=values.device)
-    return root_mean_square(values) * (values.numel() / numel) ** 0.5
+    return root_mean_square(values).mul_((values.numel() / numel) ** 0.5)
 
 
 def _wide(values: torch.Tensor) -> torch.Tensor:
