@@ -237,8 +237,8 @@ def check_trained(
     if every and not parameters:
         raise ConfigurationError(
             "optimizer holds only parameters that DDP was told to ignore, the first of them "
-            f"{label_of(optimizer, every[0], names)}: they are this rank's own, and nothing is exchanged, so do not wrap "
-            "it"
+            f"{label_of(optimizer, every[0], names)}: they are this rank's own, and nothing is exchanged, so do not "
+            "wrap it"
         )
     if not any(parameter.requires_grad for parameter in parameters):
         first = f", the first of them {label_of(optimizer, parameters[0], names)}" if parameters else ""
