@@ -23,7 +23,7 @@ from tritoncomm_kernels import root_mean_square
 from tritoncomm_kernels.adam import beta_tables, decays
 from tritoncomm_kernels.devices import is_asynchronous
 
-__all__ = ["LateRule", "powers_of"]
+__all__ = ["LateRule"]
 
 _BITS = 24  # of the largest step count that fp32 holds
 _MAX_SQRT_STALENESS = 3.0  # as for Adam: noise would have moved a coordinate by about sqrt(tau) steps
@@ -94,6 +94,12 @@ class LateRule(AwareStep):
             mean: The delivered sum divided by ``tau``.
             tau: The number of steps since the last delivery, at least 1.
         """
+
+    @staticmethod
+    def powers(beta: float, tau: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return ``beta`` to the power of ``tau``, and 1 minus this power, with the same bits on every processor."""
+        power, complement = beta_tables((beta, beta), tau.dtype, tau.device)[:2]
+        return decays(tau.to(torch.int32), power, complement, bits=_BITS if is_asynchronous(tau.device) else None)
 
     def decay(self, group: Mapping[str, Any]) -> float:
         """Return the factor by which decoupled weight decay multiplies every coordinate in each step."""
@@ -242,12 +248,6 @@ class LateRule(AwareStep):
         """See :meth:`AwareStep.restore`."""
         _NOTES.pop(optimizer, None)  # the state may have been loaded in place
         super().restore(optimizer, state_dict)
-
-
-def powers_of(beta: float, tau: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ``(beta^tau, 1 - beta^tau)`` for whole numbers ``tau``, with the same bits on every processor."""
-    power, complement = beta_tables((beta, beta), tau.dtype, tau.device)[:2]
-    return decays(tau.to(torch.int32), power, complement, bits=_BITS if is_asynchronous(tau.device) else None)
 
 
 def _root_mean_square(values: torch.Tensor, numel: int) -> torch.Tensor:

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from tritoncomm.step.late import Held, LateRule, powers_of
+from tritoncomm.step.late import Held, LateRule
 
 # Options of public implementations, with the values at which their step is that of the paper.
 _PLAIN = {
@@ -59,7 +59,7 @@ class LateLion(LateRule):
         self, group: Mapping[str, Any], held: Held, mean: torch.Tensor, tau: torch.Tensor
     ) -> tuple[torch.Tensor, Held]:
         average = held["exp_avg"]
-        (read, added), (kept, entered) = (powers_of(float(beta), tau) for beta in group["betas"])
+        (read, added), (kept, entered) = (self.powers(float(beta), tau) for beta in group["betas"])
         direction = (read * average + added * mean).sign()
         return direction, {"exp_avg": kept * average + entered * mean}
 

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 
 from tritoncomm.errors import ConfigurationError
-from tritoncomm.step.late import Held, LateRule, powers_of
+from tritoncomm.step.late import Held, LateRule
 from tritoncomm.step.torch_internals import steps_as
 
 
@@ -55,7 +55,7 @@ class LateSGD(LateRule):
         mean = -mean if group["maximize"] else mean
         if momentum == 0:
             return mean, held
-        kept, lost = powers_of(momentum, tau)
+        kept, lost = self.powers(momentum, tau)
         # 1 + momentum + ... + momentum^(tau - 1), which is not rounded where a gradient is not late
         steps = tau if momentum == 1 else torch.where(tau == 1, 1.0, lost / (1 - momentum))
         buffer = kept * held["momentum_buffer"] + steps * mean
