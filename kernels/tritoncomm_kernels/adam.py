@@ -31,6 +31,9 @@ FINE, LARGEST_SQUARE = 32.0, 2.0**31
 # A delivery of steady gradients counts for at most this many times max_catch_up. An entry without gradients for 1000
 # steps waits as long, and the one that then comes stands for none of them.
 STEADY = 3.0
+# A mean that is so many times the root of its second moment counts for one step: most of it is one gradient, to which
+# dense Adam, too, gives about one step at a time. A moment of less weight than the second number is not compared.
+OUTLIER, LEAST_WEIGHT = 5.0, 2.0**-16
 # Two counts in one int64 sum: an entry that agrees counts 1, and one that disagrees this. A tensor has fewer than 2^31
 # entries (INDEX_LIMIT).
 DISAGREES = 1 << 32
@@ -95,6 +98,9 @@ class AdamControl:
         start. With a beta2 near 1, these would count for a thousand steps, in which all moves are too short. What the
         bias-corrected moment holds of earlier steps therefore weighs at most ((t - tau) / t)^4 where tau is above 1.
 
+        A mean of more than 5 times the root of the moment before counts for one step, if that moment is not 0: most of
+        it is one gradient, such as that of a broken batch, and dense Adam moves by about one step at a time, too.
+
         The weight of the first number is 0 where q = (a - d - 3 sqrt(n)) / n is at most 1/4, 1 from 1/2 on, and linear
         between. Of the n delivered entries of a tensor, a have the sign of their first moment, and d have the other
         one. Entries that are 0, or have a moment of 0, do not count. Language models have q below 1/4 in nearly all
@@ -104,7 +110,9 @@ class AdamControl:
         scalars = Scalars(
             steps=steps,
             rate=learning_rate / correct1,
+            per_step=1 / steps,
             correction=correct2,
+            per_correction=1 / correct2,
             root=math.sqrt(correct2),
             epsilon=epsilon,
             catch_up=max_catch_up,
@@ -195,8 +203,11 @@ def _update(
     first = power * before + complement * mean
     power, complement = decays(tau, tables[2], tables[3]) if delayed else tables[2:, 0]
     if delayed:
-        power, complement = forgetting(waited, power, complement, scalars)
-    second = power * at.read(state.second) + complement * (mean * mean)
+        power, complement, weight = forgetting(waited, power, complement, scalars)
+    held, square = power * at.read(state.second), mean * mean
+    second = held + complement * square
+    if delayed:
+        waited = torch.where(is_outlier(held, square, weight, scalars), 1.0, waited)
     at.write(state.first, first)
     at.write(state.second, second)
     at.write(state.last, steps.expand(tau.shape))
@@ -258,21 +269,31 @@ def decays(
 
 def forgetting(
     waited: torch.Tensor, power: torch.Tensor, complement: torch.Tensor, scalars: Scalars
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the factors of the second moment and of the squared mean for deliveries after ``waited`` steps.
 
     They are ``(beta2^tau, 1 - beta2^tau)``, unless the moment would then weigh more than ((t - tau) / t)^4 in the
-    bias-corrected average. What it held before is shorter: see :meth:`AdamControl.of`. ``waited`` is tau in the float
-    type of the others.
+    bias-corrected average, see :meth:`AdamControl.of`. The third result is the weight that it has. ``waited`` is tau in
+    the float type of the others.
     """
-    left = (scalars.steps - waited) / scalars.steps
+    left = (scalars.steps - waited) * scalars.per_step
     limit = (left * left) * (left * left)
-    weight = 1 - complement / scalars.correction
+    weight = 1 - complement * scalars.per_correction
     above = (waited > 1) & (weight > limit)
     return (
         torch.where(above, power * (limit / weight), power),
         torch.where(above, scalars.correction * (1 - limit), complement),
+        torch.where(above, limit, weight),
     )
+
+
+def is_outlier(held: torch.Tensor, square: torch.Tensor, weight: torch.Tensor, scalars: Scalars) -> torch.Tensor:
+    """Return which means are more than :data:`OUTLIER` times the root of the bias-corrected moment before.
+
+    ``held`` is what is left of that moment, with the ``weight`` of :func:`forgetting`, and ``square`` the squared mean.
+    """
+    known = (held > 0) & (weight > LEAST_WEIGHT)
+    return known & (square * (scalars.correction * weight) > held * (OUTLIER * OUTLIER))
 
 
 @lru_cache(maxsize=64)

@@ -10,7 +10,9 @@ class Scalars(NamedTuple):
 
     * ``steps``: the step count, counted from 1
     * ``rate``: the learning rate divided by the first bias correction
+    * ``per_step``: 1 divided by ``steps``
     * ``correction``: the second bias correction, 1 - beta2^steps
+    * ``per_correction``: 1 divided by it
     * ``root``: its square root
     * ``epsilon``: Adam's option
     * ``catch_up``: ``max_catch_up``, the limit on the staleness that counts for the distance
@@ -22,7 +24,9 @@ class Scalars(NamedTuple):
 
     steps: Any
     rate: Any
+    per_step: Any
     correction: Any
+    per_correction: Any
     root: Any
     epsilon: Any
     catch_up: Any

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -25,6 +25,7 @@ from tritoncomm_kernels.adam import (
     beta_tables,
     decays,
     forgetting,
+    is_outlier,
     steadiness,
 )
 from tritoncomm_kernels.adam_layout import Scalars
@@ -201,6 +202,11 @@ class _Step:
     scalars: Scalars
     tables: dict[int, list[_Array]] = field(default_factory=dict)
 
+    @cached_property
+    def numbers(self) -> Scalars:
+        """The settings as tensors."""
+        return Scalars(*self.control.scalars.float().unbind())
+
     @classmethod
     def of(cls, control: AdamControl, keep: float) -> _Step:
         exact = Scalars(*control.scalars.numpy())
@@ -235,7 +241,7 @@ class _Step:
         mean = delivered / waited
         if self.control.maximize:
             np.negative(mean, out=mean)
-        power1, complement1, power2, complement2 = self._of_delay(tau)
+        power1, complement1, power2, complement2, *weight = self._of_delay(tau)
         moment = _read(first, at)
         votes = _votes(moment, mean)
         moment *= power1
@@ -244,6 +250,8 @@ class _Step:
         square = _read(second, at)
         square *= power2
         mean *= mean
+        if weight:
+            waited[self._are_outliers(square, mean, *weight)] = 1
         square += complement2 * mean
         second[at] = square
         for maximum in maxima:
@@ -255,7 +263,10 @@ class _Step:
         return np.divide(moment, move, out=move), waited, votes
 
     def _of_delay(self, tau: _Array) -> list[Any]:
-        """Return the factors of the first moment and of the mean, then of the second moment and of the squared mean."""
+        """Return the factors of the first moment and of the mean, then of the second moment and of the squared mean.
+
+        The last result is the weight of the second moment, unless every delivery is of one step.
+        """
         longest = int(tau.max())
         if longest >= _LOOKED_UP:
             return self._forgetting(tau, _compute_of_delay(tau, self.control.betas))
@@ -268,9 +279,12 @@ class _Step:
         return [_take(row, at) for row in self.tables[bits]]
 
     def _forgetting(self, tau: _Array, rows: list[_Array]) -> list[_Array]:
-        scalars = Scalars(*self.control.scalars.float().unbind())
         waited, power, complement = (torch.from_numpy(each) for each in (tau.astype(np.float32), *rows[2:]))
-        return [*rows[:2], *(each.numpy() for each in forgetting(waited, power, complement, scalars))]
+        return [*rows[:2], *(each.numpy() for each in forgetting(waited, power, complement, self.numbers))]
+
+    def _are_outliers(self, held: _Array, square: _Array, weight: _Array) -> _Array:
+        found: _Array = is_outlier(*map(torch.from_numpy, (held, square, weight)), self.numbers).numpy()
+        return found
 
     def catch_up_moves(
         self, moves: _Array, waited: _Array, votes: _Array, bounds: list[int], sizes: list[int], rms: _Array

@@ -13,7 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
-from tritoncomm_kernels.adam import DISAGREES, FINE, LARGEST_SQUARE
+from tritoncomm_kernels import adam
+from tritoncomm_kernels.adam import DISAGREES, FINE, LARGEST_SQUARE, OUTLIER
 from tritoncomm_kernels.adam_layout import Row, Scalars
 from tritoncomm_kernels.dispatch import on_device_of
 from tritoncomm_kernels.workspace import copied_to
@@ -23,6 +24,9 @@ BLOCK, WARPS = 128, 4  # 256 spills on sm_90 in bf16 with Triton 3.6, and 512 on
 # Positions in ``control``, and columns in a table of tensors.
 STEPS = tl.constexpr(Scalars._fields.index("steps"))
 RATE = tl.constexpr(Scalars._fields.index("rate"))
+OUTLIER_SQUARED, LEAST_WEIGHT = tl.constexpr(OUTLIER**2), tl.constexpr(adam.LEAST_WEIGHT)
+PER_STEP = tl.constexpr(Scalars._fields.index("per_step"))
+PER_CORRECTION = tl.constexpr(Scalars._fields.index("per_correction"))
 CORRECTION = tl.constexpr(Scalars._fields.index("correction"))
 ROOT = tl.constexpr(Scalars._fields.index("root"))
 EPSILON = tl.constexpr(Scalars._fields.index("epsilon"))
@@ -68,12 +72,20 @@ def _forgetting(waited, power, complement, control_ptr):
     """Return the factors of the second moment and of the squared mean, see ``forgetting`` of the reference."""
     steps = tl.load(control_ptr + STEPS).to(tl.float32)
     correction = tl.load(control_ptr + CORRECTION).to(tl.float32)
-    left = tl.div_rn(steps - waited, steps)
+    left = (steps - waited) * tl.load(control_ptr + PER_STEP).to(tl.float32)
     limit = (left * left) * (left * left)
-    weight = 1 - tl.div_rn(complement, correction)
+    weight = 1 - complement * tl.load(control_ptr + PER_CORRECTION).to(tl.float32)
     above = (waited > 1) & (weight > limit)
     power = tl.where(above, power * tl.div_rn(limit, weight), power)
-    return power, tl.where(above, correction * (1 - limit), complement)
+    return power, tl.where(above, correction * (1 - limit), complement), tl.where(above, limit, weight)
+
+
+@triton.jit
+def _is_outlier(held, square, weight, control_ptr):
+    """Return which means are far above their second moment, see ``is_outlier`` of the reference."""
+    correction = tl.load(control_ptr + CORRECTION).to(tl.float32)
+    known = (held > 0) & (weight > LEAST_WEIGHT)
+    return known & (square * (correction * weight) > held * OUTLIER_SQUARED)
 
 
 @triton.jit
@@ -94,13 +106,16 @@ def _step(
     mean = tl.div_rn(tl.load(gradient_ptr + gradient_at, mask=inside, other=0.0).to(tl.float32), waited)
     if MAXIMIZE:
         mean = -mean
+    # The second moment comes first: fewer numbers are then kept over its divisions.
+    power, complement = _decay(tau, tables_ptr + 2 * POWERS, POWERS)
+    power, complement, weight = _forgetting(waited, power, complement, control_ptr)
+    held, square = power * tl.load(second_ptr + at, mask=inside, other=0.0).to(tl.float32), mean * mean
+    second = held + complement * square
+    waited = tl.where(_is_outlier(held, square, weight, control_ptr), 1.0, waited)
     power, complement = _decay(tau, tables_ptr, POWERS)
     before = tl.load(first_ptr + at, mask=inside, other=0.0).to(tl.float32)
     vote = tl.where(before > 0, 1, tl.where(before < 0, -1, 0)) * tl.where(mean > 0, 1, tl.where(mean < 0, -1, 0))
     first = power * before + complement * mean
-    power, complement = _decay(tau, tables_ptr + 2 * POWERS, POWERS)
-    power, complement = _forgetting(waited, power, complement, control_ptr)
-    second = power * tl.load(second_ptr + at, mask=inside, other=0.0).to(tl.float32) + complement * (mean * mean)
     largest = second
     if AMSGRAD:
         maximum = tl.load(maximum_ptr + at, mask=inside, other=0.0).to(tl.float32)

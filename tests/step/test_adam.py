@@ -125,6 +125,24 @@ def test_means_outweigh_single_steps(beta2: float, start: int) -> None:
         assert torch.allclose(kept, torch.tensor((1 - beta2**t) * average), rtol=1e-4), t
 
 
+@pytest.mark.parametrize("beta2", [0.95, 0.999])
+@pytest.mark.parametrize(("times", "steps"), [(4.0, 10), (6.0, 1), (1e4, 1)])
+def test_an_outlier_counts_for_one_step(beta2: float, times: float, steps: int) -> None:
+    """A late mean of more than five times the root of the moment before moves a coordinate by one dense step."""
+    parameter = nn.Parameter(torch.ones(9))
+    optimizer = torch.optim.AdamW([parameter], lr=1e-3, betas=(0.0, beta2), weight_decay=0.0)
+    aware = StalenessAwareAdam(optimizer, max_relative_update=math.inf)
+    for t in range(1, 51):
+        delivers = t % 10 == 0
+        before = parameter.detach().clone()
+        sign = 1.0 if t % 20 else -1.0  # not steady
+        parameter.grad = torch.full((9,), 10 * sign * (times if t == 50 else 1.0))
+        aware.step([parameter], [torch.arange(9 if delivers else 0)])
+    second = float(optimizer.state[parameter]["exp_avg_sq"][0]) / (1 - beta2**50)
+    expected = min(steps, 3 * math.sqrt(10)) * times / math.sqrt(second) * 1e-3
+    assert torch.allclose(before - parameter.detach(), torch.tensor(expected), rtol=1e-4)
+
+
 @pytest.mark.parametrize("rate", [1e-5, 1e-4, 4e-4, 1e-3, 3e-3, 1e-2, 0.1])
 @pytest.mark.parametrize("size", [0.0, 0.02])
 @pytest.mark.parametrize("share", [1.0, 0.25, 0.01])
