@@ -14,6 +14,7 @@ from torch import nn
 
 from tritoncomm.errors import ConfigurationError, NonFiniteError
 from tritoncomm.scheduler.process_group import is_distributed
+from tritoncomm.scheduler.ranks import own_rank
 from tritoncomm.step import agree, ignored
 from tritoncomm.step import state as exchange_state
 from tritoncomm.step.chosen_recipe import never_delays
@@ -90,6 +91,7 @@ class SparseOptimizer(OptimizerSetup):
             if caught_up:
                 exchange.presence.set(exchange.parameters, told[max(told)])
                 exchange.catch_up()
+                self._prepare_own()
                 self._apply(untouched=False)
         self._step_state.reset()
         self._continue_in(process_group, node_group, module, caught_up=len(told) > 1)
@@ -185,7 +187,7 @@ class SparseOptimizer(OptimizerSetup):
         elif scale is not None and step_state.scale is None:
             raise RuntimeError("synchronize() has averaged scaled gradients: call scaler.unscale_(optimizer) first")
         step_state.check_unchanged(self._exchange.gradients)
-        if self._exchange.delivered is not None and self._local_changes.has_accumulated:
+        if self._exchange.delivered is not None and self._local_changes.have_accumulated(step_state.written):
             raise RuntimeError(
                 "a backward pass has added gradients of this rank to the mean since synchronize(): call step() before "
                 "the next backward pass, or optimizer.zero_grad() on all ranks, which discards what was averaged"
@@ -342,6 +344,12 @@ class SparseOptimizer(OptimizerSetup):
             inspect = partial(self._inspection.run, self.process_group, owners, exchange.steps + 1)
         found = step_state.found_in_unscale if found is None else found
         own, zero = self._optimizer_step.ignored, policy == "zero" and found is None
+        # Once, when the step is to be applied: here, or where this rank catches up with the others.
+        self._prepare_own = partial(ignored.prepare, own, scale, zero=zero)
+        bad = ignored.non_finite(own, self._names) if zero else {}
+        if bad:
+            logger.warning("rank %d: NaN or Inf replaced by zero in %s", own_rank(), listed(bad))
+            exchange.zeroed += sum(bad.values())
         try:
             exchange.exchange(
                 local_error=self._parameters.local_error(),
@@ -352,7 +360,7 @@ class SparseOptimizer(OptimizerSetup):
                 hides_decay=hides_decay,
                 inspect=inspect,
             )
-            ignored.prepare(own, scale, zero=zero)
+            self._prepare_own()
         except NonFiniteError as error:
             if policy == "raise" and found is None:
                 raise
@@ -386,6 +394,7 @@ class SparseOptimizer(OptimizerSetup):
         self._exchange.flush()
         for parameter in self._optimizer_step.ignored:
             parameter.grad = None
+        self._prepare_own = partial(ignored.prepare, (), None, zero=False)
         self._step_state.written = self._exchange.gradients
         try:
             with nullcontext() if local_steps is None else local_steps.without_momentum():

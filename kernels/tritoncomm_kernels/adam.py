@@ -293,7 +293,8 @@ def is_outlier(held: torch.Tensor, square: torch.Tensor, weight: torch.Tensor, s
     ``held`` is what is left of that moment, with the ``weight`` of :func:`forgetting`, and ``square`` the squared mean.
     """
     known = (held > 0) & (weight > LEAST_WEIGHT)
-    return known & (square * (scalars.correction * weight) > held * (OUTLIER * OUTLIER))
+    above: torch.Tensor = square * (scalars.correction * weight) > held * (OUTLIER * OUTLIER)
+    return known & above
 
 
 @lru_cache(maxsize=64)

@@ -283,7 +283,8 @@ class _Step:
         return [*rows[:2], *(each.numpy() for each in forgetting(waited, power, complement, self.numbers))]
 
     def _are_outliers(self, held: _Array, square: _Array, weight: _Array) -> _Array:
-        found: _Array = is_outlier(*map(torch.from_numpy, (held, square, weight)), self.numbers).numpy()
+        of_torch = [torch.from_numpy(each) for each in (held, square, weight)]
+        found: _Array = is_outlier(of_torch[0], of_torch[1], of_torch[2], self.numbers).numpy()
         return found
 
     def catch_up_moves(

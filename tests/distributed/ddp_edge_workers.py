@@ -386,7 +386,8 @@ def killed(rank: int, world_size: int, send) -> None:
 
 
 def built_again(rank: int, world_size: int, send) -> None:
-    """A DDP module that is built in the middle of training is found in the next step, and its advice works."""
+    """A DDP module that is built in the middle of training is found in the next check, and its advice works."""
+    replicas.EVERY = 6
     advice = r"'2\.weight'.*averages its gradient.*optimizer\.reset_process_group\(model=ddp_model\)"
     for given in (True, False):  # the module in DDP was passed to wrap(), or there was none
         inner = net()

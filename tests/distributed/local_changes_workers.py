@@ -36,14 +36,14 @@ def in_ddp(**fields) -> tuple[nn.Module, tritoncomm.SparseOptimizer]:
     return model, tritoncomm.wrap(adamw(model), model=model, **SETTINGS)
 
 
-def in_fsdp() -> tuple[nn.Module, tritoncomm.SparseOptimizer]:
+def in_fsdp(**fields) -> tuple[nn.Module, tritoncomm.SparseOptimizer]:
     """Return a module sharded by FSDP2 over two replicas, and its optimizer."""
     grid = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
     model = net()
     for layer in (model[2], model):
         fully_shard(layer, mesh=grid["shard"])
     group = grid["replicate"].get_group()
-    return model, tritoncomm.wrap(adamw(model), model=model, process_group=group, **SETTINGS)
+    return model, tritoncomm.wrap(adamw(model), model=model, process_group=group, **SETTINGS | fields)
 
 
 KINDS: tuple[Kind, ...] = (
@@ -282,12 +282,22 @@ def backward_after_synchronize(rank: int, world_size: int, send) -> None:
         optimizer.zero_grad()
         loss_of(model, rank, 5).backward()
         optimizer.step()
+    # Another pass may look at gradients of its own, if the mean is put back.
+    model, optimizer = plain()
+    loss_of(model, rank, 0).backward()
+    optimizer.synchronize()
+    means = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad()
+    loss_of(model, rank, 1).backward()
+    for parameter, mean in zip(model.parameters(), means, strict=True):
+        parameter.grad = mean
+    optimizer.step()
 
 
 def without_gradients(rank: int, world_size: int, send) -> None:
     """A step in which no rank has a gradient changes nothing, and says so once, with FSDP2's usual reason."""
-    for kind in (plain, in_ddp, in_fsdp):
-        model, optimizer = kind()
+    for kind, fields in ((plain, {}), (in_ddp, {}), (in_fsdp, {}), (in_fsdp, {"exchange": "updates"})):
+        model, optimizer = kind(**fields)
         with log_lines() as lines:
             for step in range(4):
                 optimizer.zero_grad()

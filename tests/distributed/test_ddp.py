@@ -35,7 +35,7 @@ from tritoncomm.scheduler.local_workers import WorkerError
         [
             *(ignored.experts, ignored.as_dense, ignored.experts_in_lists, ignored.clipped_experts),
             *(ignored.scaled_experts, ignored.broken_experts, ignored.saved_experts, ignored.differing_others),
-            ignored.sparse_tables,
+            *(ignored.sparse_tables, ignored.experts_that_catch_up),
         ],
     ],
     ids=lambda situations: f"{situations[0].__name__} and others",

@@ -113,6 +113,7 @@ class GradientExchange:
         gradient_norm: Norm of the mean of the last gradients before they were clipped, if they were to be (fp64
             ``[]``). None before.
         rates: Returns the learning rates of optimizers that exchange updates. None if there are none.
+        owners: The parameter of each anchor, by the id of the anchor.
         counted: A sketch of gradients that count in this norm of the next exchange, although they are not exchanged.
     """
 
@@ -137,6 +138,7 @@ class GradientExchange:
         self.counted: torch.Tensor | None = None
         self.rates: Callable[[], dict[str, Any]] | None = None
         self.has_told_rates = False
+        self.owners: Mapping[int, torch.Tensor] = {}
         self.presence = Presence()
         self._decay: Mapping[int, float] = {}
         self._hidden: Mapping[int, float] = {}  # what of it every .grad gets when the step is applied
@@ -159,6 +161,13 @@ class GradientExchange:
     def shard(self) -> int:
         """A number of this rank's shard of the model, equal on the ranks that hold the same shard."""
         return 0 if self.all_shards is None else global_ranks(self.options.group)[0]
+
+    def _finds_nothing(self) -> bool:
+        """Return True if this rank had no gradient, and no rank has given anything. Of an anchor, its owner counts."""
+        if any(self.owners.get(id(each), each).grad is not None for each in self.parameters):
+            return False
+        is_absent = all(id(parameter) in self.presence.absent for parameter in self.parameters)
+        return is_absent or not any(bool(step.sent.values.any()) for step in self._begun)
 
     @property
     def gradients(self) -> list[torch.Tensor | None]:
@@ -265,10 +274,9 @@ class GradientExchange:
             self._finish()
         except NonFiniteError as error:
             raise (local_error or error) from None
-        everybody = self.options.group if self.all_shards is None else self.all_shards.group
-        has_updates = any(vector.options.is_anchor for vector in vectors)
-        if vectors[0].world_size > 1 and dist.get_rank(everybody) == 0 and not has_updates:
-            self.presence.warn_if_none(self.parameters, self.steps + 1)
+        if vectors[0].world_size > 1 and not rests and self._finds_nothing():
+            everybody = self.options.group if self.all_shards is None else self.all_shards.group
+            self.presence.warn_once(self.steps + 1, speaks=dist.get_rank(everybody) == 0)
         self._ready(lambda means: gradients.write(vectors, means, kept, scale, self._left))
         whole = span.end()
         for vector, sent, *_ in self._begun:

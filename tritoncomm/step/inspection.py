@@ -3,54 +3,36 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Container, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.scheduler.process_group import is_distributed
 from tritoncomm.step.model import Named, averages_nothing
 from tritoncomm.step.replicas import Replica
 from tritoncomm.step.shards import local
-from tritoncomm.step.torch_internals import ddp_modules, note_new_modules
+from tritoncomm.step.torch_internals import ddp_modules
 from tritoncomm.step.vector import VectorExchange
 
 logger = logging.getLogger("tritoncomm")
 
 
-# How many DDP modules were built since the first inspection, by the ranks of their process group. All these ranks build
-# a module together, so they count alike.
-_built: Counter[tuple[int, ...]] = Counter()
-
-
-def _count(module: DistributedDataParallel) -> None:
-    _built[_ranks(module.process_group)] += 1
-
-
-def _ranks(group: dist.ProcessGroup | None) -> tuple[int, ...]:
-    return tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
-
-
 class Inspection:
     """Compares the gradients of all ranks before they are exchanged. Averaged ones are equal.
 
-    This is due when parameters are compared (after 1, 10 and every 100 updates), in the first step, and in the next
-    step after a DDP module was built over the same ranks.
+    This is due in the first step, and when parameters are compared: after 1, 10 and every 100 updates.
     """
 
     def __init__(self) -> None:
-        self._seen = 0  # of the modules in _built
         self._has_warned = False
-        note_new_modules(_count)
 
     def is_due(self, updates: int, group: dist.ProcessGroup | None) -> bool:
         """Return True if gradients are to be compared in the step behind this number of ``updates``."""
         if not is_distributed() or dist.get_world_size(group) == 1:
             return False
-        return Replica.is_due(updates) or self._seen != _built[_ranks(group)]
+        return Replica.is_due(updates)
 
     def run(
         self,
@@ -82,7 +64,7 @@ class Inspection:
         changed = {id(anchor) for anchor, change, same in chosen if change and same}
         averaged = {id(p) for p, digest, same in zip(parameters, digests, equal, strict=True) if digest and same}
         if averaged:
-            _check_modules(averaged)
+            _check_modules(averaged, differ)
         reason = _unlike_local_steps(
             [
                 (owners[id(each)], vector.name_of(each))
@@ -99,13 +81,16 @@ class Inspection:
         if reason and not self._has_warned and dist.get_rank(group) == 0:
             logger.warning("%s", reason)
         self._has_warned |= bool(reason)
-        self._seen = _built[_ranks(group)]
 
 
-def _check_modules(averaged: Container[int]) -> None:
-    """Raise :class:`~tritoncomm.ConfigurationError` if a DDP module averages the parameters with these ids."""
+def _check_modules(averaged: Container[int], differ: Container[int]) -> None:
+    """Raise :class:`~tritoncomm.ConfigurationError` if a DDP module has averaged the parameters with these ids.
+
+    Gradients of some parameters, such as a last bias, may be equal by nature. A module averages all or none, so one
+    with parameters that ``differ`` between ranks has not been used.
+    """
     for module in ddp_modules():
-        if averages_nothing(module):
+        if averages_nothing(module) or any(id(each) in differ for each in module.module.parameters()):
             continue
         for name, parameter in module.module.named_parameters():
             if id(parameter) in averaged:

@@ -36,9 +36,6 @@ class LocalChanges:
     Args:
         parameters: The parameters whose gradients are exchanged.
         can_synchronize: Whether ``synchronize()`` exchanges all gradients that a script may clip together.
-
-    Attributes:
-        has_accumulated: Whether a backward pass has added to a gradient since :meth:`forget`.
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor], *, can_synchronize: bool = True) -> None:
@@ -51,7 +48,7 @@ class LocalChanges:
         self._steps = 0
         self._first = 1 if any(is_asynchronous(parameter.device) for parameter in parameters) else _FIRST
         self._pass = -1
-        self.has_accumulated = False
+        self._accumulated: set[int] = set()  # ids of the gradients to which a backward pass has added
         self._has_warned = False
         # With CPUOffloadPolicy, hooks make FSDP2 wait for each gradient that it copies to the CPU.
         hook = _noting(weakref.ref(self))
@@ -61,13 +58,17 @@ class LocalChanges:
 
     def forget(self) -> None:
         """Forget what was noted, because ``.grad`` is about to hold something else."""
-        self.has_accumulated = False
+        self._accumulated.clear()
         self._versions.clear()
         self._norms.clear()
 
-    def note_after_backward(self) -> None:
-        """Note all versions at the end of the backward pass under way."""
-        self.has_accumulated = True
+    def have_accumulated(self, gradients: Iterable[torch.Tensor | None]) -> bool:
+        """Return True if a backward pass has added to one of ``gradients`` since :meth:`forget`."""
+        return any(id(gradient) in self._accumulated for gradient in gradients if gradient is not None)
+
+    def note_after_backward(self, gradient: torch.Tensor | None) -> None:
+        """Note all versions at the end of the backward pass under way, which has added to ``gradient``."""
+        self._accumulated.add(id(gradient))
         number = backward_pass()
         if number != self._pass and not self._has_warned:
             self._pass = number
@@ -202,9 +203,9 @@ def _advice(limit: float | None, cut: float | None, *, can_synchronize: bool) ->
 def _noting(reference: weakref.ref[LocalChanges]) -> Callable[[torch.Tensor], None]:
     """Return a hook for parameters, which does not keep the object alive."""
 
-    def note(_: torch.Tensor) -> None:
+    def note(parameter: torch.Tensor) -> None:
         changes = reference()
         if changes is not None:
-            changes.note_after_backward()
+            changes.note_after_backward(parameter.grad)
 
     return note

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterable, MutableMapping
+from collections.abc import Collection, Iterable, MutableMapping
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from tritoncomm.scheduler.process_group import is_distributed
 from tritoncomm.scheduler.ranks import global_ranks
 from tritoncomm.step import agree
 from tritoncomm.step.guard import is_stepping, is_wrapped
+from tritoncomm.step.ignored import AliveIds
 from tritoncomm.step.optimizer_proxy import OptimizerProxy
 from tritoncomm.step.shards import has_bits
 from tritoncomm.step.torch_internals import (
@@ -79,9 +80,9 @@ def names_of(model: nn.Module | None) -> dict[int, str]:
     return {id(parameter): name for name, parameter in inner.named_parameters()}
 
 
-def ignored_ids(model: nn.Module | None) -> frozenset[int]:
+def ignored_ids(model: nn.Module | None) -> Collection[int]:
     """Return the ids of the parameters and buffers that the DDP modules in ``model`` were told to ignore."""
-    return frozenset(id(each) for module in _ddp_of(model) for each in ignored_by(module))
+    return AliveIds(each for module in _ddp_of(model) for each in ignored_by(module))
 
 
 def rest_of(model: nn.Module | None, optimizer: torch.optim.Optimizer) -> tuple[Named, Named]:
@@ -93,7 +94,7 @@ def rest_of(model: nn.Module | None, optimizer: torch.optim.Optimizer) -> tuple[
     if model is None:
         return [], []
     inner = model.module if isinstance(model, DistributedDataParallel) else model
-    left_out = agree.parameter_ids(optimizer) | ignored_ids(model)
+    left_out = agree.parameter_ids(optimizer).union(ignored_ids(model))
 
     def chosen(named: Iterable[tuple[str, torch.Tensor]]) -> Named:
         return [(each, name) for name, each in named if id(each) not in left_out and has_bits(each)]

@@ -74,9 +74,9 @@ class Presence:
         pairs = zip(parameters, vector.run(counting()), strict=True)
         self.absent = frozenset(id(each) for each, count in pairs if count == vector.world_size)
 
-    def warn_if_none(self, parameters: Iterable[torch.Tensor], step: int) -> None:
-        """Log once that no rank had a gradient of any of ``parameters`` in the step with this number."""
-        if self._has_warned or any(id(each) not in self.absent for each in parameters):
+    def warn_once(self, step: int, *, speaks: bool) -> None:
+        """Log once, on the rank that ``speaks``, that no rank had a gradient in the step with this number."""
+        if self._has_warned or not speaks:
             return
         self._has_warned = True
         logger.warning(

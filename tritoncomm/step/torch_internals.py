@@ -106,24 +106,6 @@ def check_new_hooks(check: Callable[[DistributedDataParallel, str, Any], None]) 
     DistributedDataParallel._register_builtin_comm_hook = register_built_in  # type: ignore[method-assign]  # noqa: SLF001
 
 
-def note_new_modules(note: Callable[[DistributedDataParallel], None]) -> None:
-    """Call ``note`` with each DDP module that is built from now on. Copies and unpickled ones are not built.
-
-    A second call with the same function does nothing.
-    """
-    build = DistributedDataParallel.__init__
-    if getattr(build, "notes", None) is note:
-        return
-
-    @wraps(build)
-    def built(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
-        build(self, *args, **kwargs)
-        note(self)
-
-    built.notes = note  # type: ignore[attr-defined]
-    DistributedDataParallel.__init__ = built  # type: ignore[method-assign]
-
-
 def check_new_joins(check: Callable[[Iterable[Any]], None]) -> None:
     """Call ``check`` with the modules of each ``join()`` that lets a rank without a batch leave, as it is entered.
 
@@ -133,8 +115,8 @@ def check_new_joins(check: Callable[[Iterable[Any]], None]) -> None:
 
     @wraps(entered)
     def enter(self: Join) -> None:
-        if self._enable and not self._throw_on_early_termination:
-            check(self._joinables)
+        may_leave = getattr(self, "_enable", False) and not getattr(self, "_throw_on_early_termination", True)
+        check(getattr(self, "_joinables", ()) if may_leave else ())  # the names are those of torch 2.9 to 2.13
         entered(self)  # type: ignore[no-untyped-call]
 
     Join.__enter__ = enter  # type: ignore[method-assign]
