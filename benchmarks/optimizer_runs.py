@@ -23,7 +23,8 @@ class Run:
     PowerSGD, and the number of entries per chunk of DeMo and SparseLoCo. ``dense_steps`` is the number of dense
     exchanges of gradients at the start, and ``dense_values`` their format. ``decay`` multiplies residuals before an
     exchange of updates. After a warm-up, the learning rate of the ``schedule`` "cosine" falls to 0, and that of
-    "constant" stays.
+    "constant" stays. That of "falling" is "cosine" without a warm-up. ``beta2`` and ``weight_decay`` are those of
+    AdamW.
     """
 
     task: str
@@ -44,6 +45,8 @@ class Run:
     dense_steps: int = 0
     dense_values: str = "fp32"
     schedule: str = "cosine"
+    beta2: float = 0.95
+    weight_decay: float = 0.1
 
     @property
     def sends_gradients(self) -> bool:

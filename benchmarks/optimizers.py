@@ -59,7 +59,7 @@ ADAMW_SHARE = 0.25  # rate of the AdamW beside a Muon, as a share of Muon's
 DENSE_STEPS = 20  # those of wrap when rates were swept: it has 16 now, with the same losses
 POWER_SGD_START = 0.1  # share of the steps that are dense, as its authors recommend
 CURVE_POINTS = 30
-CURVE_BATCHES = {"gpt": 4, "demo": 1, "gpt10m": 1}  # at most a twentieth of the time of a run
+CURVE_BATCHES = {"gpt": 4, "demo": 1, "gpt10m": 1, "cnn": 32, "mlp": 32}  # at most a twentieth of the time of a run
 
 
 Named = list[tuple[str, nn.Parameter]]
@@ -69,18 +69,17 @@ def _muon(named: Named, run: Run) -> list[torch.optim.Optimizer]:
     """Return Muon for the matrices inside the blocks, and AdamW for all others."""
     hidden = [p for name, p in named if p.dim() > 1 and name.startswith("blocks.")]
     rest = [p for name, p in named if not (p.dim() > 1 and name.startswith("blocks."))]
-    return [torch.optim.Muon(hidden, lr=run.lr, weight_decay=0.1), _adam(rest, run.lr * ADAMW_SHARE)]
+    return [torch.optim.Muon(hidden, lr=run.lr, weight_decay=0.1), _adam(rest, run, ADAMW_SHARE)]
 
 
 def _adamw(named: Named, run: Run) -> list[torch.optim.Optimizer]:
     """Return AdamW. DeMo has a momentum of its own, and steps by the sign: as AdamW does without averages."""
-    return [_adam(_all(named), run.lr, (0.0, 0.0) if run.method == "demo" else (0.9, 0.95))]
+    return [_adam(_all(named), run)]
 
 
-def _adam(
-    parameters: Sequence[nn.Parameter], lr: float, betas: tuple[float, float] = (0.9, 0.95)
-) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=lr, betas=betas, weight_decay=0.1)
+def _adam(parameters: Sequence[nn.Parameter], run: Run, share: float = 1.0) -> torch.optim.Optimizer:
+    betas = (0.0, 0.0) if run.method == "demo" else (0.9, run.beta2)
+    return torch.optim.AdamW(parameters, lr=run.lr * share, betas=betas, weight_decay=run.weight_decay)
 
 
 def _all(named: Named) -> list[nn.Parameter]:
@@ -325,7 +324,9 @@ def train(run: Run, batches: int = BATCHES, device: str = "cpu") -> Outcome:
     curve, at_start = [], 0
     for step in range(run.steps):
         rate = min(1.0, (step + 1) / (run.steps * LR_WARMUP_SHARE))
-        if run.schedule == "cosine":
+        if run.schedule == "falling":
+            rate = 1.0
+        if run.schedule != "constant":
             rate = rate * 0.5 * (1 + math.cos(math.pi * step / run.steps))
         for rank, worker in enumerate(workers):
             worker.set_rate(rate)
@@ -364,7 +365,14 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=int, help="steps, instead of the task's default")
     parser.add_argument("--optimizer", choices=list(OPTIMIZERS), help="muon, or that of the peer, unless given")
     parser.add_argument("--lr", type=float, nargs="+", default=[0.02], help="highest learning rates")
-    parser.add_argument("--schedule", default="cosine", choices=["cosine", "constant"], help="rates after the warm-up")
+    parser.add_argument("--beta2", type=float, nargs="+", default=[0.95], help="second beta of AdamW")
+    parser.add_argument("--weight-decay", type=float, default=0.1, help="that of AdamW")
+    parser.add_argument(
+        "--schedule",
+        default="cosine",
+        choices=["cosine", "constant", "falling"],
+        help="cosine and constant follow a warm-up",
+    )
     parser.add_argument("--peer", nargs="+", choices=list(PEERS), help="train these, instead of what --exchange says")
     parser.add_argument(
         "--exchange", nargs="+", default=["dense", "updates"], choices=["dense", "gradients", "updates"]
@@ -399,10 +407,18 @@ def runs(options: argparse.Namespace) -> Iterator[Run]:
             if (best.task, best.steps) == (options.task, steps):
                 yield from (replace(best, seed=seed) for seed in options.seeds)
         return
-    plain = Run(options.task, steps, options.optimizer or "muon", 0.0, "dense", schedule=options.schedule)
+    plain = Run(
+        options.task,
+        steps,
+        options.optimizer or "muon",
+        0.0,
+        "dense",
+        schedule=options.schedule,
+        weight_decay=options.weight_decay,
+    )
     kinds = list(peers(plain, options) if options.peer else ours(plain, options))
-    for lr, kind, seed in itertools.product(options.lr, kinds, options.seeds):
-        yield replace(kind, lr=lr, seed=seed)
+    for lr, beta2, kind, seed in itertools.product(options.lr, options.beta2, kinds, options.seeds):
+        yield replace(kind, lr=lr, beta2=beta2, seed=seed)
 
 
 def ours(plain: Run, options: argparse.Namespace) -> Iterator[Run]:
@@ -412,8 +428,9 @@ def ours(plain: Run, options: argparse.Namespace) -> Iterator[Run]:
         if exchange == "dense":
             yield first
         elif exchange == "gradients":
+            method = "oktopk" if options.method == "quantized" else options.method
             for density in options.density:
-                yield with_start(replace(first, method="oktopk", values=DEFAULT_VALUES, density=density), options)
+                yield with_start(replace(first, method=method, values=DEFAULT_VALUES, density=density), options)
         else:
             densities = [1.0] if options.method in ("dense", "quantized") else options.density
             for values, density in itertools.product(options.values, densities):
@@ -443,7 +460,7 @@ def with_start(kind: Run, options: argparse.Namespace) -> Run:
     given = options.dense_steps
     if kind.method == "powersgd":
         return replace(kind, dense_steps=int(kind.steps * POWER_SGD_START) if given is None else given)
-    starts = kind.sends_gradients and (kind.exchange == "updates" or kind.method == "oktopk")
+    starts = kind.sends_gradients and (kind.exchange == "updates" or kind.density < 1)
     if not starts:
         return kind
     return replace(kind, dense_steps=DENSE_STEPS if given is None else given, dense_values=DEFAULT_START)

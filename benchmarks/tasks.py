@@ -1,4 +1,4 @@
-"""The tasks of the training benchmarks: language models of three sizes and an image classifier, with four workers."""
+"""The tasks of the training benchmarks, with four workers: language models of three sizes, digits, and a teacher."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from tritoncomm.demo.model import ByteGPT, Shape
 from tritoncomm.demo.text import batch, standard_library, validation_batches
 
 WORKERS = 4
+NOISE = 1.5
 BATCHES = 32  # of held-out rows, in an evaluation
 FORMER_LIMIT = 0.2  # max_relative_update of results that do not name theirs
 NO_LIMIT = 0.0  # that of dense runs, in which nothing catches up
@@ -74,18 +75,10 @@ def _language(shape: Shape, steps: int, rows: int, held_out_rows: int, batches: 
 
 def digits(steps: int | None, batches: int = BATCHES) -> Task:
     """Return the image-classification task. Every fifth image is held out, of which ``batches`` of 64 are used."""
-    from sklearn.datasets import load_digits
-
-    data = load_digits()
-    images = torch.tensor(data.images, dtype=torch.float32).div(16).unsqueeze(1)
-    labels = torch.tensor(data.target)
-    test = torch.arange(len(labels)) % 5 == 0
-    trained, truth = images[~test], labels[~test]
-    held_out, expected = images[test][: 64 * batches], labels[test][: 64 * batches]
+    trained, truth, held_out, expected = _digits(batches)
 
     def loss(model: nn.Module, seed: int, step: int, rank: int) -> Tensor:
-        generator = torch.Generator().manual_seed(((seed * 100_003) + step) * WORKERS + rank)
-        chosen = torch.randint(len(truth), (32,), generator=generator)
+        chosen = torch.randint(len(truth), (32,), generator=_generator(seed, step, rank))
         return F.cross_entropy(model(trained[chosen]), truth[chosen])
 
     def accuracy(model: nn.Module) -> float:
@@ -106,4 +99,87 @@ def digits(steps: int | None, batches: int = BATCHES) -> Task:
     )  # fmt: skip
 
 
-TASKS = {"gpt": gpt, "demo": demo, "gpt10m": gpt10m, "digits": digits}
+class _Residual(nn.Module):
+    """Two convolutions beside the identity."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = nn.Sequential(*_convolution(16), nn.ReLU(), *_convolution(16))
+
+    def forward(self, images: Tensor) -> Tensor:
+        return F.relu(images + self.inside(images))
+
+
+def _convolution(channels: int) -> tuple[nn.Module, nn.Module]:
+    return nn.Conv2d(channels, 16, 3, padding=1), nn.GroupNorm(4, 16)
+
+
+def cnn(steps: int | None, batches: int = BATCHES) -> Task:
+    """Return the task of a residual network of 10,058 parameters that tells ten images apart in noise."""
+    images = torch.randn(10, 3, 8, 8, generator=torch.Generator().manual_seed(7))
+
+    def drawn(count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        labels = torch.randint(10, (count,), generator=generator)
+        return images[labels] + NOISE * torch.randn(count, 3, 8, 8, generator=generator), labels
+
+    held_out, expected = drawn(64 * batches, torch.Generator().manual_seed(8))
+
+    def loss(model: nn.Module, seed: int, step: int, rank: int) -> Tensor:
+        seen, labels = drawn(32, _generator(seed, step, rank))
+        return F.cross_entropy(model(seen), labels)
+
+    return Task(
+        steps or 300,
+        lambda: nn.Sequential(
+            *_convolution(3), nn.ReLU(), _Residual(), _Residual(),
+            nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 10),
+        ),
+        lambda parameters, lr: torch.optim.AdamW(parameters, lr=lr),
+        0.008,
+        loss,
+        lambda model: float(F.cross_entropy(model(held_out), expected)),
+        lower_is_better=True,
+    )  # fmt: skip
+
+
+def mlp(steps: int | None, batches: int = BATCHES) -> Task:
+    """Return the task of a network that learns a teacher from noisy answers. The score is its squared distance."""
+    generator = torch.Generator().manual_seed(7)
+    first, second = torch.randn(32, 64, generator=generator) / 32**0.5, torch.randn(64, 8, generator=generator) / 8
+    held_out = torch.randn(64 * batches, 32, generator=generator)
+
+    def answers(questions: Tensor) -> Tensor:
+        return torch.tanh(2 * questions @ first) @ second
+
+    def loss(model: nn.Module, seed: int, step: int, rank: int) -> Tensor:
+        drawn = _generator(seed, step, rank)
+        questions = torch.randn(32, 32, generator=drawn)
+        return F.mse_loss(model(questions), answers(questions) + 0.1 * torch.randn(32, 8, generator=drawn))
+
+    return Task(
+        steps or 300,
+        lambda: nn.Sequential(nn.Linear(32, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 8)),
+        lambda parameters, lr: torch.optim.AdamW(parameters, lr=lr),
+        0.01,
+        loss,
+        lambda model: float(F.mse_loss(model(held_out), answers(held_out))),
+        lower_is_better=True,
+    )
+
+
+def _digits(batches: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return images and labels to train on, then ``batches`` of 64 that are held out: every fifth image."""
+    from sklearn.datasets import load_digits
+
+    data = load_digits()
+    images = torch.tensor(data.images, dtype=torch.float32).div(16).unsqueeze(1)
+    labels = torch.tensor(data.target)
+    test = torch.arange(len(labels)) % 5 == 0
+    return images[~test], labels[~test], images[test][: 64 * batches], labels[test][: 64 * batches]
+
+
+def _generator(seed: int, step: int, rank: int) -> torch.Generator:
+    return torch.Generator().manual_seed(((seed * 100_003) + step) * WORKERS + rank)
+
+
+TASKS = {"gpt": gpt, "demo": demo, "gpt10m": gpt10m, "digits": digits, "cnn": cnn, "mlp": mlp}
