@@ -276,8 +276,8 @@ def forgetting(
     """Return the factors of the second moment and of the squared mean for deliveries after ``waited`` steps.
 
     They are ``(beta2^tau, 1 - beta2^tau)``, unless the moment would then weigh more than (b / (b + tau))^4 in the
-    bias-corrected average, where b = max(t - tau, 78), see :meth:`AdamControl.of`. The third result is the weight that it has. ``waited`` is tau in
-    the float type of the others.
+    bias-corrected average, where b = max(t - tau, 78), see :meth:`AdamControl.of`. The third result is the weight that
+    it has. ``waited`` is tau in the float type of the others.
     """
     before = (scalars.steps - waited).clamp(min=MEMORY)
     left = before / (before + waited)
