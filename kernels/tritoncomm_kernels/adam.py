@@ -31,9 +31,9 @@ FINE, LARGEST_SQUARE = 32.0, 2.0**31
 # A delivery of steady gradients counts for at most this many times max_catch_up. An entry without gradients for 1000
 # steps waits as long, and the one that then comes stands for none of them.
 STEADY = 3.0
-# Steps that count at least as past in the limit on the weight of the second moment: (78 / (78 + tau))^4 is never less
-# than 0.95^tau, at which nothing is forgotten too late.
-MEMORY = 78.0
+# The limit on the weight of the second moment is for long memories. With this number, it is above 0.95^tau for a beta2
+# of 0.95, whose runs are better as they are (benchmarks/results/second_moment.json).
+MEMORY = 1600.0
 # A mean that is so many times the root of its second moment counts for one step: most of it is one gradient, to which
 # dense Adam, too, gives about one step at a time. A moment of less weight than the second number is not compared.
 OUTLIER, LEAST_WEIGHT = 5.0, 2.0**-16
@@ -100,7 +100,7 @@ class AdamControl:
         In the second moment, a mean over tau steps is smaller than gradients of single steps, such as those of a dense
         start. With a beta2 near 1, these would count for a thousand steps, in which all moves are too short. What the
         bias-corrected moment holds of earlier steps therefore weighs at most (b / (b + tau))^4 where tau is above 1,
-        with b = max(t - tau, 78). A beta2 of 0.95 or less forgets sooner by itself.
+        with b = max(t - tau, 1600 (1 - beta2)). A beta2 of 0.95 or less forgets sooner by itself.
 
         A mean of more than 5 times the root of the moment before counts for one step, if that moment is not 0: most of
         it is one gradient, such as that of a broken batch, and dense Adam moves by about one step at a time, too.
@@ -114,6 +114,7 @@ class AdamControl:
         scalars = Scalars(
             steps=steps,
             rate=learning_rate / correct1,
+            memory=MEMORY * (1 - betas[1]),
             correction=correct2,
             per_correction=1 / correct2,
             root=math.sqrt(correct2),
@@ -276,10 +277,10 @@ def forgetting(
     """Return the factors of the second moment and of the squared mean for deliveries after ``waited`` steps.
 
     They are ``(beta2^tau, 1 - beta2^tau)``, unless the moment would then weigh more than (b / (b + tau))^4 in the
-    bias-corrected average, where b = max(t - tau, 78), see :meth:`AdamControl.of`. The third result is the weight that
-    it has. ``waited`` is tau in the float type of the others.
+    bias-corrected average, where b = max(t - tau, 1600 (1 - beta2)), see :meth:`AdamControl.of`. The third result is
+    the weight that it has. ``waited`` is tau in the float type of the others.
     """
-    before = (scalars.steps - waited).clamp(min=MEMORY)
+    before = torch.maximum(scalars.steps - waited, scalars.memory)
     left = before / (before + waited)
     limit = (left * left) * (left * left)
     weight = 1 - complement * scalars.per_correction

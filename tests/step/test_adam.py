@@ -120,7 +120,7 @@ def test_means_outweigh_single_steps(beta2: float, start: int) -> None:
             continue
         tau, mean = t - last, 4.0 if t <= start else 1.0
         weight = beta2**tau * (1 - beta2**last) / (1 - beta2**t)
-        past = max(last, 78)
+        past = max(last, 1600 * (1 - beta2))
         assert beta2 > 0.95 or weight <= (past / (past + tau)) ** 4
         weight = weight if tau == 1 else min(weight, (past / (past + tau)) ** 4)
         average, last = weight * average + (1 - weight) * mean**2, t
