@@ -100,6 +100,7 @@ def _all_reduce(flag: torch.Tensor, group: dist.ProcessGroup | None, optimizer: 
             report_failure(group, flag.device, "unscale_() of a GradScaler", error)
         elif isinstance(error, RuntimeError):
             if exchange is not None and exchange.vectors:
-                exchange.vectors[0].equal_on_all_ranks([0])  # raises an error that names the lost rank
+                nothing = torch.zeros(1, dtype=torch.int64, device=exchange.vectors[0].device)
+                exchange.vectors[0].equal_on_all_ranks(nothing)  # raises an error that names the lost rank
             raise ExchangeError(f"GradScaler: a rank was lost or did not take part: {error}") from error
         raise

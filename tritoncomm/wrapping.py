@@ -99,9 +99,8 @@ def wrap(
             parameter group that says ``dense=True`` travels whole in each step, as small tensors do.
         algo: Name of a method from :func:`tritoncomm.algorithms`, or a recipe. Default: None, which is ``"oktopk"``,
             or ``"quantized"`` for a schedule-free optimizer if neither ``density``, ``exchange`` nor a field is given.
-        density: Fraction of entries to deliver per step, in (0, 1]. If the learning rate bounds how far parameters get,
-            do not go below 0.03: 300 steps at 0.01 left 1.25 times the distance of dense on a linear regression.
-            Default: None, which is 0.03, or the density of a recipe.
+        density: Fraction of entries to deliver per step, in (0, 1]. Default: None, which is 0.03, or the density of a
+            recipe.
         process_group: Process group to exchange in. With FSDP2, the ranks that hold the same shard. With DDP, the group
             of the model is used. Default: the default process group.
         node_group: Process group of the ranks of this rank's node. The exchange is then dense within nodes and sparse

@@ -14,6 +14,7 @@ integers, because integer sums do not depend on the order. Signs are counted in 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -99,11 +100,13 @@ class AdamControl:
 
         In the second moment, a mean over tau steps is smaller than gradients of single steps, such as those of a dense
         start. With a beta2 near 1, these would count for a thousand steps, in which all moves are too short. What the
-        bias-corrected moment holds of earlier steps therefore weighs at most (b / (b + tau))^4 where tau is above 1,
-        with b = max(t - tau, 1600 (1 - beta2)). A beta2 of 0.95 or less forgets sooner by itself.
+        bias-corrected moment holds of earlier steps therefore weighs at most (b / (b + tau))^4 where tau is above 1 and
+        the moment becomes smaller, with b = max(t - tau, 1600 (1 - beta2)). A beta2 of 0.95 or less forgets sooner by
+        itself. Where gradients grow, as those of adapters do, forgetting would make the steps shorter.
 
-        A mean of more than 5 times the root of the moment before counts for one step, if that moment is not 0: most of
-        it is one gradient, such as that of a broken batch, and dense Adam moves by about one step at a time, too.
+        A mean of more than 5 times the root of the moment before counts for one step, if that moment is not 0, unless
+        gradients are steady: most of it is one gradient, such as that of a broken batch, and dense Adam moves by about
+        one step at a time, too.
 
         The weight of the first number is 0 where q = (a - d - 3 sqrt(n)) / n is at most 1/4, 1 from 1/2 on, and linear
         between. Of the n delivered entries of a tensor, a have the sign of their first moment, and d have the other
@@ -206,12 +209,14 @@ def _update(
     votes = _votes(before, mean)  # now, because ``before`` may be a view of the state
     first = power * before + complement * mean
     power, complement = decays(tau, tables[2], tables[3]) if delayed else tables[2:, 0]
-    if delayed:
-        power, complement, weight = forgetting(waited, power, complement, scalars)
-    held, square = power * at.read(state.second), mean * mean
+    old, square = at.read(state.second), mean * mean
+    held = power * old
     second = held + complement * square
+    outlier = torch.zeros_like(tau, dtype=torch.bool)
     if delayed:
-        waited = torch.where(is_outlier(held, square, weight, scalars), 1.0, waited)
+        shorter = forgetting(waited, power, complement, scalars)
+        outlier = is_outlier(held, square, shorter[2], scalars)
+        second = torch.minimum(second, shorter[0] * old + shorter[1] * square)
     at.write(state.first, first)
     at.write(state.second, second)
     at.write(state.last, steps.expand(tau.shape))
@@ -221,6 +226,7 @@ def _update(
     move = first / (square_root(second) / scalars.root + scalars.epsilon)  # of one dense step
     if delayed:
         factor = waited.minimum(scalars.catch_up).minimum(scalars.walk * square_root(waited))
+        factor = torch.where(outlier, 1.0, factor)
         length = _length(factor * move * scalars.distance, parameter.numel())
         reach = scalars.change * state.param_rms.to(at.dtype)
         reach = torch.where(reach > FINE, reach, FINE)  # at least one learning rate, also if it is NaN
@@ -253,13 +259,18 @@ def steadiness(votes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def decays(
-    tau: torch.Tensor, powers: torch.Tensor, complements: torch.Tensor, bits: int | None = None
+    tau: torch.Tensor,
+    powers: torch.Tensor | Sequence[float],
+    complements: torch.Tensor | Sequence[float],
+    bits: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ``(beta^tau, 1 - beta^tau)``, built from the lowest bit of tau upwards.
 
-    ``bits`` is how many tau has at most. The host waits for a GPU to know it, unless it is given.
+    ``powers`` and ``complements`` are those of 1, 2, 4, ..., on the device of ``tau`` or as fp32 numbers. ``bits`` is
+    how many tau has at most. The host waits for a GPU to know it, unless it is given.
     """
-    power = torch.ones(tau.shape, dtype=powers.dtype, device=tau.device)
+    dtype = powers.dtype if isinstance(powers, torch.Tensor) else torch.float32
+    power = torch.ones(tau.shape, dtype=dtype, device=tau.device)
     complement = torch.zeros_like(power)
     if bits is None:
         bits = int(tau.max()).bit_length() if tau.numel() else 0
@@ -274,11 +285,11 @@ def decays(
 def forgetting(
     waited: torch.Tensor, power: torch.Tensor, complement: torch.Tensor, scalars: Scalars
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the factors of the second moment and of the squared mean for deliveries after ``waited`` steps.
+    """Return other factors of the second moment and of the squared mean than ``(beta2^tau, 1 - beta2^tau)``.
 
-    They are ``(beta2^tau, 1 - beta2^tau)``, unless the moment would then weigh more than (b / (b + tau))^4 in the
-    bias-corrected average, where b = max(t - tau, 1600 (1 - beta2)), see :meth:`AdamControl.of`. The third result is
-    the weight that it has. ``waited`` is tau in the float type of the others.
+    With these, the moment weighs at most (b / (b + tau))^4 in the bias-corrected average, where
+    b = max(t - tau, 1600 (1 - beta2)), see :meth:`AdamControl.of`. The third result is its weight without this limit.
+    ``waited`` is tau in the float type of the others.
     """
     before = torch.maximum(scalars.steps - waited, scalars.memory)
     left = before / (before + waited)
@@ -288,14 +299,14 @@ def forgetting(
     return (
         torch.where(above, power * (limit / weight), power),
         torch.where(above, scalars.correction * (1 - limit), complement),
-        torch.where(above, limit, weight),
+        weight,
     )
 
 
 def is_outlier(held: torch.Tensor, square: torch.Tensor, weight: torch.Tensor, scalars: Scalars) -> torch.Tensor:
     """Return which means are more than :data:`OUTLIER` times the root of the bias-corrected moment before.
 
-    ``held`` is what is left of that moment, with the ``weight`` of :func:`forgetting`, and ``square`` the squared mean.
+    ``held`` is what is left of that moment, with this ``weight``, and ``square`` the squared mean.
     """
     known = (held > 0) & (weight > LEAST_WEIGHT)
     above: torch.Tensor = square * (scalars.correction * weight) > held * (OUTLIER * OUTLIER)

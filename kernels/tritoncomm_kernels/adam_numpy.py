@@ -217,7 +217,7 @@ class _Step:
         """Update the entries at ``places`` of ``states``: last, first, second, and maximum if there is one.
 
         Returns the moves of one dense step, in learning rates, the number of steps since each previous delivery (fp32),
-        and the votes of the entries (int64), which tell whether gradients are steady.
+        negative for outliers, and the votes of the entries (int64), which tell whether gradients are steady.
         """
         moves, waited = np.empty_like(delivered), np.empty_like(delivered)
         votes = np.empty(delivered.size, np.int64)
@@ -241,18 +241,20 @@ class _Step:
         mean = delivered / waited
         if self.control.maximize:
             np.negative(mean, out=mean)
-        power1, complement1, power2, complement2, *weight = self._of_delay(tau)
+        power1, complement1, power2, complement2, *shorter = self._of_delay(tau)
         moment = _read(first, at)
         votes = _votes(moment, mean)
         moment *= power1
         moment += complement1 * mean
         first[at] = moment
-        square = _read(second, at)
-        square *= power2
+        old = _read(second, at)
+        square = old * power2
         mean *= mean
-        if weight:
-            waited[self._are_outliers(square, mean, *weight)] = 1
+        if shorter:
+            waited[self._are_outliers(square, mean, shorter[2])] *= -1
         square += complement2 * mean
+        if shorter:
+            np.minimum(square, shorter[0] * old + shorter[1] * mean, out=square)
         second[at] = square
         for maximum in maxima:
             square = np.maximum(_read(maximum, at), square)
@@ -265,7 +267,7 @@ class _Step:
     def _of_delay(self, tau: _Array) -> list[Any]:
         """Return the factors of the first moment and of the mean, then of the second moment and of the squared mean.
 
-        The last result is the weight of the second moment, unless every delivery is of one step.
+        Unless every delivery is of one step, the results of :func:`forgetting` follow.
         """
         longest = int(tau.max())
         if longest >= _LOOKED_UP:
@@ -280,7 +282,7 @@ class _Step:
 
     def _forgetting(self, tau: _Array, rows: list[_Array]) -> list[_Array]:
         waited, power, complement = (torch.from_numpy(each) for each in (tau.astype(np.float32), *rows[2:]))
-        return [*rows[:2], *(each.numpy() for each in forgetting(waited, power, complement, self.numbers))]
+        return [*rows, *(each.numpy() for each in forgetting(waited, power, complement, self.numbers))]
 
     def _are_outliers(self, held: _Array, square: _Array, weight: _Array) -> _Array:
         of_torch = [torch.from_numpy(each) for each in (held, square, weight)]
@@ -294,7 +296,9 @@ class _Step:
 
         ``waited`` and ``votes`` are those of :meth:`advance`, ``sizes`` and ``rms`` those of the parameters.
         """
-        factors = np.minimum(np.minimum(waited, self.scalars.catch_up), self.scalars.walk * np.sqrt(waited))
+        tau = np.abs(waited)
+        factors = np.minimum(np.minimum(tau, self.scalars.catch_up), self.scalars.walk * np.sqrt(tau))
+        factors[waited < 0] = 1
         distance = factors * moves
         distance *= self.scalars.distance
         distance *= distance
@@ -312,7 +316,7 @@ class _Step:
             own *= reach[i] / length[i]
             np.maximum(own, 1, out=own)
         steady = steadiness(torch.from_numpy(np.add.reduceat(votes, starts)), torch.float32).numpy()
-        far = np.minimum(waited, self.scalars.steady)
+        far = np.minimum(tau, self.scalars.steady, out=tau)
         factors += np.repeat(steady, np.diff([*starts, moves.size])) * np.subtract(far, factors, out=far)
         product: _Array = np.multiply(factors, moves, out=factors)
         return product

@@ -69,7 +69,7 @@ def _decay(tau, table_ptr, POWERS: tl.constexpr):
 
 @triton.jit
 def _forgetting(waited, power, complement, control_ptr):
-    """Return the factors of the second moment and of the squared mean, see ``forgetting`` of the reference."""
+    """Return other factors of the second moment and of the squared mean, see ``forgetting`` of the reference."""
     steps = tl.load(control_ptr + STEPS).to(tl.float32)
     correction = tl.load(control_ptr + CORRECTION).to(tl.float32)
     before = tl.maximum(steps - waited, tl.load(control_ptr + MEMORY).to(tl.float32))
@@ -78,7 +78,7 @@ def _forgetting(waited, power, complement, control_ptr):
     weight = 1 - complement * tl.load(control_ptr + PER_CORRECTION).to(tl.float32)
     above = (waited > 1) & (weight > limit)
     power = tl.where(above, power * tl.div_rn(limit, weight), power)
-    return power, tl.where(above, correction * (1 - limit), complement), tl.where(above, limit, weight)
+    return power, tl.where(above, correction * (1 - limit), complement), weight
 
 
 @triton.jit
@@ -96,6 +96,8 @@ def _step(
 ):  # fmt: skip
     """Return the new moments, the move of one dense step, the number of steps waited, and the vote.
 
+    The number of steps is negative for an outlier.
+
     ``at`` are the coordinates, and ``gradient_at`` the positions of their gradients. A vote is 1 if the delivery has
     the sign of the moment, and -1 if it has the other.
     """
@@ -109,10 +111,13 @@ def _step(
         mean = -mean
     # The second moment comes first: fewer numbers are then kept over its divisions.
     power, complement = _decay(tau, tables_ptr + 2 * POWERS, POWERS)
-    power, complement, weight = _forgetting(waited, power, complement, control_ptr)
-    held, square = power * tl.load(second_ptr + at, mask=inside, other=0.0).to(tl.float32), mean * mean
+    old, square = tl.load(second_ptr + at, mask=inside, other=0.0).to(tl.float32), mean * mean
+    held = power * old
     second = held + complement * square
-    waited = tl.where(_is_outlier(held, square, weight, control_ptr), 1.0, waited)
+    power, complement, weight = _forgetting(waited, power, complement, control_ptr)
+    shorter = power * old + complement * square
+    second = tl.where((shorter < second) | (shorter != shorter), shorter, second)
+    waited = tl.where(_is_outlier(held, square, weight, control_ptr), -waited, waited)
     power, complement = _decay(tau, tables_ptr, POWERS)
     before = tl.load(first_ptr + at, mask=inside, other=0.0).to(tl.float32)
     vote = tl.where(before > 0, 1, tl.where(before < 0, -1, 0)) * tl.where(mean > 0, 1, tl.where(mean < 0, -1, 0))
@@ -130,7 +135,7 @@ def _caught_up(waited, control_ptr):
     """Return how many dense steps a delivery counts for if gradients are not steady, before the limit of its tensor."""
     limit = tl.load(control_ptr + CATCH_UP).to(tl.float32)
     walk = tl.load(control_ptr + WALK).to(tl.float32)
-    return tl.minimum(tl.minimum(waited, limit), walk * tl.sqrt_rn(waited))
+    return tl.where(waited < 0, 1.0, tl.minimum(tl.minimum(waited, limit), walk * tl.sqrt_rn(tl.abs(waited))))
 
 
 @triton.jit
@@ -182,7 +187,7 @@ def _write(
     length = tl.sqrt_rn(tl.div_rn(total.to(tl.float32), n.to(tl.float32)))
     factor = _caught_up(waited, control_ptr)
     factor = tl.where(length > reach, tl.maximum(factor * tl.div_rn(reach, length), 1.0), factor)
-    far = tl.minimum(waited, tl.load(control_ptr + STEADY).to(tl.float32))
+    far = tl.minimum(tl.abs(waited), tl.load(control_ptr + STEADY).to(tl.float32))
     factor = factor + _steadiness(votes, DISAGREES) * (far - factor)
     tl.store(parameter_ptr + at, parameter - rate * (factor * move), mask=inside)
 

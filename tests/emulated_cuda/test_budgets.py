@@ -218,11 +218,11 @@ def test_renewal_of_the_scale() -> None:
 
 
 def test_comparison_of_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step that compares parameters and the optimizer's state waits once more."""
+    """A step that compares gradients, parameters and the optimizer's state waits twice more."""
     monkeypatch.setattr(replicas, "EVERY", 4)
     monkeypatch.setattr(replicas, "EARLY", (2,))
     steps = steps_of.__wrapped__("topk_allgather", "4bit", 2, 6)
-    assert [step.syncs for step in steps[1:]] == [ORDINARY, ORDINARY + 1, ORDINARY, ORDINARY + 1, ORDINARY]
+    assert [step.syncs for step in steps[1:]] == [ORDINARY, ORDINARY + 2, ORDINARY, ORDINARY + 2, ORDINARY]
 
 
 def counts_of_steps(

@@ -101,8 +101,9 @@ def test_delayed_deliveries_catch_up(tau: int, catch_up: int, walk: float) -> No
 
 @pytest.mark.parametrize("beta2", [0.5, 0.95, 0.999, 0.99999])
 @pytest.mark.parametrize("start", [0, 16])
-def test_means_outweigh_single_steps(beta2: float, start: int) -> None:
-    """In the second moment, what is older than a late delivery counts for a share of the average at most.
+@pytest.mark.parametrize("single", [4.0, 0.1])  # gradients of single steps, beside means of 1
+def test_means_outweigh_single_steps(beta2: float, start: int, single: float) -> None:
+    """In the second moment, what is older and larger than a late delivery counts for a share of the average at most.
 
     The moment is compared with one that is kept without bias, in Python's floats. Up to 0.95, it is as if nothing was
     late.
@@ -114,15 +115,15 @@ def test_means_outweigh_single_steps(beta2: float, start: int) -> None:
     aware = StalenessAwareAdam(optimizer)
     for t in range(1, deliveries[-1] + 1):
         due = t in deliveries
-        parameter.grad = torch.full((9,), 4.0 if t <= start else float(t - last))  # means are 1 after the start
+        parameter.grad = torch.full((9,), single if t <= start else float(t - last))  # means are 1 after the start
         aware.step([parameter], [torch.arange(9 if due else 0)])
         if not due:
             continue
-        tau, mean = t - last, 4.0 if t <= start else 1.0
+        tau, mean = t - last, single if t <= start else 1.0
         weight = beta2**tau * (1 - beta2**last) / (1 - beta2**t)
         past = max(last, 1600 * (1 - beta2))
         assert beta2 > 0.95 or weight <= (past / (past + tau)) ** 4
-        weight = weight if tau == 1 else min(weight, (past / (past + tau)) ** 4)
+        weight = weight if tau == 1 or mean**2 > average else min(weight, (past / (past + tau)) ** 4)
         average, last = weight * average + (1 - weight) * mean**2, t
         kept = optimizer.state[parameter]["exp_avg_sq"]
         assert torch.allclose(kept, torch.tensor((1 - beta2**t) * average), rtol=1e-4), t

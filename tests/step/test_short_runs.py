@@ -55,10 +55,11 @@ def distance(seed: int, density: float | None = None) -> float:
     return float((weights.detach() - target).norm())
 
 
-@pytest.mark.parametrize(("density", "ratio"), [(0.01, 1.03), (0.03, 0.855), (0.1, 0.88)])
+@pytest.mark.parametrize(("density", "ratio"), [(0.01, 0.825), (0.03, 0.65), (0.1, 0.605)])
 def test_the_rate_bounds_progress(density: float, ratio: float) -> None:
-    """The distance that is left beside a dense run. Pages quote these figures.
+    """The distance that is left beside a dense run, with PyTorch's default betas.
 
-    Seeds 0 to 2 differ by 0.01. With limits that do not depend on signs, it was 1.63, 1.21 and 0.95 times as far.
+    Seeds 0 to 2 differ by 0.01. When the second moment remembered the dense start, it was 1.03, 0.855 and 0.88 times as
+    far, and 1.63, 1.21 and 0.95 times with limits that do not depend on signs.
     """
     assert distance(0, density) / distance(0) == pytest.approx(ratio, abs=0.02)

@@ -55,14 +55,14 @@ class Inspection:
         """
         parameters = [owners.get(id(each), each) for vector in vectors for each in vector.parameters]
         anchors = [each for vector in vectors if vector.options.is_anchor for each in vector.parameters]
-        digests = [_digest(parameter.grad) for parameter in parameters]
-        changes = [_digest(anchor.grad) for anchor in anchors]
-        equal = vectors[0].equal_on_all_ranks([*digests, *changes])
-        equal, equally_changed = equal[: len(parameters)], equal[len(parameters) :]
-        differ = {id(p) for p, digest, same in zip(parameters, digests, equal, strict=True) if digest and not same}
-        chosen = zip(anchors, changes, equally_changed, strict=True)
+        device = vectors[0].flat.device
+        digests = [_digest(each.grad, device) for each in (*parameters, *anchors)]
+        there, equal = vectors[0].equal_on_all_ranks(torch.stack(digests))
+        own = list(zip(parameters, there[: len(parameters)], equal[: len(parameters)], strict=True))
+        differ = {id(parameter) for parameter, is_there, same in own if is_there and not same}
+        chosen = zip(anchors, there[len(parameters) :], equal[len(parameters) :], strict=True)
         changed = {id(anchor) for anchor, change, same in chosen if change and same}
-        averaged = {id(p) for p, digest, same in zip(parameters, digests, equal, strict=True) if digest and same}
+        averaged = {id(parameter) for parameter, is_there, same in own if is_there and same}
         if averaged:
             _check_modules(averaged, differ)
         reason = _unlike_local_steps(
@@ -73,7 +73,7 @@ class Inspection:
                 if id(each) in changed and id(owners[id(each)]) in differ
             ]
         )
-        if averaged and len(averaged) == sum(map(bool, digests)):
+        if averaged and len(averaged) == sum(is_there for _, is_there, _ in own):
             reason = reason or (
                 f"the gradients of all ranks are equal in step {step}: give each rank other data, and do not average "
                 "gradients before step()"
@@ -119,10 +119,10 @@ def _unlike_local_steps(changed: Named) -> str:
     )
 
 
-def _digest(gradient: torch.Tensor | None) -> int:
-    """Return a number that equal gradients have in common. It is zero without a gradient, and for one of zeros."""
+def _digest(gradient: torch.Tensor | None, device: torch.device) -> torch.Tensor:
+    """Return a number that equal gradients have in common, int64 ``[]``. It is zero for none, and for one of zeros."""
     if gradient is None:
-        return 0
+        return torch.zeros((), dtype=torch.int64, device=device)
     own = local(gradient).detach()
     values = own.coalesce().values() if own.is_sparse else own
-    return int(values.float().view(torch.int32).sum(dtype=torch.int64))
+    return values.float().view(torch.int32).sum(dtype=torch.int64).to(device)

@@ -98,7 +98,7 @@ class LateRule(AwareStep):
     @staticmethod
     def powers(beta: float, tau: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return ``beta`` to the power of ``tau``, and 1 minus this power, with the same bits on every processor."""
-        power, complement = beta_tables((beta, beta), tau.dtype, tau.device)[:2]
+        power, complement = beta_tables((beta, beta), tau.dtype, torch.device("cpu"))[:2].tolist()
         return decays(tau.to(torch.int32), power, complement, bits=_BITS if is_asynchronous(tau.device) else None)
 
     def decay(self, group: Mapping[str, Any]) -> float:

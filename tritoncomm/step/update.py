@@ -260,7 +260,7 @@ class OptimizerStep:
     @property
     def ignored(self) -> list[torch.Tensor]:
         """The parameters that are this rank's own."""
-        return ignored_of([self.optimizer], self._ignored)
+        return ignored_of([self.optimizer], self._ignored) if self._ignored else []
 
     @property
     def _common(self) -> list[torch.Tensor]:

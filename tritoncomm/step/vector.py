@@ -279,20 +279,21 @@ class VectorExchange:
         schedulers = [other.scheduler for other in others if other.scheduler is not None]
         return self.run(self.scheduler.confirmation(state, schedulers, raises=raises, noted=noted))
 
-    def equal_on_all_ranks(self, figures: Sequence[int]) -> list[bool]:
-        """Return for each of ``figures`` whether all ranks pass the same. They call it together, also within a step.
+    def equal_on_all_ranks(self, figures: torch.Tensor) -> tuple[list[bool], list[bool]]:
+        """Return for each of ``figures`` (int64 ``[n]``) whether it is not 0, and whether all ranks pass the same.
 
-        It is a check of the configuration: like the others, its messages do not count as traffic.
+        They call it together, also within a step. It is a check of the configuration: like the others, its messages do
+        not count as traffic. The host waits for a GPU once.
         """
 
-        def gathering() -> Pattern[list[bool]]:
-            own = torch.tensor(figures, device=self.flat.device)
-            everybody = yield AllGather("compare", own)
-            found: list[bool] = (everybody.view(-1, len(figures)) == own).all(0).tolist()
-            return found
+        def gathering() -> Pattern[tuple[list[bool], list[bool]]]:
+            everybody = yield AllGather("compare", figures)
+            same = (everybody.view(-1, len(figures)) == figures).all(0)
+            there, equal = torch.stack([figures != 0, same]).tolist()
+            return there, equal
 
         if self.scheduler is None:
-            return [True] * len(figures)
+            return (figures != 0).tolist(), [True] * len(figures)
         return self.scheduler.run(gathering(), new_step=False)
 
     def run(self, pattern: Pattern[Result]) -> Result:
