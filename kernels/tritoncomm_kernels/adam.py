@@ -105,7 +105,8 @@ class AdamControl:
         start. With a beta2 near 1, these would count for a thousand steps, in which all moves are too short. What the
         bias-corrected moment holds of earlier steps therefore weighs at most (b / (b + tau))^4 where tau is above 1 and
         the moment becomes smaller, with b = max(t - tau, 1600 (1 - beta2)), in the first 200 steps. A beta2 of 0.95 or
-        less forgets sooner by itself. Where gradients grow, as those of adapters do, forgetting would make the steps shorter.
+        less forgets sooner by itself. Where gradients grow, as those of adapters do, forgetting would make the
+        steps shorter.
 
         A mean of more than 5 times the root of the moment before counts for one step, if that moment is not 0, unless
         gradients are steady: most of it is one gradient, such as that of a broken batch, and dense Adam moves by about
