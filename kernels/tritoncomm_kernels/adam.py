@@ -32,12 +32,10 @@ FINE, LARGEST_SQUARE = 32.0, 2.0**31
 # A delivery of steady gradients counts for at most this many times max_catch_up. An entry without gradients for 1000
 # steps waits as long, and the one that then comes stands for none of them.
 STEADY = 3.0
-# The limit on the weight of the second moment is for long memories. With this number, it is above 0.95^tau for a beta2
-# of 0.95, whose runs are better as they are (benchmarks/results/second_moment.json).
-MEMORY = 1600.0
-# Steps of the run with this limit: a start of 16 steps is forgotten by then. Later, a memory that is short in one
-# direction only would make steps longer for good. The second number of past steps limits nothing.
-FORGETTING, FOREVER = 200, 1e12
+# The steps before a delivery count for at least so many where they limit the weight of the second moment. The limit is
+# then above 0.95^tau. A shorter memory ends higher at 0.95, and far higher at high rates
+# (benchmarks/results/second_moment.json).
+MEMORY = 78.0
 # A mean that is so many times the root of its second moment counts for one step: most of it is one gradient, to which
 # dense Adam, too, gives about one step at a time. A moment of less weight than the second number is not compared.
 OUTLIER, LEAST_WEIGHT = 5.0, 2.0**-16
@@ -103,10 +101,9 @@ class AdamControl:
 
         In the second moment, a mean over tau steps is smaller than gradients of single steps, such as those of a dense
         start. With a beta2 near 1, these would count for a thousand steps, in which all moves are too short. What the
-        bias-corrected moment holds of earlier steps therefore weighs at most (b / (b + tau))^4 where tau is above 1 and
-        the moment becomes smaller, with b = max(t - tau, 1600 (1 - beta2)), in the first 200 steps. A beta2 of 0.95 or
-        less forgets sooner by itself. Where gradients grow, as those of adapters do, forgetting would make the
-        steps shorter.
+        bias-corrected moment holds of earlier steps therefore weighs at most (b / (b + tau))^4 where the moment becomes
+        smaller by this, with b = max(t - tau, 78). A beta2 of 0.95 or less forgets sooner by itself. Where gradients
+        grow, as those of adapters do, forgetting would make the steps shorter.
 
         A mean of more than 5 times the root of the moment before counts for one step, if that moment is not 0, unless
         gradients are steady: most of it is one gradient, such as that of a broken batch, and dense Adam moves by about
@@ -121,7 +118,6 @@ class AdamControl:
         scalars = Scalars(
             steps=steps,
             rate=learning_rate / correct1,
-            memory=MEMORY * (1 - betas[1]) if steps <= FORGETTING else FOREVER,
             correction=correct2,
             per_correction=1 / correct2,
             root=math.sqrt(correct2),
@@ -292,10 +288,10 @@ def forgetting(
     """Return other factors of the second moment and of the squared mean than ``(beta2^tau, 1 - beta2^tau)``.
 
     With these, the moment weighs at most (b / (b + tau))^4 in the bias-corrected average, where
-    b = max(t - tau, 1600 (1 - beta2)), see :meth:`AdamControl.of`. The third result is its weight without this limit.
-    ``waited`` is tau in the float type of the others.
+    b = max(t - tau, 78), see :meth:`AdamControl.of`. The third result is its weight without this limit. ``waited`` is
+    tau in the float type of the others.
     """
-    before = torch.maximum(scalars.steps - waited, scalars.memory)
+    before = (scalars.steps - waited).clamp(min=MEMORY)
     left = before / (before + waited)
     limit = (left * left) * (left * left)
     weight = 1 - complement * scalars.per_correction

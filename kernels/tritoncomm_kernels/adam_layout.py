@@ -10,7 +10,6 @@ class Scalars(NamedTuple):
 
     * ``steps``: the step count, counted from 1
     * ``rate``: the learning rate divided by the first bias correction
-    * ``memory``: steps that count at least as past in the limit on the weight of the second moment
     * ``correction``: the second bias correction, 1 - beta2^steps
     * ``per_correction``: 1 divided by it
     * ``root``: its square root
@@ -24,7 +23,6 @@ class Scalars(NamedTuple):
 
     steps: Any
     rate: Any
-    memory: Any
     correction: Any
     per_correction: Any
     root: Any

@@ -25,7 +25,7 @@ BLOCK, WARPS = 128, 4  # 256 spills on sm_90 in bf16 with Triton 3.6, and 512 on
 STEPS = tl.constexpr(Scalars._fields.index("steps"))
 RATE = tl.constexpr(Scalars._fields.index("rate"))
 OUTLIER_SQUARED, LEAST_WEIGHT = tl.constexpr(OUTLIER**2), tl.constexpr(adam.LEAST_WEIGHT)
-MEMORY = tl.constexpr(Scalars._fields.index("memory"))
+MEMORY = tl.constexpr(adam.MEMORY)
 PER_CORRECTION = tl.constexpr(Scalars._fields.index("per_correction"))
 CORRECTION = tl.constexpr(Scalars._fields.index("correction"))
 ROOT = tl.constexpr(Scalars._fields.index("root"))
@@ -72,7 +72,7 @@ def _forgetting(waited, power, complement, control_ptr):
     """Return other factors of the second moment and of the squared mean, see ``forgetting`` of the reference."""
     steps = tl.load(control_ptr + STEPS).to(tl.float32)
     correction = tl.load(control_ptr + CORRECTION).to(tl.float32)
-    before = tl.maximum(steps - waited, tl.load(control_ptr + MEMORY).to(tl.float32))
+    before = tl.maximum(steps - waited, MEMORY)
     left = tl.div_rn(before, before + waited)
     limit = (left * left) * (left * left)
     weight = 1 - complement * tl.load(control_ptr + PER_CORRECTION).to(tl.float32)

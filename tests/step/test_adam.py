@@ -121,9 +121,9 @@ def test_means_outweigh_single_steps(beta2: float, start: int, single: float) ->
             continue
         tau, mean = t - last, single if t <= start else 1.0
         weight = beta2**tau * (1 - beta2**last) / (1 - beta2**t)
-        past = max(last, 1600 * (1 - beta2))
+        past = max(last, 78)
         assert beta2 > 0.95 or weight <= (past / (past + tau)) ** 4
-        if tau > 1 and mean**2 < average and t <= 200:
+        if tau > 1 and mean**2 < average:
             weight = min(weight, (past / (past + tau)) ** 4)
         average, last = weight * average + (1 - weight) * mean**2, t
         kept = optimizer.state[parameter]["exp_avg_sq"]
