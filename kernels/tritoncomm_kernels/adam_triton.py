@@ -117,7 +117,8 @@ def _step(
     power, complement, weight = _forgetting(waited, power, complement, control_ptr)
     shorter = power * old + complement * square
     second = tl.where((shorter < second) | (shorter != shorter), shorter, second)
-    waited = tl.where(_is_outlier(held, square, weight, control_ptr), -waited, waited)
+    # By a subtraction, because no GPU has been asked what neg.f32 makes of NaN.
+    waited = tl.where(_is_outlier(held, square, weight, control_ptr), waited - 2 * waited, waited)
     power, complement = _decay(tau, tables_ptr, POWERS)
     before = tl.load(first_ptr + at, mask=inside, other=0.0).to(tl.float32)
     vote = tl.where(before > 0, 1, tl.where(before < 0, -1, 0)) * tl.where(mean > 0, 1, tl.where(mean < 0, -1, 0))

@@ -122,7 +122,10 @@ SCATTERING = {
     "zero votes": Mutant("adam", "tl.where(before > 0, 1, tl", "tl.where(before >= 0, 1, tl", scatter.test_adam_many),
     "chance is steady": Mutant("adam", " - 3 * tl.sqrt_rn(count), count", ", count", scatter.test_adam_many),
     "no limit where steady": Mutant(
-        "adam", "tl.minimum(waited, tl.load(control_ptr + STEADY).to(tl.float32))", "waited", scatter.test_adam_many
+        "adam",
+        "tl.minimum(tl.abs(waited), tl.load(control_ptr + STEADY).to(tl.float32))",
+        "tl.abs(waited)",
+        scatter.test_adam_many,
     ),
     "blocks of many repeated": Mutant(
         "adam", "tl.load(places_ptr + 2 * tl.program_id(0) + 1) * BLOCK", "0", scatter.test_adam_many
@@ -130,9 +133,25 @@ SCATTERING = {
     "compact values as gradients": Mutant("adam", "lane if COMPACT else at", "at", scatter.test_adam_many),
     "no limit on walking": Mutant(
         "adam",
-        "tl.minimum(tl.minimum(waited, limit), walk * tl.sqrt_rn(waited))",
+        "tl.minimum(tl.minimum(waited, limit), walk * tl.sqrt_rn(tl.abs(waited)))",
         "tl.minimum(waited, limit)",
         scatter.test_adam_many,
+    ),
+    "outliers catch up": Mutant("adam", "waited - 2 * waited, waited)", "waited, waited)", scatter.test_adam_many),
+    "outliers by the moment as it is": Mutant(
+        "adam", "square * (correction * weight) > held", "square > held", scatter.test_adam_many
+    ),
+    "growth is forgotten": Mutant(
+        "adam",
+        "tl.where((shorter < second) | (shorter != shorter), shorter, second)",
+        "shorter",
+        scatter.test_adam_many,
+    ),
+    "nothing is forgotten": Mutant(
+        "adam", "(waited > 1) & (weight > limit)", "(waited > 1) & (weight > 1)", scatter.test_adam_many
+    ),
+    "a memory of the past alone": Mutant(
+        "adam", "tl.maximum(steps - waited, MEMORY)", "steps - waited", scatter.test_adam_many
     ),
 }
 PACKING = {
