@@ -191,7 +191,7 @@ def nothing_is_late(rank: int, world_size: int, send) -> None:
 
 
 def double_reduction(rank: int, world_size: int, send) -> None:
-    """Gradients that DDP averages are not averaged again, whichever was wrapped first, also if values are rounded."""
+    """Gradients that DDP averages are named, whichever was wrapped first, also if values are rounded."""
     model = nn.Linear(4, 3)
     ddp = nn.parallel.DistributedDataParallel(model)
     rounded = {"values": "4bit", "dense_below": 0}
@@ -205,13 +205,10 @@ def double_reduction(rank: int, world_size: int, send) -> None:
             ddp = nn.parallel.DistributedDataParallel(model)
         optimizer.zero_grad()
         ddp(torch.ones(2, 4) + rank).sum().backward()
-        before = model.weight.detach().clone()
-        with pytest.raises(
-            ConfigurationError, match=r"parameter 'weight' belongs to .*pass model=ddp_model to tritoncomm\.wrap"
-        ):
+        with log_lines(logging.WARNING) as warned:
             optimizer.step()
-        assert torch.equal(model.weight, before)
-        assert not residual(optimizer).any()
+        found = [line for line in warned if "the first is that of" in line and "pass model=ddp_model" in line]
+        assert len(found) == (rank == 0), (late, fields)
     # Equal data is legal, and worth a warning.
     with log_lines(logging.WARNING) as warned:
         for step, fields in ((step, fields) for fields in ({}, rounded, quantized) for step in range(2)):
@@ -220,7 +217,7 @@ def double_reduction(rank: int, world_size: int, send) -> None:
             alike = sparse_wrap(torch.optim.SGD(plain.parameters(), lr=0.1), broadcast_parameters=True, **fields)
             plain(torch.ones(2, 4) + step * rank).sum().backward()
             alike.step()
-            found = [line for line in warned if "equal in step 1" in line]
+            found = [line for line in warned if line.startswith("in step 1, the gradients of 2 parameters are equal")]
             assert len(found) == (rank == 0 and step == 0), (step, fields)
 
 

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 
-from tritoncomm.errors import ConfigurationError
 from tritoncomm.scheduler.process_group import is_distributed
-from tritoncomm.step.model import Named, averages_nothing
 from tritoncomm.step.replicas import Replica
 from tritoncomm.step.shards import local
-from tritoncomm.step.torch_internals import ddp_modules
 from tritoncomm.step.vector import VectorExchange
 
 logger = logging.getLogger("tritoncomm")
+
+_LARGE = 1024  # elements
 
 
 class Inspection:
@@ -41,11 +40,10 @@ class Inspection:
         step: int,
         vectors: Sequence[VectorExchange],
     ) -> None:
-        """Raise :class:`~tritoncomm.ConfigurationError` if a DDP module has averaged gradients before the exchange.
+        """Log once which gradients are equal on all ranks of ``group``, which all call this together.
 
-        Averaged gradients are equal on all ranks of ``group``. Only then does this look for a DDP module. All ranks
-        call this together, while every ``.grad`` is still the rank's own. Zeros say nothing. What else looks averaged
-        is logged once.
+        Every ``.grad`` must still be this rank's own. Zeros say nothing, and neither does a bias, unless all gradients
+        are equal.
 
         Args:
             group: The process group of the exchange.
@@ -53,70 +51,28 @@ class Inspection:
             step: Number of the step, for messages.
             vectors: The vectors of the exchange.
         """
-        parameters = [owners.get(id(each), each) for vector in vectors for each in vector.parameters]
-        anchors = [each for vector in vectors if vector.options.is_anchor for each in vector.parameters]
-        device = vectors[0].flat.device
-        digests = [_digest(each.grad, device) for each in (*parameters, *anchors)]
+        named = [(owners.get(id(each), each), vector.name_of(each)) for vector in vectors for each in vector.parameters]
+        digests = [_digest(parameter.grad, vectors[0].device) for parameter, _ in named]
         there, equal = vectors[0].equal_on_all_ranks(torch.stack(digests))
-        own = list(zip(parameters, there[: len(parameters)], equal[: len(parameters)], strict=True))
-        differ = {id(parameter) for parameter, is_there, same in own if is_there and not same}
-        chosen = zip(anchors, there[len(parameters) :], equal[len(parameters) :], strict=True)
-        changed = {id(anchor) for anchor, change, same in chosen if change and same}
-        averaged = {id(parameter) for parameter, is_there, same in own if is_there and same}
-        if averaged:
-            _check_modules(averaged, differ)
-        reason = _unlike_local_steps(
-            [
-                (owners[id(each)], vector.name_of(each))
-                for vector in vectors
-                for each in vector.parameters
-                if id(each) in changed and id(owners[id(each)]) in differ
-            ]
-        )
-        if averaged and len(averaged) == sum(is_there for _, is_there, _ in own):
-            reason = reason or (
-                f"the gradients of all ranks are equal in step {step}: give each rank other data, and do not average "
-                "gradients before step()"
+        found = [each for each, is_there, same in zip(named, there, equal, strict=True) if is_there and same]
+        averaged = found if len(found) == sum(there) else [each for each in found if _tells(each[0])]
+        if averaged and not self._has_warned and dist.get_rank(group) == 0:
+            logger.warning(
+                "in step %d, the gradients of %d parameters are equal on all ranks before the exchange, the first is "
+                "that of %s. Somebody has averaged them densely, or all ranks have the same data. For a model in "
+                "DistributedDataParallel, pass model=ddp_model to tritoncomm.wrap(), and for a module that was built "
+                "later call optimizer.reset_process_group(model=ddp_model), which keeps residuals. Otherwise do not "
+                "average gradients before step(), and give each rank other data",
+                step,
+                len(averaged),
+                averaged[0][1],
             )
-        if reason and not self._has_warned and dist.get_rank(group) == 0:
-            logger.warning("%s", reason)
-        self._has_warned |= bool(reason)
+        self._has_warned |= bool(averaged)
 
 
-def _check_modules(averaged: Container[int], differ: Container[int]) -> None:
-    """Raise :class:`~tritoncomm.ConfigurationError` if a DDP module has averaged the parameters with these ids.
-
-    Gradients of some parameters, such as a last bias, may be equal by nature. A module averages all or none, so one
-    with parameters that ``differ`` between ranks has not been used.
-    """
-    for module in ddp_modules():
-        if averages_nothing(module) or any(id(each) in differ for each in module.module.parameters()):
-            continue
-        for name, parameter in module.module.named_parameters():
-            if id(parameter) in averaged:
-                raise ConfigurationError(
-                    f"parameter {name!r} belongs to a DistributedDataParallel module, which averages its gradient "
-                    "densely before this optimizer sees it: pass model=ddp_model to tritoncomm.wrap(). For a module "
-                    "that was built later, also around the same layers, call "
-                    "optimizer.reset_process_group(model=ddp_model), which keeps residuals. Copies of a module and its "
-                    "optimizer have to be wrapped again"
-                )
-
-
-_LARGE = 1024  # elements. Steps by a sign are equal by chance for smaller tensors
-
-
-def _unlike_local_steps(changed: Named) -> str:
-    """Return what is wrong if steps on all ranks have ``changed`` large parameters equally, whose gradients differ."""
-    found = [name for each, name in changed if each.dim() > 1 and each.numel() >= _LARGE]
-    if not found:
-        return ""
-    return (
-        f"in a step, all ranks have changed {len(found)} large parameters equally, the first is {found[0]}, although "
-        "their gradients differ: the optimizer seems to exchange parameters or updates in its own step(), so that each "
-        "parameter is trained by the gradient of one rank. Pass an optimizer that steps on each rank by itself, or "
-        "exchange='gradients' and algo='dense'"
-    )
+def _tells(parameter: torch.Tensor) -> bool:
+    """Return False for a tensor whose gradients may be equal by nature, such as a last bias."""
+    return parameter.dim() > 1 or parameter.numel() >= _LARGE
 
 
 def _digest(gradient: torch.Tensor | None, device: torch.device) -> torch.Tensor:

@@ -25,7 +25,6 @@ from tritoncomm.step.ignored import AliveIds
 from tritoncomm.step.optimizer_proxy import OptimizerProxy
 from tritoncomm.step.shards import has_bits
 from tritoncomm.step.torch_internals import (
-    check_new_hooks,
     check_new_joins,
     comm_hooks,
     creates_state,
@@ -147,8 +146,8 @@ def check_held(model: nn.Module | None, optimizer: torch.optim.Optimizer) -> Non
 def keep_gradients_local(model: nn.Module | None) -> None:
     """Let the DDP modules in ``model`` average nothing. They still broadcast parameters and buffers.
 
-    From now on, an optimizer that is not wrapped and steps their parameters raises an error, and so do a further
-    communication hook, and ``join()`` unless it ends training with the first rank that has no batch.
+    From now on, an optimizer that is not wrapped and steps their parameters raises an error, and so does ``join()``
+    unless it ends training with the first rank that has no batch.
 
     Raises:
         ConfigurationError: A module has another communication hook.
@@ -166,13 +165,7 @@ def keep_gradients_local(model: nn.Module | None) -> None:
                 _names[parameter] = (name, weakref.ref(module))
     if _local and not _guards:
         _guards.append(register_optimizer_step_pre_hook(_check_not_stepped))
-        check_new_hooks(_check_new_hook)
         check_new_joins(_check_new_join)
-
-
-def averages_nothing(module: DistributedDataParallel) -> bool:
-    """Return True if the gradients of ``module`` stay local, because it was passed to ``wrap``."""
-    return module in _local
 
 
 # The DDP modules that average nothing, and the name and module of each of their parameters.
@@ -199,17 +192,6 @@ def _check_not_stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
                 "of that. To train without tritoncomm again, put model.module into a new DistributedDataParallel, and "
                 "drop the old one"
             )
-
-
-def _check_new_hook(module: DistributedDataParallel, method: str, hook: Any) -> None:
-    """Raise if ``method`` of ``module`` would register ``hook`` although it averages nothing."""
-    if module in _local:
-        name = getattr(hook, "__name__", None) or getattr(hook, "name", None) or type(hook).__name__
-        raise ConfigurationError(
-            f"{method}: this module was passed to wrap(), so its gradients stay local until step() exchanges them, and "
-            f"{name} would average them before: remove the call. To train with {name} instead, do not wrap the "
-            "optimizer, and put model.module into a new DistributedDataParallel"
-        )
 
 
 def _check_new_join(modules: Iterable[Any]) -> None:

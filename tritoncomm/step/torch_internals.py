@@ -6,7 +6,6 @@ public functions for some of what it needs, and the lines that use others say so
 
 from __future__ import annotations
 
-import gc
 import inspect
 import sys
 from collections.abc import Callable, Iterable
@@ -84,28 +83,6 @@ def let_average_nothing(model: DistributedDataParallel) -> bool:
     return True
 
 
-def check_new_hooks(check: Callable[[DistributedDataParallel, str, Any], None]) -> None:
-    """Call ``check`` before any DDP module registers a hook: with the module, the name of the method, and the hook.
-
-    torch would say only that a module can have one hook. It has no function to ask before. Call this once.
-    """
-    hooked = DistributedDataParallel.register_comm_hook
-    built_in = DistributedDataParallel._register_builtin_comm_hook  # noqa: SLF001
-
-    @wraps(hooked)
-    def register(self: DistributedDataParallel, state: object, hook: Callable[..., Any]) -> None:
-        check(self, "register_comm_hook()", hook)
-        hooked(self, state, hook)
-
-    @wraps(built_in)
-    def register_built_in(self: DistributedDataParallel, comm_hook_type: Any) -> None:
-        check(self, "_register_builtin_comm_hook()", comm_hook_type)
-        built_in(self, comm_hook_type)  # type: ignore[no-untyped-call]
-
-    DistributedDataParallel.register_comm_hook = register  # type: ignore[method-assign]
-    DistributedDataParallel._register_builtin_comm_hook = register_built_in  # type: ignore[method-assign]  # noqa: SLF001
-
-
 def check_new_joins(check: Callable[[Iterable[Any]], None]) -> None:
     """Call ``check`` with the modules of each ``join()`` that lets a rank without a batch leave, as it is entered.
 
@@ -146,18 +123,6 @@ def explain_cycles(explanation: Callable[[Any, str], Exception | None]) -> None:
 
     for kind in (lr_scheduler.CyclicLR, lr_scheduler.OneCycleLR):
         kind.__init__ = explained(kind)  # type: ignore[method-assign]
-
-
-def ddp_modules() -> list[DistributedDataParallel]:
-    """Return all modules of DDP that are alive. It takes some 30 milliseconds.
-
-    DDP does not mark its parameters, so the garbage collector is asked for the objects that refer to the class, which
-    all its instances do.
-    """
-    kinds: list[type[Any]] = [DistributedDataParallel]
-    for kind in kinds:
-        kinds += kind.__subclasses__()
-    return [each for each in gc.get_referrers(*kinds) if issubclass(type(each), DistributedDataParallel)]
 
 
 def ignored_by(model: DistributedDataParallel) -> list[torch.Tensor]:
