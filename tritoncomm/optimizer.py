@@ -104,7 +104,6 @@ class SparseOptimizer(OptimizerSetup):
             self._local.withdraw()
         self._exchange.discard()
         self._step_state.reset()
-        self._local_changes.forget()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Exchange the gradients, unless :meth:`synchronize` has done so, then take the optimizer's step.
@@ -162,12 +161,10 @@ class SparseOptimizer(OptimizerSetup):
         found = self._step_state.found_in_unscale if found is None else found
         others = [part.optimizer for part in self._parts if not part.is_anchor]
         self._exchange.counted = None
-        if others and self._options.gradient_limit is not None and not self._optimizer_step.alone:
+        if others and self._options.max_grad_norm is not None and not self._optimizer_step.alone:
             anchored = [vector for vector in self._exchange.vectors if vector.options.is_anchor]
-            self._exchange.counted = sketch_of_owners(anchored, local_steps.owners, self._exchange.shard, scale)
-        if others:  # whose gradients are unscaled here
-            self._local_changes.warn(scaled=scale is not None)
-            self._local_changes.forget()
+            shard, shards = self._exchange.shard, self._exchange.shards
+            self._exchange.counted = sketch_of_owners(anchored, local_steps.owners, shard, shards, scale)
         local_steps.take(scale, found, others)
         if others:  # they are exchanged without the scale
             self._ignore_scaler("grad_scale")
@@ -182,16 +179,10 @@ class SparseOptimizer(OptimizerSetup):
         scale, found = self._scaler
         untouched = not self.is_synchronized  # nobody sees .grad between the exchange and the step
         if untouched:
-            self._local_changes.warn(scaled=scale is not None)
             self._synchronize()
         elif scale is not None and step_state.scale is None:
             raise RuntimeError("synchronize() has averaged scaled gradients: call scaler.unscale_(optimizer) first")
         step_state.check_unchanged(self._exchange.gradients)
-        if self._exchange.delivered is not None and self._local_changes.have_accumulated(step_state.written):
-            raise RuntimeError(
-                "a backward pass has added gradients of this rank to the mean since synchronize(): call step() before "
-                "the next backward pass, or optimizer.zero_grad() on all ranks, which discards what was averaged"
-            )
         if self._exchange.delivered is None:
             self._exchange.discard()
             step_state.warn_about_scale(found)
@@ -322,6 +313,8 @@ class SparseOptimizer(OptimizerSetup):
         """
         if self._local is None:
             self._synchronize(hides_decay=True)
+            if self._exchange.delivered is not None:
+                self._step_state.late_backward.watch(self._exchange.parameters)
         elif self._is_mixed:
             raise RuntimeError(
                 "synchronize(): some optimizers of the list exchange updates, and their gradients stay local. To clip, "
@@ -337,7 +330,8 @@ class SparseOptimizer(OptimizerSetup):
             self._exchange = exchange_state.continued(self._build(self.process_group), self._exchange)
         exchange, step_state, policy = self._exchange, self._step_state, self._options.on_nonfinite
         scale, found = self._scaler
-        self._local_changes.forget()
+        if scale is None and self._local is None and not self._optimizer_step.alone:
+            self._local_clipping.look(exchange.gradients)
         owners = {} if self._local is None else self._local.owners
         inspect = None
         if self._inspection.is_due(exchange.updates, self.process_group):
@@ -421,8 +415,7 @@ class SparseOptimizer(OptimizerSetup):
             figures |= inner | {"exchanges": figures["steps"], "bytes_per_step": each}
         if self._options.max_grad_norm is None:
             return figures
-        by_gradient = self._options.gradient_limit is not None and not self._optimizer_step.alone
-        norm = self._exchange.gradient_norm if by_gradient else None
+        norm = None if self._optimizer_step.alone else self._exchange.gradient_norm
         own = self._optimizer_step.grad_norm if self._local is None else self._local.grad_norm
         return figures | {"grad_norm": own if norm is None else float(norm)}
 

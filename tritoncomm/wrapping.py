@@ -59,7 +59,6 @@ def wrap(
     max_relative_update: float = MAX_RELATIVE_UPDATE,
     on_nonfinite: str = "skip",
     max_grad_norm: float | None = None,
-    clip_by: str | None = None,
     timeout: timedelta | None = None,
     dense_below: int = DENSE_BELOW,
     small: str | None = None,
@@ -121,14 +120,10 @@ def wrap(
         on_nonfinite: Action when any rank has a NaN or Inf. ``"skip"`` skips the step on all ranks, ``"raise"`` raises
             :class:`~tritoncomm.NonFiniteError` on all ranks, ``"zero"`` replaces the values by zero. If a
             ``GradScaler`` finds an overflow, the step is always skipped. Default: ``"skip"``.
-        max_grad_norm: Maximum 2-norm of the averaged gradient, which is clipped. Optimizers that exchange updates clip
-            this rank's gradient. The norm is always that of the gradients of all optimizers of a list. Default: None,
-            no clipping.
-        clip_by: What ``max_grad_norm`` limits. ``"gradient"``: the mean over ranks of the gradients of this step,
-            before they are added to the residual, as in a dense run. Its norm is estimated, with a standard deviation
-            of 3 %, from 2 KB that all ranks sum. Copies of parameters that tensor parallelism keeps raise an error.
-            ``"delivered"``: the entries of a step that were delivered, which are sums of several gradients. Default:
-            None, which is ``"gradient"``, or ``"delivered"`` if tensor parallelism keeps copies.
+        max_grad_norm: Maximum 2-norm of the averaged gradient, which is clipped as in a dense run: the mean over ranks
+            of the gradients of this step, before they are added to the residual. The norm is estimated, with a standard
+            deviation of 3 %, from 2 KB that all ranks sum. It is that of the gradients of all optimizers of a list.
+            Optimizers that exchange updates clip this rank's gradient. Default: None, no clipping.
         timeout: Maximum time of each wait for a peer. Default: the time-out of the process group.
         dense_below: Tensors with fewer elements, or at most one dimension (biases, norms), are sent dense, all
             together. If all are one-dimensional, only the first rule applies. 0 sends none dense. Default: 1024.
@@ -201,7 +196,6 @@ def wrap(
             max_relative_update=max_relative_update,
             on_nonfinite=on_nonfinite,
             max_grad_norm=max_grad_norm,
-            clip_by=clip_by,
             timeout=timeout,
             dense_below=dense_below,
             small=resolved_small(small),
@@ -217,7 +211,6 @@ def wrap(
             "warmup_steps": warmup_steps,
             "dense_below": None if dense_below == DENSE_BELOW else dense_below,
             "select_by": None if select_by == "auto" else select_by,
-            "clip_by": clip_by,
             **recipe_fields,
             "updates_algo": updates_algo,
             "staleness": staleness,

@@ -8,12 +8,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import tritoncomm
-from helpers import flat, log_lines, loss_of, residual, same_everywhere, total
+from helpers import flat, loss_of, residual, same_everywhere, total
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from tritoncomm import ConfigurationError, NonFiniteError
+from tritoncomm import NonFiniteError
 from tritoncomm.step.shards import local
 
 SETTINGS = {"density": 0.1, "dense_below": 0, "warmup_steps": 0}
@@ -168,39 +168,40 @@ def changes_between_wraps(rank: int, world_size: int, send) -> None:
     first.step()
     assert first.metrics()["grad_norm"] not in (0.0, norm)
     first.release()
-    delivered = tritoncomm.wrap(inner, model=ddp, max_grad_norm=0.5, clip_by="delivered", **SETTINGS)
-    backward(ddp, rank, 4)
-    delivered.synchronize()
-    whole = float(gradients(ddp).norm())
-    delivered.step()
-    assert delivered.metrics()["grad_norm"] == pytest.approx(whole)  # not the norm of an earlier step
     second = tritoncomm.wrap(inner, model=ddp, **SETTINGS)
     backward(ddp, rank, 5)
     second.step()
     assert "grad_norm" not in second.metrics()
 
 
-def refused(rank: int, world_size: int, send) -> None:
-    """Where the norm is not that of the optimizer's parameters, the option is refused on all ranks. So are others."""
-    with pytest.raises(ConfigurationError, match="clip_by='gradient' needs max_grad_norm"):
-        wrapped(net(), clip_by="gradient")
-    with pytest.raises(ConfigurationError, match="clip_by='norm': choose one of 'delivered', 'gradient'"):
-        wrapped(net(), max_grad_norm=0.5, clip_by="norm")
-    grid = init_device_mesh("cpu", (1, world_size), mesh_dim_names=("replicate", "shard"))
-    split = parallelize_module(net(), grid["shard"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
-    with pytest.raises(ConfigurationError, match="ranks with other shards hold copies of parameter 3 of shape"):
-        wrapped(split, process_group=grid["replicate"].get_group(), clip_by="gradient", **CLIPPED)
-    with log_lines() as lines:
-        default = wrapped(split, process_group=grid["replicate"].get_group(), **CLIPPED)
-    assert default._options.clip_by == "delivered"
-    assert [line.startswith("max_grad_norm=0.5 limits what is delivered") for line in lines] == [True] * (rank == 0)
-    dist.barrier()
+def copies_count_once(rank: int, world_size: int, send) -> None:
+    """Parameters of which tensor parallelism keeps copies count once in the norm, whichever has most of it."""
+    grid = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("replicate", "shard"))
+    replicas = grid["replicate"].get_group()
+    for large in (1, 5):  # a bias that is split, and one of which all ranks have a copy
+        model, whole = net(), net()
+        for each in (model, whole):
+            with torch.no_grad():
+                each[2].bias.mul_(large)
+        split = parallelize_module(model, grid["shard"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        optimizer = wrapped(split, process_group=replicas, **CLIPPED)
+        own = dist.get_rank(replicas)
+        (loss_of(split, own, 0) * large).backward()
+        size = dist.get_world_size(replicas)
+        dense = torch.zeros(())
+        whole.zero_grad()
+        for replica in range(size):
+            (loss_of(whole, replica, 0) * large / size).backward()
+        dense = torch.nn.utils.get_total_norm([parameter.grad for parameter in whole.parameters()])
+        optimizer.step()
+        assert optimizer.metrics()["grad_norm"] == pytest.approx(float(dense), rel=0.15)
+        assert same_everywhere([optimizer.metrics()["grad_norm"]])
 
 
 def one_worker(rank: int, world_size: int, send) -> None:
     """A single worker clips as torch does, to the bit."""
     models = net(), net()
-    optimizer = wrapped(models[0], max_grad_norm=0.05, clip_by="gradient")
+    optimizer = wrapped(models[0], max_grad_norm=0.05)
     plain = torch.optim.AdamW(models[1].parameters(), lr=0.01)
     for step in range(4):
         for model in models:

@@ -92,7 +92,7 @@ def options_of_ddp(rank: int, world_size: int, send) -> None:
 
 def wrapped_gradients(rank: int, world_size: int, send) -> None:
     """Clipping after ``synchronize()``, a closure, a new density, a flush and a schedule, as without DDP."""
-    pair = Pair(settings=SETTINGS | {"max_grad_norm": 0.5, "clip_by": "delivered"})
+    pair = Pair(settings=SETTINGS | {"max_grad_norm": 0.5})
     schedules = [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9) for _, optimizer in pair.both]
     for step in range(6):
         for (model, optimizer), schedule in zip(pair.both, schedules, strict=True):

@@ -56,9 +56,11 @@ def tensor_parallel(rank: int, world_size: int, send) -> None:
             if replica == grid["data"].get_local_rank():
                 model(x).square().mean().backward()
         optimizer.step()
-        norm = torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.01)
+        gradients = [parameter.grad for parameter in reference.parameters()]
+        norm = optimizer.metrics()["grad_norm"]
+        assert norm == pytest.approx(float(torch.nn.utils.get_total_norm(gradients)), rel=0.15)  # an estimate
         assert norm > 0.02
-        assert optimizer.metrics()["grad_norm"] == pytest.approx(float(norm), rel=1e-4)
+        torch._foreach_mul_(gradients, 0.01 / norm)
         plain.step()
     for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
         full = p.full_tensor() if isinstance(p, DTensor) else p

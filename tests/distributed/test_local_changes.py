@@ -11,17 +11,8 @@ from helpers import run_situations
     ("world_size", "situations"),
     [
         (2, [workers.ordinary_loops, workers.assigned_loops, workers.hooks_are_removed]),
-        (
-            2,
-            [
-                workers.scaled_loops,
-                workers.clipped_loops,
-                workers.changed_otherwise,
-                workers.lists,
-                workers.rare_checks,
-            ],
-        ),
-        (4, [workers.sharded_loops, workers.backward_after_synchronize, workers.without_gradients]),
+        (2, [workers.scaled_loops, workers.clipped_loops]),
+        (4, [workers.backward_after_synchronize, workers.without_gradients]),
     ],
     ids=["silent", "heard", "sharded"],
 )

@@ -38,7 +38,6 @@ GRADIENTS: dict[str, tuple[Callable[[list[nn.Parameter]], Made], dict[str, Any]]
     "Lion": (lambda p: Lion(p, lr=0.01), {"algo": "exdyna"}),
     "no rule": (lambda p: optim.AdamW(p, lr=0.01), {"staleness": "off"}),
     "a limit of the gradient": (lambda p: optim.AdamW(p, lr=0.01), {"max_grad_norm": 0.5}),
-    "a limit of what is delivered": (lambda p: optim.SGD(p, lr=0.1), {"max_grad_norm": 0.5, "clip_by": "delivered"}),
     "quantized": (
         lambda p: optim.AdamW(p, lr=0.01),
         {"algo": "quantized", "density": None, "values": "2bit", "warmup_steps": None},

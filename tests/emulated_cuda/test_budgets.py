@@ -72,7 +72,7 @@ def steps_of(
         if method == "random_block":
             fields["reduced_lr"] = True
         if limit is not None:
-            fields |= {"max_grad_norm": limit, "clip_by": "gradient"}
+            fields |= {"max_grad_norm": limit}
         inner: torch.optim.Optimizer = torch.optim.AdamW(parameters, lr=1e-3)
         optimizer = tritoncomm.wrap(
             inner,

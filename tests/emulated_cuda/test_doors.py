@@ -38,7 +38,7 @@ METHODS = {
     "oktopk-static": {"algo": "oktopk", "static": True, **SHORT},
     "oktopk-4bit": {"algo": "oktopk", "static": False, "values": "4bit", "small": "8bit"},
     "oktopk-static-4bit": {"algo": "oktopk", "static": True, "values": "4bit", "small": "8bit"},
-    "oktopk-static-clipped": {"algo": "oktopk", "static": True, "max_grad_norm": 0.1, "clip_by": "gradient", **SHORT},
+    "oktopk-static-clipped": {"algo": "oktopk", "static": True, "max_grad_norm": 0.1, **SHORT},
     "spardl": {"algo": "spardl", "static": False},
     "spardl-static": {"algo": "spardl", "static": True},
     "exdyna": {"algo": "exdyna", "static": False},

@@ -197,7 +197,6 @@ def test_clipping_by_gradient_leaves_decay_alone() -> None:
         warmup_steps=1,
         small="fp32",
         max_grad_norm=1e-6,
-        clip_by="gradient",
     )
     parameter.grad = torch.ones(32, 32)
     optimizer.step()

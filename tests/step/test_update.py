@@ -111,10 +111,3 @@ def test_hooks_of_the_wrapped_optimizer_see_gradients(warmup_steps: int, monkeyp
     assert not any(given)
     assert same(hooked, halved)
     assert not same(hooked, trained(monkeypatch, step_at_once, warmup_steps=warmup_steps)[0])
-
-
-def test_clipped_gradients_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If what is delivered is clipped, the step reads the clipped gradients."""
-    clipped, given = trained(monkeypatch, step_at_once, max_grad_norm=0.1, clip_by="delivered")
-    assert not any(given)
-    assert not same(clipped, trained(monkeypatch, step_at_once)[0])

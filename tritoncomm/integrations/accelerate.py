@@ -31,7 +31,7 @@ def wrap(
 
     Call it on all ranks, after ``accelerator.prepare()`` and before the first backward pass. ``optimizer`` stays the
     object to step and to save. ``accelerator.clip_grad_norm_()`` and ``clip_grad_value_()`` exchange gradients before
-    they clip them. With ``clip_by="gradient"``, the exchange clips, and ``clip_grad_norm_()`` only returns the norm.
+    they clip them. With ``max_grad_norm``, the exchange clips, and ``clip_grad_norm_()`` only returns the norm.
     ``accelerator.save_state()`` also writes the residual of each rank, into the folder ``tritoncomm`` of the checkpoint
     (``tritoncomm_1`` for a second prepared optimizer), and ``load_state()`` restores it.
 

@@ -22,6 +22,4 @@ def average(optimizer: SparseOptimizer) -> bool:
 
 def clips_itself(optimizer: SparseOptimizer) -> bool:
     """Return True if :meth:`~tritoncomm.SparseOptimizer.step` limits the norm, so that the trainer need not."""
-    options = optimizer._options  # noqa: SLF001 - as above
-    limit = options.gradient_limit if optimizer._local is None else options.max_grad_norm  # noqa: SLF001
-    return limit is not None
+    return optimizer._options.max_grad_norm is not None  # noqa: SLF001 - as above

@@ -70,16 +70,13 @@ def _check(trainer: Any) -> None:
 def _with_limit(settings: dict[str, Any], trainer: Any) -> dict[str, Any]:
     """Return ``settings`` of :func:`tritoncomm.wrap` that limit gradients, as ``trainer`` does, before the exchange.
 
-    A limit in ``settings`` has precedence. With ``clip_by="delivered"``, or without a limit, nothing changes, and
-    ``trainer`` clips. Nor does it with one worker, or if the optimizer has a part of the model's parameters, unless
-    ``settings`` has ``clip_by="gradient"``.
+    A limit in ``settings`` has precedence. Without a limit, with one worker, or if the optimizer has a part of the
+    model's parameters, nothing changes, and ``trainer`` clips.
     """
     limit = trainer.args.max_grad_norm
-    if "max_grad_norm" in settings or settings.get("clip_by") == "delivered" or limit is None or limit <= 0:
+    if "max_grad_norm" in settings or limit is None or limit <= 0:
         return settings
     groups = trainer.optimizer.param_groups
     stepped = {id(parameter) for group in groups for parameter in group["params"]}
     whole = all(id(parameter) in stepped for parameter in trainer.model.parameters() if parameter.requires_grad)
-    if "clip_by" in settings or (has_peers() and whole):
-        return settings | {"max_grad_norm": limit}
-    return settings
+    return settings | {"max_grad_norm": limit} if has_peers() and whole else settings

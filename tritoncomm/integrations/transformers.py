@@ -27,8 +27,8 @@ __all__ = ["SparseGradients"]
 class SparseGradients(TrainerCallback):
     """Callback that exchanges gradients sparsely: ``Trainer(..., callbacks=[SparseGradients()])``.
 
-    Optimizer, schedule and accumulation stay as they are. ``max_grad_norm`` limits gradients as in a dense run, by
-    ``clip_by="gradient"`` of ``wrap``. With ``local_steps``, workers exchange what they have changed before an
+    Optimizer, schedule and accumulation stay as they are. ``max_grad_norm`` limits gradients as in a dense run, by that
+    of ``wrap``. With ``local_steps``, workers exchange what they have changed before an
     evaluation, a checkpoint and the end, too. To train several optimizers together, pass the Trainer an
     :class:`~tritoncomm.OptimizerList`. A checkpoint gets a folder ``tritoncomm`` with the residual of each rank.
 
@@ -36,7 +36,7 @@ class SparseGradients(TrainerCallback):
         algo: Name of a method, or a recipe. See :func:`tritoncomm.wrap`, also for the default, None.
         residuals: ``"restore"``: a resumed run needs the residual of each rank. ``"reset"``: residuals start at zero,
             for a checkpoint that has none. Default: ``"restore"``.
-        **settings: Further arguments of :func:`tritoncomm.wrap`. With ``clip_by="delivered"``, the Trainer clips.
+        **settings: Further arguments of :func:`tritoncomm.wrap`.
 
     Attributes:
         optimizer: The wrapped optimizer, for example for its ``metrics()``. None before training.

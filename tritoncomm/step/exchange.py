@@ -162,6 +162,11 @@ class GradientExchange:
         """A number of this rank's shard of the model, equal on the ranks that hold the same shard."""
         return 0 if self.all_shards is None else global_ranks(self.options.group)[0]
 
+    @property
+    def shards(self) -> int:
+        """Number of shards of the model."""
+        return 1 if self.all_shards is None else self.all_shards.world_size // self.vectors[0].world_size
+
     def _finds_nothing(self) -> bool:
         """Return True if this rank had no gradient, and no rank has given anything. Of an anchor, its owner counts."""
         if any(self.owners.get(id(each), each).grad is not None for each in self.parameters):
@@ -451,7 +456,8 @@ class GradientExchange:
 
     def _clip(self, limit: float, vectors: Sequence[VectorExchange]) -> Pattern[None]:
         """Scale the gradients to this norm at most, see :func:`~tritoncomm.step.clipping.clipped`."""
-        self.gradient_norm = yield from clipped(vectors, limit, self.shard, vectors[0].world_size, self.counted)
+        size = vectors[0].world_size
+        self.gradient_norm = yield from clipped(vectors, limit, self.shard, self.shards, size, self.counted)
 
     def _fail(self, error: BaseException) -> None:
         """Roll back, and report ``error`` to the ranks that may wait for this one and do not raise it themselves."""

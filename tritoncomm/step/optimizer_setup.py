@@ -18,10 +18,9 @@ from tritoncomm.scheduler.process_group import is_distributed
 from tritoncomm.step import agree
 from tritoncomm.step import state as exchange_state
 from tritoncomm.step.chosen_recipe import log_choice, never_delays, with_density, with_warmup_and_nodes
-from tritoncomm.step.clipping import check_clipping, with_clipping
 from tritoncomm.step.exchange import GradientExchange, State
 from tritoncomm.step.inspection import Inspection
-from tritoncomm.step.local_changes import LocalChanges
+from tritoncomm.step.misuse import LocalClipping
 from tritoncomm.step.model import Named, check_model, ignored_ids, keep_gradients_local, names_of, rest_of
 from tritoncomm.step.optimizer_list import OptimizerList, parts_of
 from tritoncomm.step.optimizer_proxy import OptimizerProxy
@@ -56,7 +55,6 @@ class OptimizerSetup(OptimizerProxy):
         broadcast_parameters: bool = False,
         model: nn.Module | None = None,
     ) -> None:
-        options = with_clipping(options, optimizer)
         self._bind(optimizer, recipe, updates_recipe, options, process_group, names_of(model), ignored_ids(model))
         self._others, buffers = rest_of(model, optimizer)
         self._exchange = self._build(process_group)
@@ -113,7 +111,7 @@ class OptimizerSetup(OptimizerProxy):
         self._optimizer_step = OptimizerSteps(steps, options)
         self._optimizer_step.check()
         self._step_state = StepState()
-        self._inspection = Inspection()
+        self._inspection, self._local_clipping = Inspection(), LocalClipping()
         anchor_names = {} if self._local is None else self._local.names
         self._parameters = KnownParameters(self._exchanged, self._names | anchor_names, ignored)
 
@@ -288,12 +286,6 @@ class OptimizerSetup(OptimizerProxy):
         """Return an exchange of the gradients of all parameters that require them."""
         self._parameters.note()
         trained, before = self._parameters.trained, vars(self).get("_exchange")
-        parameters = [parameter for parameter, _ in trained]
-        check_clipping(self._options.gradient_limit, trained)
-        anchors = set() if self._local is None else set(map(id, self._local.anchors))
-        changed_by_exchange = [each for each in parameters if id(each) not in anchors]
-        watched = [] if self._optimizer_step.alone else changed_by_exchange
-        self._local_changes = LocalChanges(watched, can_synchronize=self._local is None)
         dense = dense_ids(self.optimizer)
         if self._local is not None:
             dense |= {anchor for anchor, owner in self._local.owners.items() if id(owner) in dense}

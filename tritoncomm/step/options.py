@@ -52,7 +52,6 @@ class WrapOptions:
     max_relative_update: float = MAX_RELATIVE_UPDATE
     on_nonfinite: str = "skip"
     max_grad_norm: float | None = None
-    clip_by: str | None = None
     timeout: timedelta | None = None
     dense_below: int = DENSE_BELOW
     small: str = "fp32"
@@ -66,8 +65,6 @@ class WrapOptions:
         one_of("staleness", self.staleness, ("aware", "off"))
         one_of("select_by", self.select_by, ("auto", "update", "gradient"))
         one_of("on_nonfinite", self.on_nonfinite, NONFINITE_POLICIES)
-        if self.clip_by is not None:
-            one_of("clip_by", self.clip_by, ("delivered", "gradient"))
         if self.max_catch_up is not None and not (is_number(self.max_catch_up) and self.max_catch_up >= 1):
             raise ConfigurationError(
                 f"max_catch_up={self.max_catch_up!r}: must be at least 1, because a delivery is at least one step"
@@ -79,8 +76,6 @@ class WrapOptions:
             )
         if self.max_grad_norm is not None and not (is_number(self.max_grad_norm) and self.max_grad_norm > 0):
             raise ConfigurationError(f"max_grad_norm={self.max_grad_norm!r}: must be a positive number, or None")
-        if self.clip_by == "gradient" and self.max_grad_norm is None:  # with "delivered", a trainer may have the limit
-            raise ConfigurationError("clip_by='gradient' needs max_grad_norm, the limit")
         check_dense_below(self.dense_below)
         check_timeout(self.timeout)
         self._check_local_steps()
@@ -103,11 +98,6 @@ class WrapOptions:
     def matches_length(self) -> bool:
         """Whether the mean of updates gets the mean length of the workers' updates."""
         return self.local_steps == 1 if self.match_length is None else self.match_length
-
-    @property
-    def gradient_limit(self) -> float | None:
-        """The largest norm of the mean of the gradients before they are exchanged, or None."""
-        return None if self.clip_by == "delivered" else self.max_grad_norm
 
 
 def check_outer_lr(outer_lr: float) -> None:

@@ -171,7 +171,7 @@ def _options_of(
     return ExchangeOptions(
         **common,
         dense_below=options.dense_below,
-        max_gradient_norm=options.gradient_limit,
+        max_gradient_norm=options.max_grad_norm,
         by_update=selects_by_update(optimizer, recipe, options),
         epsilon=min((float(each["eps"]) for each in optimizer.param_groups if _has_epsilon(each)), default=0.0),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -118,6 +119,14 @@ def with_shards(parameter: Any, state: Any) -> Any:
 def mesh_ranks(parameter: Any) -> set[int]:
     """Return the ranks over which a DTensor is distributed. Empty for a plain tensor."""
     return set(parameter.device_mesh.mesh.flatten().tolist()) if hasattr(parameter, "device_mesh") else set()
+
+
+def pieces(parameter: Any) -> int:
+    """Return the number of pieces into which a DTensor is split. The ranks of its mesh may hold copies of each."""
+    if not hasattr(parameter, "device_mesh"):
+        return 1
+    placements = enumerate(parameter.placements)
+    return math.prod(parameter.device_mesh.size(dim) for dim, each in placements if not each.is_replicate())
 
 
 def place(parameter: Any) -> str:

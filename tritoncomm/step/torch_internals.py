@@ -36,24 +36,6 @@ def gradient_dtype(parameter: torch.Tensor) -> torch.dtype | None:
     return getattr(parameter, "grad_dtype", None)
 
 
-def backward_pass() -> int:
-    """Return the number of the backward pass under way in this thread, or -1."""
-    return int(torch._C._current_graph_task_id())  # noqa: SLF001
-
-
-def at_end_of_backward(function: Callable[[], None], later: int = 3) -> None:
-    """Call ``function`` at the end of the backward pass under way, or now if there is none.
-
-    DDP copies gradients in such a call, which another such call may have enqueued. So this one enqueues itself again,
-    ``later`` times in all.
-    """
-    if later == 0 or backward_pass() == -1:
-        function()
-    else:
-        engine = torch.autograd.Variable._execution_engine  # noqa: SLF001
-        engine.queue_callback(lambda: at_end_of_backward(function, later - 1))
-
-
 def number_of_groups() -> int:
     """Return the number of process groups of this rank.
 

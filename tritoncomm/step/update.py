@@ -19,6 +19,7 @@ from tritoncomm.step.aware import AwareStep
 from tritoncomm.step.flat import Delivered
 from tritoncomm.step.guard import check_inside, optimizers_inside, refuse, stepping
 from tritoncomm.step.ignored import hidden, ignored_of, present
+from tritoncomm.step.misuse import LateBackward
 from tritoncomm.step.optimizer_list import join, parts_of, split
 from tritoncomm.step.options import WrapOptions
 from tritoncomm.step.rules import find_rule
@@ -49,6 +50,7 @@ class StepState:
             without such a call.
         versions: Version of each ``.grad`` when a step began after the exchange, or failed before its update, to detect
             a further backward pass.
+        late_backward: Notices a backward pass after ``synchronize()``.
         scale_warning_logged: Whether the warning about different loss scales has been logged.
     """
 
@@ -56,11 +58,13 @@ class StepState:
     scale: torch.Tensor | None = None
     found_in_unscale: torch.Tensor | None = None
     versions: list[int] = field(default_factory=list)
+    late_backward: LateBackward = field(default_factory=LateBackward)
     scale_warning_logged: bool = False
 
     def reset(self) -> None:
         """Forget the last exchange, which has been used or is not needed."""
         self.written, self.scale, self.found_in_unscale, self.versions = [], None, None, []
+        self.late_backward.forget()
 
     def note_versions(self, gradients: Iterable[torch.Tensor | None]) -> None:
         """Note what ``gradients`` hold. They may not change from the beginning of a step to its update."""
@@ -76,6 +80,7 @@ class StepState:
                 "gradients have changed since step() failed, or in a closure after synchronize(): call step() before "
                 "the next backward pass, or optimizer.zero_grad() on all ranks, which discards what was averaged"
             )
+        self.late_backward.check(gradients)
 
     def warn_about_scale(self, found: torch.Tensor | None) -> None:
         """Log once that a step was skipped although the scaler of this rank found no overflow and keeps its scale.
@@ -352,7 +357,6 @@ class OptimizerSteps:
         self.check()  # before any gradient or parameter changes
         clipped = [part for part in self.parts if not part.is_anchor]
         max_norm = self._options.max_grad_norm if clip and clipped else None
-        limit = max_norm if self.alone or self._options.clip_by == "delivered" else None
 
         @contextmanager
         def clipping() -> Iterator[None]:
@@ -361,12 +365,12 @@ class OptimizerSteps:
                     gradients = [part.gradients() for part in clipped]
                     own = [each for _, ignored in gradients for each in ignored]
                     limit_norm(own, norm_of(own), max_norm)
-                    if limit is not None:
-                        self.grad_norm = clip_norm([each for common, _ in gradients for each in common], limit)
+                    if self.alone:  # otherwise the exchange has clipped
+                        self.grad_norm = clip_norm([each for common, _ in gradients for each in common], max_norm)
                 yield
 
         def aware(rule: AwareStep, readable: bool) -> None:
-            reads = not (untouched and readable and limit is None)
+            reads = not (untouched and readable)
             listed = [each for each in delivered if not each.is_flat]
             pairs = [pair for each in listed for pair in zip(each.layout.parameters, each.entries, strict=True)]
             if pairs:

@@ -1,0 +1,91 @@
+"""Notice scripts that clip the gradients of one rank, or add to a mean by a late backward pass."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch.utils.hooks import RemovableHandle
+
+from tritoncomm.scheduler.process_group import is_distributed
+
+logger = logging.getLogger("tritoncomm")
+
+_STEPS, _TIMES = 10, 3
+_TOLERANCE = 1e-4  # clip_grad_norm_ adds 1e-6 to the norm
+
+
+class LocalClipping:
+    """Notices a script that clips this rank's own gradients, by their norm.
+
+    Three gradients of the first ten steps whose norm is the same round number have been clipped to it.
+    """
+
+    def __init__(self) -> None:
+        self._steps = 0
+        self._norms: Counter[float] = Counter()
+
+    def look(self, gradients: Iterable[torch.Tensor | None]) -> None:
+        """Look at unscaled gradients before they are exchanged. Log once, on the first rank, what to write instead.
+
+        Shards are not looked at: the norm of one is not what was limited. The host waits for a GPU in the first steps.
+        """
+        if self._steps == _STEPS:
+            return
+        self._steps += 1
+        present = [each for each in gradients if each is not None]
+        if not present or any(each.layout is not torch.strided or hasattr(each, "device_mesh") for each in present):
+            return
+        norm = float(torch.nn.utils.get_total_norm(present))
+        limit = float(f"{norm:.1e}")  # two digits
+        if not math.isfinite(norm) or abs(norm - limit) >= _TOLERANCE * limit:
+            return
+        self._norms[limit] += 1
+        if self._norms[limit] < _TIMES:
+            return
+        self._steps = _STEPS
+        if not is_distributed() or dist.get_rank() == 0:
+            logger.warning(
+                "the gradients of this rank had the norm %g in %d of the first %d steps: this looks like "
+                "clip_grad_norm_ between backward() and step(), where gradients are still those of one rank. Pass "
+                "max_grad_norm=%g to wrap() and remove the line that clips, or call optimizer.synchronize() before it",
+                *(limit, _TIMES, _STEPS, limit),
+            )
+
+
+class LateBackward:
+    """Notices a backward pass that adds gradients of this rank to a mean."""
+
+    def __init__(self) -> None:
+        self._handles: list[RemovableHandle] = []
+        self._changed: set[int] = set()  # ids of the gradients to which a backward pass has added
+
+    def watch(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Watch ``parameters`` until :meth:`forget`."""
+        changed = self._changed
+
+        def note(parameter: torch.Tensor) -> None:
+            changed.add(id(parameter.grad))
+
+        for parameter in parameters:
+            if parameter.requires_grad:
+                self._handles.append(parameter.register_post_accumulate_grad_hook(note))  # type: ignore[no-untyped-call]
+
+    def forget(self) -> None:
+        """Forget what was noticed."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._changed.clear()
+
+    def check(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Raise :class:`RuntimeError` if a backward pass has added to one of ``gradients``."""
+        if self._changed and any(id(each) in self._changed for each in gradients if each is not None):
+            raise RuntimeError(
+                "a backward pass has added gradients of this rank to the mean since synchronize(): call step() before "
+                "the next backward pass, or optimizer.zero_grad() on all ranks, which discards what was averaged"
+            )
