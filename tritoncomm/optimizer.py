@@ -42,7 +42,14 @@ class SparseOptimizer(OptimizerSetup):
 
     It shares ``param_groups``, ``state`` and ``defaults`` with the original optimizer, which is ``optimizer``. A copy
     uses the same process group, an unpickled optimizer the default process group. Hooks are not copied.
+
+    Attributes:
+        all_skipped: Whether all ranks have skipped the last step, because of a NaN, an Inf or an overflow in gradients.
+        keeps_scales_equal: Whether a scaler reads this, so that no warning about different scales is due.
     """
+
+    all_skipped = False
+    keeps_scales_equal = False
 
     def __repr__(self) -> str:
         return f"SparseOptimizer({self.recipe!r}, {self.optimizer!r})"
@@ -128,7 +135,7 @@ class SparseOptimizer(OptimizerSetup):
 
     @without_compile
     def _step(self, closure: Callable[[], Any] | None) -> Any:
-        step_state, loss = self._step_state, None
+        step_state, loss, self.all_skipped = self._step_state, None, False
         if closure is not None:
             if self.is_synchronized:  # the closure may not change them
                 step_state.note_versions(self._exchange.gradients)
@@ -185,7 +192,9 @@ class SparseOptimizer(OptimizerSetup):
         step_state.check_unchanged(self._exchange.gradients)
         if self._exchange.delivered is None:
             self._exchange.discard()
-            step_state.warn_about_scale(found)
+            self.all_skipped = not self.exchanges_only_updates
+            if not self.keeps_scales_equal:
+                step_state.warn_about_scale(found)
             if self._is_mixed:
                 self._exchange_updates_alone()
         else:

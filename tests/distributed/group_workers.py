@@ -16,11 +16,11 @@ from tritoncomm.scheduler.watcher import timeout_of
 
 
 def scaler_of_a_group(rank: int, world_size: int, send) -> None:
-    """An overflow lowers the scale on the ranks of the scaler's group, and on no others."""
+    """An overflow lowers the scale on the ranks of the optimizer's group, and on no others."""
     group = dist.new_subgroups(2)[0]
     model = tiny_model()
     optimizer = tritoncomm.wrap(torch.optim.SGD(model.parameters(), lr=0.1), density=0.2, process_group=group)
-    scaler = GradScaler("cpu", init_scale=4.0, process_group=group)
+    scaler = GradScaler("cpu", init_scale=4.0)
     scaler.scale(loss_of(model, rank, 0)).backward()
     if rank == 0:
         model[0].weight.grad[0, 0] = torch.inf

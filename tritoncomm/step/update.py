@@ -46,7 +46,7 @@ class StepState:
     Attributes:
         written: The ``.grad`` of each parameter after the exchange, to detect gradients that are replaced.
         scale: Loss scale by which the averaged gradients were divided. None without a scaler that has not unscaled.
-        found_in_unscale: Overflow flag of ``tritoncomm.amp.GradScaler`` after ``unscale_``, equal on all ranks. None
+        found_in_unscale: Overflow flag of ``tritoncomm.amp.GradScaler`` on this rank after ``unscale_``. None
             without such a call.
         versions: Version of each ``.grad`` when a step began after the exchange, or failed before its update, to detect
             a further backward pass.
