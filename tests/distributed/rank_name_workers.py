@@ -36,11 +36,11 @@ from tritoncomm import (
 )
 from tritoncomm.primitives import collectives
 from tritoncomm.primitives.accumulator import Accumulator
+from tritoncomm.primitives.packing import Encoding
 from tritoncomm.primitives.verdict import Verdict
 from tritoncomm.scheduler import failure_report
 from tritoncomm.scheduler.process_group import ProcessGroupScheduler
 from tritoncomm.scheduler.rounds import AllReduce, InSubgroup, Round
-from tritoncomm.scheduler.wire import Encoding
 from tritoncomm.step.feedback import ErrorFeedback
 
 from tritoncomm_kernels import Selection
