@@ -74,7 +74,7 @@ stage speed-compiled 40 "${speed[@]}" --n 25e6 --reps 10 --json "$out/selection-
 #   exchanges         oktopk, spardl, exdyna, topk_allgather and dense in both forms: all ranks have the same bits; host
 #                     synchronizations that torch sees
 #   nodes             subgroups of a default group with device_id, which NCCL makes by ncclCommSplit
-#   wrapped           wrap() trains; seconds in metrics and traces are those of CUDA events
+#   wrapped           wrap() trains; seconds in metrics are those of CUDA events
 #   ddp               a module in DDP beside SyncBatchNorm, for 30 steps without a deadlock
 #   offloaded-shards  FSDP2 with CPUOffloadPolicy, which is exchanged over gloo
 #   link              the doctor's latency and bandwidth

@@ -156,21 +156,13 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.devi
 
 
 def wrapped(device: torch.device) -> Figures:
-    """A wrapped optimizer trains, and its metrics and traces have times."""
+    """A wrapped optimizer trains, and its metrics have times."""
     model = network(nn.LayerNorm).to(device)
     optimizer = tritoncomm.wrap(torch.optim.AdamW(model.parameters()), density=0.05, warmup_steps=2)
     train(model, optimizer, device)
-    with tempfile.TemporaryDirectory() as folder:
-        with tritoncomm.trace(Path(folder) / "trace.json"):
-            train(model, optimizer, device, steps=2)
-        (file,) = Path(folder).glob("*.json")
-        events = json.loads(file.read_text())["traceEvents"]
     same(bits(model.parameters()), device, "parameters")
-    durations = [event["dur"] for event in events if event["ph"] == "X"]
-    assert durations, "the trace is empty"
-    assert all(0 < each < 1e6 * SANE_STEP for each in durations), f"durations in the trace: {durations}"
     metrics = optimizer.metrics()
-    assert metrics["seconds_exchange"] > 0, metrics
+    assert 0 < metrics["seconds_exchange"] < SANE_STEP, metrics
     return {name: value for name, value in metrics.items() if name.startswith("seconds")}
 
 

@@ -188,7 +188,7 @@ def race(options: argparse.Namespace, place: Place, run: Runner, workers: int, r
         if cell in rows and not options.again:
             continue
         steps = steps_to_take(cell, rows, options.timed_steps, times_only=options.times_only)
-        settings = Settings(steps, 1, options.trace and str(options.trace))
+        settings = Settings(steps, 1)
         try:
             columns = run(cell, settings)
         except WorkerError as error:  # the other runs may still work
@@ -237,7 +237,6 @@ def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--again", action="store_true", help="measure rows again that are in the file of --json")
     parser.add_argument("--json", type=Path, help="read finished runs from this file, and add new ones")
     parser.add_argument("--plot", type=Path, help="write a PNG of all rows to this file")
-    parser.add_argument("--trace", type=Path, metavar="FOLDER", help="write a timeline of each run and rank")
     parser.add_argument("--smoke", action="store_true", help="a tiny model and six steps: checks that the script runs")
     options = parser.parse_args(arguments)
     if options.times_only and options.timed_steps is None:
@@ -262,8 +261,6 @@ def main() -> None:
     """Run what is missing, print each row when it is done, and write the requested files."""
     options = parsed()
     signal.signal(signal.SIGTERM, _stop)
-    if options.trace:
-        options.trace.mkdir(parents=True, exist_ok=True)
     place = options.network[0]
     if place.kind == "torchrun":
         dist.init_process_group("gloo", timeout=TIMEOUT)

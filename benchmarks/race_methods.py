@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,6 @@ from torch.nn.parallel import DistributedDataParallel
 from tritoncomm.algorithms import field_names
 from tritoncomm.demo import train as demo_run
 from tritoncomm.demo.model import ByteGPT
-from tritoncomm.scheduler import tracing
 from tritoncomm.step.optimizer_list import OptimizerList
 
 DOORS = ("wrap", "ddp", "fsdp")
@@ -101,7 +101,7 @@ def _literal(text: str) -> Any:
 
 
 class Watch:
-    """Notes when backward has computed the last gradient of a step. The times are those of timelines."""
+    """Notes when backward has computed the last gradient of a step."""
 
     def __init__(self, model: nn.Module) -> None:
         self.last = 0.0
@@ -109,7 +109,7 @@ class Watch:
             parameter.register_post_accumulate_grad_hook(self._note)
 
     def _note(self, _: torch.Tensor) -> None:
-        self.last = tracing.now()
+        self.last = time.time()
 
 
 class Trained:
@@ -214,9 +214,9 @@ class DiLoCo(Trained):
     def _merge(self) -> None:
         own = list(self.model.parameters())
         change = torch.cat([(a - x).reshape(-1) for a, x in zip(self._anchor, own, strict=True)])
-        started = tracing.now()
+        started = time.time()
         dist.all_reduce(change)
-        self._waited = tracing.now() - started
+        self._waited = time.time() - started
         change /= dist.get_world_size()
         for anchor, part in zip(self._anchor, change.split([a.numel() for a in self._anchor]), strict=True):
             anchor.grad = part.view_as(anchor)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import os
 import statistics
@@ -18,7 +17,6 @@ from torch import nn
 from tritoncomm.demo import train as demo_run
 from tritoncomm.demo.model import ByteGPT, Shape
 from tritoncomm.demo.text import Text, batch, standard_library, validation_batches
-from tritoncomm.scheduler import tracing
 
 import race_methods
 from race_methods import Contender, one
@@ -93,18 +91,16 @@ def interface() -> str:
 
 @dataclass
 class Settings:
-    """How to run a cell: the number of its steps to take, workers per interface, and a folder for timelines."""
+    """How to run a cell: the number of its steps to take, and workers per interface."""
 
     take: int
     shared_by: int
-    trace: str | None
 
 
 def run_cell(rank: int, _: int, send: Callable[[Any], None], cell: Cell, settings: Settings) -> dict[str, Any]:
     """Train as worker ``rank``. Return the measured columns of a row, equal on all ranks."""
     run = Run(cell, settings, rank, send)
-    with tracing.trace(Path(settings.trace) / f"{_file(cell)}.json") if settings.trace else contextlib.nullcontext():
-        run.train()
+    run.train()
     return run.result()
 
 
@@ -184,14 +180,14 @@ class Run:
                 self._report(step)
 
     def _step(self, step: int) -> None:
-        began = tracing.now()
+        began = time.time()
         self.trained.optimizer.zero_grad()
         self.loss(self.trained.model, step).backward()
-        returned = tracing.now()
+        returned = time.time()
         self.trained.optimizer.step()
         if step + 1 == self.cell.steps:
             self.trained.finish()
-        ended = tracing.now()
+        ended = time.time()
         self.seconds.append(ended - began)
         self.parts.append(self.trained.parts(began, returned, ended))
 
@@ -267,8 +263,3 @@ def ping() -> float:
         found[0] = statistics.median(seconds) if dist.get_rank() == 0 else 0.0
     dist.broadcast(found, 0)
     return found.item()
-
-
-def _file(cell: Cell) -> str:
-    allowed = [letter if letter.isalnum() or letter in ".-" else "-" for letter in f"{cell}"]
-    return "".join(allowed)

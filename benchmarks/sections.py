@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from tritoncomm.scheduler.wire import VALUE_BITS, Section
+from tritoncomm.primitives.packing import VALUE_BITS, Section
 
 from selection import Clock, machine
 from tritoncomm_kernels import block_float

@@ -40,7 +40,11 @@ SYNC, LAUNCH = 15e-6, 5e-6
 SHAPES = ((64, 64), (64, 48), (40, 64), (64,), (48,), (40,))
 # What AdamW needs of these methods.
 FIELDS: dict[str, dict[str, Any]] = {"dgc": {"momentum": 0.0}, "random_block": {"reduced_lr": True}}
-FRAMING = ("tritoncomm/scheduler/wire.py", "tritoncomm/scheduler/process_group.py")
+FRAMING = (
+    "tritoncomm/primitives/packing.py",
+    "tritoncomm/scheduler/wire.py",
+    "tritoncomm/scheduler/process_group.py",
+)
 
 
 @dataclass

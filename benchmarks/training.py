@@ -29,8 +29,8 @@ import torch
 import tritoncomm
 from torch import Tensor, nn
 from tritoncomm.algorithms import at_density, field_names
+from tritoncomm.primitives import packing
 from tritoncomm.primitives.quantized_mean import DENSE_FORMATS
-from tritoncomm.scheduler import wire
 from tritoncomm.step.adam import StalenessAwareAdam
 from tritoncomm.step.chosen_recipe import start_values
 from tritoncomm.step.flat import BucketLayout, split_by_size
@@ -188,19 +188,19 @@ class Sent:
     @contextlib.contextmanager
     def counted(self, world: World, *, dense: bool) -> Iterator[None]:
         """Count the step of ``world`` inside the context. Meters count messages, so sections are counted here."""
-        encode = wire.Section.encode
+        encode = packing.Section.encode
 
-        def counting(section: wire.Section, indices: Tensor, values: Tensor) -> Any:
+        def counting(section: packing.Section, indices: Tensor, values: Tensor) -> Any:
             if section.is_packed and not dense:
                 self.entries += indices.numel()
                 self.words += section.words
             return encode(section, indices, values)
 
-        wire.Section.encode = counting
+        packing.Section.encode = counting
         try:
             yield
         finally:
-            wire.Section.encode = encode
+            packing.Section.encode = encode
         most = max(traffic.bytes for traffic in world.traffic)
         self.steps += 1
         self.size += most

@@ -25,7 +25,7 @@ from tritoncomm import (
 )
 from tritoncomm.algorithms import Hierarchical, at_density
 from tritoncomm.algorithms.base import IndexRecipe
-from tritoncomm.scheduler.wire import Encoding
+from tritoncomm.primitives.packing import Encoding
 from tritoncomm.step.stages import Staged
 
 # The laws compare gradients with results, so DGC runs without momentum. ``reduced_lr`` silences a warning.

@@ -12,10 +12,10 @@ from tritoncomm.algorithms import Algorithm
 from tritoncomm.algorithms.ok_topk import OkTopk, OkTopkAlgorithm
 from tritoncomm.algorithms.quantized import Quantized, QuantizedAlgorithm
 from tritoncomm.algorithms.topk_allgather import TopkAllgather, TopkAllgatherAlgorithm
+from tritoncomm.primitives import packing
 from tritoncomm.primitives.collectives import bruck_all_gather
 from tritoncomm.primitives.selection import entries_to_keep
 from tritoncomm.primitives.sparse_vector import SparseVector
-from tritoncomm.scheduler import wire
 from tritoncomm.scheduler.cost import Forecast
 from tritoncomm.scheduler.rounds import AllGather, AllReduce
 from tritoncomm.step.stages import Staged, StagedAlgorithm
@@ -60,9 +60,9 @@ class SumsInArrivalOrder(TopkAllgatherAlgorithm):
 
     def reduce(self, acc, rank, world_size):
         own = acc.top_k(self.k)
-        message = wire.pack_padded(own.indices, own.values, 2 * self.k)
+        message = packing.pack_padded(own.indices, own.values, 2 * self.k)
         blocks = yield from bruck_all_gather(message, [2 * self.k] * world_size, rank, world_size, phase="all-gather")
-        lists = [wire.unpack_padded(block) for block in blocks]
+        lists = [packing.unpack_padded(block) for block in blocks]
         indices, sums = kernels.merge(lists[rank:] + lists[:rank], self.numel)
         acc.clear(own.indices)
         return SparseVector(indices, sums / world_size, self.numel)

@@ -24,7 +24,7 @@ def test_public_names() -> None:
         "HardThreshold", "Hierarchical", "LateRule", "MiCRO", "NonFiniteError", "OkTopk", "OptimizerList",
         "PeerLostError", "ProtocolMismatchError", "Quantized", "RandomBlock", "RandomK",
         "Recipe", "SIDCo", "SimulatedWorld", "SparDL", "SparseOptimizer", "SparseVector", "TopkAllgather", "TopkDSA",
-        "TritoncommError", "Warmup", "__version__", "add_rule", "algorithms", "recipe", "trace", "wrap",
+        "TritoncommError", "Warmup", "__version__", "add_rule", "algorithms", "recipe", "wrap",
     ]  # fmt: skip
     assert all(hasattr(tritoncomm, name) for name in tritoncomm.__all__)
     assert all(hasattr(tritoncomm, name) for name in ("amp", "checkpoint"))

@@ -37,7 +37,6 @@ from tritoncomm.errors import (
 )
 from tritoncomm.optimizer import SparseOptimizer
 from tritoncomm.primitives.sparse_vector import SparseVector
-from tritoncomm.scheduler.tracing import trace
 from tritoncomm.simulation import SimulatedWorld
 from tritoncomm.step.late import LateRule
 from tritoncomm.step.optimizer_list import OptimizerList
@@ -83,6 +82,5 @@ __all__ = [
     "add_rule",
     "algorithms",
     "recipe",
-    "trace",
     "wrap",
 ]

@@ -23,7 +23,7 @@ from tritoncomm.demo import report
 from tritoncomm.demo.train import REPLICAS, Run, Settings, compare
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.planning import optimizers, planner
-from tritoncomm.planning.comparison import Row, Source, compare_methods, picture, table, timeline
+from tritoncomm.planning.comparison import Row, Source, compare_methods, picture, table
 from tritoncomm.planning.doctor import diagnose
 from tritoncomm.planning.synthetic_gradients import (
     AdversarialGradients,
@@ -218,20 +218,12 @@ def _add_simulate(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     simulate.add_argument(
         "--plot", type=_writable, metavar="FILE", help="write a PNG to this file (requires matplotlib)"
     )
-    simulate.add_argument(
-        "--trace", type=_writable, metavar="FILE", help="write a timeline of a single method, for Perfetto"
-    )
     simulate.set_defaults(run=_simulate)
 
 
 def _simulate(options: argparse.Namespace) -> int:
     methods = [(name, {}) for name in tritoncomm.algorithms()] if "all" in options.algo else options.algo
     recipes = [replace(_at(name, options.density, options.values, "fp32"), **fields) for name, fields in methods]
-    if options.trace and len(recipes) * len(options.workers) != 1:
-        raise ConfigurationError(
-            f"--trace writes the timeline of one method and one number of workers, got {len(recipes)} methods and "
-            f"{len(options.workers)} numbers of workers: choose them with --algo and --workers"
-        )
     rows: list[Row] = []
     for row in compare_methods(
         recipes, options.workers, options.numel, options.link, _source(options.gradients),
@@ -248,11 +240,6 @@ def _simulate(options: argparse.Namespace) -> int:
     print(table(rows, options.link))
     if options.plot:
         picture(rows, options.plot)
-    if options.trace:
-        timeline(
-            recipes[0], rows[0].workers, rows[0].simulated, options.link, _source(options.gradients), options.trace,
-            steps=options.steps,
-        )  # fmt: skip
     return 0
 
 

@@ -21,11 +21,10 @@ from tritoncomm import (
     algorithms,
 )
 from tritoncomm.algorithms.base import IndexRecipe, StaticRecipe
-from tritoncomm.primitives import quantized_mean
+from tritoncomm.primitives import packing, quantized_mean
 from tritoncomm.primitives.collectives import Regions, gather_regions, share_counts, share_rows
-from tritoncomm.scheduler import wire
+from tritoncomm.primitives.packing import Encoding, Sections
 from tritoncomm.scheduler.rounds import AllGather, AllToAll, Op, Post, Round, Ticket
-from tritoncomm.scheduler.wire import Encoding, Sections
 
 import laws
 import replay
@@ -143,7 +142,7 @@ def test_replayed_messages_of_wrappers(name: str) -> None:
 @pytest.mark.parametrize("name", ["topk_allgather", "oktopk"])
 def test_replays_find_a_missing_check(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Replays fail for a receiver that does not check indices."""
-    monkeypatch.setattr(wire, "check_indices", lambda *_: None)
+    monkeypatch.setattr(packing, "check_indices", lambda *_: None)
     with pytest.raises((AssertionError, IndexError, RuntimeError, ValueError)):
         replay.fuzz(under_test(0.2)[name], 250)
 

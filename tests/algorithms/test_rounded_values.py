@@ -13,8 +13,8 @@ import tritoncomm
 from tritoncomm import ConfigurationError, SimulatedWorld
 from tritoncomm.algorithms import algorithms
 from tritoncomm.algorithms.base import EntryRecipe, IndexRecipe, StaticRecipe
+from tritoncomm.primitives.packing import Encoding
 from tritoncomm.scheduler.rounds import Op, Post
-from tritoncomm.scheduler.wire import Encoding
 
 import laws
 from depth import DEEP

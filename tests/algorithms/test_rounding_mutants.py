@@ -16,9 +16,9 @@ from tritoncomm.algorithms import spardl
 from tritoncomm.algorithms.ok_topk import OkTopkAlgorithm
 from tritoncomm.primitives import collectives
 from tritoncomm.primitives.accumulator import Accumulator
+from tritoncomm.primitives.packing import Encoding, Section
 from tritoncomm.primitives.selection import rest_of
 from tritoncomm.scheduler.simulated import SimulatedScheduler
-from tritoncomm.scheduler.wire import Encoding, Section
 
 import laws
 from golden_sections import GOLDEN, A, in_hex

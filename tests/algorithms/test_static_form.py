@@ -26,9 +26,9 @@ from tritoncomm import (
 from tritoncomm.algorithms.base import StaticRecipe
 from tritoncomm.algorithms.exdyna import ExDynaState
 from tritoncomm.algorithms.spardl_teams import Place
+from tritoncomm.primitives.packing import PLAIN
 from tritoncomm.scheduler.cost import Flow
 from tritoncomm.scheduler.rounds import AllGather, Op
-from tritoncomm.scheduler.wire import PLAIN
 
 import laws
 from depth import trials

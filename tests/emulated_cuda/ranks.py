@@ -15,7 +15,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import tritoncomm  # noqa: F401 - its modules are patched
-from tritoncomm.scheduler import process_group, tracing, watcher
+from tritoncomm.scheduler import process_group, watcher
 from tritoncomm.step import private_group
 
 from emulated_cuda import kernel_costs, nccl, streams
@@ -36,7 +36,6 @@ _STATE = (
     (process_group, "_broken"),
     (process_group, "_subgroups"),
     (private_group, "_free"),
-    (tracing, "_tracers"),
     (watcher, "_last"),
     (padded, "_constants"),
 )

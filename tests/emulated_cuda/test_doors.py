@@ -7,13 +7,11 @@ tensors and gloo, whose exchanges the tests of the laws compare with the simulat
 from __future__ import annotations
 
 import itertools
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import tritoncomm
 from torch import nn
 from tritoncomm import NonFiniteError, SimulatedWorld, algorithms, checkpoint
@@ -354,32 +352,3 @@ def test_doctor(world_size: int) -> None:
     assert first["measured"] == (world_size > 1)
     assert set(first["sparse_seconds"]) == {"0.001", "0.01", "0.05", "0.2"}
     assert all(other == first for other in others)
-
-
-@pytest.mark.parametrize("method", ["oktopk", "oktopk-static"])
-@pytest.mark.parametrize("world_size", SIZES)
-def test_trace(world_size: int, method: str, tmp_path: Path) -> None:
-    """Every rank writes a timeline with its phases, and its messages are received by the peer.
-
-    The static form sends none: its collectives are phases.
-    """
-
-    def main(rank: int) -> None:
-        with tritoncomm.trace(tmp_path / "trace.json"):
-            _train(rank, "cuda", "sgd", **METHODS[method])
-        dist.barrier()
-
-    ranks.run(main, world_size, seed=world_size)
-    sent, received = [], []
-    for rank in range(world_size):
-        events = json.loads((tmp_path / f"trace-rank-{rank}.json").read_text())["traceEvents"]
-        assert {event["pid"] for event in events} == {rank}
-        first = "counts" if method == "oktopk" else "split-and-reduce"
-        phases = {first, "confirm"} if world_size > 1 else {"set-up"}
-        assert phases <= {event["name"] for event in events if event["ph"] == "X"}
-        for event in (event for event in events if event["ph"] == "i"):
-            direction, peer = event["name"].split()
-            pair = (rank, int(peer)) if direction == "to" else (int(peer), rank)
-            (sent if direction == "to" else received).append((*pair, event["args"]["bytes"]))
-    assert bool(sent) == (world_size > 1 and method == "oktopk")
-    assert sorted(sent) == sorted(received)

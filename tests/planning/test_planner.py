@@ -24,8 +24,8 @@ from tritoncomm.planning.synthetic_gradients import (
     RecordedGradients,
     load_recording,
 )
+from tritoncomm.primitives.packing import Encoding
 from tritoncomm.scheduler.cost import HEADER_WORDS, WORD, Link
-from tritoncomm.scheduler.wire import Encoding
 
 from depth import trials
 

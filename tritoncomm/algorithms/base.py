@@ -12,10 +12,10 @@ import torch
 
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.primitives.accumulator import Accumulator
+from tritoncomm.primitives.packing import NO_VALUES, Encoding
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.scheduler.cost import Forecast
 from tritoncomm.scheduler.rounds import Pattern
-from tritoncomm.scheduler.wire import NO_VALUES, Encoding
 from tritoncomm_kernels import Workspace
 from tritoncomm_kernels.checks import INDEX_LIMIT
 from tritoncomm_kernels.section_layout import VALUE_BITS

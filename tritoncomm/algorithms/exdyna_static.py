@@ -16,12 +16,12 @@ import torch
 import tritoncomm_kernels as kernels
 from tritoncomm.primitives.accumulator import Accumulator
 from tritoncomm.primitives.collectives import checked_counts
+from tritoncomm.primitives.packing import Encoding, Rows
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.primitives.verdict import Verdict, with_verdict
 from tritoncomm.scheduler import cost
 from tritoncomm.scheduler.cost import Forecast, both
 from tritoncomm.scheduler.rounds import AllGather, AllReduce, Pattern
-from tritoncomm.scheduler.wire import Encoding, Rows
 from tritoncomm_kernels import Padded
 
 

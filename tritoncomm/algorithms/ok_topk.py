@@ -22,18 +22,18 @@ from tritoncomm.algorithms.ok_topk_static import OkTopkStaticStep, StaticForm
 from tritoncomm.algorithms.ok_topk_thresholds import WARM_START, OkTopkState, Rules, agree_on_cuts
 from tritoncomm.algorithms.ok_topk_traffic import Caps
 from tritoncomm.errors import NonFiniteError, ProtocolMismatchError
-from tritoncomm.primitives import collectives, distributed_topk
+from tritoncomm.primitives import collectives, distributed_topk, packing
 from tritoncomm.primitives.accumulator import Accumulator
 from tritoncomm.primitives.distributed_topk import largest_shares
+from tritoncomm.primitives.packing import Encoding
 from tritoncomm.primitives.region_cuts import offsets, propose_cuts, trimmed_sizes, widest
 from tritoncomm.primitives.region_sums import RegionSums
 from tritoncomm.primitives.selection import before_rounding, entries_to_keep, largest_parts, rounding_figures
 from tritoncomm.primitives.sparse_vector import SparseVector
-from tritoncomm.scheduler import cost, wire
+from tritoncomm.scheduler import cost
 from tritoncomm.scheduler.cost import Forecast
 from tritoncomm.scheduler.ranks import named
 from tritoncomm.scheduler.rounds import Inbox, Pattern
-from tritoncomm.scheduler.wire import Encoding
 from tritoncomm_kernels import Selection
 
 # With strict_volume, gathering unbalanced blocks must not cost more than balancing and then gathering them.
@@ -361,7 +361,7 @@ class OkTopkAlgorithm(BudgetedAlgorithm):
             return self._delivered(gathered._replace(entries=kept), state)
         threshold = kernels.smallest_magnitude(kept.values) or state.global_threshold
         # A rounded quotient loses nothing: its product with the world size is exact, and the owner keeps the rest.
-        mean = kept._replace(values=wire.rounded_quotients(kept.values, world_size))
+        mean = kept._replace(values=packing.rounded_quotients(kept.values, world_size))
         mean = Selection.of(mean.indices[mean.values != 0], mean.values[mean.values != 0])
         low, high = offsets(mean.indices, (cuts[rank], cuts[rank + 1]))
         own = mean.slice(low, high)

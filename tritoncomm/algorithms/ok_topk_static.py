@@ -24,6 +24,7 @@ from tritoncomm.primitives import distributed_topk
 from tritoncomm.primitives.accumulator import Accumulator
 from tritoncomm.primitives.collectives import checked_counts
 from tritoncomm.primitives.distributed_topk import largest_shares
+from tritoncomm.primitives.packing import Encoding, Rows
 from tritoncomm.primitives.region_cuts import propose_cuts_padded, widest
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.primitives.static_regions import ROUNDED_MARGIN, ascending, only, read_regions, region_starts
@@ -31,7 +32,6 @@ from tritoncomm.primitives.verdict import Verdict, with_verdict
 from tritoncomm.scheduler import cost
 from tritoncomm.scheduler.cost import Forecast, both
 from tritoncomm.scheduler.rounds import AllGather, AllToAll, Pattern, read
-from tritoncomm.scheduler.wire import Encoding, Rows
 from tritoncomm_kernels import Padded, Selection, Workspace
 from tritoncomm_kernels.padded import PADDING
 

@@ -46,7 +46,7 @@ class Rules:
     """The decisions that a rank takes from observed counts.
 
     ``numel``, ``k`` and the settings of the recipe are those of the exchange. ``is_coarse`` says that values have few
-    levels (:attr:`~tritoncomm.scheduler.wire.Encoding.is_coarse`).
+    levels (:attr:`~tritoncomm.primitives.packing.Encoding.is_coarse`).
     """
 
     numel: int

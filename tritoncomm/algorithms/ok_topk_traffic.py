@@ -6,9 +6,9 @@ import math
 from dataclasses import dataclass
 
 from tritoncomm.primitives import distributed_topk
+from tritoncomm.primitives.packing import Encoding
 from tritoncomm.scheduler import cost
 from tritoncomm.scheduler.cost import Flow, Forecast, both
-from tritoncomm.scheduler.wire import Encoding
 
 
 @dataclass(frozen=True)

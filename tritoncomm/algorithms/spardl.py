@@ -29,16 +29,17 @@ from tritoncomm.algorithms.spardl_teams import (
     runs,
 )
 from tritoncomm.errors import ConfigurationError, NonFiniteError
+from tritoncomm.primitives import packing
 from tritoncomm.primitives.accumulator import Accumulator
 from tritoncomm.primitives.collectives import bruck_all_gather, dense_exchange
+from tritoncomm.primitives.packing import Sections
 from tritoncomm.primitives.region_cuts import offsets
 from tritoncomm.primitives.selection import RoundingError, entries_to_keep, left_out, rest_of
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.primitives.verdict import REJECTED, with_verdict
-from tritoncomm.scheduler import cost, wire
+from tritoncomm.scheduler import cost
 from tritoncomm.scheduler.cost import Forecast, both
 from tritoncomm.scheduler.rounds import Inbox, Pattern, Round
-from tritoncomm.scheduler.wire import Sections
 from tritoncomm_kernels import Selection
 from tritoncomm_kernels.compact import SparseList
 
@@ -281,7 +282,7 @@ class SparDLAlgorithm(BudgetedAlgorithm):
         widths = [stop - start for start, stop in itertools.pairwise(cuts)]
         shares = [(b + 1) * self.k // size - b * self.k // size for b in range(size)]
         budgets = [min(width, max(1, share)) for width, share in zip(widths, shares, strict=True)]
-        encoding = self.recipe.encoding if world_size > 1 else wire.PLAIN
+        encoding = self.recipe.encoding if world_size > 1 else packing.PLAIN
         return None if budgets == widths else Place(rank, teams, size, cuts, budgets, encoding)
 
     def _reduce_scatter(self, working: _WorkingVector, place: Place) -> Pattern[None]:

@@ -16,11 +16,11 @@ import tritoncomm_kernels as kernels
 from tritoncomm.algorithms.spardl_teams import Place, SparDLState, fewest, reduce_scatter_schedule
 from tritoncomm.primitives.accumulator import Accumulator
 from tritoncomm.primitives.collectives import bruck_all_gather
+from tritoncomm.primitives.packing import Rows
 from tritoncomm.primitives.verdict import Verdict, with_verdict
 from tritoncomm.scheduler import cost
 from tritoncomm.scheduler.cost import Forecast, both
 from tritoncomm.scheduler.rounds import AllGather, Inbox, Pattern, Round
-from tritoncomm.scheduler.wire import Rows
 from tritoncomm_kernels import Padded, Workspace
 
 

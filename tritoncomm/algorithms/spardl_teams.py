@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from tritoncomm.primitives.packing import Encoding, Sections
 from tritoncomm.primitives.region_cuts import widest
 from tritoncomm.scheduler import cost
-from tritoncomm.scheduler.wire import Encoding, Sections
 
 
 @dataclass(frozen=True)

@@ -14,13 +14,13 @@ import tritoncomm_kernels as kernels
 from tritoncomm.algorithms.base import BudgetedAlgorithm, EntryRecipe, Stateless, StaticRecipe
 from tritoncomm.primitives.accumulator import Accumulator
 from tritoncomm.primitives.collectives import all_gather_mean, dense_exchange
+from tritoncomm.primitives.packing import PLAIN, Encoding, Rows
 from tritoncomm.primitives.selection import entries_to_keep, rounding_figures
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.primitives.verdict import Verdict, with_verdict
 from tritoncomm.scheduler import cost
 from tritoncomm.scheduler.cost import Forecast, both
 from tritoncomm.scheduler.rounds import AllGather, Pattern
-from tritoncomm.scheduler.wire import PLAIN, Encoding, Rows
 from tritoncomm_kernels import Padded
 
 

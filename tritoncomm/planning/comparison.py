@@ -16,7 +16,6 @@ from tritoncomm.algorithms import Recipe
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.planning.synthetic_gradients import Gradients
 from tritoncomm.scheduler.cost import WORD, Link
-from tritoncomm.scheduler.tracing import trace
 from tritoncomm.simulation import SimulatedWorld
 from tritoncomm.step.options import DEFAULT_ALGO
 
@@ -209,18 +208,6 @@ def _measure(method: Recipe, world_size: int, numel: int, link: Link, source: So
         world.seconds,
         delivered / max(1, int(numel * method.density)),
     )
-
-
-def timeline(
-    method: Recipe, world_size: int, numel: int, link: Link, source: Source, file: Path, *,
-    steps: int = STEPS,
-) -> None:  # fmt: skip
-    """Simulate ``steps`` steps and write their timeline in virtual time to ``file``, see :func:`tritoncomm.trace`.
-
-    See :func:`compare_methods` for the arguments.
-    """
-    with trace(file):
-        _measure(method, world_size, numel, link, source, steps)
 
 
 def _continued(full: _Figures, half: _Figures, short: int, numel: int, link: Link) -> _Figures:

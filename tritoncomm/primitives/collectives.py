@@ -10,15 +10,15 @@ import torch
 
 import tritoncomm_kernels as kernels
 from tritoncomm.errors import NonFiniteError, ProtocolMismatchError
+from tritoncomm.primitives import packing
 from tritoncomm.primitives.accumulator import Accumulator
+from tritoncomm.primitives.packing import Encoding, Section, Sections
 from tritoncomm.primitives.region_cuts import balanced_pieces, balanced_sizes, moves
 from tritoncomm.primitives.selection import before_rounding
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.primitives.verdict import REJECTED, non_finite
-from tritoncomm.scheduler import wire
 from tritoncomm.scheduler.ranks import named
 from tritoncomm.scheduler.rounds import AllGather, AllReduce, AllToAll, Inbox, Pattern, Post, Round, Wait, read
-from tritoncomm.scheduler.wire import Encoding, Section, Sections
 from tritoncomm_kernels import Padded, Selection
 
 OVERFLOW = "hold a sum of finite gradients that overflows"
@@ -174,10 +174,10 @@ def gather_blocks(
     Rank r holds a part of the vector, with ``sizes[r]`` entries. The parts are consecutive in rank order.
     """
     words = [2 * size for size in sizes]
-    message = wire.encode(block.indices, block.values)
+    message = packing.encode(block.indices, block.values)
     blocks = yield from bruck_all_gather(message, words, rank, world_size, phase=phase)
-    gathered = Selection.of(*wire.decode_parts(blocks))
-    wire.check_indices(gathered.indices, 0, numel)
+    gathered = Selection.of(*packing.decode_parts(blocks))
+    packing.check_indices(gathered.indices, 0, numel)
     return gathered
 
 
@@ -259,7 +259,7 @@ def gather_regions(
     parts = [layout.decode(part[: layout.words]) for layout, part in zip(layouts, blocks, strict=True)]
     entries = Selection.join(parts)
     if balanced:  # several blocks hold parts of one region, and each was checked by itself
-        wire.check_indices(entries.indices, 0, regions.cuts[-1])
+        packing.check_indices(entries.indices, 0, regions.cuts[-1])
     smallest = min((_least(part) for part in blocks if part.numel()), default=math.inf) if extra else math.inf
     return Gathered(entries, block, sent, smallest if extra else None)
 
@@ -316,7 +316,7 @@ def all_gather_mean(
     selection includes NaN and Inf.
     """
     if world_size == 1:
-        encoding = wire.PLAIN
+        encoding = packing.PLAIN
     # Rounded values travel divided by the world size, because a quotient of a rounded sum would not be exact.
     divisor = world_size if encoding.rounds else 1
     if own.found > rooms[rank]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from tritoncomm.primitives.packing import Rows
 from tritoncomm.primitives.verdict import Verdict
-from tritoncomm.scheduler.wire import Rows
 from tritoncomm_kernels import Padded, Workspace
 from tritoncomm_kernels.padded import PADDING
 

@@ -11,6 +11,7 @@ from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
+from torch.profiler import record_function
 
 from tritoncomm.errors import (
     ConfigurationError,
@@ -18,7 +19,7 @@ from tritoncomm.errors import (
     NonFiniteError,
     ProtocolMismatchError,
 )
-from tritoncomm.scheduler import cost, failure_report, group_collectives, tracing, watcher, wire
+from tritoncomm.scheduler import cost, failure_report, group_collectives, watcher, wire
 from tritoncomm.scheduler.messages import Messages
 from tritoncomm.scheduler.meter import Meter
 from tritoncomm.scheduler.new_group import needs_all_ranks, new_group
@@ -336,12 +337,10 @@ class ProcessGroupScheduler:
         self._number += 1
         if self._watcher is not None:
             self._watcher.progress()
-        tracer = tracing.current()
-        if tracer is not None:
-            tracer.begin(self.device)
         span = Span(self.device)
         try:
-            return self._reply_to(op)
+            with record_function(op.phase):
+                return self._reply_to(op)
         except (RuntimeError, ValueError) as error:
             if self._is_nested:
                 self._failed_op = op
@@ -351,8 +350,6 @@ class ProcessGroupScheduler:
         finally:
             if not isinstance(op, InSubgroup):  # a subgroup has counted its own time
                 self.meter.time(op.phase, span.end())
-                if tracer is not None:
-                    self._trace(tracer, op, span)
 
     def _reply_to(self, op: Op) -> Any:
         if isinstance(op, Round):
@@ -365,16 +362,6 @@ class ProcessGroupScheduler:
             return self._run_in_subgroup(op)
         assert not isinstance(op, Read), "running() yields it"
         return self._collective(op)
-
-    def _trace(self, tracer: tracing.Tracer, op: Op, span: Span) -> None:
-        details = {"step": self.step, "round": self._number, "method": self._method, "kind": type(op).__name__}
-        sends = {peer: content.numel() for peer, content in round_of(op).sends.items()}
-        found = [
-            (self._global_ranks[peer], cost.message(words).bytes, sent)
-            for sent, messages in ((True, sends), (False, round_of(op).receives))
-            for peer, words in messages.items()
-        ]
-        tracer.operation(dist.get_rank(), op.phase, span, details, found)
 
     def _run_in_subgroup(self, op: InSubgroup) -> Any:
         group = self._subgroups[op.ranks]

@@ -1,7 +1,7 @@
 """The operations (:data:`Op`) that an exchange pattern yields. A scheduler performs them.
 
 A pattern is a generator and never accesses the network itself. Point-to-point messages are one-dimensional int32
-tensors, packed by :mod:`tritoncomm.scheduler.wire`. All ranks must yield the same kinds of operations, with the same
+tensors, see :mod:`tritoncomm.primitives.packing`. All ranks must yield the same kinds of operations, with the same
 phases, in the same order. A branch around an operation may therefore depend only on values that are equal on all ranks.
 """
 

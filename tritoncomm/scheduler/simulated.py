@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from tritoncomm.errors import ProtocolMismatchError
-from tritoncomm.scheduler import cost, tracing
+from tritoncomm.scheduler import cost
 from tritoncomm.scheduler.clock import VirtualClock
 from tritoncomm.scheduler.cost import Traffic
 from tritoncomm.scheduler.faults import Faults
@@ -32,7 +32,6 @@ from tritoncomm.scheduler.rounds import (
     Round,
     Ticket,
     Wait,
-    round_of,
 )
 
 BeforeRound = Callable[[int, Sequence[Op]], None]
@@ -125,20 +124,6 @@ class SimulatedScheduler:
                 )
 
     def _perform(self, number: int, ops: list[Any]) -> list[Any]:
-        tracer = tracing.current()
-        if tracer is None or self.clock is None or isinstance(ops[0], InSubgroup):
-            return self._execute(number, ops)
-        before = list(self.clock.now)
-        replies = self._execute(number, ops)
-        tracer.simulated = True
-        for rank, op in enumerate(ops):
-            details = {"round": number, "kind": type(op).__name__}
-            sends = round_of(op).sends.items()
-            messages = [(peer, cost.message(payload.numel()).bytes, True) for peer, payload in sends]
-            tracer.add(rank, op.phase, before[rank], self.clock.now[rank] - before[rank], details, messages)
-        return replies
-
-    def _execute(self, number: int, ops: list[Any]) -> list[Any]:
         first = ops[0]
         if isinstance(first, Round):
             return self._complete(self._deliver_messages(number, ops), first.phase)

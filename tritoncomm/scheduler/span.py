@@ -48,12 +48,6 @@ class Span:
         """Seconds. 0 if they are not known yet."""
         return (self._known or 0.0) if self.is_known else 0.0
 
-    def since(self, earlier: Span) -> float:
-        """Return the seconds from the start of ``earlier`` on the same device to that of this one. Both are known."""
-        if self._start is None or earlier._start is None:
-            return self._started - earlier._started
-        return _seconds(earlier._start, self._start)
-
 
 def _seconds(start: Any, end: Any) -> float:
     milliseconds: float = start.elapsed_time(end)

@@ -18,13 +18,13 @@ from tritoncomm.algorithms.base import BudgetedAlgorithm, Recipe, Stateless
 from tritoncomm.errors import NonFiniteError
 from tritoncomm.primitives.accumulator import Accumulator
 from tritoncomm.primitives.collectives import dense_exchange
+from tritoncomm.primitives.packing import PLAIN
 from tritoncomm.primitives.selection import entries_to_keep, left_out
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.primitives.verdict import REJECTED
 from tritoncomm.scheduler import cost
 from tritoncomm.scheduler.cost import Flow, Forecast
 from tritoncomm.scheduler.rounds import Inbox, Pattern, Round
-from tritoncomm.scheduler.wire import PLAIN
 from tritoncomm_kernels import Selection
 
 

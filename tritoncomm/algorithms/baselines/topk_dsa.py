@@ -18,6 +18,7 @@ import torch
 import tritoncomm_kernels as kernels
 from tritoncomm.algorithms.base import BudgetedAlgorithm, Recipe, Stateless, check, check_at_least
 from tritoncomm.errors import NonFiniteError
+from tritoncomm.primitives import packing
 from tritoncomm.primitives.accumulator import Accumulator
 from tritoncomm.primitives.collectives import (
     OVERFLOW,
@@ -27,14 +28,14 @@ from tritoncomm.primitives.collectives import (
     share_counts,
     share_rows,
 )
+from tritoncomm.primitives.packing import PLAIN
 from tritoncomm.primitives.region_cuts import offsets
 from tritoncomm.primitives.selection import entries_to_keep
 from tritoncomm.primitives.sparse_vector import SparseVector
-from tritoncomm.scheduler import cost, wire
+from tritoncomm.scheduler import cost
 from tritoncomm.scheduler.cost import Flow, Forecast, both
 from tritoncomm.scheduler.ranks import named
 from tritoncomm.scheduler.rounds import Inbox, Pattern
-from tritoncomm.scheduler.wire import PLAIN
 from tritoncomm_kernels import Selection
 
 
@@ -97,7 +98,7 @@ class TopkDSAAlgorithm(BudgetedAlgorithm):
         arriving = {p: PLAIN.section(low, high, count) for p, count in enumerate(incoming) if p != rank}
         messages: Inbox = {}
         yield from rotate(
-            {p: wire.encode(part.indices, part.values) for p, part in enumerate(parts) if p != rank},
+            {p: packing.encode(part.indices, part.values) for p, part in enumerate(parts) if p != rank},
             {p: section.words for p, section in arriving.items()},
             messages.update,
             rank,
@@ -129,7 +130,7 @@ class TopkDSAAlgorithm(BudgetedAlgorithm):
             means = (region / world_size).view(torch.int32)
             blocks = yield from bruck_all_gather(means, widths, rank, world_size, phase="all-gather")
             return kernels.select(torch.cat(blocks).view(torch.float32), 0.0, workspace=self.workspace)
-        message = wire.encode(sums.indices, sums.values)
+        message = packing.encode(sums.indices, sums.values)
         blocks = yield from bruck_all_gather(message, words, rank, world_size, phase="all-gather")
         return Selection.join([section.decode(block) for section, block in zip(sections, blocks, strict=True)])
 

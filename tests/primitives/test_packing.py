@@ -1,4 +1,4 @@
-"""Packed sections: golden messages, exact residuals, edge cases and hostile words."""
+"""How entries are packed: golden messages, exact residuals, edge cases and hostile words."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_rounded_values import BITS_PER_ENTRY
 from tritoncomm import ProtocolMismatchError
-from tritoncomm.scheduler.wire import NO_VALUES, Encoding, Section, Sections
+from tritoncomm.primitives import packing
+from tritoncomm.primitives.packing import NO_VALUES, Encoding, Section, Sections
 
 from depth import examples, trials
 from golden_sections import DELIVERED, GOLDEN, INPUTS, A, in_hex
@@ -40,6 +41,40 @@ def packed(section: Section, indices: list[int], values: object) -> tuple[torch.
     expected = delivered.values / section.divisor  # exact if values are rounded
     assert torch.equal(found.values.nan_to_num(nan=7e33), expected.nan_to_num(nan=7e33))
     return message, delivered.indices, delivered.values
+
+
+@given(st.sets(st.integers(0, 2**31 - 2)))
+def test_pack_and_unpack(chosen: set[int]) -> None:
+    """Packing keeps indices and values bit for bit, NaN and -0.0 included."""
+    indices = torch.tensor(sorted(chosen), dtype=torch.int32)
+    values = torch.tensor([float("nan"), -0.0, 1e-45, 3.0]).repeat(len(chosen))[: len(chosen)]
+    got, floats = packing.decode(packing.encode(indices, values))
+    packing.check_indices(got, 0, 2**31 - 1)
+    assert torch.equal(got, indices)
+    assert torch.equal(floats.view(torch.int32), values.view(torch.int32))
+
+
+@given(st.lists(st.sets(st.integers(0, 99), max_size=8), min_size=1, max_size=6), st.integers(0, 3))
+def test_pack_parts(parts: list[set[int]], free: int) -> None:
+    """Messages are read together as they are one by one. Padded messages keep their length."""
+    lists = [torch.tensor(sorted(part), dtype=torch.int32) for part in parts]
+    values = [torch.randn(len(indices)) for indices in lists]
+    messages = [packing.encode(indices, floats) for indices, floats in zip(lists, values, strict=True)]
+    for indices, floats in zip(lists, values, strict=True):
+        padded = packing.pack_padded(indices, floats, 2 * (len(indices) + free))
+        assert padded.numel() == 2 * (len(indices) + free)
+        assert all(map(torch.equal, packing.unpack_padded(padded), (indices, floats)))
+    indices, floats = packing.decode_parts(messages)
+    assert torch.equal(indices, torch.cat(lists))
+    assert torch.equal(floats, torch.cat(values))
+
+
+@pytest.mark.parametrize("indices", [[-1, 2], [2, 2], [3, 1], [4, 10], [1, 5, 4, 9], [5, 1, 2, 3], [1, 2, 3, 10]])
+def test_malformed_indices_are_rejected(indices: list[int]) -> None:
+    """Indices that do not ascend inside the receiver's range are rejected."""
+    message = packing.encode(torch.tensor(indices, dtype=torch.int32), torch.ones(len(indices)))
+    with pytest.raises(ProtocolMismatchError, match="not strictly increasing"):
+        packing.check_indices(packing.decode(message)[0], 0, 10)
 
 
 @pytest.mark.parametrize(("name", "values"), GOLDEN)

@@ -1,0 +1,364 @@
+"""How entries are packed into the int32 words of a message. A header comes before them on the wire.
+
+A plain message holds indices and bit-cast values. Indices are never converted to floats, because fp32 is exact only for
+integers up to 2^24. A packed message consists of sections (:class:`Section`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import NamedTuple
+
+import torch
+
+from tritoncomm.errors import ProtocolMismatchError
+from tritoncomm_kernels import Selection, Workspace
+from tritoncomm_kernels.padded import Padded
+from tritoncomm_kernels.section_layout import VALUE_BITS, Layout
+from tritoncomm_kernels.section_rows import check_rows, read_one, read_rows, write_one, write_rows
+from tritoncomm_kernels.sections import sendable_together
+
+_PADDING = -1
+_COARSE_BITS = 3
+NO_VALUES = "none"  # the format of messages that hold indices alone
+_BITS = {**VALUE_BITS, NO_VALUES: 0}
+
+
+def encode(indices: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Return one message (int32 ``[2m]``) with int32 ``indices`` and fp32 ``values`` (both ``[m]``)."""
+    return torch.cat([indices, values.view(torch.int32)])
+
+
+def decode_parts(messages: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the concatenated indices and the concatenated values of several messages of :func:`encode`."""
+    indices, values = torch.cat([message.view(2, -1) for message in messages], dim=1).unbind()
+    return indices, values.view(torch.float32)
+
+
+def decode(message: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the indices and values (views) of a packed message. Call :func:`check_indices` before using them."""
+    indices, values = message.view(2, -1).unbind()
+    return indices, values.view(torch.float32)
+
+
+def pack_padded(indices: torch.Tensor, values: torch.Tensor, words: int) -> torch.Tensor:
+    """Return a message of exactly ``words`` int32 with at most ``words // 2`` entries. Padding has the index -1.
+
+    The fixed length saves a message that tells the receiver the number of entries.
+    """
+    message = indices.new_full((words,), _PADDING)
+    pairs = message.view(2, -1)
+    pairs[0, : indices.numel()] = indices
+    pairs[1, : indices.numel()] = values.view(torch.int32)
+    return message
+
+
+def unpack_padded(message: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the indices and values (views) of a message of :func:`pack_padded`, without the padding."""
+    indices, values = decode(message)
+    used = int(torch.count_nonzero(indices != _PADDING))
+    return indices[:used], values[:used]
+
+
+def check_indices(indices: torch.Tensor, low: int, high: int) -> None:
+    """Raise :class:`ProtocolMismatchError` unless ``indices`` are strictly increasing and inside ``[low, high)``.
+
+    This keeps invalid indices from other ranks out of a scatter.
+    """
+    if indices.numel() == 0:
+        return
+    if indices.device.type == "cpu":
+        array = indices.numpy()
+        valid = bool((array[1:] > array[:-1]).all()) and low <= array.min() and array.max() < high
+    else:  # one combined result, so that the host waits for the device only once
+        ascending = (indices[1:] > indices[:-1]).all()
+        valid = bool(ascending & (indices.min() >= low) & (indices.max() < high))
+    if not valid:
+        raise ProtocolMismatchError(
+            f"received indices are not strictly increasing inside [{low}, {high}): "
+            "the sender has a different partition of the vector, or the message is corrupt"
+        )
+
+
+@dataclass(frozen=True)
+class Section:
+    """At most ``room`` entries with indices in ``[low, high)``, and their place in a message.
+
+    Both ends know all fields, and therefore the length in ``words``. ``values`` is the format of the values, one of
+    ``VALUE_BITS``, or :data:`NO_VALUES` for indices alone. Indices are packed by Elias-Fano, and values are rounded to
+    that format. A section that would not become shorter, and one with ``packed=False``, is plain: int32 indices and
+    fp32 values. ``packed="always"`` packs longer sections, too.
+
+    The receiver gets values divided by ``divisor``, for example means instead of sums. A rounded value times the
+    ``divisor`` is exact. The sender's residual is therefore the entry minus what was delivered, without loss.
+    """
+
+    low: int
+    high: int
+    room: int
+    values: str = "fp32"
+    divisor: int = 1
+    packed: bool | str = True
+
+    @cached_property
+    def layout(self) -> Layout:
+        """The layout of the packed form."""
+        return Layout.of(self.room, self.high - self.low, _BITS[self.values])
+
+    @cached_property
+    def is_packed(self) -> bool:
+        """True if the section is packed. Plain sections have two words per entry of room."""
+        if not self.packed or self.room == 0:
+            return False
+        return self.packed == "always" or self.layout.words < self._plain_words
+
+    @cached_property
+    def rounds(self) -> bool:
+        """True if values are rounded. False if the receiver gets the bits of the sender, divided by ``divisor``.
+
+        A plain section rounds only quotients. They lose so many bits that their product with ``divisor`` is exact.
+        """
+        return self.values not in ("fp32", NO_VALUES) and (self.is_packed or self.divisor > 1)
+
+    @cached_property
+    def words(self) -> int:
+        """Length in words. The length does not depend on the entries."""
+        return self.layout.words if self.is_packed else self._plain_words
+
+    @property
+    def _plain_words(self) -> int:
+        return min(self.room, self.high - self.low) * (1 if self.values == NO_VALUES else 2)
+
+    def sendable(self, entries: Selection) -> Selection:
+        """Return the ``entries`` that the section can hold together.
+
+        Rounding would more than double those that are too small beside the largest one, or turn them into 0. They are
+        not sent, and stay in the residual. If an entry is NaN or Inf, all entries are returned.
+        """
+        if not self.rounds:
+            return entries
+        if self.is_packed:
+            keep = sendable_together(entries.values, self.layout.bits, self.divisor)
+        else:
+            keep = rounded_quotients(entries.values, self.divisor) != 0
+        if keep is None or keep.all():
+            return entries
+        return Selection.of(entries.indices[keep], entries.values[keep])
+
+    def encode(self, indices: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, Selection]:
+        """Return the section (int32 ``[words]``) with ``indices`` (int32 ``[m]``, ascending) and ``values`` (fp32).
+
+        Also returns the entries that the receiver will get, multiplied by ``divisor``. They are a part of the given
+        entries (:meth:`sendable`), with rounded values. The difference belongs into the sender's residual.
+        """
+        if indices.numel() > self.room:
+            raise ValueError(f"{indices.numel()} entries do not fit into a section with room={self.room}")
+        if self.is_packed:
+            return write_one(self.layout, self.low, indices, values, divisor=self.divisor)
+        entries = self.sendable(Selection.of(indices, values))
+        if self.values == NO_VALUES:
+            return torch.nn.functional.pad(indices, (0, self.words - indices.numel()), value=_PADDING), entries
+        sent = rounded_quotients(entries.values, self.divisor) if self.rounds else entries.values
+        delivered = sent * self.divisor if self.rounds else sent
+        return pack_padded(entries.indices, sent, self.words), entries._replace(values=delivered)
+
+    def decode(self, section: torch.Tensor) -> Selection:
+        """Return the entries of a received ``section`` (int32 ``[words]``), with values divided by ``divisor``.
+
+        Raises :class:`ProtocolMismatchError` if they do not ascend inside the range, or the section is malformed.
+        """
+        if section.numel() != self.words:
+            raise ProtocolMismatchError(
+                f"received {section.numel()} words for the section [{self.low}, {self.high}), expected {self.words}"
+            )
+        if self.is_packed:
+            try:
+                entries = read_one(self.layout, self.low, section, divisor=self.divisor)
+            except ValueError as error:
+                raise ProtocolMismatchError(
+                    f"received a malformed section for [{self.low}, {self.high}): {error}. "
+                    "The sender has a different partition of the vector, or the message is corrupt"
+                ) from None
+        else:
+            if self.values == NO_VALUES:
+                indices = section[: int(torch.count_nonzero(section != _PADDING))]
+                entries = Selection.of(indices, indices.new_empty(0, dtype=torch.float32))
+            else:
+                entries = Selection.of(*unpack_padded(section))
+            check_indices(entries.indices, self.low, self.high)
+        if self.rounds or self.divisor == 1:
+            return entries
+        return entries._replace(values=_quotients(entries.values, self.divisor))
+
+
+class Encoding(NamedTuple):
+    """How a method sends entries: the format of ``values``, and whether they are ``packed``. See :class:`Section`."""
+
+    values: str = "fp32"
+    packed: bool | str = False
+
+    @property
+    def rounds(self) -> bool:
+        """True if values are rounded."""
+        return self.values not in ("fp32", NO_VALUES)
+
+    @property
+    def is_coarse(self) -> bool:
+        """True if values have so few levels that many sums of them are equal: 1, 2 or 3 bits."""
+        return self.rounds and _BITS[self.values] <= _COARSE_BITS
+
+    def section(self, low: int, high: int, room: int, *, divisor: int = 1) -> Section:
+        """Return the section of at most ``room`` entries in ``[low, high)``."""
+        return _section(low, high, room, self.values, divisor, self.packed)
+
+    def words(self, span: int, room: int) -> int:
+        """Return the length in words of a section of at most ``room`` entries in a range of ``span`` coordinates."""
+        return self.section(0, span, room).words
+
+    def words_at_most(self, span: int, entries: int, sections: int) -> int:
+        """Return an upper bound in words for ``sections`` sections, with ``entries`` entries and ``span`` coordinates.
+
+        It holds for any split of the entries and the coordinates over the sections.
+        """
+        entries = min(entries, span)
+        plain = entries * (1 if self.values == NO_VALUES else 2)
+        if not self.packed or entries == 0:
+            return plain
+        bits = _BITS[self.values]
+        # A section of m entries in u coordinates needs at most m (2 + log2(u / m) + bits) bits, and whole words. The
+        # first part is largest in total if all sections have the same ratio.
+        packed = entries * (2 + math.log2(span / entries) + bits)
+        packed += sections * (97 + 31 * (math.ceil(math.log2(max(2, span))) + min(bits, 8)))
+        return math.ceil(packed / 32) if self.packed == "always" else min(plain, math.ceil(packed / 32))
+
+
+PLAIN = Encoding()
+
+
+@lru_cache(maxsize=16384)  # a rank and its peers use the same sections, in many steps, and each computes its layout
+def _section(low: int, high: int, room: int, values: str, divisor: int, packed: bool | str) -> Section:
+    return Section(low, high, room, values, divisor, packed)
+
+
+class Sections:
+    """A message of several sections, one after the other.
+
+    ``ranges`` holds (low, high, room) of each section. They ascend and do not overlap. ``encoding`` and ``divisor`` are
+    those of all sections. A plain message is written and read as a whole, however many sections it has.
+    """
+
+    def __init__(self, encoding: Encoding, ranges: Sequence[tuple[int, int, int]], *, divisor: int = 1) -> None:
+        self.ranges = ranges
+        self.divisor = divisor
+        self.sections: list[Section] = []
+        self.words = 0
+        self.is_plain = not (encoding.packed or encoding.rounds)
+        if not self.is_plain:
+            self.sections = [encoding.section(*bounds, divisor=divisor) for bounds in ranges]
+            self.words = sum(section.words for section in self.sections)
+        elif ranges:
+            self.words = 2 * sum(min(room, high - low) for low, high, room in ranges)
+
+    def encode(self, indices: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, Selection]:
+        """Do the same as :meth:`Section.encode` for entries of all sections."""
+        if self.is_plain or not self.words:
+            return pack_padded(indices, values, self.words), Selection.of(indices, values)
+        bounds = indices.new_tensor([section.low for section in self.sections[1:]])
+        cuts = [0, *torch.searchsorted(indices, bounds).tolist(), indices.numel()]
+        parts = [
+            section.encode(indices[start:stop], values[start:stop])
+            for section, (start, stop) in zip(self.sections, itertools.pairwise(cuts), strict=True)
+        ]
+        return torch.cat([message for message, _ in parts]), Selection.join([sent for _, sent in parts])
+
+    def decode(self, message: torch.Tensor) -> Selection:
+        """Do the same as :meth:`Section.decode` for a received ``message`` (int32 ``[words]``)."""
+        if not self.words:
+            return Selection.of(message, message.view(torch.float32))
+        if not self.is_plain:
+            parts = torch.split(message, [section.words for section in self.sections])
+            return Selection.join([section.decode(part) for section, part in zip(self.sections, parts, strict=True)])
+        entries = Selection.of(*unpack_padded(message))
+        start = 0
+        runs = _runs(self.ranges)
+        for low, high in runs:
+            last = high == runs[-1][1]
+            stop = entries.found if last else int(torch.searchsorted(entries.indices, high))
+            check_indices(entries.indices[start:stop], low, high)
+            start = stop
+        return entries if self.divisor == 1 else entries._replace(values=_quotients(entries.values, self.divisor))
+
+
+class Rows:
+    """Messages of one length, whose number of entries the host does not know: sections with one layout.
+
+    Row r holds at most ``room`` entries in ``span`` coordinates from ``lows[r]`` on. The format is that of
+    :class:`Section`, with two differences. Rounded values are always packed: where plain rows are shorter, they are a
+    few entries long, and take more launches to write and read. Plain entries are divided by ``divisor`` only if it is
+    not 1. Nothing here waits for a GPU.
+    """
+
+    def __init__(self, encoding: Encoding, lows: torch.Tensor, span: int, room: int, *, divisor: int = 1) -> None:
+        section = encoding.section(0, span, room, divisor=divisor)
+        self.lows = lows
+        self.span = span
+        self.room = min(room, span)
+        self.divisor = divisor
+        self.rounds = encoding.rounds
+        self.has_values = encoding.values != NO_VALUES
+        self.layout = section.layout
+        self.is_packed = self.room > 0 and (encoding.rounds or section.is_packed)
+        self.words = section.layout.words if self.is_packed else self.room * (1 + self.has_values)
+
+    def encode(self, entries: Padded, *, workspace: Workspace, first: int = 0) -> tuple[torch.Tensor, Padded]:
+        """Return the messages (int32 ``[m, words]``) with ``entries`` (``[m, room]``) of the rows from ``first`` on.
+
+        Also returns what the receivers get, times ``divisor``. See :meth:`Section.encode`.
+        """
+        if self.is_packed:
+            lows = self.lows[first : first + entries.indices.shape[0]]
+            return write_rows(self.layout, lows, entries, divisor=self.divisor, workspace=workspace)
+        if not self.has_values:
+            return entries.indices, entries
+        return torch.cat([entries.indices, entries.values.view(torch.int32)], dim=1), entries
+
+    def decode(self, messages: torch.Tensor, *, workspace: Workspace) -> tuple[Padded, torch.Tensor]:
+        """Return the entries of received ``messages`` (int32 ``[rows, words]``), and the number of malformed rows.
+
+        Values are divided by ``divisor``. The number is int32 ``[1]``. A malformed row has no entries, see
+        :func:`tritoncomm_kernels.section_rows.read_rows`.
+        """
+        if self.is_packed:
+            rows, bad = read_rows(self.layout, self.lows, messages, divisor=self.divisor, workspace=workspace)
+            if self.rounds or self.divisor == 1 or not self.has_values:
+                return rows, bad
+        else:
+            indices = messages[:, : self.room]
+            values = (
+                messages[:, self.room :].view(torch.float32) if self.has_values else torch.zeros_like(indices).float()
+            )
+            rows, bad = check_rows(Padded(indices, values), self.lows, self.span)
+            if self.divisor == 1:
+                return rows, bad
+        return rows._replace(values=_quotients(rows.values, self.divisor)), bad
+
+
+def _quotients(values: torch.Tensor, divisor: int) -> torch.Tensor:
+    # By a tensor: a GPU multiplies by the reciprocal of a number, which rounds differently.
+    return values / values.new_full((), divisor)
+
+
+def rounded_quotients(values: torch.Tensor, divisor: int) -> torch.Tensor:
+    """Return ``values / divisor`` (fp32), rounded so that the product with ``divisor`` and its distance are exact."""
+    dropped = 1 + (divisor - 1).bit_length()
+    return (_quotients(values, divisor).view(torch.int32) & -(1 << dropped)).view(torch.float32)
+
+
+def _runs(ranges: Sequence[tuple[int, int, int]]) -> list[tuple[int, int]]:
+    """Return the bounds of each run of ranges without a gap."""
+    starts = [at for at in range(1, len(ranges)) if ranges[at][0] != ranges[at - 1][1]]
+    return [(ranges[a][0], ranges[b - 1][1]) for a, b in itertools.pairwise([0, *starts, len(ranges)])]
