@@ -154,19 +154,14 @@ def bad_gradient_is_named(rank: int, world_size: int, send) -> None:
 
 
 def changes_between_wraps(rank: int, world_size: int, send) -> None:
-    """A new density keeps the limit and the last norm. Another wrap of the optimizer sets the limit anew."""
+    """Another wrap of the optimizer sets the limit anew."""
     ddp = nn.parallel.DistributedDataParallel(net(), bucket_cap_mb=0.004)
     inner = torch.optim.AdamW(ddp.parameters(), lr=0.01)
     first = tritoncomm.wrap(inner, model=ddp, **SETTINGS, **CLIPPED)
     for step in range(3):
         backward(ddp, rank, step)
         first.step()
-    norm = first.metrics()["grad_norm"]
-    first.set_density(0.2)
-    assert first.metrics()["grad_norm"] == norm > 0
-    backward(ddp, rank, 3)
-    first.step()
-    assert first.metrics()["grad_norm"] not in (0.0, norm)
+    assert first.metrics()["grad_norm"] > 0
     first.release()
     second = tritoncomm.wrap(inner, model=ddp, **SETTINGS)
     backward(ddp, rank, 5)

@@ -35,7 +35,7 @@ class Account:
     def wrap(self, names: Iterable[str] | None = None, **settings) -> tritoncomm.SparseOptimizer:
         """Return a wrapped SGD without momentum, whose step is the gradient times the learning rate."""
         parameters = [self.parameters[name] for name in (self.parameters if names is None else names)]
-        return tritoncomm.wrap(torch.optim.SGD(parameters, lr=LR), **SETTINGS, **self.given, **settings)
+        return tritoncomm.wrap(torch.optim.SGD(parameters, lr=LR), **SETTINGS | self.given | settings)
 
     def backward(self, step: int, used: Iterable[str] | None = None) -> None:
         """Run a backward pass. A step will use the gradients of the parameters ``used``, by default of all."""
@@ -148,12 +148,15 @@ def synchronized_and_loaded(rank: int, world_size: int, send) -> None:
 
 
 def changed_settings(rank: int, world_size: int, send) -> None:
-    """A new density, accumulation, and rejected steps lose nothing."""
+    """A new density, by saving and loading, accumulation, and rejected steps lose nothing."""
     for kind in KINDS:
         account = Account(kind, rank)
         optimizer = account.wrap()
         account.step(optimizer, range(3))
-        optimizer.set_density(0.3)
+        state = optimizer.state_dict()
+        optimizer = account.wrap(density=0.3)
+        optimizer.load_state_dict(state)
+        account.check(optimizer)
         for step in range(3, 6):
             optimizer.zero_grad()
             for micro in range(2):

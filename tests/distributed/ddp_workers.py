@@ -91,7 +91,7 @@ def options_of_ddp(rank: int, world_size: int, send) -> None:
 
 
 def wrapped_gradients(rank: int, world_size: int, send) -> None:
-    """Clipping after ``synchronize()``, a closure, a new density, a flush and a schedule, as without DDP."""
+    """Clipping after ``synchronize()``, a closure, a flush and a schedule, as without DDP."""
     pair = Pair(settings=SETTINGS | {"max_grad_norm": 0.5})
     schedules = [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9) for _, optimizer in pair.both]
     for step in range(6):
@@ -111,8 +111,6 @@ def wrapped_gradients(rank: int, world_size: int, send) -> None:
                 nn.utils.clip_grad_norm_(model.parameters(), 0.01)
                 optimizer.step()
             schedule.step()
-            if step == 3:
-                optimizer.set_density(0.4)
         pair.check()
     for _, optimizer in pair.both:
         optimizer.flush()

@@ -241,7 +241,6 @@ def raised_in_a_check(rank: int, world_size: int, send) -> None:
         sparse_wrap(adamw(net()), process_group=optimizer.process_group, broadcast_parameters=True)
 
     acts: dict[str, Callable[[nn.Module, tritoncomm.SparseOptimizer], object]] = {
-        "set_density": lambda _, optimizer: optimizer.set_density(0.5),
         "save": lambda _, optimizer: checkpoint.save(optimizer, "never-written"),
         "load": lambda _, optimizer: optimizer.load_state_dict(optimizer.state_dict()),
         "add": lambda _, optimizer: optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]}),
@@ -281,12 +280,10 @@ def raised_before_a_check(rank: int, world_size: int, send) -> None:
     group, model = dist.new_group(timeout=timedelta(seconds=30)), net()
     optimizer = sparse_wrap(adamw(model), process_group=group)
     if rank == 1:
-        from tritoncomm.step import optimizer_setup  # noqa: PLC0415 - changed here alone
-
-        optimizer_setup.with_density = interrupted
+        optimizer.optimizer.add_param_group = interrupted
     start = time.monotonic()
     with pytest.raises(KeyboardInterrupt if rank == 1 else ExchangeError) as caught:
-        optimizer.set_density(0.5)
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
     assert rank == 1 or str(caught.value).endswith("rank 1 stopped: KeyboardInterrupt")
     assert time.monotonic() - start < 15
     dist.barrier()

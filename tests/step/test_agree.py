@@ -77,7 +77,6 @@ DOORS: dict[str, Callable[[Path], object]] = {
     "an invalid argument": lambda folder: refused(),
     "a rejected step": lambda folder: rejected(),
     "a checkpoint": reloaded,
-    "set_density": lambda folder: wrapped()[0].set_density(0.5),
     "add_param_group": lambda folder: wrapped()[0].add_param_group({"params": [torch.nn.Parameter(torch.ones(4))]}),
     "reset_process_group": lambda folder: wrapped()[0].reset_process_group(),
     "broadcast_parameters": lambda folder: tritoncomm.wrap(

@@ -148,7 +148,6 @@ def test_ready_refuses_what_would_lose_the_mean() -> None:
     for action in (
         optimizer.state_dict,
         optimizer.flush,
-        lambda: optimizer.set_density(0.3),
         lambda: optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]}),
         lambda: copy.deepcopy(optimizer),
     ):
@@ -228,7 +227,7 @@ def test_an_update_that_stops(error: BaseException) -> None:
     assert state_of(optimizer) is State.STOPPED
     before = held(net, optimizer)[0][:4]  # the parameters
     for _ in range(2):
-        for action in (optimizer.state_dict, lambda: copy.deepcopy(optimizer), lambda: optimizer.set_density(0.3)):
+        for action in (optimizer.state_dict, lambda: copy.deepcopy(optimizer)):
             with pytest.raises(RuntimeError, match=r"stopped update 3.*load"):
                 action()
         with pytest.raises(ProtocolMismatchError, match=r"stopped.*load"):

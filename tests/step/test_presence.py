@@ -166,7 +166,6 @@ def test_resume(kind: str) -> None:
     resumed.load_state_dict(state)
     copied_p, copied_q, copied = copy.deepcopy((p, q, optimizer))
     for own, *tensors in ((optimizer, p, q), (resumed, *others), (copied, copied_p, copied_q)):
-        own.set_density(0.2)
         take(own, *tensors, 6, using=lambda step: step in (2, 3, 5))
     for tensors in (others, (copied_p, copied_q)):
         assert torch.equal(p, tensors[0])

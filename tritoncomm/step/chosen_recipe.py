@@ -205,11 +205,6 @@ def rounds(chosen: Recipe) -> bool:
     return any(getattr(layer, "values", "fp32") != "fp32" for layer in chosen.layers)
 
 
-def with_density(chosen: Recipe, density: float) -> Recipe:
-    """Return a copy of ``chosen`` with another density."""
-    return chosen.with_method(lambda method: replace(method, density=density))
-
-
 def without_encoding(chosen: Recipe) -> Recipe:
     """Return ``chosen`` with plain messages and fp32 values. No state depends on the format of messages."""
     plain = {"values": "fp32", "packed": False, "static": "auto"}
@@ -237,7 +232,7 @@ def is_dense(chosen: Recipe) -> bool:
 
 
 def never_delays(chosen: Recipe) -> bool:
-    """Return True if ``chosen`` delivers every entry in every step, whatever density it is given later."""
+    """Return True if ``chosen`` delivers every entry in every step, whatever its density."""
     return is_dense(chosen) or not chosen.layers[-1].has_density
 
 

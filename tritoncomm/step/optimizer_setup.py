@@ -17,7 +17,7 @@ from tritoncomm.errors import ConfigMismatchError
 from tritoncomm.scheduler.process_group import is_distributed
 from tritoncomm.step import agree
 from tritoncomm.step import state as exchange_state
-from tritoncomm.step.chosen_recipe import log_choice, never_delays, with_density, with_warmup_and_nodes
+from tritoncomm.step.chosen_recipe import log_choice, never_delays, with_warmup_and_nodes
 from tritoncomm.step.exchange import GradientExchange, State
 from tritoncomm.step.inspection import Inspection
 from tritoncomm.step.misuse import LocalClipping
@@ -218,23 +218,6 @@ class OptimizerSetup(OptimizerProxy):
             self._parameters.note()
             raise
         self._exchange = exchange_state.continued(exchange, self._exchange)
-
-    def set_density(self, density: float) -> None:
-        """Deliver the fraction ``density`` of the entries from now on, the same on all ranks. Residuals are kept.
-
-        Raises:
-            ConfigurationError: The density is not in (0, 1]. Nothing has changed.
-            ConfigMismatchError: Ranks pass different densities, or an invalid one. Nothing has changed.
-        """
-        self._check_no_pending_step("set_density()")
-        with agree.propagate_errors(self._everybody, self._device):
-            changed = {self.recipe: with_density(self.recipe, density)}
-        if is_distributed():
-            agree.compare({"density": density}, self._everybody, self._device)
-        recipes = [changed.get(vector.recipe, vector.recipe) for vector in self._exchange.vectors]
-        for vector, before in self._exchange.replace_vectors(recipes, self.process_group):
-            exchange_state.across_density(vector, before)
-        self._replace_recipes(changed)
 
     def _replace_recipes(self, changed: Mapping[Recipe, Recipe]) -> None:
         self._parts = [part._replace(recipe=changed.get(part.recipe, part.recipe)) for part in self._parts]

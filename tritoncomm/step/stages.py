@@ -201,13 +201,6 @@ class StagedAlgorithm(WrapperAlgorithm):
             return Forecast({**forecast.phases, **quantized})
         return Forecast({**forecast.phases, _PHASE: both(cost.all_reduce(self.tail, cost.WORD, world_size))})
 
-    def adopt_across_density(self, other: Algorithm) -> None:
-        """Copy the moment, and what the method copies."""
-        assert isinstance(other, StagedAlgorithm)
-        if self.scale is not None and other.scale is not None:
-            self.scale.moment = other.scale.moment
-        super().adopt_across_density(other)
-
     def migrate(self, states: Sequence[Mapping[str, Any]], share: float, common: Mapping[str, Any]) -> None:
         """Copy the moment, which is that of the mean, and what the method copies."""
         if self.scale is not None:

@@ -453,12 +453,6 @@ def adopt_residuals(new: VectorExchange, before: Sequence[VectorExchange]) -> No
                 own[parameter].copy_(residual)
 
 
-def across_density(new: VectorExchange, before: VectorExchange) -> None:
-    """Continue in ``new`` with another density of the same method."""
-    new.feedback.residual.copy_(before.feedback.residual)
-    new.feedback.algorithm.adopt_across_density(before.feedback.algorithm)
-
-
 def across_groups(new: VectorExchange, before: VectorExchange) -> None:
     """Continue in ``new`` in another process group, possibly of another size.
 
