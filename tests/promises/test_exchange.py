@@ -1,0 +1,583 @@
+"""From ``.grad`` to parameters: nothing is lost, nothing counts twice, and a step is all or nothing."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+import tritoncomm
+from kit import equal_on_all_ranks, everywhere, flat, gradient, log_lines, mean, sgd, sparse, take, weight
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.overrides import TorchFunctionMode
+from tritoncomm import NonFiniteError, ProtocolMismatchError
+
+from ranks import ranks
+
+
+def total(numel: int, steps: range, world_size: int) -> torch.Tensor:
+    """Return the sum over steps of the mean gradient."""
+    parts = [gradient(numel, rank, step, world_size) for step in steps for rank in range(world_size)]
+    return torch.stack(parts).sum(0) / world_size
+
+
+@ranks(1, 2, 3, 5)
+def test_sum_of_all_steps_and_a_flush_is_dense(rank, world_size):
+    """What was delivered and what flush() delivers are together the sum of all mean gradients, to the bit."""
+    p = weight()
+    optimizer = sparse(sgd([p]))
+    take(optimizer, [p], rank, range(6), world_size)
+    if world_size > 1:
+        assert not torch.equal(flat([p]), -total(16, range(6), world_size)), "this step was dense"
+        assert equal_on_all_ranks([p])
+    optimizer.flush()
+    assert torch.equal(flat([p]), -total(16, range(6), world_size))
+    assert optimizer.metrics()["residual_norm"] == 0
+
+
+@ranks(2)
+@pytest.mark.parametrize("algo", ["oktopk", "spardl", "exdyna", "random_block"])
+def test_thrown_away_mean_leaves_no_trace(rank, world_size, algo):
+    """A mean that zero_grad() throws away counts as skipped. The next steps are as if it had never been."""
+    ends = []
+    for throws in (False, True):
+        p = weight(64)
+        recipe = tritoncomm.recipe(algo, density=0.25)
+        optimizer = tritoncomm.wrap(sgd([p]), recipe, warmup_steps=0, dense_below=0)
+        take(optimizer, [p], rank, range(2), world_size)
+        if throws:
+            p.grad = gradient(64, rank, 50, world_size)
+            optimizer.synchronize()
+            optimizer.zero_grad()
+            assert p.grad is None
+            assert optimizer.metrics()["skipped_steps"] == 1
+        take(optimizer, [p], rank, range(2, 5), world_size)
+        middle = flat([p])
+        optimizer.flush()
+        ends.append((middle, flat([p])))
+    assert all(map(torch.equal, *ends))
+
+
+@ranks(2, 3)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_non_finite_gradient_skips_the_step_everywhere(rank, world_size, bad):
+    """One rank's NaN skips the step on all ranks, which changes nothing but a count."""
+    p = weight()
+    optimizer = sparse(sgd([p]))
+    take(optimizer, [p], rank, range(2), world_size)
+    before, norm = flat([p]), optimizer.metrics()["residual_norm"]
+    p.grad = gradient(16, rank, 9, world_size)
+    if rank == 1:
+        p.grad[3] = bad
+    with log_lines() as lines:
+        optimizer.step()
+    assert torch.equal(flat([p]), before)
+    assert optimizer.metrics()["residual_norm"] == norm
+    assert optimizer.metrics()["skipped_steps"] == 1
+    assert any("rank 1" in line for line in lines)
+    take(optimizer, [p], rank, range(2, 4), world_size)
+    optimizer.flush()
+    assert torch.equal(flat([p]), -total(16, range(4), world_size))
+
+
+@ranks(3)
+def test_error_about_a_nan_names_rank_and_parameter_in_a_group(rank, world_size):
+    """Ranks are named by their global numbers, and parameters by their names."""
+    group = dist.new_group([1, 2])
+    if rank == 0:
+        return
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    optimizer = sparse(sgd(model.parameters()), model=model, process_group=group, on_nonfinite="raise")
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    if rank == 2:
+        model[1].weight.grad[0, 0] = float("nan")
+    before = flat(model.parameters())
+    with pytest.raises(NonFiniteError, match=r"1\.weight") as caught:
+        optimizer.step()
+    assert caught.value.ranks == (2,)
+    assert torch.equal(flat(model.parameters()), before)
+
+
+@ranks(2)
+def test_overflow_in_half_precision_is_refused(rank, world_size):
+    """A mean with residuals that overflows in fp16 is no step."""
+    p = weight(8, dtype=torch.float16)
+    optimizer = sparse(sgd([p], lr=2.0**-12), density=0.25)
+    for _ in range(3):
+        p.grad = torch.full((8,), 40000.0, dtype=torch.float16)
+        p.grad[0] = 60000.0
+        optimizer.step()
+    assert p.isfinite().all()
+    assert optimizer.metrics()["skipped_steps"] >= 1
+
+
+@ranks(2)
+def test_gradient_that_cannot_be_exchanged_is_refused_by_name(rank, world_size):
+    """The rank with a sparse gradient says what to do. The others skip the step, and all go on."""
+    model = nn.ModuleDict({"words": nn.Embedding(4, 4, sparse=rank == 1), "head": nn.Linear(4, 4)})
+    optimizer = sparse(sgd(model.parameters()), model=model, broadcast_parameters=True)
+    before = flat(model.parameters())
+    model["head"](model["words"](torch.tensor([1, 2]))).sum().backward()
+    if rank == 1:
+        with pytest.raises(tritoncomm.ConfigurationError, match=r"words\.weight.*sparse"):
+            optimizer.step()
+    else:
+        optimizer.step()
+    assert torch.equal(flat(model.parameters()), before)
+    optimizer.zero_grad()
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    assert equal_on_all_ranks(model.parameters())
+    assert not torch.equal(flat(model.parameters()), before)
+
+
+@ranks(2)
+def test_max_grad_norm_limits_the_mean_of_this_step(rank, world_size):
+    """The norm is that of the mean over ranks of this step's gradients. Residuals are not limited again."""
+    p = weight(4096)
+    optimizer = sparse(sgd([p]), density=1.0, max_grad_norm=2.0)
+    p.grad = torch.ones(4096) * (10.0 if rank == 0 else -4.0)  # a mean of 3, with norm 192
+    optimizer.step()
+    assert float(flat([p]).norm()) == pytest.approx(2.0, rel=0.15)
+    assert optimizer.metrics()["grad_norm"] == pytest.approx(192, rel=0.15)
+    q = weight(4096)
+    optimizer = sparse(sgd([q]), density=1 / 64, max_grad_norm=2.0)
+    for _ in range(8):
+        q.grad = torch.full((4096,), 1 / 64)  # a norm of 1
+        optimizer.step()
+    optimizer.flush()
+    assert torch.equal(flat([q]), torch.full((4096,), -8 / 64))
+
+
+@ranks(2)
+def test_small_tensors_and_dense_groups_travel_whole(rank, world_size):
+    """A bias, a tensor below dense_below and a group that says dense=True get their whole mean in each step."""
+    large, bias, small = nn.Parameter(torch.zeros(8, 8)), weight(32), nn.Parameter(torch.zeros(2, 4))
+    marked = nn.Parameter(torch.zeros(8, 8))
+    groups = [{"params": [large, bias, small]}, {"params": [marked], "dense": True}]
+    optimizer = sparse(sgd(groups), density=1 / 64, dense_below=16)
+    every = [large, bias, small, marked]
+    take(optimizer, every, rank, [0], world_size)
+    for number, p in enumerate(every):
+        whole = total(p.numel(), range(100 * number, 100 * number + 1), world_size)
+        near = torch.allclose(flat([p]), -whole, atol=2.0)  # small tensors travel in 8 bits
+        assert near == (p is not large)
+
+
+@ranks(2)
+def test_first_steps_are_dense(rank, world_size):
+    """``warmup_steps`` exchanges deliver everything."""
+    p = weight(64)
+    optimizer = sparse(sgd([p]), warmup_steps=2)
+    shares = []
+    for step in range(3):
+        take(optimizer, [p], rank, [step], world_size)
+        shares.append(optimizer.metrics()["density_delivered"])
+    assert shares[:2] == [1, 1]
+    assert shares[2] < 1
+
+
+@ranks(2)
+def test_metrics_count_bytes_and_steps(rank, world_size):
+    """Totals are sums over steps, and a step that was skipped counts apart."""
+    p = weight(1024)
+    optimizer = sparse(sgd([p]))
+    sent = 0.0
+    for step in range(3):
+        take(optimizer, [p], rank, [step], world_size)
+        sent += optimizer.metrics()["bytes_sent"]
+    figures = optimizer.metrics()
+    assert figures["steps"] == 3
+    assert figures["skipped_steps"] == 0
+    assert figures["bytes_sent_total"] >= sent > 0
+
+
+@ranks(2)
+def test_parameter_without_gradient_anywhere_is_left_alone(rank, world_size):
+    """It gets no decay and no state, as in PyTorch. One that any rank has a gradient of gets the mean."""
+    used, unused, rare = weight(8, 1.0), weight(8, 1.0), weight(8, 1.0)
+    optimizer = sparse(torch.optim.AdamW([used, unused, rare], lr=0.1, weight_decay=0.5))
+    for _ in range(4):
+        optimizer.zero_grad()
+        used.grad = torch.ones(8)
+        if rank == 1:
+            rare.grad = torch.ones(8)
+        optimizer.step()
+    assert torch.equal(unused.detach(), torch.ones(8))
+    assert unused not in optimizer.state
+    assert unused.grad is None
+    assert not torch.equal(rare.detach(), torch.ones(8))
+    assert equal_on_all_ranks([rare])
+
+
+@ranks(2)
+def test_frozen_parameter_keeps_its_residual(rank, world_size):
+    """What was not delivered before a parameter was frozen waits until it is not."""
+    p, q = weight(16), weight(16)
+    optimizer = sparse(sgd([p, q]), density=1 / 16)
+    take(optimizer, [p, q], rank, range(2), world_size)
+    whole = total(16, range(2), world_size), total(16, range(100, 102), world_size)
+    q.requires_grad_(False)
+    before = flat([q])
+    for _ in range(8):
+        p.grad = torch.zeros(16)
+        optimizer.step()
+        assert torch.equal(flat([q]), before)
+    q.requires_grad_()
+    optimizer.flush()
+    assert torch.equal(flat([p]), -whole[0])
+    assert torch.equal(flat([q]), -whole[1])
+
+
+@ranks(2)
+def test_group_with_a_rate_of_zero_keeps_its_residual(rank, world_size):
+    """Nothing is delivered to it, where it would be lost, while another group learns."""
+    p, q = weight(16), weight(16)
+    optimizer = sparse(sgd([{"params": [p]}, {"params": [q]}]), density=1 / 16)
+    take(optimizer, [p, q], rank, range(2), world_size)
+    whole = total(16, range(100, 102), world_size)
+    optimizer.param_groups[1]["lr"] = 0.0
+    for _ in range(8):
+        p.grad, q.grad = torch.zeros(16), torch.zeros(16)
+        optimizer.step()
+    optimizer.param_groups[1]["lr"] = 1.0
+    optimizer.flush()
+    assert torch.equal(flat([q]), -whole)
+
+
+@ranks(2)
+@pytest.mark.parametrize("maximize", [False, True])
+def test_coupled_decay_reaches_coordinates_without_gradient(rank, world_size, maximize):
+    """Weight decay that is a part of the gradient shrinks what is never delivered about as far as in a dense run."""
+    p = weight(16, 1.0)
+    sign = -1 if maximize else 1
+    optimizer = sparse(sgd([p], lr=0.01, weight_decay=0.5, maximize=maximize))
+    for _ in range(200):
+        p.grad = torch.zeros(16)
+        p.grad[:4] = sign * torch.tensor([2.0, -2.0, 1.0, -1.0])
+        optimizer.step()
+    dense = (1 - 0.01 * 0.5) ** 200
+    assert p.detach()[4:].tolist() == pytest.approx([dense] * 12, rel=0.3)
+
+
+@ranks(2)
+@pytest.mark.parametrize("option", ["lr", "weight_decay"])
+def test_options_that_differ_are_refused_in_the_step(rank, world_size, option):
+    """Ranks with other learning rates or decays all raise an error that names the option. The step can be repeated."""
+    p = weight()
+    optimizer = sparse(sgd([p]))
+    take(optimizer, [p], rank, range(2), world_size)
+    before, group = flat([p]), optimizer.param_groups[0]
+    held = group[option]
+    if rank == 1:
+        group[option] = 0.5
+    p.grad = gradient(16, rank, 2, world_size)
+    with pytest.raises(ProtocolMismatchError, match=option):
+        optimizer.step()
+    assert torch.equal(flat([p]), before)
+    group[option] = held
+    optimizer.step()
+    optimizer.flush()
+    assert torch.equal(flat([p]), -total(16, range(3), world_size))
+
+
+@ranks(2)
+def test_parameters_frozen_on_one_rank_are_refused(rank, world_size):
+    """All ranks name what is frozen on some."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizer = sparse(sgd(model.parameters()), model=model)
+    for step in range(2):
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        if step == 0:
+            optimizer.step()
+    before = flat(model.parameters())
+    if rank == 1:
+        model[1].weight.requires_grad_(False)
+    with pytest.raises(ProtocolMismatchError, match=r"frozen.*1\.weight"):
+        optimizer.step()
+    assert torch.equal(flat(model.parameters()), before)
+
+
+class _FailsAt(TorchFunctionMode):
+    """Raises when a parameter is changed in place."""
+
+    def __init__(self, parameter):
+        super().__init__()
+        self.parameter = parameter
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if args and args[0] is self.parameter and function.__name__.rstrip("_") + "_" == function.__name__:
+            raise MemoryError
+        return function(*args, **(kwargs or {}))
+
+
+@ranks(2)
+@pytest.mark.parametrize("everybody", [False, True])
+def test_update_that_fails_in_the_middle_stops_the_training(rank, world_size, everybody):
+    """Nobody saves or steps from parameters that are half updated. Loading a checkpoint ends this."""
+    p, q = weight(), weight()
+    optimizer = sparse(sgd([p, q]))
+    take(optimizer, [p, q], rank, range(2), world_size)
+    good, saved = [p.detach().clone(), q.detach().clone()], optimizer.state_dict()
+    if rank == 1 or everybody:
+        with pytest.raises(MemoryError), _FailsAt(q):
+            take(optimizer, [p, q], rank, [2], world_size)
+        assert torch.equal(q, good[1])
+        assert not torch.equal(p, good[0])
+        with pytest.raises(RuntimeError, match="checkpoint"):
+            optimizer.state_dict()
+    else:
+        take(optimizer, [p, q], rank, [2], world_size)
+    before = flat([p, q])
+    with pytest.raises(ProtocolMismatchError, match="checkpoint"):
+        take(optimizer, [p, q], rank, [3], world_size)
+    assert torch.equal(flat([p, q]), before)
+    with torch.no_grad():
+        for parameter, values in zip([p, q], good, strict=True):
+            parameter.copy_(values)
+    optimizer.load_state_dict(saved)
+    take(optimizer, [p, q], rank, [2], world_size)
+    optimizer.flush()
+    assert torch.equal(flat([p]), -total(16, range(3), world_size))
+    assert torch.equal(flat([q]), -total(16, range(100, 103), world_size))
+
+
+@ranks(2)
+def test_hook_that_fails_before_the_update_loses_nothing(rank, world_size):
+    """step() is called again, and takes the step that was exchanged."""
+    p = weight()
+    fails = [rank == 1]
+
+    def hook(*_):
+        if fails.pop() if fails else False:
+            raise MemoryError
+
+    bare = sgd([p])
+    bare.register_step_pre_hook(hook)
+    optimizer = sparse(bare)
+    p.grad = gradient(16, rank, 0, world_size)
+    if rank == 1:
+        with pytest.raises(MemoryError):
+            optimizer.step()
+        assert not p.detach().any()
+    optimizer.step()
+    assert equal_on_all_ranks([p])
+    assert optimizer.metrics()["steps"] == 1
+    optimizer.flush()
+    assert torch.equal(flat([p]), -total(16, range(1), world_size))
+
+
+@ranks(2)
+def test_hook_that_fails_behind_the_update_does_not_repeat_it(rank, world_size):
+    """The step is taken: a call that is repeated does not take it again."""
+    p = weight()
+    fails = [True]
+
+    def hook(*_):
+        if fails.pop() if fails else False:
+            raise MemoryError
+
+    bare = sgd([p])
+    bare.register_step_post_hook(hook)
+    optimizer = sparse(bare)
+    with pytest.raises(MemoryError):
+        take(optimizer, [p], rank, [0], world_size)
+    after = flat([p])
+    assert after.any()
+    optimizer.step()
+    assert torch.equal(flat([p]), after)
+    assert optimizer.metrics()["steps"] == 1
+
+
+@ranks(2)
+@pytest.mark.parametrize("momentum", [0.0, 0.5])
+def test_hooks_run_once_and_may_change_the_mean(rank, world_size, momentum):
+    """Hooks of one optimizer and of all run once in each step. A hook before it may scale the mean."""
+    p, runs = weight(), []
+    bare = sgd([p], momentum=momentum)
+    bare.register_step_pre_hook(lambda *_: (p.grad.mul_(0.5), runs.append("before"))[1])
+    bare.register_step_post_hook(lambda *_: runs.append("after"))
+    optimizer = sparse(bare, density=1.0)
+    everything = register_optimizer_step_post_hook(lambda *_: runs.append("all"))
+    try:
+        take(optimizer, [p], rank, [0], world_size)
+    finally:
+        everything.remove()
+    assert sorted(runs) == ["after", "all", "before"]
+    assert torch.equal(flat([p]), -0.5 * total(16, range(1), world_size))
+
+
+@ranks(2)
+def test_backward_after_synchronize_is_refused(rank, world_size):
+    """Gradients of one rank must not be added to the mean. Clipping the mean is allowed."""
+    p = weight()
+    optimizer = sparse(sgd([p]))
+    (p * gradient(16, rank, 0, world_size)).sum().backward()
+    optimizer.synchronize()
+    with torch.no_grad():
+        p.grad.mul_(0.5)
+    (p * gradient(16, rank, 1, world_size)).sum().backward()
+    with pytest.raises(RuntimeError, match="backward"):
+        optimizer.step()
+    assert not p.detach().any()
+    optimizer.zero_grad()
+    (p * gradient(16, rank, 0, world_size)).sum().backward()
+    optimizer.synchronize()
+    shown = p.grad.clone()
+    with torch.no_grad():
+        p.grad.mul_(0.5)
+    optimizer.step()
+    assert shown.any()
+    assert torch.equal(flat([p]), -0.5 * shown)
+
+
+@ranks(2)
+def test_synchronize_shows_the_mean_once(rank, world_size):
+    """Every rank sees the same ``.grad``. A second call, or another ``.grad``, is an error."""
+    p = weight()
+    optimizer = sparse(sgd([p]), density=1.0)
+    p.grad = gradient(16, rank, 0, world_size)
+    optimizer.synchronize()
+    assert optimizer.is_synchronized
+    assert torch.equal(p.grad, total(16, range(1), world_size))
+    with pytest.raises(RuntimeError, match="already"):
+        optimizer.synchronize()
+    with pytest.raises(RuntimeError, match="step"):
+        optimizer.state_dict()
+    optimizer.step()
+    assert torch.equal(flat([p]), -total(16, range(1), world_size))
+    take(optimizer, [p], rank, [1], world_size)
+    before = flat([p])
+    p.grad = gradient(16, rank, 2, world_size)
+    optimizer.synchronize()
+    p.grad = gradient(16, rank, 3, world_size)
+    with pytest.raises(RuntimeError, match="synchronize"):
+        optimizer.step()
+    assert torch.equal(flat([p]), before)
+
+
+@ranks(2)
+@pytest.mark.parametrize("kind", ["expanded", "transposed", "channels_last"])
+def test_gradients_may_have_any_strides(rank, world_size, kind):
+    """The mean is right wherever the elements of ``.grad`` and of the parameter are in memory."""
+    p = nn.Parameter(torch.zeros(2, 3, 4, 4).to(memory_format=torch.channels_last))
+    if kind == "expanded":
+        given = torch.tensor(float(rank * world_size)).expand(p.shape)
+    else:
+        given = torch.arange(1.0, p.numel() + 1).view(p.shape)
+        if kind == "channels_last":
+            given = given.to(memory_format=torch.channels_last)
+        else:
+            given = given.transpose(2, 3).contiguous().transpose(2, 3)
+    whole = mean(given)
+    optimizer = sparse(sgd([p]), density=0.25)
+    p.grad = given
+    optimizer.step()
+    delivered = p.detach() != 0
+    assert torch.equal(p.detach()[delivered], -whole[delivered])
+    assert delivered.any()
+    optimizer.flush()
+    assert torch.equal(p.detach(), -whole)
+
+
+@ranks(2)
+def test_closure_is_called_once_with_gradients(rank, world_size):
+    """step() returns the loss, also inside no_grad()."""
+    p, calls = weight(), []
+    optimizer = sparse(sgd([p]), density=1.0)
+
+    def closure():
+        calls.append(1)
+        optimizer.zero_grad()
+        loss = (p * gradient(16, rank, 0, world_size)).sum()
+        loss.backward()
+        return loss
+
+    with torch.no_grad():
+        loss = optimizer.step(closure)
+    assert calls == [1]
+    assert loss.item() == 0
+    assert torch.equal(flat([p]), -total(16, range(1), world_size))
+
+
+@ranks(2)
+def test_group_that_is_added_keeps_the_residual(rank, world_size):
+    """add_param_group() loses nothing, and if ranks add other groups, all raise and nothing has changed."""
+    p, q = weight(), weight()
+    optimizer = sparse(sgd([p]), density=1 / 16)
+    take(optimizer, [p], rank, range(2), world_size)
+    with pytest.raises(tritoncomm.ConfigMismatchError):
+        optimizer.add_param_group({"params": [weight(4 + rank)]})
+    assert len(optimizer.param_groups) == 1
+    optimizer.add_param_group({"params": [q]})
+    take(optimizer, [p, q], rank, [2], world_size)
+    optimizer.flush()
+    assert torch.equal(flat([p]), -total(16, range(3), world_size))
+    assert torch.equal(flat([q]), -total(16, range(102, 103), world_size))
+
+
+@ranks(3)
+def test_smaller_group_keeps_the_share_of_its_residuals(rank, world_size):
+    """Ranks that go on without another one still owe what they would have added to the mean."""
+    p = weight()
+    optimizer = sparse(sgd([p]), density=1 / 16)
+    take(optimizer, [p], rank, range(2), world_size)
+    delivered, own = flat([p]), flat([p]).clone()
+    owed = [gradient(16, rank, step, world_size) for step in range(2)]
+    rest = torch.stack(everywhere(torch.stack(owed).sum(0)))  # of all ranks
+    group = dist.new_group([0, 1])
+    if rank == 2:
+        return
+    assert optimizer.reset_process_group(group) is False
+    optimizer.flush()
+    assert equal_on_all_ranks([p], group)
+    # Rank 2 has taken its own residual with it: ranks 0 and 1 deliver theirs, divided by 3 as before.
+    moved = (flat([p]) - own).abs()
+    untouched = delivered == 0
+    assert untouched.any()
+    assert torch.equal(moved[untouched], (rest[:2].sum(0) / 3).abs()[untouched])
+
+
+@ranks(2)
+def test_state_for_a_checkpoint_is_made_without_an_exchange(rank, world_size):
+    """torch.distributed.checkpoint lets one rank create the state of its optimizer. Nobody waits for the other."""
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict  # noqa: PLC0415 - takes a while
+
+    model = nn.Linear(4, 4)
+    optimizer = sparse(torch.optim.AdamW(model.parameters(), lr=0.1), model=model)
+    before = flat(model.parameters())
+    if rank == 0:
+        state = get_optimizer_state_dict(model, optimizer)["state"]
+        assert "exp_avg" in state["weight"]
+    dist.barrier()
+    if rank == 1:
+        get_optimizer_state_dict(model, optimizer)
+    assert torch.equal(flat(model.parameters()), before)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    assert equal_on_all_ranks(model.parameters())
+
+
+@ranks(2)
+def test_schedules_made_before_or_after_count_every_step(rank, world_size):
+    """No schedule warns that it was stepped before the optimizer."""
+    p = weight()
+    bare = sgd([p])
+    before = torch.optim.lr_scheduler.LambdaLR(bare, lambda step: 0.5**step)
+    optimizer = sparse(bare)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        take(optimizer, [p], rank, [0], world_size)
+        before.step()
+        assert optimizer.param_groups[0]["lr"] == 0.5
+        after = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        take(optimizer, [p], rank, [1], world_size)
+        after.step()
+        assert optimizer.param_groups[0]["lr"] == 0.25

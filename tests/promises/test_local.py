@@ -1,0 +1,285 @@
+"""Optimizers that step alone: what they change is exchanged, and nothing of it is lost."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+import tritoncomm
+from kit import equal_on_all_ranks, everywhere, flat, gradient, log_lines, mean, sgd, sparse, weight
+from torch import nn
+from tritoncomm import ConfigurationError, NonFiniteError, ProtocolMismatchError
+
+from ranks import ranks
+
+
+def local(parameters, steps: int = 4, **fields) -> tritoncomm.SparseOptimizer:
+    """Wrap SGD whose step is the gradient, and exchange every ``steps`` steps."""
+    return tritoncomm.wrap(sgd(parameters), local_steps=steps, **fields)
+
+
+def step(optimizer, parameter, value) -> None:
+    """Take a step by a gradient."""
+    parameter.grad = torch.as_tensor(value, dtype=parameter.dtype).expand(parameter.shape).clone()
+    optimizer.step()
+
+
+@ranks(2, 3)
+def test_workers_are_apart_between_exchanges_and_together_after(rank, world_size):
+    """Each worker steps by its own gradients. After ``local_steps`` all have the same bits, and nothing is lost."""
+    p = weight(32)
+    optimizer = local([p])
+    for number in range(8):
+        step(optimizer, p, gradient(32, rank, number, world_size))
+        assert equal_on_all_ranks([p]) == (number % 4 == 3)
+    figures = optimizer.metrics()
+    assert figures["inner_steps"] == 8
+    assert figures["exchanges"] == 2
+    whole = sum(gradient(32, other, number, world_size) for other in range(world_size) for number in range(8))
+    assert not torch.allclose(flat([p]), -whole / world_size)  # one bit per value: the rest is in the residual
+    optimizer.flush()
+    assert torch.allclose(flat([p]), -whole / world_size, atol=1e-3)
+    assert equal_on_all_ranks([p])
+
+
+@ranks(1)
+def test_single_worker_takes_the_steps_of_its_optimizer(rank, world_size):
+    """To the bit, whatever local_steps says."""
+    p, q = weight(32), weight(32)
+    optimizer, bare = local([p]), sgd([q])
+    for number in range(6):
+        step(optimizer, p, gradient(32, 0, number) / 3)
+        step(bare, q, gradient(32, 0, number) / 3)
+        assert torch.equal(p, q)
+    optimizer.merge()
+    assert torch.equal(p, q)
+
+
+@ranks(2)
+def test_merge_exchanges_early_and_once(rank, world_size):
+    """merge() makes all workers equal. Without steps since, it does nothing."""
+    p = weight(32)
+    optimizer = local([p])
+    step(optimizer, p, gradient(32, rank, 0))
+    assert not equal_on_all_ranks([p])
+    optimizer.merge()
+    assert equal_on_all_ranks([p])
+    assert p.detach().any()
+    before, sent = flat([p]), optimizer.metrics()["bytes_sent_total"]
+    optimizer.merge()
+    assert torch.equal(flat([p]), before)
+    assert optimizer.metrics()["bytes_sent_total"] == sent
+
+
+@ranks(2)
+def test_other_numbers_of_steps_are_refused(rank, world_size):
+    """Workers that have taken other numbers of steps raise an error that names the numbers, and may catch up."""
+    p = weight(32)
+    optimizer = local([p])
+    for number in range(1 + rank):
+        step(optimizer, p, gradient(32, rank, number))
+    before = flat([p])
+    with pytest.raises(ProtocolMismatchError, match="step"):
+        optimizer.merge()
+    assert torch.equal(flat([p]), before)
+    if rank == 0:
+        step(optimizer, p, gradient(32, rank, 1))
+    optimizer.merge()
+    assert equal_on_all_ranks([p])
+
+
+@ranks(2)
+def test_average_is_shown_and_taken_back(rank, world_size):
+    """averaged() has the parameters that all workers have in common, and then this worker's own again."""
+    p = weight(32)
+    optimizer = local([p])
+    for number in range(6):
+        step(optimizer, p, gradient(32, rank, number))
+    own = flat([p])
+    with optimizer.averaged():
+        assert equal_on_all_ranks([p])
+        assert not torch.equal(flat([p]), own)
+        with pytest.raises(RuntimeError, match="averaged"):
+            optimizer.merge()
+    assert torch.equal(flat([p]), own)
+
+
+@ranks(2)
+def test_step_with_a_nan_is_left_out_on_its_worker(rank, world_size):
+    """It counts, so that all workers exchange together, and the log names the parameter."""
+    model = nn.Linear(8, 4, bias=False)
+    optimizer = local(model.parameters(), steps=2, model=model)
+    with log_lines() as lines:
+        for number in range(2):
+            nan = rank == 1 and number == 0
+            step(optimizer, model.weight, torch.nan if nan else gradient(32, rank, number).view(4, 8))
+    assert equal_on_all_ranks([model.weight])
+    assert model.weight.isfinite().all()
+    figures = optimizer.metrics()
+    assert figures["inner_steps"] == 2
+    assert figures["left_out_steps"] == (rank == 1)
+    assert any("rank 1" in line and "weight" in line for line in lines) == (rank == 1)
+
+
+@ranks(2)
+def test_nan_is_an_error_on_all_workers_if_asked(rank, world_size):
+    """With on_nonfinite="raise", all raise at the next exchange, and name rank and parameter."""
+    model = nn.Linear(8, 4, bias=False)
+    optimizer = local(model.parameters(), steps=2, model=model, on_nonfinite="raise")
+    step(optimizer, model.weight, torch.nan if rank == 1 else 1.0)
+    with pytest.raises(NonFiniteError, match="weight") as caught:
+        step(optimizer, model.weight, 1.0)
+    assert caught.value.ranks == (1,)
+
+
+@ranks(2)
+def test_worker_whose_parameters_are_broken_goes_on_with_the_others(rank, world_size):
+    """A step that makes parameters Inf adds nothing to the mean."""
+    p = weight(8)
+    optimizer = local([p], steps=2)
+    optimizer.param_groups[0]["lr"] = 100.0
+    for _ in range(2):
+        step(optimizer, p, 3e38 if rank == 1 else 1.0)
+    assert p.isfinite().all()
+    assert equal_on_all_ranks([p])
+    assert p.detach().any()
+    assert optimizer.metrics()["dropped_deltas"] == (rank == 1)
+
+
+@ranks(2)
+def test_weights_that_one_worker_loads_are_refused(rank, world_size):
+    """If all load the same, training goes on from there."""
+    p = weight(8, 1.0)
+    optimizer = local([p], steps=2)
+    for _ in range(2):
+        step(optimizer, p, 0.25 * rank)
+    with torch.no_grad():
+        p.fill_(64.0)
+    step(optimizer, p, 1.0)
+    step(optimizer, p, 1.0)
+    assert flat([p]).tolist() == pytest.approx([62.0] * 8, abs=0.5)
+    if rank == 1:
+        with torch.no_grad():
+            p.fill_(7.0)
+    step(optimizer, p, 1.0)
+    with pytest.raises(ProtocolMismatchError, match="load"):
+        step(optimizer, p, 1.0)
+
+
+@ranks(2)
+def test_small_means_add_up_in_half_precision(rank, world_size):
+    """The common parameters are kept in fp32: what rounds to nothing in bf16 is not lost."""
+    p = weight(64, 1.0, dtype=torch.bfloat16)
+    optimizer = local([p], steps=2)
+    ulp = 2.0**-7
+    for _ in range(8):
+        for number in range(2):
+            step(optimizer, p, -ulp if rank == 0 and number == 0 else 0.0)
+    assert equal_on_all_ranks([p])
+    assert flat([p]).tolist() == pytest.approx([1 + 4 * ulp] * 64, abs=1.5 * ulp)
+
+
+class _Own(torch.optim.SGD):
+    """SGD with another step, which notes the gradients that it sees."""
+
+    def step(self, closure=None):
+        """Step by signs."""
+        self.seen = [p.grad.clone() for group in self.param_groups for p in group["params"]]
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data.sub_(p.grad.sign(), alpha=group["lr"])
+
+
+@ranks(2)
+def test_optimizer_without_a_rule_steps_by_its_own_gradients(rank, world_size):
+    """Also a subclass of SGD with a step of its own, whose sums are not linear in late gradients."""
+    p = weight(32)
+    bare = _Own([p], lr=1.0, momentum=0.9)
+    optimizer = tritoncomm.wrap(bare)
+    own = gradient(32, rank, 0)
+    step(optimizer, p, own)
+    assert torch.equal(optimizer.seen[0], own)
+    assert equal_on_all_ranks([p])
+    assert p.detach().any()
+
+
+@ranks(2)
+def test_optimizers_that_exchange_updates_end_equal(rank, world_size):
+    """RMSprop, NAdam and Adagrad have no rule for late gradients."""
+    for kind in (torch.optim.RMSprop, torch.optim.NAdam, torch.optim.Adagrad):
+        model = nn.Linear(8, 4)
+        before = flat(model.parameters())
+        optimizer = tritoncomm.wrap(kind(model.parameters(), lr=0.01), model=model)
+        for number in range(3):
+            optimizer.zero_grad()
+            model(gradient(8, rank, number)).square().sum().backward()
+            optimizer.step()
+        assert equal_on_all_ranks(model.parameters())
+        assert not torch.equal(flat(model.parameters()), before)
+
+
+@ranks(2)
+def test_list_is_one_optimizer(rank, world_size):
+    """Several optimizers step, are reset, saved and loaded together, and each keeps its options."""
+
+    def made():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
+        parts = [torch.optim.AdamW(model[0].parameters(), lr=0.01), sgd(model[1].parameters(), lr=0.1, momentum=0.5)]
+        return model, sparse(parts, model=model)
+
+    def train(model, optimizer, steps):
+        for number in steps:
+            optimizer.zero_grad()
+            model(gradient(8, rank, number) / 64).square().sum().backward()
+            optimizer.step()
+
+    model, optimizer = made()
+    assert [group["lr"] for group in optimizer.param_groups] == [0.01, 0.1]
+    train(model, optimizer, range(3))
+    weights, state = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
+    train(model, optimizer, range(3, 6))
+    other, again = made()
+    other.load_state_dict(weights)
+    again.load_state_dict(state)
+    train(other, again, range(3, 6))
+    assert torch.equal(flat(model.parameters()), flat(other.parameters()))
+    assert equal_on_all_ranks(model.parameters())
+
+
+@ranks(2)
+def test_list_has_one_norm(rank, world_size):
+    """``max_grad_norm`` limits the gradients of all optimizers of a list together."""
+    model = nn.ParameterDict({"p": weight(4096), "q": weight(4096)})
+    p, q = model["p"], model["q"]
+    optimizer = sparse([sgd([p]), sgd([q])], model=model, density=1.0, max_grad_norm=5.0)
+    p.grad, q.grad = torch.full((4096,), 3.0), torch.full((4096,), 4.0)
+    optimizer.step()
+    assert optimizer.metrics()["grad_norm"] == pytest.approx(5 * 64, rel=0.15)
+    assert float(mean(flat([p, q])).norm()) == pytest.approx(5.0, rel=0.15)
+
+
+@ranks(2)
+def test_parameter_in_two_optimizers_of_a_list_is_refused_by_name(rank, world_size):
+    """An empty list is refused, too."""
+    model = nn.Linear(4, 4)
+    with pytest.raises(ConfigurationError, match="weight"):
+        sparse([sgd(model.parameters()), sgd([model.weight])], model=model)
+    with pytest.raises(ConfigurationError, match="optimizer"):
+        sparse([])
+
+
+@ranks(3)
+def test_local_steps_in_a_part_of_the_ranks(rank, world_size):
+    """Other ranks are not waited for."""
+    group = dist.new_group([0, 2])
+    if rank == 1:
+        return
+    p = weight(16)
+    optimizer = local([p], steps=2, process_group=group)
+    for number in range(2):
+        step(optimizer, p, gradient(16, rank, number))
+    first, second = everywhere(flat([p]), group)
+    assert torch.equal(first, second)
