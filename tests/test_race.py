@@ -182,17 +182,6 @@ def test_predictions_are_within_a_quarter(module, monkeypatch) -> None:
     assert {cell: error for cell, error in off.items() if abs(error) > (0.26 if " and " in cell else 0.25)} == {}
 
 
-def test_picture_of_the_readme(module, tmp_path) -> None:
-    """Every contender of the committed race with four workers has a curve in the picture, and the script draws it."""
-    script, results = module("race_picture"), module("race_results")
-    rows = results.read(RESULTS / "race.json")
-    shown = script.chosen(rows, "100mbit")
-    assert [row.cell.contender for row in shown] == list(script.LABELS)
-    assert all(len(results.curve(row, rows)) > 15 for row in shown)
-    script.draw(rows, "100mbit", tmp_path / "race.png")
-    assert (tmp_path / "race.png").read_bytes().startswith(b"\x89PNG")
-
-
 def test_decision_of_the_race(module, monkeypatch) -> None:
     """``plan`` says for each network what was measured: sparse pays up to 100 Mbit/s, and is no gain at 1 Gbit/s."""
     results = module("race_results")
