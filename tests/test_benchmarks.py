@@ -19,26 +19,20 @@ from emulated_cuda import ranks
 from pages import ROOT
 from prepared_launcher import PreparedLauncher
 
-pytest.importorskip("sklearn", reason="needs the extra 'benchmarks'")
-
 PARTS = {  # of other scripts
     "demo_compressor.py",
-    "half_precision.py",
-    "lion.py",
-    "optimizer_runs.py",
+    "exchanges.py",
     "peers.py",
     "power_sgd.py",
     "race_methods.py",
     "race_results.py",
     "race_worker.py",
+    "runs.py",
     "selection_routes.py",
     "step_seconds.py",
     "tasks.py",
-    "training_results.py",
+    "workers.py",
 }
-# Outside of a deep run: the laws try every method, and these are treated in different ways by the script. The task that
-# is left out takes two thirds of the time, see test_tasks.
-FEWER = {"training.py": ["--task", "gpt", "digits", "--algo", "oktopk", "spardl", "dgc", "random_block"]}
 SCRIPTS = sorted(file.name for file in (ROOT / "benchmarks").glob("*.py") if file.name not in PARTS)
 
 
@@ -49,15 +43,11 @@ def test_smoke(script: str, launcher: PreparedLauncher, tmp_path: Path) -> None:
     plots = "--plot" in (ROOT / "benchmarks" / script).read_text()
     if plots:
         arguments += ["--plot", str(tmp_path / "figure.png")]
-    if not DEEP:
-        arguments += FEWER.get(script, [])
     ranks = 2 if script == "multi_gpu.py" and not DEEP else 0  # in a deep run it starts torchrun itself
     done = launcher.run(ROOT / "benchmarks" / script, *arguments, folder=tmp_path, world_size=ranks)
     assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "figures.json").read_text())
-    pictures = list(tmp_path.glob("figure*.png"))  # training.py writes one for each task
-    assert bool(pictures) == plots
-    assert all(picture.read_bytes().startswith(b"\x89PNG") for picture in pictures)
+    assert not plots or (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_exchange_compares_formats(launcher: PreparedLauncher, tmp_path: Path) -> None:
@@ -76,24 +66,19 @@ def test_exchange_compares_formats(launcher: PreparedLauncher, tmp_path: Path) -
     assert all(row["within_prediction"] for row in rows.values())
 
 
-@pytest.mark.parametrize("name", ["gpt", "demo", "digits"])
+@pytest.mark.parametrize("name", ["gpt", "demo"])
 def test_tasks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each task has a loss at chance before the first step, with a gradient, and a score."""
+    """Each language model has a loss at chance before the first step, with a gradient, and a score."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    tasks = importlib.import_module("tasks")
-    assert name in tasks.TASKS
-    task = tasks.TASKS[name](None, 1)
+    task = importlib.import_module("tasks").TASKS[name](None, 1)
     torch.manual_seed(0)
     model = task.model()
     loss = task.loss(model, 0, 0, 0)
     loss.backward()
-    optimizer = task.optimizer(list(model.parameters()), task.lr)
-    optimizer.step()
-    classes = 10 if name == "digits" else 256
-    assert loss.item() == pytest.approx(math.log(classes), rel=0.1)
+    torch.optim.AdamW(model.parameters(), lr=1e-3).step()
+    assert loss.item() == pytest.approx(math.log(256), rel=0.1)
     with torch.no_grad():
-        score = task.score(model)
-    assert score < loss.item() if task.lower_is_better else 0 <= score <= 100
+        assert task.score(model) < loss.item()
 
 
 @pytest.fixture
@@ -122,7 +107,7 @@ def test_demo_transform_is_orthonormal(demo_compressor) -> None:
 
 def test_demo_keeps_what_it_does_not_send(demo_compressor) -> None:
     """What DeMo sends, and the momentum that is left, add up to the momentum. Equal workers have one update."""
-    world = demo_compressor.DeMoWorld(demo_compressor.DeMo(coefficients=2, decay=0.5), 3, SHAPES[:1])
+    world = demo_compressor.DeMoWorld(3, SHAPES[:1], count=2, decay=0.5)
     gradient = torch.randn(1, 96 * 128, generator=torch.Generator().manual_seed(2)).expand(3, -1)
     left = torch.zeros(96 * 128)
     for _ in range(3):
@@ -140,14 +125,14 @@ def test_demo_keeps_what_it_does_not_send(demo_compressor) -> None:
 def test_training_continues_a_file_of_results(launcher: PreparedLauncher, tmp_path: Path) -> None:
     """A second run with the same file trains only what is missing."""
     file = tmp_path / "runs.json"
-    arguments = ["--task", "digits", "--steps", "1", "--algo", "oktopk", "--density", "0.05", "--power-sgd"]
+    arguments = ["--task", "mlp", "--steps", "1", "--optimizer", "adamw", "--exchange", "dense", "gradients"]
     arguments += ["--json", str(file), "--seeds"]
     rows = []
     for seeds in (["0"], ["0", "1"]):
-        done = launcher.run(ROOT / "benchmarks" / "training.py", *arguments, *seeds, folder=tmp_path)
+        done = launcher.run(ROOT / "benchmarks" / "train.py", *arguments, *seeds, folder=tmp_path)
         assert done.returncode == 0, done.stderr
         rows.append(json.loads(file.read_text())["rows"])
-        assert done.stdout.count("digits, 1 steps") == 2  # dense and Ok-Topk, of the new seed
+        assert done.stdout.count("'score'") == 2  # dense and Ok-Topk, of the new seed
     assert rows[1][:2] == rows[0]
     assert [(row["method"], row["seed"]) for row in rows[1]] == [
         ("dense", 0), ("oktopk", 0), ("dense", 1), ("oktopk", 1)

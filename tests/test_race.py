@@ -80,7 +80,6 @@ def test_rate(module) -> None:
 @pytest.mark.parametrize("name", ["demo", "gpt"])
 def test_tasks_are_those_of_simulated_runs(module, name: str) -> None:
     """A task of the race has the model, the steps and the batches of the task of that name in tasks.py."""
-    pytest.importorskip("sklearn", reason="needs the extra 'benchmarks'")
     worker, task = module("race_worker"), module("tasks").TASKS[name](None, 1)
     own = worker.TASKS[name]
     torch.manual_seed(0)
