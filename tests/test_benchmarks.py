@@ -43,8 +43,7 @@ def test_smoke(script: str, launcher: PreparedLauncher, tmp_path: Path) -> None:
     plots = "--plot" in (ROOT / "benchmarks" / script).read_text()
     if plots:
         arguments += ["--plot", str(tmp_path / "figure.png")]
-    ranks = 2 if script == "multi_gpu.py" and not DEEP else 0  # in a deep run it starts torchrun itself
-    done = launcher.run(ROOT / "benchmarks" / script, *arguments, folder=tmp_path, world_size=ranks)
+    done = launcher.run(ROOT / "benchmarks" / script, *arguments, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "figures.json").read_text())
     assert not plots or (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
@@ -151,10 +150,10 @@ def test_limits_of_the_gpu_run() -> None:
         assert all(lines[i - 1] == "@pytest.mark.gpu" for i in skipped), file
 
 
-def test_one_gpu_counts_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_counts_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """It passes on an emulated GPU, where a further wait of the host in each exchange fails it."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    one_gpu, multi_gpu = importlib.import_module("one_gpu"), importlib.import_module("multi_gpu")
+    script = importlib.import_module("gpu")
     commit = ErrorFeedback.commit
 
     @contextmanager
@@ -164,39 +163,41 @@ def test_one_gpu_counts_waits(monkeypatch: pytest.MonkeyPatch) -> None:
         yield caught
         caught += gpu.syncs.elements()
 
-    monkeypatch.setattr(multi_gpu, "counted_synchronizations", counted)
-    recipe, device = one_gpu.RECIPES["oktopk"], torch.device("cuda", 0)
+    monkeypatch.setattr(script, "counted_synchronizations", counted)
+    recipe, device = script.static_recipes()["oktopk"], torch.device("cuda", 0)
     with ranks.alone() as gpu:
-        assert one_gpu.compare(recipe, device)["synchronizations"] == 2
+        assert script.compare(recipe, device)["synchronizations"] == 2
         monkeypatch.setattr(ErrorFeedback, "commit", lambda feedback: (feedback.residual[0].item(), commit(feedback)))
         with pytest.raises(AssertionError, match=r"3.0 host synchronizations of each worker in every step"):
-            one_gpu.compare(recipe, device)
+            script.compare(recipe, device)
 
 
 def test_gpu_run_says_what_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     """It lists exactly the checks on several GPUs."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    multi_gpu = importlib.import_module("multi_gpu")
-    text = (ROOT / "benchmarks" / "gpu_run.sh").read_text().partition("a check of multi_gpu.py")[2]
+    script = importlib.import_module("gpu")
+    text = (ROOT / "benchmarks" / "gpu_run.sh").read_text().partition("a check of gpu.py")[2]
     lines = re.findall(r"^#   ([a-z][a-z-]+(?:, [a-z-]+)*)(?: |$)", text, re.MULTILINE)
-    assert [name for line in lines for name in line.split(", ")] == [*multi_gpu.CHECKS, *multi_gpu.FAULTS]
+    assert [name for line in lines for name in line.split(", ")] == [*script.CHECKS, *script.FAULTS]
 
 
-@pytest.mark.skipif(not DEEP, reason="waits for many time-outs")
-def test_every_fault_over_gloo(monkeypatch: pytest.MonkeyPatch, launcher: PreparedLauncher, tmp_path: Path) -> None:
-    """The checks in which a rank fails pass on two CPU processes. The smoke test has one of them."""
+def test_several_gpus(monkeypatch: pytest.MonkeyPatch, launcher: PreparedLauncher, tmp_path: Path) -> None:
+    """The checks on several GPUs pass on two CPU processes. In a deep run, so do all checks in which a rank fails."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    faults = importlib.import_module("multi_gpu").FAULTS
-    done = launcher.run(ROOT / "benchmarks" / "multi_gpu.py", "--smoke", "--only", *faults, folder=tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count(": passed") == len(faults)
+    faults = importlib.import_module("gpu").FAULTS if DEEP else {}
+    arguments = ["--smoke", "--json", str(tmp_path / "figures.json")]
+    for given in ([], ["--only", *faults]) if faults else ([],):
+        done = launcher.run(ROOT / "benchmarks" / "gpu.py", *arguments, *given, folder=tmp_path, world_size=2)
+        assert done.returncode == 0, done.stdout + done.stderr
+        found = json.loads((tmp_path / "figures.json").read_text())
+        assert (found["failed"], len(found["checks"])) == ([], len(faults) if given else 7)
 
 
-def test_multi_gpu_has_both_forms(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_has_both_forms(monkeypatch: pytest.MonkeyPatch) -> None:
     """Methods with a static form, which ``wrap`` uses on GPUs, exchange in both. ``static="auto"`` would be one."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    multi_gpu = importlib.import_module("multi_gpu")
+    forms = importlib.import_module("gpu").forms
     for name in ("oktopk", "spardl", "exdyna", "topk_allgather"):
-        built = [recipe.build(1000).is_static for recipe in multi_gpu.forms(name).values()]
+        built = [recipe.build(1000).is_static for recipe in forms(name).values()]
         assert built == [False, True]
-    assert list(multi_gpu.forms("dense")) == ["dense"]
+    assert list(forms("dense")) == ["dense"]
