@@ -1,8 +1,8 @@
 """Every method at its own best learning rate: loss, bytes, and seconds to the loss of dense training.
 
-Reads the runs of ``optimizers.py``. Of each method, the learning rate and the setting of its outer step are those with
+Reads the runs of ``train.py``. Of each method, the learning rate and the setting of its outer step are those with
 the lowest mean score on the seeds of ``--sweep``. What is shown are the other seeds at that setting, which may have
-trained for more steps. ``optimizers.py --best`` trains them. Dense training in fp16 counts as dense training with half
+trained for more steps. ``train.py --best`` trains them. Dense training in fp16 counts as dense training with half
 the bytes.
 
 The target is 1.02 times the final loss of dense AdamW with the same seed, or of another ``--target``. The loss between
@@ -27,13 +27,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import optimizer_runs
 import race_results
-from optimizer_runs import Outcome, Results, Run
-from optimizers import train
+import runs
 from race_results import TARGET
+from runs import Outcome, Results, Run
 from step_seconds import Method, Paces
 from tasks import TASKS, WORKERS
+from train import train
 
 FOLDER = Path(__file__).parent / "results"
 RATES = {"10 Mbit/s": 1e7, "20 Mbit/s": 2e7, "100 Mbit/s": 1e8, "1 Gbit/s": 1e9}
@@ -78,7 +78,7 @@ def entries(results: Results, task: str, sweep: Sequence[int]) -> list[Entry]:
     """
     results = {run: outcome for run, outcome in results.items() if "curve" in outcome}
     found = []
-    for swept in optimizer_runs.chosen(results, sweep).values():
+    for swept in runs.chosen(results, sweep).values():
         alike = [run for run in results if replace(run, seed=0, steps=swept[0].steps) == swept[0]]
         alike = [run for run in alike if run.seed not in sweep]
         if swept[0].task != task or not alike:
@@ -97,7 +97,7 @@ def entries(results: Results, task: str, sweep: Sequence[int]) -> list[Entry]:
 
 def named(run: Run) -> str:
     """Return the name of the kind of ``run``, without its swept settings."""
-    return optimizer_runs.label(optimizer_runs.kind(run))
+    return runs.label(runs.kind(run))
 
 
 def in_half_precision(dense: Entry) -> Entry:
@@ -176,7 +176,7 @@ def figures(found: Sequence[Entry], paces: Paces, target: str = "adamw") -> list
 
 def table(rows: Sequence[dict[str, Any]], rates: Sequence[str] = tuple(RATES), target: str = "adamw") -> str:
     """Return ``rows`` as Markdown, fastest first, with the seconds at ``rates``."""
-    dense = optimizer_runs.OPTIMIZER_NAMES[target]
+    dense = runs.OPTIMIZER_NAMES[target]
     head = ["method", "rate", f"loss against dense {dense}", "kB per step", "steps", *rates]
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     same_schedule = len({row["schedule"] for row in rows}) == 1
@@ -217,7 +217,7 @@ def _steps(row: dict[str, Any]) -> str:
 def sweep_table(results: Results, task: str, sweep: Sequence[int]) -> str:
     """Return what was swept of each method of ``task`` as Markdown, the best first."""
     lines = ["| method | rate, and rate and momentum of the outer step: mean loss |", "|---|---|"]
-    for swept in optimizer_runs.chosen(results, sweep).values():
+    for swept in runs.chosen(results, sweep).values():
         cells = []
         for run in swept:
             loss = statistics.fmean(results[replace(run, seed=seed)]["score"] for seed in sweep)
@@ -280,7 +280,7 @@ def picture(found: Sequence[Entry], paces: Paces, path: Path, target: str = "ada
         figure = Figure(figsize=(6.5 if paces.is_empty else 12, 5.6), layout="constrained")
         left, *others = figure.subplots(1, 1 if paces.is_empty else 2, squeeze=False)[0]
         groups = {entry.name: list(entry.outcomes.values()) for entry in found}
-        optimizer_runs.draw(left, groups, {name: {"fmt": "", **style} for name, style in styles.items()})
+        runs.draw(left, groups, {name: {"fmt": "", **style} for name, style in styles.items()})
         for axes in others:
             known = [entry for entry in found if paces.knows(entry.method, RATES[PICTURED])]
             _against_seconds(axes, known, partial(seconds_after, paces=paces, rate=RATES[PICTURED]), styles)
@@ -328,8 +328,8 @@ def smoke_results() -> Results:
 def arguments() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--task", default="demo", choices=[name for name in TASKS if name != "digits"])
-    parser.add_argument("--runs", type=Path, nargs="+", default=[FOLDER / "peers.json"], help="files of optimizers.py")
+    parser.add_argument("--task", default="demo", choices=list(TASKS))
+    parser.add_argument("--runs", type=Path, nargs="+", default=[FOLDER / "peers.json"], help="files of train.py")
     parser.add_argument("--race", type=Path, default=FOLDER / "race.json", help="file of race.py")
     parser.add_argument("--sweep", type=int, nargs="+", default=[10], help="seeds on which rates were swept")
     parser.add_argument("--target", default="adamw", help="the optimizer whose dense training has the loss to reach")
@@ -343,7 +343,7 @@ def arguments() -> argparse.ArgumentParser:
 def main() -> None:
     """Print the tables, and write the requested files."""
     options = arguments().parse_args()
-    results = smoke_results() if options.smoke else optimizer_runs.read(*options.runs)
+    results = smoke_results() if options.smoke else runs.read(*options.runs)
     found = entries(results, options.task, options.sweep)
     print(f"Sweep on seeds {options.sweep}:\n\n{sweep_table(results, options.task, options.sweep)}\n", flush=True)
     if not found:

@@ -11,41 +11,35 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from tritoncomm import SparseVector
 from tritoncomm.scheduler import cost
 from tritoncomm.scheduler.cost import Traffic
 
+COUNT = 32  # coefficients of a chunk
+SIDE = 64  # of a chunk
+DECAY = 0.999  # of the momentum
 COEFFICIENT_WORDS = 3  # a 64-bit index and an fp32 value, as the authors' code sends them
 
 
-@dataclass(frozen=True)
-class DeMo:
-    """Settings of DeMo: coefficients per chunk, decay of the momentum, side of a chunk, and the learning rate."""
-
-    coefficients: int = 32
-    lr: float = 1e-3
-    decay: float = 0.999
-    side: int = 64
-    name: str = "demo"
-
-
 class DeMoWorld:
-    """``world_size`` workers that exchange momenta of tensors of ``shapes``."""
+    """``world_size`` workers that exchange momenta of tensors of ``shapes``.
 
-    def __init__(self, recipe: DeMo, world_size: int, shapes: Sequence[torch.Size]) -> None:
-        self.recipe = recipe
+    They send ``count`` coefficients of each chunk. A step multiplies momenta by ``decay``.
+    """
+
+    def __init__(self, world_size: int, shapes: Sequence[torch.Size], count: int = COUNT, decay: float = DECAY) -> None:
         self.world_size = world_size
         self.momenta = torch.zeros(world_size, sum(shape.numel() for shape in shapes))
         self.words = 0
-        self._chunks = [_Chunks(shape, recipe.side) for shape in shapes]
+        self._count, self._decay = count, decay
+        self._chunks = [_Chunks(shape, SIDE) for shape in shapes]
         self._sizes = [shape.numel() for shape in shapes]
 
     def step(self, gradients: torch.Tensor) -> list[SparseVector]:
         """Return the sign of the update for ``gradients`` (``[world_size, numel]``), the same for every worker."""
-        self.momenta.mul_(self.recipe.decay).add_(gradients)
+        self.momenta.mul_(self._decay).add_(gradients)
         self.words = 0
         parts = torch.split(self.momenta, self._sizes, dim=1)
         updates = [self._exchange(chunks, part) for chunks, part in zip(self._chunks, parts, strict=True)]
@@ -54,7 +48,7 @@ class DeMoWorld:
     def _exchange(self, chunks: _Chunks, momenta: torch.Tensor) -> torch.Tensor:
         """Remove what is sent of one tensor from ``momenta`` (``[world_size, numel]``). Return the averaged update."""
         coefficients = chunks.transform(momenta)
-        count = min(self.recipe.coefficients, coefficients.shape[-1])
+        count = min(self._count, coefficients.shape[-1])
         places = coefficients.abs().topk(count, dim=-1).indices
         sent = torch.zeros_like(coefficients).scatter_(-1, places, coefficients.gather(-1, places))
         senders = torch.zeros_like(coefficients).scatter_(-1, places, 1.0).sum(0).clamp(min=1)

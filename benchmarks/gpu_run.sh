@@ -58,7 +58,7 @@ if [ "$part" != speed ]; then
     failed=1
   fi
   # The static forms in simulation, against the CPU, and how often the host waits in them. All methods and wrap() in a process group of one worker over NCCL.
-  stage one-gpu 40 "$python" benchmarks/one_gpu.py --json "$out/one-gpu.json"
+  stage one-gpu 40 "$python" benchmarks/gpu.py --json "$out/one-gpu.json"
   [ "$part" = checks ] && exit "$failed"
 fi
 picture=()
@@ -69,7 +69,7 @@ stage speed-bf16 35 "${speed[@]}" --n 25e6 100e6 --dtype bf16 --no-compile --jso
 stage speed-sections 25 "$python" benchmarks/sections.py --device cuda --json "$out/sections.json"
 stage speed-compiled 40 "${speed[@]}" --n 25e6 --reps 10 --json "$out/selection-compiled.json"
 
-# What an emulated NCCL cannot show (tests/emulated_cuda). Each line is a check of multi_gpu.py on NCCL, with no call of
+# What an emulated NCCL cannot show (tests/emulated_cuda). Each line is a check of gpu.py on NCCL, with no call of
 # torch.cuda.set_device:
 #   exchanges         oktopk, spardl, exdyna, topk_allgather and dense in both forms: all ranks have the same bits; host
 #                     synchronizations that torch sees
@@ -86,11 +86,11 @@ stage speed-compiled 40 "${speed[@]}" --n 25e6 --reps 10 --json "$out/selection-
 #   hangs             a rank does something else: named after the time-out, also on itself
 #   dies-with-ddp     the same with DDP, whose module is made again for the others
 #   dies-with-fsdp    the same with FSDP2, which cannot go on without the rank
-# A single one: torchrun --nproc-per-node=2 benchmarks/multi_gpu.py --only NAME
+# A single one: torchrun --nproc-per-node=2 benchmarks/gpu.py --only NAME
 gpus=$(nvidia-smi --list-gpus | wc -l)
 if [ "$gpus" -ge 2 ]; then
   stage multi-gpu 300 "$python" -m torch.distributed.run --standalone --nproc-per-node "$((gpus < 8 ? gpus : 8))" \
-    benchmarks/multi_gpu.py --json "$out/multi-gpu.json"
+    benchmarks/gpu.py --json "$out/multi-gpu.json"
 else
   note "there is one GPU: the checks between several GPUs are skipped"
 fi

@@ -1,4 +1,4 @@
-"""Methods of others in one process, for comparison: their settings for ``optimizers.py``, and SparseLoCo's exchange.
+"""Methods of others in one process, for comparison: their settings for ``train.py``, and SparseLoCo's exchange.
 
 ``powersgd-4`` and ``powersgd-8`` (Vogels et al., 2019), ``demo`` (Peng et al., 2024), and ``1bit`` and ``2bit``, which
 round every gradient with error feedback, exchange gradients. ``diloco`` (Douillard et al., 2023), ``muloco`` (Therien
@@ -14,7 +14,7 @@ import torch
 from tritoncomm import SparseVector
 from tritoncomm.scheduler import cost
 
-from demo_compressor import DeMo
+import demo_compressor
 
 CHUNK, KEPT = 4096, 64  # SparseLoCo keeps 64 entries of 4096
 _INDEX_BITS, _VALUE_BITS, _MAGNITUDES_BITS = 12, 2, 2 * 16  # of an entry, of an entry, and of a chunk
@@ -25,7 +25,7 @@ _UPDATES = _ADAMW | {"exchange": "updates", "local_steps": 30}
 PEERS: dict[str, dict[str, Any]] = {
     "powersgd-4": _GRADIENTS | {"method": "powersgd", "count": 4},
     "powersgd-8": _GRADIENTS | {"method": "powersgd", "count": 8},
-    "demo": _GRADIENTS | {"method": "demo", "count": DeMo.coefficients},
+    "demo": _GRADIENTS | {"method": "demo", "count": demo_compressor.COUNT},
     "1bit": _GRADIENTS | {"method": "quantized", "values": "1bit"},
     "2bit": _GRADIENTS | {"method": "quantized", "values": "2bit"},
     "diloco": _UPDATES | {"method": "dense", "outer_lr": 0.7, "outer_momentum": 0.9},

@@ -8,7 +8,6 @@ travel dense. So do matrices whose factors would be at least half as large as th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from tritoncomm import SparseVector
@@ -16,18 +15,13 @@ from tritoncomm.scheduler import cost
 from tritoncomm.scheduler.cost import Traffic
 
 
-@dataclass(frozen=True)
-class PowerSGD:
-    """Settings of PowerSGD. ``rank`` is the number of columns of each factor."""
-
-    rank: int
-    name: str = "powersgd"
-
-
 class PowerSGDWorld:
-    """``world_size`` workers that average gradients of tensors of ``shapes``. The first ``warmup`` steps are dense."""
+    """``world_size`` workers that average gradients of tensors of ``shapes``. Factors have up to ``rank`` columns.
 
-    def __init__(self, recipe: PowerSGD, world_size: int, shapes: Sequence[torch.Size], warmup: int) -> None:
+    The first ``warmup`` steps are dense.
+    """
+
+    def __init__(self, world_size: int, shapes: Sequence[torch.Size], rank: int, warmup: int) -> None:
         self.world_size = world_size
         self.warmup = warmup
         self.shapes = list(shapes)
@@ -38,9 +32,9 @@ class PowerSGDWorld:
         self._right: list[torch.Tensor | None] = []
         for shape in shapes:
             rows, columns = (shape[0], shape[1:].numel()) if len(shape) > 1 else (1, shape.numel())
-            rank = min(recipe.rank, rows, columns)
-            compresses = 2 * rank * (rows + columns) < rows * columns
-            self._right.append(torch.randn(columns, rank, generator=generator) if compresses else None)
+            width = min(rank, rows, columns)
+            compresses = 2 * width * (rows + columns) < rows * columns
+            self._right.append(torch.randn(columns, width, generator=generator) if compresses else None)
 
     def step(self, gradients: torch.Tensor) -> list[SparseVector]:
         """Return the mean of ``gradients`` (``[world_size, numel]``), the same for every worker."""

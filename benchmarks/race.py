@@ -28,7 +28,7 @@ All train the same model on the same batches. Methods with dense steps at the st
 
 Training does not depend on the rate. With ``--timed-steps N``, a run whose losses are known from another rate takes
 only N steps. The others count with the average of those after the dense steps at the start. With ``--times-only``, all
-runs take N steps, and have no losses: ``best.py`` takes those of ``optimizers.py``.
+runs take N steps, and have no losses: ``best.py`` takes those of ``train.py``.
 
 Every finished run is added to the file of ``--json``, and is not repeated.
 """

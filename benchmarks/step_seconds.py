@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 
 from tritoncomm.step.options import DEFAULT_DENSITY, DEFAULT_VALUES
 
-from optimizer_runs import Outcome, Run
 from race_methods import Contender
 from race_results import Row, Rows
+from runs import Outcome, Run
 
 _IGNORED = (
     *("door", "bucket_mb", "warmup_steps", "rate"),

@@ -1,4 +1,4 @@
-"""The tasks of the training benchmarks, with four workers: language models of three sizes, digits, and a teacher."""
+"""The tasks of ``train.py``, for four workers: language models of three sizes, images in noise, and a teacher."""
 
 from __future__ import annotations
 
@@ -16,42 +16,39 @@ from tritoncomm.demo.text import batch, standard_library, validation_batches
 WORKERS = 4
 NOISE = 1.5
 BATCHES = 32  # of held-out rows, in an evaluation
-FORMER_LIMIT = 0.2  # max_relative_update of results that do not name theirs
-NO_LIMIT = 0.0  # that of dense runs, in which nothing catches up
 
 
 @dataclass(frozen=True)
 class Task:
-    """A training task: model, optimizer, loss of a rank in a step, and the score of the trained model."""
+    """A training task: number of steps, model, loss of a rank in a step, and the score of the model, lower is better.
+
+    The loss is called with the model, the seed, the step and the rank.
+    """
 
     steps: int
     model: Callable[[], nn.Module]
-    optimizer: Callable[[list[nn.Parameter], float], torch.optim.Optimizer]
-    lr: float
-    loss: Callable[[nn.Module, int, int, int], Tensor]  # (model, seed, step, rank) -> loss
+    loss: Callable[[nn.Module, int, int, int], Tensor]
     score: Callable[[nn.Module], float]
-    lower_is_better: bool
 
 
 def gpt(steps: int | None, batches: int = BATCHES) -> Task:
     """Return the language-model task, evaluated on ``batches`` of 64 rows. ``steps`` None is the default number."""
-    # A rate of 1e-2 helps dense runs, but hardly sparse ones: docs/explanation/adamw.md
-    return _language(Shape(context=32, width=64, layers=2, heads=2), steps or 1600, 16, 64, batches, 5e-3)
+    return _language(Shape(context=32, width=64, layers=2, heads=2), steps or 1600, 16, 64, batches)
 
 
 def demo(steps: int | None, batches: int = BATCHES) -> Task:
     """Return the task of ``python -m tritoncomm demo``, a larger model, see :func:`gpt`."""
     steps = steps or demo_run.Settings().steps
-    return _language(Shape(), steps, demo_run.ROWS, demo_run.VALIDATION_ROWS, batches, demo_run.LEARNING_RATE)
+    return _language(Shape(), steps, demo_run.ROWS, demo_run.VALIDATION_ROWS, batches)
 
 
 def gpt10m(steps: int | None, batches: int = BATCHES) -> Task:
     """Return the same with 10.9 million parameters, trained for longer: on a CPU, a step takes seconds."""
     shape = Shape(width=384, layers=6, heads=6)
-    return _language(shape, steps or 1000, demo_run.ROWS, demo_run.VALIDATION_ROWS, batches, demo_run.LEARNING_RATE)
+    return _language(shape, steps or 1000, demo_run.ROWS, demo_run.VALIDATION_ROWS, batches)
 
 
-def _language(shape: Shape, steps: int, rows: int, held_out_rows: int, batches: int, lr: float) -> Task:
+def _language(shape: Shape, steps: int, rows: int, held_out_rows: int, batches: int) -> Task:
     """Return the task of a byte-level GPT that each worker trains on ``rows`` windows of text in a step."""
     text = standard_library()
     held_out = validation_batches(text.validation, held_out_rows, shape.context, batches)
@@ -61,42 +58,8 @@ def _language(shape: Shape, steps: int, rows: int, held_out_rows: int, batches: 
         return out
 
     return Task(
-        steps,
-        lambda: ByteGPT(shape),
-        lambda parameters, lr: torch.optim.AdamW(
-            parameters, lr=lr, betas=demo_run.BETAS, weight_decay=demo_run.WEIGHT_DECAY
-        ),
-        lr,
-        loss,
-        lambda model: statistics.fmean(float(model(rows)) for rows in held_out),
-        lower_is_better=True,
+        steps, lambda: ByteGPT(shape), loss, lambda model: statistics.fmean(float(model(rows)) for rows in held_out)
     )
-
-
-def digits(steps: int | None, batches: int = BATCHES) -> Task:
-    """Return the image-classification task. Every fifth image is held out, of which ``batches`` of 64 are used."""
-    trained, truth, held_out, expected = _digits(batches)
-
-    def loss(model: nn.Module, seed: int, step: int, rank: int) -> Tensor:
-        chosen = torch.randint(len(truth), (32,), generator=_generator(seed, step, rank))
-        return F.cross_entropy(model(trained[chosen]), truth[chosen])
-
-    def accuracy(model: nn.Module) -> float:
-        return 100 * float((model(held_out).argmax(1) == expected).float().mean())
-
-    return Task(
-        steps or 400,
-        lambda: nn.Sequential(
-            nn.Conv2d(1, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
-            nn.Conv2d(32, 64, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
-            nn.Flatten(), nn.Linear(256, 128), nn.ReLU(), nn.Linear(128, 10),
-        ),
-        lambda parameters, lr: torch.optim.SGD(parameters, lr=lr, momentum=0.9, weight_decay=1e-4),
-        0.05,
-        loss,
-        accuracy,
-        lower_is_better=False,
-    )  # fmt: skip
 
 
 class _Residual(nn.Module):
@@ -134,11 +97,8 @@ def cnn(steps: int | None, batches: int = BATCHES) -> Task:
             *_convolution(3), nn.ReLU(), _Residual(), _Residual(),
             nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 10),
         ),
-        lambda parameters, lr: torch.optim.AdamW(parameters, lr=lr),
-        0.008,
         loss,
         lambda model: float(F.cross_entropy(model(held_out), expected)),
-        lower_is_better=True,
     )  # fmt: skip
 
 
@@ -159,27 +119,13 @@ def mlp(steps: int | None, batches: int = BATCHES) -> Task:
     return Task(
         steps or 300,
         lambda: nn.Sequential(nn.Linear(32, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 8)),
-        lambda parameters, lr: torch.optim.AdamW(parameters, lr=lr),
-        0.01,
         loss,
         lambda model: float(F.mse_loss(model(held_out), answers(held_out))),
-        lower_is_better=True,
     )
-
-
-def _digits(batches: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return images and labels to train on, then ``batches`` of 64 that are held out: every fifth image."""
-    from sklearn.datasets import load_digits
-
-    data = load_digits()
-    images = torch.tensor(data.images, dtype=torch.float32).div(16).unsqueeze(1)
-    labels = torch.tensor(data.target)
-    test = torch.arange(len(labels)) % 5 == 0
-    return images[~test], labels[~test], images[test][: 64 * batches], labels[test][: 64 * batches]
 
 
 def _generator(seed: int, step: int, rank: int) -> torch.Generator:
     return torch.Generator().manual_seed(((seed * 100_003) + step) * WORKERS + rank)
 
 
-TASKS = {"gpt": gpt, "demo": demo, "gpt10m": gpt10m, "digits": digits, "cnn": cnn, "mlp": mlp}
+TASKS = {"gpt": gpt, "demo": demo, "gpt10m": gpt10m, "cnn": cnn, "mlp": mlp}

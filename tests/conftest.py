@@ -68,7 +68,7 @@ def launcher() -> Iterator[PreparedLauncher]:
     """A process that has imported what scripts need. The tests that use it are the group ``scripts``, which has one."""
     from depth import DEEP  # which reads the profile, so not before it is chosen
 
-    prepared = PreparedLauncher("matplotlib.pyplot", "sklearn.datasets", "transformers.trainer", real=DEEP)
+    prepared = PreparedLauncher("matplotlib.pyplot", "transformers.trainer", real=DEEP)
     yield prepared
     prepared.close()
 

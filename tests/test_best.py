@@ -12,8 +12,6 @@ import pytest
 
 from pages import ROOT
 
-pytest.importorskip("sklearn", reason="needs the extra 'benchmarks'")
-
 AT_START = 1300.0  # kilobytes of a dense step at the start, in 8 bits
 NUMEL = 867_072  # parameters of the demo's model
 LATENCY, ALONE, WORK = 1e-4, 0.08, 0.05
@@ -23,9 +21,9 @@ LATENCY, ALONE, WORK = 1e-4, 0.08, 0.05
 def best(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The module of that name, with the defaults of ``wrap`` that conftest.py changes."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    for module in ("step_seconds", "optimizers"):
+    for module in ("step_seconds", "train", "exchanges"):
         monkeypatch.setattr(importlib.import_module(module), "DEFAULT_VALUES", "4bit")
-    monkeypatch.setattr(importlib.import_module("optimizers"), "DEFAULT_SMALL", "8bit")
+    monkeypatch.setattr(importlib.import_module("exchanges"), "DEFAULT_SMALL", "8bit")
     return importlib.import_module("best")
 
 
@@ -75,7 +73,7 @@ def test_the_best_is_chosen_on_the_seeds_of_the_sweep(best: ModuleType) -> None:
     assert (found.run.lr, found.run.outer_lr, list(found.outcomes), found.mean("score")) == (0.2, 0.7, [0], 3.0)
     assert not found.at_end
     assert best.entries(results, "gpt", [10, 11]) == []
-    (swept,) = best.optimizer_runs.chosen(results, [10, 11]).values()
+    (swept,) = best.runs.chosen(results, [10, 11]).values()
     assert [(run.lr, run.outer_lr) for run in swept] == [(0.2, 0.7), (0.2, 1.0), (0.1, 1.0), (0.4, 1.0)]
     shown = "| 0.2, 0.7 and 0: 1.900; 0.2: 2.000; 0.1: 2.100; 0.4: 2.300 |"
     assert best.sweep_table(results, "demo", [10, 11]).endswith(shown)
@@ -248,7 +246,7 @@ def cells_of(text: str) -> list[list[str]]:
 
 def measured(best: ModuleType, task: str, file: str) -> list[dict[str, Any]]:
     """Return what ``best.py`` says of the committed runs of ``task``."""
-    found = best.entries(best.optimizer_runs.read(best.FOLDER / file), task, [10])
+    found = best.entries(best.runs.read(best.FOLDER / file), task, [10])
     paces = best.Paces(best.race_results.read(best.FOLDER / "race.json"), task, 4, best.TASKS[task](None, 1).steps)
     return best.figures(found, paces)
 
@@ -291,7 +289,7 @@ def test_readme_has_the_figures(best: ModuleType) -> None:
 
 def test_page_on_sites_has_the_figures(best: ModuleType) -> None:
     """So has the table on local steps."""
-    found = best.entries(best.optimizer_runs.read(best.FOLDER / "peers.json"), "gpt", [10])
+    found = best.entries(best.runs.read(best.FOLDER / "peers.json"), "gpt", [10])
     rows, steps = best.race_results.read(best.FOLDER / "race.json"), best.TASKS["gpt"](None, 1).steps
     plain, late = (
         {row["method"]: row for row in best.figures(found, best.Paces(rows, "gpt", 4, steps, delay))}

@@ -1,4 +1,4 @@
-"""The methods of others that ``benchmarks/optimizers.py`` trains, and its file of results."""
+"""``benchmarks/train.py``: what it trains, the methods of others, and its file of results."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ import torch
 
 from pages import ROOT
 
-pytest.importorskip("sklearn", reason="needs the extra 'benchmarks'")
 pytest.importorskip("schedulefree", reason="needs the extra 'test'")
 
 SHAPES = [torch.Size(shape) for shape in ([96, 128], [5000], [7])]
@@ -28,25 +27,38 @@ KILOBYTES = {
 
 
 @pytest.fixture
-def optimizers(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def train(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The module of that name, with the defaults of ``wrap``, which conftest.py changes."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    module = importlib.import_module("optimizers")
-    for name, value in {"SMALL": "8bit", "START": "2bit", "VALUES": "4bit"}.items():
-        monkeypatch.setattr(module, f"DEFAULT_{name}", value)
+    module, exchanges = importlib.import_module("train"), importlib.import_module("exchanges")
+    monkeypatch.setattr(module, "DEFAULT_VALUES", "4bit")
+    for name, value in {"SMALL": "8bit", "VALUES": "4bit"}.items():
+        monkeypatch.setattr(exchanges, f"DEFAULT_{name}", value)
     return module
 
 
 @pytest.fixture
-def peers(optimizers: ModuleType) -> ModuleType:
+def peers(train: ModuleType) -> ModuleType:
     """The module of that name."""
     return importlib.import_module("peers")
 
 
 @pytest.fixture
-def runs(optimizers: ModuleType) -> ModuleType:
-    """The module ``optimizer_runs``."""
-    return importlib.import_module("optimizer_runs")
+def runs(train: ModuleType) -> ModuleType:
+    """The module of that name."""
+    return importlib.import_module("runs")
+
+
+@pytest.fixture
+def workers(train: ModuleType) -> ModuleType:
+    """The module of that name."""
+    return importlib.import_module("workers")
+
+
+@pytest.fixture
+def exchanges(train: ModuleType) -> ModuleType:
+    """The module of that name."""
+    return importlib.import_module("exchanges")
 
 
 def test_sparseloco_keeps_what_it_does_not_send(peers: ModuleType) -> None:
@@ -82,12 +94,12 @@ def test_sparseloco_delivers_later(peers: ModuleType) -> None:
 
 
 @pytest.mark.parametrize("name", KILOBYTES)
-def test_every_peer_trains(optimizers: ModuleType, peers: ModuleType, name: str) -> None:
+def test_every_peer_trains(train: ModuleType, peers: ModuleType, name: str) -> None:
     """It lowers the loss, sends what it is known to send, and the curve ends with the last step."""
     assert list(peers.PEERS) == list(KILOBYTES)
     arguments = ["--peer", name, "--steps", "20", "--lr", "0.01", "--seeds", "10"]
-    (run,) = optimizers.runs(optimizers.arguments().parse_args(arguments))
-    outcome = optimizers.train(run, 1)
+    (run,) = train.runs(train.arguments().parse_args(arguments))
+    outcome = train.train(run, 1)
     assert run.seed == 10
     assert outcome["score"] < 4.8 < outcome["curve"][0][1] or outcome["curve"][0][0] > 2
     assert outcome["curve"][-1] == [20, outcome["score"]]  # the batches of a point are those of the score here
@@ -98,13 +110,15 @@ def test_every_peer_trains(optimizers: ModuleType, peers: ModuleType, name: str)
 
 
 @pytest.mark.parametrize("method", ["quantized", "sparseloco"])
-def test_decay_forgets(optimizers: ModuleType, runs: ModuleType, method: str) -> None:
+def test_decay_forgets(
+    train: ModuleType, runs: ModuleType, workers: ModuleType, exchanges: ModuleType, method: str
+) -> None:
     """An exchange delivers and keeps the residuals times the decay, and what has changed: here nothing."""
     settings = {"quantized": {"values": "2bit"}, "sparseloco": {"count": 64}}[method]
     run = runs.Run("gpt", 9, "sgd", 0.1, "updates", method, decay=0.5, local_steps=3, **settings)
-    model = optimizers.TASKS["gpt"](9, 1).model()
-    workers = [optimizers.Worker(copy.deepcopy(model), run) for _ in range(optimizers.WORKERS)]
-    (exchange,) = optimizers.exchanges(run, workers)
+    model = train.TASKS["gpt"](9, 1).model()
+    made = [workers.Worker(copy.deepcopy(model), run) for _ in range(train.WORKERS)]
+    (exchange,) = exchanges.exchanges(run, made)
 
     def residuals() -> list[torch.Tensor]:
         world = exchange.world
@@ -114,17 +128,17 @@ def test_decay_forgets(optimizers: ModuleType, runs: ModuleType, method: str) ->
         residual.fill_(0.25)
     before = exchange.anchor.clone()
     with torch.no_grad():
-        exchange.merge(optimizers.Sent())
-    total = len(workers) * (before - exchange.anchor) + sum(residuals())
-    torch.testing.assert_close(total, torch.full_like(total, len(workers) * 0.125), rtol=0, atol=1e-5)
+        exchange.merge(exchanges.Sent())
+    total = len(made) * (before - exchange.anchor) + sum(residuals())
+    torch.testing.assert_close(total, torch.full_like(total, len(made) * 0.125), rtol=0, atol=1e-5)
 
 
-def test_dense_steps_at_the_start(optimizers: ModuleType) -> None:
+def test_dense_steps_at_the_start(train: ModuleType) -> None:
     """Exchanges of gradients by Ok-Topk start with 20 dense steps in 2 bits, for any length. PowerSGD takes a tenth."""
 
     def starts(*arguments: str) -> list[tuple[str, int, str]]:
-        options = optimizers.arguments().parse_args(["--seeds", "0", *arguments])
-        return [(run.method, run.dense_steps, run.dense_values) for run in optimizers.runs(options)]
+        options = train.arguments().parse_args(["--seeds", "0", *arguments])
+        return [(run.method, run.dense_steps, run.dense_values) for run in train.runs(options)]
 
     start = (20, "2bit")
     assert starts("--steps", "300", "--exchange", "gradients") == [("oktopk", *start)]
@@ -135,12 +149,29 @@ def test_dense_steps_at_the_start(optimizers: ModuleType) -> None:
     ]  # fmt: skip
 
 
-def test_schedule_free_is_evaluated_as_its_average(optimizers: ModuleType, runs: ModuleType) -> None:
+@pytest.mark.parametrize(
+    ("given", "aware", "by_update"), [([], True, True), (["--select-by", "gradient"], True, False),
+                                      (["--staleness", "off"], False, False)],
+)  # fmt: skip
+def test_rule_and_selection(
+    train: ModuleType, workers: ModuleType, exchanges: ModuleType, given: list[str], aware: bool, by_update: bool
+) -> None:
+    """AdamW has its rule for late gradients, and selects by update, unless told otherwise. Formats are those given."""
+    options = ["--steps", "9", "--optimizer", "adamw", "--exchange", "gradients", "--seeds", "0", "--values", "2bit"]
+    (run,) = train.runs(train.arguments().parse_args([*options, "--dense-values", "8bit", *given]))
+    made = [workers.Worker(train.TASKS["gpt"](9, 1).model(), run) for _ in range(train.WORKERS)]
+    (exchange,) = exchanges.exchanges(run, made)
+    staged, warmup, method = exchange.world.recipe.layers
+    assert (exchange.rule is not None, staged.shapes is not None) == (aware, by_update)
+    assert (warmup.values, method.name, method.values) == ("8bit", "oktopk", "2bit")
+
+
+def test_schedule_free_is_evaluated_as_its_average(train: ModuleType, runs: ModuleType, workers: ModuleType) -> None:
     """Inside the context, parameters are those of its eval mode. Training then continues with the same bits."""
     run = runs.Run("gpt", 4, "schedule-free", 0.01, "dense")
-    task = optimizers.TASKS["gpt"](4, 1)
+    task = train.TASKS["gpt"](4, 1)
     torch.manual_seed(0)
-    worker = optimizers.Worker(task.model(), run)
+    worker = workers.Worker(task.model(), run)
     for step in range(3):
         worker.set_rate(0.0)  # it has a schedule of its own
         worker.backward(task, 0, step, 0)
@@ -170,19 +201,19 @@ def test_file_keeps_rows_of_others(runs: ModuleType, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("schedule", "shares"), [("cosine", [1.0, 0.5, 0.0]), ("constant", [1.0, 1.0, 1.0])])
 def test_schedule(
-    optimizers: ModuleType, runs: ModuleType, monkeypatch: pytest.MonkeyPatch, schedule: str, shares: list[float]
+    train: ModuleType, runs: ModuleType, monkeypatch: pytest.MonkeyPatch, schedule: str, shares: list[float]
 ) -> None:
     """After a tenth of the steps, the rate falls by half a cosine, or stays."""
     found: list[float] = []
-    monkeypatch.setattr(optimizers.Worker, "set_rate", lambda _, share: found.append(share))
+    monkeypatch.setattr(train.Worker, "set_rate", lambda _, share: found.append(share))
     run = runs.Run("gpt", 20, "sgd", 0.01, "dense", schedule=schedule)
-    optimizers.train(run, 1)
-    rates = found[:: optimizers.WORKERS]
+    train.train(run, 1)
+    rates = found[:: train.WORKERS]
     assert rates[0] == pytest.approx(0.5, abs=0.01)
     assert [rates[1], rates[10], rates[19]] == pytest.approx(shares, abs=0.01)
 
 
-def test_best_are_trained_again(optimizers: ModuleType, runs: ModuleType, tmp_path: Path) -> None:
+def test_best_are_trained_again(train: ModuleType, runs: ModuleType, tmp_path: Path) -> None:
     """With ``--best``, the other seeds are those of the best rate and outer step of each kind of this task."""
     file = tmp_path / "runs.json"
     dense = runs.Run("gpt", 1600, "adamw", 0.0, "dense", seed=10)
@@ -191,7 +222,5 @@ def test_best_are_trained_again(optimizers: ModuleType, runs: ModuleType, tmp_pa
         for lr in (0.1, 0.2, 0.3):
             score = abs(lr - 0.2) + kind.outer_lr
             runs.add(file, replace(kind, lr=lr), {"score": score}, {})
-    options = optimizers.arguments().parse_args(["--best", "--json", str(file), "--seeds", "0", "1"])
-    assert list(optimizers.runs(options)) == [
-        replace(kind, lr=0.2, seed=seed) for kind in (local, dense) for seed in (0, 1)
-    ]
+    options = train.arguments().parse_args(["--best", "--json", str(file), "--seeds", "0", "1"])
+    assert list(train.runs(options)) == [replace(kind, lr=0.2, seed=seed) for kind in (local, dense) for seed in (0, 1)]

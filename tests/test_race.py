@@ -80,7 +80,6 @@ def test_rate(module) -> None:
 @pytest.mark.parametrize("name", ["demo", "gpt"])
 def test_tasks_are_those_of_simulated_runs(module, name: str) -> None:
     """A task of the race has the model, the steps and the batches of the task of that name in tasks.py."""
-    pytest.importorskip("sklearn", reason="needs the extra 'benchmarks'")
     worker, task = module("race_worker"), module("tasks").TASKS[name](None, 1)
     own = worker.TASKS[name]
     torch.manual_seed(0)
@@ -180,17 +179,6 @@ def test_predictions_are_within_a_quarter(module, monkeypatch) -> None:
     assert len(cells) > 13
     off = {str(cell): sum(f for f, _ in found) / sum(m for _, m in found) - 1 for cell, found in cells.items()}
     assert {cell: error for cell, error in off.items() if abs(error) > (0.26 if " and " in cell else 0.25)} == {}
-
-
-def test_picture_of_the_readme(module, tmp_path) -> None:
-    """Every contender of the committed race with four workers has a curve in the picture, and the script draws it."""
-    script, results = module("race_picture"), module("race_results")
-    rows = results.read(RESULTS / "race.json")
-    shown = script.chosen(rows, "100mbit")
-    assert [row.cell.contender for row in shown] == list(script.LABELS)
-    assert all(len(results.curve(row, rows)) > 15 for row in shown)
-    script.draw(rows, "100mbit", tmp_path / "race.png")
-    assert (tmp_path / "race.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_decision_of_the_race(module, monkeypatch) -> None:

@@ -1,4 +1,4 @@
-"""Runs of ``optimizers.py``: what identifies one, the file that holds them, and the picture of loss against bytes."""
+"""Runs of ``train.py``: what identifies one, the file that holds them, and the picture of loss against bytes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Run:
     exchanges of gradients at the start, and ``dense_values`` their format. ``decay`` multiplies residuals before an
     exchange of updates. After a warm-up, the learning rate of the ``schedule`` "cosine" falls to 0, and that of
     "constant" stays. That of "falling" is "cosine" without a warm-up. ``beta2`` and ``weight_decay`` are those of
-    AdamW.
+    AdamW. ``select_by`` is "update" or "gradient", and ``staleness`` "aware" or "off", as in ``wrap``.
     """
 
     task: str
@@ -47,6 +47,8 @@ class Run:
     schedule: str = "cosine"
     beta2: float = 0.95
     weight_decay: float = 0.1
+    select_by: str = "update"
+    staleness: str = "aware"
 
     @property
     def sends_gradients(self) -> bool:
@@ -143,6 +145,7 @@ def label(run: Run) -> str:
         parts = ["MuLoCo"]
     if run.local_steps > 1:
         parts.append(f"{run.local_steps} local steps")
+    parts += ["by gradient"] * (run.select_by == "gradient") + ["no rule"] * (run.staleness == "off")
     if run.outer_momentum or run.outer_lr != 1:
         parts.append(f"outer {run.outer_lr:g} and {run.outer_momentum:g}")
     return ", ".join(parts)

@@ -1,9 +1,16 @@
-"""Check on several GPUs what no emulation can show: streams, NCCL's order of operations, and failures of ranks.
+"""Check on real GPUs what exchanges do, on one or on several.
 
-    torchrun --nproc-per-node=2 benchmarks/multi_gpu.py
+    python benchmarks/gpu.py
+    torchrun --nproc-per-node=2 benchmarks/gpu.py
 
-Each process of torchrun supervises one rank. For each check, it starts a process of its own with a time limit, because
-a check may hang, or kill its process on purpose. No check calls ``torch.cuda.set_device``.
+One GPU: static forms deliver the bits that they deliver on the CPU. Several workers are simulated, whose gradients are
+integers, so that sums do not depend on their order. In an ordinary step, the host waits at most twice for each worker.
+Then all methods and ``wrap`` run in a process group of one worker. It sends no messages: over NCCL go the configuration
+check, the setup and the confirmation.
+
+Several GPUs: what no emulation can show, streams, NCCL's order of operations, and failures of ranks. Each process of
+torchrun supervises one rank. For each check, it starts a process of its own with a time limit, because a check may
+hang, or kill its process on purpose. No check calls ``torch.cuda.set_device``.
 """
 
 from __future__ import annotations
@@ -11,7 +18,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import signal
 import socket
 import subprocess
@@ -22,7 +28,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from datetime import datetime, timedelta, timezone
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,20 +39,28 @@ import tritoncomm
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
+from tritoncomm import RandomBlock, SimulatedWorld, SparDL, TopkAllgather
 from tritoncomm.algorithms import Hierarchical
 from tritoncomm.algorithms.base import StaticRecipe
 from tritoncomm.planning import planner
 from tritoncomm.scheduler.link import measure_link
 from tritoncomm.scheduler.process_group import ProcessGroupScheduler
+from tritoncomm.step import options as step_options
 from tritoncomm.step.feedback import ErrorFeedback
 from tritoncomm.step.shards import local
 
+from selection import machine
+
+MOST_WAITS = 2  # of the host for the GPU, in an ordinary step with messages of a fixed length
+# In simulation.
+WORKERS, SIMULATED_NUMEL, DENSITY = 4, 2000, 0.05
+FITTED = ("gaussiank", "sidco")  # their thresholds follow from sums of floats, whose order differs on a GPU
+# Between ranks.
 VICTIM = 1
 TIMEOUT = timedelta(seconds=4)  # of the exchanges in which a rank fails
 AT_ONCE, LATER = 4.0, 10.0  # seconds within which an error is named, and a time-out, after it. A rank hangs for as long
 SANE_LATENCY, SANE_GIGABITS, SANE_STEP = (1e-6, 1.0), (1e-2, 2e4), 60.0
 LEAST = 2  # ranks
-MOST_WAITS = 2  # of the host for the GPU, in an ordinary step with messages of a fixed length
 NUMEL, STEPS = 100_000, 4
 METHODS = ("oktopk", "spardl", "exdyna", "topk_allgather", "dense")
 HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
@@ -156,13 +170,18 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.devi
 
 
 def wrapped(device: torch.device) -> Figures:
-    """A wrapped optimizer trains, and its metrics have times."""
+    """A wrapped optimizer trains, and its metrics have times. A single worker selects and delivers as several do."""
+    step_options.SINGLE_WORKER_SELECTS = True
     model = network(nn.LayerNorm).to(device)
-    optimizer = tritoncomm.wrap(torch.optim.AdamW(model.parameters()), density=0.05, warmup_steps=2)
+    optimizer = tritoncomm.wrap(torch.optim.AdamW(model.parameters()), density=DENSITY, warmup_steps=2, dense_below=0)
+    before = bits(model.parameters())
     train(model, optimizer, device)
-    same(bits(model.parameters()), device, "parameters")
+    after = bits(model.parameters())
+    same(after, device, "parameters")
+    assert after != before, "no parameter has changed"
+    assert all(bool(parameter.isfinite().all()) for parameter in model.parameters()), "a parameter is not finite"
     metrics = optimizer.metrics()
-    assert 0 < metrics["seconds_exchange"] < SANE_STEP, metrics
+    assert dist.get_world_size() == 1 or 0 < metrics["seconds_exchange"] < SANE_STEP, metrics
     return {name: value for name, value in metrics.items() if name.startswith("seconds")}
 
 
@@ -371,7 +390,7 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def check_all(backend: str, groups: list[list[str]], limit: float) -> dict[str, Any]:
+def check_several(backend: str, groups: list[list[str]], limit: float) -> dict[str, Any]:
     """Run each group of checks in a process of its own, and return what all ranks found.
 
     Every process of torchrun calls this.
@@ -395,38 +414,113 @@ def check_all(backend: str, groups: list[list[str]], limit: float) -> dict[str, 
     return found
 
 
-def main() -> int:
-    """Parse the arguments, run, and return 1 if a check has failed."""
+def static_recipes() -> dict[str, tritoncomm.Recipe]:
+    """Return the static forms that deliver the same bits on all devices."""
+    methods = {name: planner.at(name, DENSITY) for name in tritoncomm.algorithms() if name not in FITTED}
+    return {
+        name: replace(recipe, static=True)
+        for name, recipe in methods.items()
+        if isinstance(recipe, StaticRecipe) and recipe.can_be_static()
+    } | {
+        "topk_allgather 4bit": TopkAllgather(density=DENSITY, static=True, values="4bit"),
+        "random_block 4bit": RandomBlock(density=DENSITY, static=True, values="4bit", reduced_lr=True),
+        "spardl 2 teams": SparDL(density=DENSITY, static=True, teams=2),
+    }
+
+
+def integers(step: int) -> torch.Tensor:
+    """Return integers ``[WORKERS, SIMULATED_NUMEL]`` in fp32, of different magnitude within a row."""
+    generator = torch.Generator().manual_seed(step)
+    rows = [torch.randperm(SIMULATED_NUMEL, generator=generator) + 1 for _ in range(WORKERS)]
+    signs = 2 * torch.randint(2, (WORKERS, SIMULATED_NUMEL), generator=generator) - 1
+    return (torch.stack(rows) * signs).float()
+
+
+def compare(recipe: tritoncomm.Recipe, device: torch.device) -> Figures:
+    """Raise if means or residuals differ between ``device`` and the CPU, or if the host waits too often for a GPU.
+
+    Return the entries of the last mean, and how often the host waits for each worker.
+    """
+    devices = device, torch.device("cpu")
+    own, expected = (SimulatedWorld(recipe, WORKERS, SIMULATED_NUMEL, device=each) for each in devices)
+    entries, waits = 0, []
+    for step in range(STEPS):
+        assert own.workers[0].algorithm.is_static, f"step {step} does not use the static form"
+        given = integers(step)
+        on_device = given.to(device)
+        with counted_synchronizations(device) as caught:
+            delivered = own.step(on_device)
+        waits.append(len(caught) / WORKERS)
+        means = zip(delivered, expected.step(given), strict=True)
+        for rank, (found, wanted) in enumerate((a.trimmed(), b.trimmed()) for a, b in means):
+            where = f"step {step}, rank {rank}"
+            assert found.indices.tolist() == wanted.indices.tolist(), f"{where}: other indices than on the CPU"
+            assert bits([found.values]) == bits([wanted.values]), f"{where}: other values"
+            entries = wanted.indices.numel()
+        residuals = (bits(worker.residual for worker in world.workers) for world in (own, expected))
+        assert next(residuals) == next(residuals), f"step {step}: other residuals than on the CPU"
+    fewest = min(waits)  # steps that determine thresholds or partitions again have more
+    assert fewest <= MOST_WAITS, f"{fewest} host synchronizations of each worker in every step"
+    return {"entries": entries, "synchronizations": fewest}
+
+
+def on_process_group(device: torch.device) -> Figures:
+    """Exchange and train in a process group of one worker, over NCCL on a GPU."""
+    os.environ.setdefault(HANDLING, "0")
+    backend, address = "nccl" if device.type == "cuda" else "gloo", f"tcp://127.0.0.1:{free_port()}"
+    dist.init_process_group(backend, init_method=address, rank=0, world_size=1)
+    try:
+        return {"backend": backend, "exchanges": exchanges(device), "wrapped": wrapped(device)}
+    finally:
+        dist.destroy_process_group()
+
+
+def check_one(device: torch.device) -> Figures:
+    """Run the checks on one GPU, and return what each found."""
+    checks = {name: partial(compare, recipe) for name, recipe in static_recipes().items()}
+    found: Figures = {}
+    for name, check in (checks | {"process group": on_process_group}).items():
+        try:
+            found[name] = {"passed": True} | check(device)
+        except Exception as error:
+            found[name] = {"passed": False, "problem": f"{type(error).__name__}: {error}"}
+        print(f"{name}: {found[name].get('problem', 'passed')}", flush=True)
+    return found
+
+
+def arguments() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="file to write the results to")
-    parser.add_argument("--smoke", action="store_true", help="two CPU processes over gloo, and fewer checks")
-    parser.add_argument("--only", nargs="+", choices=[*CHECKS, *FAULTS], metavar="NAME", help="run these checks alone")
+    parser.add_argument("--smoke", action="store_true", help="on the CPU over gloo, and fewer checks")
+    parser.add_argument("--only", nargs="+", choices=[*CHECKS, *FAULTS], metavar="NAME", help="checks on several GPUs")
     parser.add_argument("--check", nargs="+", help=argparse.SUPPRESS)
     parser.add_argument("--file", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--backend", default="", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    backend = arguments.backend or ("gloo" if arguments.smoke else "nccl")
-    if arguments.check:
-        run_checks(arguments.check, arguments.file, backend)
-    if "RANK" not in os.environ:
-        if not arguments.smoke:
-            parser.error(f"start it with torchrun --nproc-per-node=GPUS, at least {LEAST}")
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-        return subprocess.call([*launcher, *sys.argv])
-    if int(os.environ["WORLD_SIZE"]) < LEAST:
-        parser.error(f"start it with at least {LEAST} processes")
-    groups = [[name] for name in arguments.only or (*CHECKS, *FAULTS)]
-    if arguments.smoke and not arguments.only:  # a process takes longer to start than these checks
-        groups = [[*CHECKS, "dies-with-ddp"]]
-    found = check_all(backend, groups, 120.0 if arguments.smoke else 90.0)
+    return parser
+
+
+def main() -> int:
+    """Check, and write the requested file. Return 1 if a check has failed."""
+    parser = arguments()
+    options = parser.parse_args()
+    backend = options.backend or ("gloo" if options.smoke else "nccl")
+    if options.check:
+        run_checks(options.check, options.file, backend)
+    if "RANK" in os.environ:
+        if int(os.environ["WORLD_SIZE"]) < LEAST:
+            parser.error(f"start it with at least {LEAST} processes, or without torchrun")
+        groups = [[name] for name in options.only or (*CHECKS, *FAULTS)]
+        if options.smoke and not options.only:  # a process takes longer to start than these checks
+            groups = [[*CHECKS, "dies-with-ddp"]]
+        found = check_several(backend, groups, 120.0 if options.smoke else 90.0)
+    else:
+        found = check_one(torch.device("cpu") if options.smoke else torch.device("cuda", 0))
     failed = [name for name, each in found.items() if not each["passed"]]
-    if int(os.environ["RANK"]) == 0:
-        about: dict[str, Any] = {"date": datetime.now(timezone.utc).isoformat(timespec="seconds")}
-        about |= {"torch": torch.__version__, "python": platform.python_version(), "backend": backend}
-        if backend == "nccl":
-            about |= {"gpu": torch.cuda.get_device_name(0), "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
-        if arguments.json:
-            arguments.json.write_text(json.dumps(about | {"failed": failed, "checks": found}, indent=1) + "\n")
+    if os.environ.get("RANK", "0") == "0":
+        about = machine("cpu" if options.smoke else "cuda")
+        if options.json:
+            options.json.write_text(json.dumps({"machine": about, "failed": failed, "checks": found}, indent=1) + "\n")
         print(f"{len(found) - len(failed)} of {len(found)} checks passed")
     return int(bool(failed))
 
