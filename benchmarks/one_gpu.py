@@ -27,6 +27,7 @@ from tritoncomm.algorithms.base import StaticRecipe
 from tritoncomm.planning import planner
 from tritoncomm.step import options
 
+import baselines  # noqa: F401 - registers them
 import multi_gpu
 from selection import machine
 

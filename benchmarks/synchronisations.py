@@ -31,6 +31,7 @@ from tritoncomm.algorithms import takes_density
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
+import baselines  # noqa: E402, F401 - registers them
 from emulated_cuda import ranks  # noqa: E402
 from emulated_cuda.device import current_gpu, to_gpu  # noqa: E402
 from emulated_cuda.network import Network  # noqa: E402

@@ -37,6 +37,7 @@ from tritoncomm.step.flat import BucketLayout, split_by_size
 from tritoncomm.step.stages import Staged
 
 import training_results
+from baselines import DGC
 from demo_compressor import DeMo, DeMoWorld
 from half_precision import HalfPrecision, HalfPrecisionWorld
 from peers import SparseLoCoWorld
@@ -149,7 +150,7 @@ def adapted(task: Task, recipe: Compressor, model: nn.Module) -> tuple[Task, tor
     if isinstance(recipe, DeMo):
         task = replace(task, lr=recipe.lr)
     optimizer = task.optimizer(list(model.parameters()), task.lr)
-    if isinstance(recipe, tritoncomm.DGC | DeMo):  # they apply momentum themselves
+    if isinstance(recipe, DGC | DeMo):  # they apply momentum themselves
         for group in optimizer.param_groups:  # Adam without averages steps by the sign, and still decays weights
             group.update({"betas": (0.0, 0.0)} if "betas" in group else {"momentum": 0.0})
     return task, optimizer

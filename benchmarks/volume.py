@@ -22,6 +22,8 @@ from tritoncomm.planning.synthetic_gradients import (
 )
 from tritoncomm.scheduler.cost import Link
 
+import baselines  # noqa: F401 - registers them
+
 
 def main() -> None:
     """Measure, print the tables, and write the requested files."""

@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-
-import tritoncomm_kernels as kernels
 from tritoncomm.algorithms.base import BudgetedAlgorithm, Recipe, Stateless, check, check_at_least
 from tritoncomm.errors import NonFiniteError
 from tritoncomm.primitives.accumulator import Accumulator
@@ -35,6 +33,8 @@ from tritoncomm.scheduler.cost import Flow, Forecast, both
 from tritoncomm.scheduler.ranks import named
 from tritoncomm.scheduler.rounds import Inbox, Pattern
 from tritoncomm.scheduler.wire import PLAIN
+
+import tritoncomm_kernels as kernels
 from tritoncomm_kernels import Selection
 
 
