@@ -25,6 +25,7 @@ import tritoncomm
 from torch import nn
 from tritoncomm.algorithms import field_names, takes_density
 
+import baselines  # noqa: F401 - registers them
 from selection import machine
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))

@@ -36,6 +36,8 @@ from tritoncomm.scheduler.rounds import Pattern, Round
 from tritoncomm.step.feedback import ErrorFeedback
 from tritoncomm.step.stages import Staged
 
+import baselines  # noqa: F401 - registers them
+
 COLUMNS = 1000
 MESSAGE_WORDS = 100
 SCALED = 22  # steps at least with selection by update: it scales from step 20 on

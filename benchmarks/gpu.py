@@ -49,6 +49,7 @@ from tritoncomm.step import options as step_options
 from tritoncomm.step.feedback import ErrorFeedback
 from tritoncomm.step.shards import local
 
+import baselines  # noqa: F401 - registers them
 from selection import machine
 
 MOST_WAITS = 2  # of the host for the GPU, in an ordinary step with messages of a fixed length

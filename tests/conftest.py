@@ -18,6 +18,7 @@ import tritoncomm.__main__  # noqa: F401 - it reads the defaults, which tests/di
 from hypothesis import settings
 from tritoncomm.step import options
 
+import baselines  # noqa: F401 - every test knows their names
 from prepared_launcher import PreparedLauncher
 
 settings.register_profile("ci", deadline=None, max_examples=100)

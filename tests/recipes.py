@@ -9,7 +9,6 @@ from functools import cache
 from types import MappingProxyType
 
 from tritoncomm import (
-    DGC,
     ExDyna,
     MiCRO,
     OkTopk,
@@ -18,7 +17,6 @@ from tritoncomm import (
     Recipe,
     SparDL,
     TopkAllgather,
-    TopkDSA,
     Warmup,
     algorithms,
     recipe,
@@ -27,6 +25,8 @@ from tritoncomm.algorithms import Hierarchical, at_density
 from tritoncomm.algorithms.base import IndexRecipe
 from tritoncomm.primitives.packing import Encoding
 from tritoncomm.step.stages import Staged
+
+from baselines import DGC, TopkDSA
 
 # The laws compare gradients with results, so DGC runs without momentum. ``reduced_lr`` silences a warning.
 FIELDS = {"dgc": {"momentum": 0.0}, "random_block": {"reduced_lr": True, "alignment": 4}}

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
-import sys
 from typing import Any
 
 import pytest
@@ -54,7 +54,9 @@ def test_registered_method_works_everywhere(monkeypatch: pytest.MonkeyPatch, cap
     (code,) = blocks("docs/how-to/add-an-algorithm.md")
     names: dict[str, object] = {"__name__": "page"}
     exec(compile(code, "add-an-algorithm.md", "exec", dont_inherit=True), names)  # noqa: S102 - our own page
-    monkeypatch.setitem(sys.modules["tritoncomm.algorithms"]._BY_NAME, "first_entries", names["FirstEntries"])
+    module = importlib.import_module("tritoncomm.algorithms")
+    monkeypatch.setattr(module, "_BY_NAME", dict(module._BY_NAME))
+    assert tritoncomm.register(names["FirstEntries"]) is names["FirstEntries"]
     assert "first_entries" in tritoncomm.algorithms()
     ours = recipes.under_test(0.3)["first_entries"]
     assert ours == tritoncomm.recipe("first_entries", density=0.3)

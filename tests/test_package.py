@@ -19,12 +19,11 @@ import tritoncomm_kernels
 def test_public_names() -> None:
     """The package exports exactly these names."""
     assert sorted(tritoncomm.__all__) == [
-        "ConfigMismatchError", "ConfigurationError", "DGC", "Dense", "ExDyna", "ExchangeError",
-        "ExchangeTimeoutError", "GTopk", "GaussianK",
-        "HardThreshold", "Hierarchical", "LateRule", "MiCRO", "NonFiniteError", "OkTopk", "OptimizerList",
-        "PeerLostError", "ProtocolMismatchError", "Quantized", "RandomBlock", "RandomK",
-        "Recipe", "SIDCo", "SimulatedWorld", "SparDL", "SparseOptimizer", "SparseVector", "TopkAllgather", "TopkDSA",
-        "TritoncommError", "Warmup", "__version__", "add_rule", "algorithms", "recipe", "wrap",
+        "ConfigMismatchError", "ConfigurationError", "Dense", "ExDyna", "ExchangeError", "ExchangeTimeoutError",
+        "Hierarchical", "LateRule", "MiCRO", "NonFiniteError", "OkTopk", "OptimizerList",
+        "PeerLostError", "ProtocolMismatchError", "Quantized", "RandomBlock", "Recipe",
+        "SimulatedWorld", "SparDL", "SparseOptimizer", "SparseVector", "TopkAllgather", "TritoncommError", "Warmup",
+        "__version__", "add_rule", "algorithms", "recipe", "register", "wrap",
     ]  # fmt: skip
     assert all(hasattr(tritoncomm, name) for name in tritoncomm.__all__)
     assert all(hasattr(tritoncomm, name) for name in ("amp", "checkpoint"))

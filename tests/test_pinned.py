@@ -139,7 +139,14 @@ def computed(sizes: int = len(WORLD_SIZES)) -> dict[str, Any]:
 
     Each recipe is simulated with ``sizes`` numbers of workers.
     """
-    environment = os.environ | {"ATEN_CPU_CAPABILITY": "default", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    baselines = str(Path(__file__).parents[1] / "benchmarks")
+    paths = os.pathsep.join([baselines, *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = os.environ | {
+        "PYTHONPATH": paths,
+        "ATEN_CPU_CAPABILITY": "default",
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, __file__, "--folder", folder, "--sizes", str(sizes)]
         subprocess.run(command, env=environment, check=True)

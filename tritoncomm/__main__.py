@@ -88,9 +88,7 @@ def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         formatter_class=_Help,
     )
     defaults = Settings()
-    # The demo trains with AdamW. DGC cannot be combined with an optimizer that has momentum.
-    trained = [name for name in tritoncomm.algorithms() if name != "dgc"]
-    demo.add_argument("--algo", default=defaults.algo, choices=trained, help="method of the sparse run")
+    demo.add_argument("--algo", default=defaults.algo, choices=tritoncomm.algorithms(), help="method of the sparse run")
     demo.add_argument("--density", type=_density, default=defaults.density, help="fraction of entries to deliver")
     _add_values(demo)
     demo.add_argument("--workers", type=_positive, default=defaults.workers, help="number of worker processes")
@@ -197,6 +195,10 @@ def _add_simulate(commands: argparse._SubParsersAction[argparse.ArgumentParser])
         "virtual time, beside what was predicted. A word has 4 bytes.",
         formatter_class=_Help,
     )
+    simulate.add_argument(
+        "--import", type=importlib.import_module, metavar="MODULE",
+        help="a module of yours that registers methods; give it before --algo",
+    )  # fmt: skip
     simulate.add_argument(
         "--algo", nargs="+", type=_method, default=["all"], metavar="NAME[:FIELD=VALUE...]",
         help="methods, with optional recipe fields, for example spardl:teams=2:sag=bruck",

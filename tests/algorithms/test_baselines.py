@@ -8,27 +8,15 @@ import math
 import pytest
 import torch
 import tritoncomm
-from tritoncomm import (
-    DGC,
-    ConfigurationError,
-    GaussianK,
-    GTopk,
-    HardThreshold,
-    NonFiniteError,
-    SIDCo,
-    SimulatedWorld,
-    SparDL,
-    TopkAllgather,
-    TopkDSA,
-    Warmup,
-)
+from tritoncomm import ConfigurationError, NonFiniteError, SimulatedWorld, SparDL, TopkAllgather, Warmup
 from tritoncomm.algorithms.base import StaticRecipe
-from tritoncomm.algorithms.baselines.gtopk import tree
-from tritoncomm.algorithms.baselines.threshold_allgather import gaussian_selection, sidco_selection
 from tritoncomm.scheduler.cost import HEADER_WORDS, WORD
 from tritoncomm.step.stages import Staged
 
 import laws
+from baselines import DGC, GaussianK, GTopk, HardThreshold, SIDCo, TopkDSA
+from baselines.gtopk import tree
+from baselines.threshold_allgather import gaussian_selection, sidco_selection
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:

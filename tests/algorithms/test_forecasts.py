@@ -10,12 +10,13 @@ from statistics import fmean
 
 import pytest
 import torch
-from tritoncomm import GTopk, OkTopk, Recipe, SimulatedWorld, SparDL, TopkAllgather, TopkDSA, algorithms, recipe
+from tritoncomm import OkTopk, Recipe, SimulatedWorld, SparDL, TopkAllgather, algorithms, recipe
 from tritoncomm.algorithms.base import EntryRecipe, IndexRecipe, StaticRecipe
 from tritoncomm.planning.synthetic_gradients import LayeredGradients
 from tritoncomm.scheduler.cost import WORD, Traffic
 
 import laws
+from baselines import GTopk, TopkDSA
 from depth import trials
 from recipes import under_test
 

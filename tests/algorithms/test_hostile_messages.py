@@ -10,16 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from tritoncomm import (
-    ExchangeTimeoutError,
-    GTopk,
-    NonFiniteError,
-    ProtocolMismatchError,
-    Recipe,
-    SimulatedWorld,
-    TopkDSA,
-    algorithms,
-)
+from tritoncomm import ExchangeTimeoutError, NonFiniteError, ProtocolMismatchError, Recipe, SimulatedWorld, algorithms
 from tritoncomm.algorithms.base import IndexRecipe, StaticRecipe
 from tritoncomm.primitives import packing, quantized_mean
 from tritoncomm.primitives.collectives import Regions, gather_regions, share_counts, share_rows
@@ -28,6 +19,7 @@ from tritoncomm.scheduler.rounds import AllGather, AllToAll, Op, Post, Round, Ti
 
 import laws
 import replay
+from baselines import GTopk, TopkDSA
 from depth import DEEP, trials
 from recipes import always_packed, under_test
 from tritoncomm_kernels import Selection

@@ -9,10 +9,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tritoncomm import ConfigurationError, NonFiniteError, RandomBlock, RandomK, Recipe, SimulatedWorld
-from tritoncomm.primitives.shared_random import all_below, below, draw, draws
+from tritoncomm import ConfigurationError, NonFiniteError, RandomBlock, Recipe, SimulatedWorld
+from tritoncomm.primitives.shared_random import below, draw, draws
 
 import laws
+from baselines import RandomK
+from baselines.random_k import all_below
 
 VECTORS = [
     (0, 0, 0, 1000, 0x2130748AAAC80268, 129),

@@ -7,6 +7,8 @@ import torch
 import tritoncomm
 from tritoncomm import ConfigurationError, OkTopk, SimulatedWorld, Warmup
 
+from baselines import DGC
+
 
 def test_dense_warmup() -> None:
     """The first steps are dense. The inner method counts its steps from the end of the warm-up."""
@@ -97,7 +99,7 @@ def test_who_can_quantize_dense_steps() -> None:
     class Unknown(tritoncomm.TopkAllgather):
         averages_when_dense = False
 
-    for recipe, schedule in ((tritoncomm.DGC(), "dense"), (Unknown(), "dense"), (OkTopk(), "exponential")):
+    for recipe, schedule in ((DGC(), "dense"), (Unknown(), "dense"), (OkTopk(), "exponential")):
         with pytest.raises(ConfigurationError, match=r"values='8bit'\): must be 'fp32'"):
             Warmup(recipe=recipe, steps=2, schedule=schedule, values="8bit")
     with pytest.raises(ConfigurationError, match=r"values='3bit'\): must be 'fp32' or one of '8bit', '4bit', '2bit'"):
@@ -115,7 +117,7 @@ def test_density_1_is_not_quantized() -> None:
 
 def test_exponential_warmup() -> None:
     """Five stages of equal length lower the density to 0.1 %, and momentum continues across stages."""
-    recipe = Warmup(recipe=tritoncomm.DGC(density=0.001), steps=10, schedule="exponential")
+    recipe = Warmup(recipe=DGC(density=0.001), steps=10, schedule="exponential")
     assert recipe.densities() == pytest.approx([0.2512, 0.0631, 0.01585, 0.00398, 0.001], rel=0.01)
     assert [recipe.stage(step) for step in range(12)] == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 4, 4]
     world = SimulatedWorld(recipe, 1, 1000)

@@ -20,6 +20,7 @@ from tritoncomm import ConfigMismatchError, ConfigurationError, checkpoint
 from tritoncomm.step import state as exchange_state
 
 import laws
+from baselines import DGC
 
 MAKERS = {
     "sgd": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
@@ -114,7 +115,7 @@ def read(rank: int, world_size: int, send, folder: str, recipe: str) -> None:
 
 # Other nodes between one run and the next: ranks, and ranks of a node or None for one node, in the order of the runs.
 CHAINS = [[(4, 2), (2, None), (4, 2)], [(4, 2), (3, None), (4, 2)], [(4, 2), (4, None), (4, 2)]]
-METHODS_IN_NODES = ["oktopk", "exdyna", tritoncomm.DGC(density=0.1, momentum=0.0)]
+METHODS_IN_NODES = ["oktopk", "exdyna", DGC(density=0.1, momentum=0.0)]
 STEPS_IN_NODES = 4
 
 

@@ -14,6 +14,8 @@ from tritoncomm.algorithms import Hierarchical
 from tritoncomm.amp import GradScaler
 from tritoncomm.scheduler.watcher import timeout_of
 
+from baselines import DGC
+
 
 def scaler_of_a_group(rank: int, world_size: int, send) -> None:
     """An overflow lowers the scale on the ranks of the optimizer's group, and on no others."""
@@ -64,7 +66,7 @@ def nodes_later(rank: int, world_size: int, send) -> None:
 def one_node_later(rank: int, world_size: int, send) -> None:
     """Each of two nodes continues alone, without nodes. Its share of the pending update is kept, to the bit."""
     node = dist.new_subgroups(2)[0]
-    for recipe in ("oktopk", tritoncomm.DGC(density=0.1)):
+    for recipe in ("oktopk", DGC(density=0.1)):
         model = tiny_model()
         inner = adamw(model) if recipe == "oktopk" else torch.optim.SGD(model.parameters(), lr=0.1)
         optimizer = tritoncomm.wrap(inner, recipe, dense_below=0, warmup_steps=1, node_group=node)

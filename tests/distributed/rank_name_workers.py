@@ -41,6 +41,7 @@ from tritoncomm.scheduler.process_group import ProcessGroupScheduler
 from tritoncomm.scheduler.rounds import AllReduce, InSubgroup, Round
 from tritoncomm.step.feedback import ErrorFeedback
 
+from baselines import TopkDSA
 from tritoncomm_kernels import Selection
 
 MEMBERS, AT_FAULT = [2, 3], 3
@@ -175,7 +176,7 @@ def inf_residual(rank: int, group: dist.ProcessGroup) -> None:
 def lonely_gradient(rank: int, group: dist.ProcessGroup) -> None:
     """A NaN that a group of one worker finds."""
     alone = ProcessGroupScheduler(dist.new_group([rank], use_local_synchronization=True))
-    for recipe in (tritoncomm.OkTopk(density=0.2), tritoncomm.TopkDSA(density=0.2)):
+    for recipe in (tritoncomm.OkTopk(density=0.2), TopkDSA(density=0.2)):
         feedback = ErrorFeedback(recipe.build(20))
         with pytest.raises(NonFiniteError) as caught:
             alone.run(feedback.begin(torch.full((20,), torch.nan), 0, 1))

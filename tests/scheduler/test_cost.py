@@ -9,24 +9,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from spardl_oracle import SPARDL_TABLE
-from tritoncomm import (
-    ConfigurationError,
-    Dense,
-    GTopk,
-    OkTopk,
-    Recipe,
-    SimulatedWorld,
-    SparDL,
-    TopkAllgather,
-    TopkDSA,
-    recipe,
-)
+from tritoncomm import ConfigurationError, Dense, OkTopk, Recipe, SimulatedWorld, SparDL, TopkAllgather, recipe
 from tritoncomm.primitives.distributed_topk import largest_shares
 from tritoncomm.scheduler.clock import VirtualClock
 from tritoncomm.scheduler.cost import HEADER_WORDS, WORD, Forecast, Link, Traffic
 from tritoncomm.scheduler.rounds import AllReduce, Post, Round, Wait
 from tritoncomm.scheduler.simulated import SimulatedScheduler
 
+from baselines import GTopk, TopkDSA
 from depth import examples
 from tritoncomm_kernels import Selection, largest
 

@@ -15,6 +15,7 @@ from tritoncomm.step.aware import AwareStep
 from tritoncomm.step.options import WrapOptions
 from tritoncomm.step.rules import RULES, exchanges_updates, find_rule
 
+from baselines import DGC
 from prepared_launcher import PreparedLauncher
 
 
@@ -209,8 +210,8 @@ def test_arguments_without_effect(caplog: pytest.LogCaptureFixture) -> None:
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
     tritoncomm.wrap(named("Muon"), algo="oktopk", density=0.03)  # the line of the README, for AdamW
     assert "without effect: algo='oktopk', density=0.03." in caplog.text
-    for given in ({"updates_algo": "dgc"}, {"algo": tritoncomm.DGC(density=0.1)}):
-        with pytest.raises(ConfigurationError, match="DGC has a momentum of its own, which is for gradients"):
+    for given in ({"updates_algo": "dgc"}, {"algo": DGC(density=0.1)}):
+        with pytest.raises(ConfigurationError, match="this method is for gradients, and Muon exchanges updates"):
             tritoncomm.wrap(named("Muon"), **given)
     with pytest.raises(ConfigurationError, match=r"updates_algo is the unknown algorithm '1bit'.*values='1bit'"):
         tritoncomm.wrap(named("Muon"), updates_algo="1bit")

@@ -19,6 +19,8 @@ from tritoncomm.step import state as exchange_state
 from tritoncomm.step.stages import Staged
 from tritoncomm.step.state import with_checksum
 
+from baselines import RandomK
+
 SHAPES = st.lists(st.lists(st.integers(0, 5), min_size=0, max_size=4).map(tuple), min_size=0, max_size=4)
 
 
@@ -163,7 +165,7 @@ def test_values_near_overflow() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"recipe": tritoncomm.RandomK()}, "must be a method that compares entries"),
+        ({"recipe": RandomK()}, "must be a method that compares entries"),
         ({"recipe": Staged(recipe=OkTopk(), shapes=((2, 2),))}, "must not have stages already"),
         ({"decay": 1.0}, r"decay=1.0.*in \[0, 1\)"),
         ({"renew_every": 0}, "renew_every=0.*at least 1"),

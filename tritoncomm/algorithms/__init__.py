@@ -1,18 +1,13 @@
-"""Recipes by name. A new method needs one file and one entry in ``_RECIPES`` or ``_BASELINES``."""
+"""Recipes by name. A new method needs one file and one entry in ``_RECIPES``, or :func:`register`."""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 from tritoncomm.algorithms.base import Algorithm, Recipe
-from tritoncomm.algorithms.baselines.dgc import DGC
-from tritoncomm.algorithms.baselines.gtopk import GTopk
-from tritoncomm.algorithms.baselines.random_k import RandomK
-from tritoncomm.algorithms.baselines.threshold_allgather import GaussianK, HardThreshold, SIDCo
-from tritoncomm.algorithms.baselines.topk_dsa import TopkDSA
 from tritoncomm.algorithms.dense import Dense
 from tritoncomm.algorithms.exdyna import ExDyna, MiCRO
 from tritoncomm.algorithms.hierarchical import Hierarchical
@@ -25,39 +20,65 @@ from tritoncomm.algorithms.warmup import Warmup
 from tritoncomm.errors import ConfigurationError
 
 _RECIPES: tuple[type[Recipe], ...] = (Dense, ExDyna, MiCRO, OkTopk, Quantized, RandomBlock, SparDL, TopkAllgather)
-_BASELINES: tuple[type[Recipe], ...] = (DGC, GaussianK, GTopk, HardThreshold, RandomK, SIDCo, TopkDSA)
-_BY_NAME = {kind.name: kind for kind in (*_RECIPES, *_BASELINES)}
+_BY_NAME = {kind.name: kind for kind in _RECIPES}
+_Kind = TypeVar("_Kind", bound=type[Recipe])
 
 __all__ = [
-    "DGC",
     "Algorithm",
     "Dense",
     "ExDyna",
-    "GTopk",
-    "GaussianK",
-    "HardThreshold",
     "Hierarchical",
     "MiCRO",
     "OkTopk",
     "Quantized",
     "RandomBlock",
-    "RandomK",
     "Recipe",
-    "SIDCo",
     "SparDL",
     "TopkAllgather",
-    "TopkDSA",
     "Warmup",
     "algorithms",
     "at_density",
     "recipe",
+    "register",
     "takes_density",
+    "takes_updates",
 ]
 
 
 def algorithms() -> list[str]:
-    """Return the names that ``algo=`` and :func:`recipe` accept: methods to train with, then those to compare with."""
+    """Return the names that ``algo=`` and :func:`recipe` accept: those of the library, then registered ones."""
     return list(_BY_NAME)
+
+
+def register(recipe_class: _Kind) -> _Kind:
+    """Give the method of ``recipe_class`` its name, so that ``algo=``, :func:`recipe` and ``simulate`` accept it.
+
+    Returns ``recipe_class``, so this is also a decorator. Registering a class again has no effect.
+
+    Raises:
+        ConfigurationError: It is not a recipe class with a name and a default for every field, or the name is taken.
+    """
+    if not (isinstance(recipe_class, type) and issubclass(recipe_class, Recipe)):
+        raise ConfigurationError(f"register({recipe_class!r}): pass a class that is derived from tritoncomm.Recipe")
+    name = getattr(recipe_class, "name", None)
+    if not (isinstance(name, str) and name.isidentifier()):
+        raise ConfigurationError(f"{recipe_class.__name__}.name is {name!r}: set it to an identifier, as 'my_method'")
+    if not dataclasses.is_dataclass(recipe_class) or "__dataclass_params__" not in vars(recipe_class):
+        raise ConfigurationError(f"{recipe_class.__name__}: decorate it by dataclass(frozen=True, kw_only=True)")
+    missing = dataclasses.MISSING
+    needed = [
+        field.name
+        for field in dataclasses.fields(recipe_class)
+        if field.init and field.default is missing and field.default_factory is missing
+    ]
+    if needed:
+        raise ConfigurationError(f"{recipe_class.__name__} has no default for {', '.join(needed)}: all fields need one")
+    if _BY_NAME.setdefault(name, recipe_class) is not recipe_class:
+        raise ConfigurationError(
+            f"{recipe_class.__name__}.name is {name!r}, which is the name of {_BY_NAME[name].__qualname__}: choose "
+            "another one"
+        )
+    return recipe_class
 
 
 def recipe(name: str, **fields: Any) -> Recipe:
@@ -87,6 +108,13 @@ def at_density(name: str, density: float, **fields: Any) -> Recipe:
 def takes_density(name: str) -> bool:
     """Return False for the name of a method that always delivers every entry, in few bits, and has no density."""
     return not isinstance(name, str) or name not in _BY_NAME or _BY_NAME[name].has_density
+
+
+def takes_updates(algo: str | Recipe | None) -> bool:
+    """Return False for a recipe, or the name of a method, that is made for gradients alone (see :class:`Recipe`)."""
+    if isinstance(algo, Recipe):
+        return algo.layers[-1].takes_updates
+    return algo not in _BY_NAME or _BY_NAME[algo].takes_updates
 
 
 def field_names(name: str) -> list[str]:

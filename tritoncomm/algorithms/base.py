@@ -164,12 +164,14 @@ class Recipe(ABC):
 
     ``averages_when_dense`` says that a step at density 1 delivers the mean and has no other effect. Only then may the
     dense steps of a warm-up be quantized. ``has_density`` is False for a method that always delivers every entry, and
-    whose density must therefore be 1.
+    whose density must therefore be 1. ``takes_updates`` is False for a method that is made for gradients, and
+    would spoil the updates of an optimizer, for example by a momentum of its own.
     """
 
     name: ClassVar[str]
     averages_when_dense: ClassVar[bool] = False
     has_density: ClassVar[bool] = True
+    takes_updates: ClassVar[bool] = True
     density: float = 0.01
 
     def __post_init__(self) -> None:

@@ -50,10 +50,6 @@ _BOUND = "lower bound 2k(P-1)/P"
 WHY = {
     "exdyna": "volume follows the delivered entries, up to 2k while the threshold adapts; unequal partitions cost more",
     "micro": "as for exdyna; with fixed partitions, the one with the large gradients sends most of the entries",
-    "gaussiank": "with heavy-tailed gradients, the threshold of the normal fit selects more than k entries, up to 1.5k",
-    "sidco": "the fitted threshold selects more or fewer than k entries, or fewer than k are non-zero",
-    "hard_threshold": "the threshold of the first step is kept while residuals grow",
-    "topk_dsa": "fewer than k entries may be non-zero; the owner of a busy region receives more than its share",
     "oktopk": "regions do not receive the same number of entries; a re-evaluation adds candidates for the k largest",
     "random_block": "the last block of the vector is shorter",
 }

@@ -184,7 +184,7 @@ def _table(setting: Setting, density: float, dense: Estimate, *, everything: boo
     ]
     for group in groups:
         lines += [_row(each, dense) for each in sorted(group, key=lambda found: found.step)]
-    last = "Some of the other methods need a lower learning rate: random_k and random_block do."
+    last = "Some of the other methods need a lower learning rate: random_block does."
     return [*lines, last if everything else "Other methods and densities: --all"]
 
 

@@ -13,7 +13,6 @@ import numpy.typing as npt
 _GOLDEN = 0x9E3779B97F4A7C15
 _FACTORS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 _WORD = (1 << 64) - 1
-_HALF = np.uint64(0xFFFFFFFF)
 
 Words = npt.NDArray[np.uint64]
 
@@ -50,14 +49,6 @@ def below(bits: int, bound: int) -> int:
     The modulo bias is negligible.
     """
     return (bits * bound) >> 64
-
-
-def all_below(bits: Words, bounds: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Apply :func:`below` elementwise. ``bounds`` must be below 2^32."""
-    wide = bounds.astype(np.uint64)
-    high, low = bits >> np.uint64(32), bits & _HALF
-    product = (high * wide + ((low * wide) >> np.uint64(32))) >> np.uint64(32)
-    return np.asarray(product, dtype=np.int64)
 
 
 def _mix(z: int) -> int:

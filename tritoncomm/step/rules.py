@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tritoncomm.algorithms import DGC, Dense, Recipe, takes_density
+from tritoncomm.algorithms import Dense, Recipe, takes_density, takes_updates
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.scheduler.process_group import is_distributed
 from tritoncomm.step.adam import StalenessAwareAdam
@@ -96,10 +96,10 @@ def check_exchange(optimizer: torch.optim.Optimizer, options: WrapOptions, given
         )
     _check_points(kinds, options)
     for name in ["updates_algo", *(["algo"] if all(kinds.values()) else [])]:
-        if given.get(name) == DGC.name or isinstance(given.get(name), DGC):
+        if not takes_updates(given.get(name)):
             raise ConfigurationError(
-                f"{name}={given[name]!r}: DGC has a momentum of its own, which is for gradients of SGD, and {names} "
-                "exchanges updates: choose another method"
+                f"{name}={given[name]!r}: this method is for gradients, and {names} exchanges updates: choose another "
+                "method"
             )
     without = [
         each

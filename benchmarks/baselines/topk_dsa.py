@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-
-import tritoncomm_kernels as kernels
 from tritoncomm.algorithms.base import BudgetedAlgorithm, Recipe, Stateless, check, check_at_least
 from tritoncomm.errors import NonFiniteError
 from tritoncomm.primitives import packing
@@ -36,6 +34,8 @@ from tritoncomm.scheduler import cost
 from tritoncomm.scheduler.cost import Flow, Forecast, both
 from tritoncomm.scheduler.ranks import named
 from tritoncomm.scheduler.rounds import Inbox, Pattern
+
+import tritoncomm_kernels as kernels
 from tritoncomm_kernels import Selection
 
 

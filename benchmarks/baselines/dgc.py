@@ -13,8 +13,6 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
-
-import tritoncomm_kernels as kernels
 from tritoncomm.algorithms.base import Algorithm, BudgetedAlgorithm, EntryRecipe, check, check_at_least, check_number
 from tritoncomm.errors import ConfigurationError, NonFiniteError
 from tritoncomm.primitives.accumulator import Accumulator
@@ -24,6 +22,8 @@ from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.scheduler import cost
 from tritoncomm.scheduler.cost import Forecast, both
 from tritoncomm.scheduler.rounds import Pattern
+
+import tritoncomm_kernels as kernels
 
 _CLIP_SCALES = {"one": 0.0, "sqrtP": 0.5, "inv_sqrtP": -0.5}
 
@@ -39,6 +39,7 @@ class DGC(EntryRecipe):
     """
 
     name: ClassVar[str] = "dgc"
+    takes_updates: ClassVar[bool] = False
     momentum: float = 0.9
     nesterov: bool = False
     masking: bool = True

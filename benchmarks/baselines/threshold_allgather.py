@@ -12,8 +12,6 @@ from statistics import NormalDist
 from typing import Any, ClassVar
 
 import torch
-
-import tritoncomm_kernels as kernels
 from tritoncomm.algorithms.base import (
     BudgetedAlgorithm,
     EntryRecipe,
@@ -29,6 +27,8 @@ from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.scheduler import cost
 from tritoncomm.scheduler.cost import Forecast, both
 from tritoncomm.scheduler.rounds import Pattern
+
+import tritoncomm_kernels as kernels
 from tritoncomm_kernels import Selection
 
 # As in the GaussianK code released with Ok-Topk: up to 20 corrections of 2 %, until the count is within 25 % of k.

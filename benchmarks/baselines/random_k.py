@@ -10,20 +10,22 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import numpy as np
+import numpy.typing as npt
 import torch
-
-import tritoncomm_kernels as kernels
 from tritoncomm.algorithms.base import BudgetedAlgorithm, Counted, Recipe, check_number
 from tritoncomm.primitives.accumulator import Accumulator
 from tritoncomm.primitives.collectives import dense_exchange, shared_mean
 from tritoncomm.primitives.selection import entries_to_keep
-from tritoncomm.primitives.shared_random import all_below, draws
+from tritoncomm.primitives.shared_random import Words, draws
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.scheduler import cost
 from tritoncomm.scheduler.cost import Forecast, both
 from tritoncomm.scheduler.rounds import Pattern
 
+import tritoncomm_kernels as kernels
+
 _PHASE = "values"
+_HALF = np.uint64(0xFFFFFFFF)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,3 +86,11 @@ class RandomKAlgorithm(BudgetedAlgorithm):
         if self.goes_dense:
             return cost.dense(self.numel, world_size)
         return Forecast({_PHASE: both(cost.all_reduce(self.k, cost.WORD, world_size))})
+
+
+def all_below(bits: Words, bounds: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Apply :func:`~tritoncomm.primitives.shared_random.below` elementwise. ``bounds`` must be below 2^32."""
+    wide = bounds.astype(np.uint64)
+    high, low = bits >> np.uint64(32), bits & _HALF
+    product = (high * wide + ((low * wide) >> np.uint64(32))) >> np.uint64(32)
+    return np.asarray(product, dtype=np.int64)

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-
-import tritoncomm_kernels as kernels
 from tritoncomm.algorithms.base import BudgetedAlgorithm, Recipe, Stateless
 from tritoncomm.errors import NonFiniteError
 from tritoncomm.primitives.accumulator import Accumulator
@@ -25,6 +23,8 @@ from tritoncomm.primitives.verdict import REJECTED
 from tritoncomm.scheduler import cost
 from tritoncomm.scheduler.cost import Flow, Forecast
 from tritoncomm.scheduler.rounds import Inbox, Pattern, Round
+
+import tritoncomm_kernels as kernels
 from tritoncomm_kernels import Selection
 
 
