@@ -1,0 +1,95 @@
+"""How much does Python do in one step? It counts calls of functions, which do not depend on the machine.
+
+Two workers train ten tensors with 9,900 parameters by AdamW, once behind ``DistributedDataParallel``, and once wrapped
+with the defaults. Calls of functions in Python and in C count, as cProfile counts them, from the backward pass to the
+end of ``step()``, in the median of several ordinary steps behind the dense ones at the start. ``--top`` lists the functions with most calls.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections import Counter
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+import tritoncomm
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from tritoncomm.scheduler.local_workers import Send, run_workers
+
+from selection import machine
+
+WORKERS, START, STEPS = 2, 16, 9
+WIDTHS = (60, 50, 40, 40, 40, 20)  # five linear layers: 9,900 parameters with their biases
+
+
+def network() -> nn.Module:
+    """Return the model."""
+    torch.manual_seed(0)
+    layers: list[nn.Module] = []
+    for before, after in zip(WIDTHS, WIDTHS[1:], strict=False):
+        layers += [nn.Linear(before, after), nn.Tanh()]
+    return nn.Sequential(*layers)
+
+
+def count(rank: int, world_size: int, send: Send, wraps: bool) -> None:
+    """Train, and send the calls of each function in the median step."""
+    model = network()
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters())
+    trained: nn.Module = model
+    if wraps:
+        optimizer = tritoncomm.wrap(optimizer)
+    else:
+        trained = DistributedDataParallel(model)
+    found: list[Counter[str]] = []
+    generator = torch.Generator().manual_seed(rank)
+    for _ in range(START + 2 + STEPS):
+        optimizer.zero_grad()
+        loss = trained(torch.randn(8, WIDTHS[0], generator=generator)).square().mean()
+        calls: Counter[str] = Counter()
+
+        def note(frame: FrameType, event: str, _: Any, calls: Counter[str] = calls) -> None:
+            if event in ("call", "c_call"):
+                code = frame.f_code  # a call of C counts for the function that makes it
+                calls[f"{Path(code.co_filename).parent.name}/{Path(code.co_filename).name}:{code.co_qualname}"] += 1
+
+        sys.setprofile(note)
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        sys.setprofile(None)
+        found.append(calls)
+    if rank == 0:
+        found = found[START + 2 :]
+        middle = statistics.median_low([each.total() for each in found])
+        send(next(each for each in found if each.total() == middle))
+
+
+def counted(*, wraps: bool) -> Counter[str]:
+    """Return the calls of each function in one step of the first worker."""
+    heard: list[Counter[str]] = []
+    run_workers(count, WORKERS, wraps, listen=heard.append)
+    return heard[0]
+
+
+def main() -> None:
+    """Count, and print both totals."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--top", type=int, default=0, help="number of functions to list")
+    parser.add_argument("--json", type=Path, help="write the totals to this file")
+    options = parser.parse_args()
+    dense, ours = counted(wraps=False), counted(wraps=True)
+    print(f"Calls in a step: DistributedDataParallel {dense.total()}, tritoncomm {ours.total()}")
+    for name, calls in ours.most_common(options.top):
+        print(f"{calls:6} {name}")
+    if options.json:
+        content = {"machine": machine(), "calls": {"ddp": dense.total(), "tritoncomm": ours.total()}}
+        options.json.write_text(json.dumps(content, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
