@@ -2,7 +2,8 @@
 
 Two workers train ten tensors with 9,900 parameters by AdamW, once behind ``DistributedDataParallel``, and once wrapped
 with the defaults. Calls of functions in Python and in C count, as cProfile counts them, from the backward pass to the
-end of ``step()``, in the median of several ordinary steps behind the dense ones at the start. ``--top`` lists the functions with most calls.
+end of ``step()``: the median of several ordinary steps, after the dense ones at the start. ``--top`` lists the
+functions that are called most.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import json
 import statistics
 import sys
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -32,12 +34,12 @@ def network() -> nn.Module:
     """Return the model."""
     torch.manual_seed(0)
     layers: list[nn.Module] = []
-    for before, after in zip(WIDTHS, WIDTHS[1:], strict=False):
+    for before, after in pairwise(WIDTHS):
         layers += [nn.Linear(before, after), nn.Tanh()]
     return nn.Sequential(*layers)
 
 
-def count(rank: int, world_size: int, send: Send, wraps: bool) -> None:
+def count(rank: int, _: int, send: Send, wraps: bool) -> None:
     """Train, and send the calls of each function in the median step."""
     model = network()
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters())
