@@ -39,6 +39,8 @@ FOLDER = Path(__file__).parent / "results"
 RATES = {"10 Mbit/s": 1e7, "20 Mbit/s": 2e7, "100 Mbit/s": 1e8, "1 Gbit/s": 1e9}
 PICTURED = "100 Mbit/s"
 FAR, SHOWN = 1.15, 1.6  # times the final loss of dense training: where a method is left out, and where curves begin
+NEAR = 0.01  # of the loss: texts of lines this near would overlap
+TICKS = 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000  # kilobytes
 CHANCE = math.log(256)  # loss of a byte before the first step
 
 
@@ -279,8 +281,7 @@ def picture(found: Sequence[Entry], paces: Paces, path: Path, target: str = "ada
     with mpl.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
         figure = Figure(figsize=(6.5 if paces.is_empty else 12, 5.6), layout="constrained")
         left, *others = figure.subplots(1, 1 if paces.is_empty else 2, squeeze=False)[0]
-        groups = {entry.name: list(entry.outcomes.values()) for entry in found}
-        runs.draw(left, groups, {name: {"fmt": "", **style} for name, style in styles.items()})
+        _against_bytes(left, found, styles)
         for axes in others:
             known = [entry for entry in found if paces.knows(entry.method, RATES[PICTURED])]
             _against_seconds(axes, known, partial(seconds_after, paces=paces, rate=RATES[PICTURED]), styles)
@@ -290,6 +291,29 @@ def picture(found: Sequence[Entry], paces: Paces, path: Path, target: str = "ada
         handles, names = figure.axes[-1].get_legend_handles_labels()
         figure.legend(handles, names, loc="outside lower center", ncols=3, frameon=False, fontsize=8)
         figure.savefig(path, dpi=130, format="png")
+
+
+def _against_bytes(axes: Any, found: Sequence[Entry], styles: dict[str, dict[str, Any]]) -> None:
+    """Draw the mean loss of each method against bytes. Dense ones are horizontal lines."""
+    lines: dict[float, list[str]] = {}  # by their height, those near one another together
+    for entry in sorted(found, key=lambda entry: -entry.mean("kilobytes")):
+        name, scores = entry.name, [outcome["score"] for outcome in entry.outcomes.values()]
+        mean, kilobytes = statistics.fmean(scores), entry.mean("kilobytes")
+        if name.startswith("dense "):
+            axes.axhline(mean, color="0.6", linewidth=0.8, linestyle="--")
+            text = f"{name} ({kilobytes:.0f} kB)"
+            near = next((other for other in lines if abs(other / mean - 1) < NEAR), mean)
+            lines.setdefault(near, []).append(text)
+            continue
+        spread = [[mean - min(scores)], [max(scores) - mean]]
+        axes.errorbar(kilobytes, mean, yerr=spread, label=name, fmt="", markersize=5, **styles[name])
+    for height, texts in lines.items():
+        place = "axes fraction", "data"
+        axes.annotate(", ".join(texts), (0.01, height), xycoords=place, fontsize=8, va="bottom")
+    axes.set(xscale="log", xlabel="kB per step and worker", ylabel="validation loss (nats per byte)")
+    axes.set_xticks(TICKS, [f"{tick:g}" for tick in TICKS])
+    axes.minorticks_off()
+    axes.grid(alpha=0.25)
 
 
 def _against_seconds(
@@ -318,7 +342,7 @@ def mean_curve(entry: Entry) -> tuple[list[float], list[float]]:
 
 def smoke_results() -> Results:
     """Train a few steps of dense, Ok-Topk and DiLoCo at two rates, and another seed at the first of them."""
-    dense = Run("demo", 4, "adamw", 0.001, "dense")
+    dense = Run("gpt", 4, "adamw", 0.001, "dense")
     sparse = replace(dense, exchange="gradients", method="oktopk", values="4bit", density=0.03, dense_steps=1)
     local = replace(dense, exchange="updates", local_steps=2, outer_lr=0.7, outer_momentum=0.9)
     swept = [replace(each, seed=10) for each in (dense, sparse, local)] + [replace(dense, lr=1e-4, seed=10)]
@@ -343,6 +367,7 @@ def arguments() -> argparse.ArgumentParser:
 def main() -> None:
     """Print the tables, and write the requested files."""
     options = arguments().parse_args()
+    options.task = "gpt" if options.smoke else options.task
     results = smoke_results() if options.smoke else runs.read(*options.runs)
     found = entries(results, options.task, options.sweep)
     print(f"Sweep on seeds {options.sweep}:\n\n{sweep_table(results, options.task, options.sweep)}\n", flush=True)

@@ -1,26 +1,26 @@
 """Bytes and milliseconds of one exchange of every method, between local processes.
 
 Every method runs in the same processes on the same gradients, with plain messages, with packed ones, and with values of
-4 bits. Bytes are those of the busiest rank, in the direction
-with more bytes. Times are means over the ranks, and of these the median over the steps.
+4 bits. The table has, per step:
 
-A message is a short one, sent or received: the CPU time of the scheduler, and of ``isend`` or ``irecv`` alone.
-
-CPU time is that of the thread that runs the exchange: waiting for the network does not count, nor do the threads of
-gloo. It is also given as a multiple of a plain copy of the vector by the same thread, just before.
+* ``MB``: what the busiest rank sent or received, whichever is more. ``ordinary`` is the forecast of an ordinary step,
+  ``predicted`` the upper bound of each step, and ``held`` says whether no step exceeded it.
+* ``words/k``: the same in words of 4 bytes over the number of entries to deliver. ``largest`` is the largest step that
+  reuses thresholds, ``re-eval`` the mean of the others. The bound of Ok-Topk's paper is 6(P-1)/P for P workers.
+* ``select``, ``exch.`` and ``apply``: milliseconds of the selection, of waiting for the network, and of the rest. Times
+  are means over the ranks, and of these the median over the steps.
+* ``cpu ms``: CPU time of the thread that runs the exchange, without waiting, and without the threads of gloo, in the
+  last third of the steps. ``copies`` is the same as a multiple of a plain copy of the vector by the same thread, just
+  before. ``+ dense`` is what it takes to write the mean as a dense vector.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import statistics
-import subprocess
 import time
 from dataclasses import dataclass, replace
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -32,14 +32,13 @@ from tritoncomm.planning import planner
 from tritoncomm.planning.synthetic_gradients import LayeredGradients
 from tritoncomm.scheduler.local_workers import Send, run_workers
 from tritoncomm.scheduler.process_group import ProcessGroupScheduler
-from tritoncomm.scheduler.rounds import Pattern, Round
 from tritoncomm.step.feedback import ErrorFeedback
 from tritoncomm.step.stages import Staged
 
 import baselines  # noqa: F401 - registers them
+from selection import machine
 
 COLUMNS = 1000
-MESSAGE_WORDS = 100
 SCALED = 22  # steps at least with selection by update: it scales from step 20 on
 # Label and fields of each format. A method has those whose fields it has.
 FORMATS: dict[str, dict[str, Any]] = {
@@ -164,38 +163,6 @@ def measure(
     )  # fmt: skip
 
 
-def messages(rank: int, world_size: int, send: Send, count: int) -> None:
-    """Send and receive ``count`` short messages around a ring. Rank 0 sends the CPU seconds that one of them takes.
-
-    They are those of the scheduler, and those of ``isend`` and ``irecv`` alone. Of each, the least of five runs counts.
-    """
-    scheduler, content = ProcessGroupScheduler(), torch.ones(MESSAGE_WORDS, dtype=torch.int32)
-    buffer, after, before = torch.empty_like(content), (rank + 1) % world_size, (rank - 1) % world_size
-
-    def ring() -> Pattern[None]:
-        for _ in range(count):
-            yield Round("ring", {after: content}, {before: MESSAGE_WORDS})
-
-    def bare() -> None:
-        for _ in range(count):
-            works = [dist.irecv(buffer, before), dist.isend(content, after)]
-            for work in works:
-                assert work is not None
-                work.wait()
-
-    seconds = []
-    for run in (lambda: scheduler.run(ring()), bare):
-        taken = []
-        for _ in range(5):
-            dist.barrier()
-            started = time.thread_time()
-            run()
-            taken.append((time.thread_time() - started) / (2 * count))  # one is sent, and one received
-        seconds.append(min(taken))
-    if rank == 0:
-        send(tuple(seconds))
-
-
 def copy_seconds(source: torch.Tensor, target: torch.Tensor) -> float:
     """Return the seconds of CPU time that a plain copy takes."""
     started = time.thread_time()
@@ -203,105 +170,92 @@ def copy_seconds(source: torch.Tensor, target: torch.Tensor) -> float:
     return time.thread_time() - started
 
 
-def show(rows: list[Row], world_size: int) -> list[dict[str, Any]]:
-    """Print the table and return its figures. ``rows[0]`` is dense."""
-    dense = statistics.median(map(sum, zip(rows[0].select, rows[0].exchange, rows[0].apply, strict=True)))
-    print(
-        "per step on the busiest rank; words/k: mean; largest: largest step that reuses thresholds; "
-        "re-eval: mean of the other steps; ordinary: forecast; held: no step exceeds the predicted bound; cpu ms: of "
-        "the last third of the steps without re-evaluations; copies: the same in copies of the vector; + dense: to "
-        "write the mean as a dense vector"
+def figures(row: Row, dense_ms: float) -> dict[str, Any]:
+    """Return the means and medians of one method. ``dense_ms`` are the milliseconds of a dense exchange."""
+    words = [used / 4 / row.k for used in row.bytes]
+    reuse = [w for w, again in zip(words, row.reevaluated, strict=True) if not again]
+    again = [w for w, again in zip(words, row.reevaluated, strict=True) if again]
+    select, exchange, apply = (statistics.median(part) for part in (row.select, row.exchange, row.apply))
+    late = range(2 * len(row.bytes) // 3, len(row.bytes))
+    late = [step for step in late if not row.reevaluated[step]] or list(late)
+    cpu, copy, dense_form = (
+        statistics.median(part[step] for step in late) for part in (row.cpu, row.copy, row.dense_form)
     )
-    print(
-        f"{'method':22}{'density':>8}{'MB':>8}{'ordinary':>9}{'predicted':>10}{'words/k':>9}{'largest':>9}{'re-eval':>9}{'6(P-1)/P':>9}"
-        f"{'held':>6}{'msgs':>6}{'select':>8}{'exch.':>8}{'apply':>8}{'total ms':>9}{'vs dense':>9}"
-        f"{'cpu ms':>8}{'copies':>8}{'+ dense':>8}"
-    )
-    results = []
-    for row in rows:
-        words = [used / 4 / row.k for used in row.bytes]
-        reuse = [w for w, again in zip(words, row.reevaluated, strict=True) if not again]
-        again = [w for w, again in zip(words, row.reevaluated, strict=True) if again]
-        parts = [statistics.median(part) for part in (row.select, row.exchange, row.apply)]
-        total = statistics.median(map(sum, zip(row.select, row.exchange, row.apply, strict=True)))
-        late = range(2 * len(row.bytes) // 3, len(row.bytes))
-        late = [step for step in late if not row.reevaluated[step]] or list(late)
-        cpu, copy, dense_form = (
-            statistics.median(part[step] for step in late) for part in (row.cpu, row.copy, row.dense_form)
-        )
-        figures = {
-            "method": row.name, "density": row.density, "k": row.k, "steps": len(row.bytes),
-            "bytes_mean": statistics.fmean(row.bytes), "words_per_k_mean": statistics.fmean(words),
-            "words_per_k_reuse_mean": statistics.fmean(reuse) if reuse else None,
-            "words_per_k_reuse_max": max(reuse, default=None),
-            "words_per_k_reevaluation_mean": statistics.fmean(again) if again else None,
-            "bytes_ordinary_mean": statistics.fmean(row.ordinary),
-            "bytes_predicted_mean": statistics.fmean(row.predicted),
-            "within_prediction": all(u <= p for u, p in zip(row.bytes, row.predicted, strict=True)),
-            "messages_mean": statistics.fmean(row.messages),
-            "density_delivered": statistics.fmean(row.delivered) / (row.k / row.density),
-            "select_ms": parts[0], "exchange_ms": parts[1], "apply_ms": parts[2], "total_ms": total,
-            "ratio_to_dense": total / dense,
-            "cpu_ms": cpu, "copy_ms": copy, "copies": cpu / copy, "dense_form_copies": dense_form / copy,
-        }  # fmt: skip
-        results.append(figures)
-        bound = 6 * (world_size - 1) / world_size
-        print(
-            f"{row.name:22}{row.density:8.2%}{figures['bytes_mean'] / 1e6:8.3f}"
-            f"{figures['bytes_ordinary_mean'] / 1e6:9.3f}{figures['bytes_predicted_mean'] / 1e6:10.3f}"
-            f"{figures['words_per_k_mean']:9.2f}{max(reuse, default=0):9.2f}"
-            f"{(statistics.fmean(again) if again else 0):9.2f}{bound:9.2f}"
-            f"{'yes' if figures['within_prediction'] else 'NO':>6}{figures['messages_mean']:6.0f}"
-            f"{parts[0]:8.1f}{parts[1]:8.1f}{parts[2]:8.1f}{total:9.1f}{total / dense:8.2f}x"
-            f"{cpu:8.1f}{cpu / copy:8.2f}{dense_form / copy:8.2f}"
-        )
-    return results
-
-
-def machine() -> dict[str, Any]:
-    """Return date, commit, machine and versions of this measurement."""
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)  # noqa: S607
+    total = total_ms(row)
     return {
-        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
-        "commit": commit.stdout.strip(),
-        "processor": platform.processor() or platform.machine(),
-        "cores": os.cpu_count(),
-        "load": os.getloadavg()[0],
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "tritoncomm": tritoncomm.__version__,
-    }
+        "method": row.name, "density": row.density, "k": row.k, "steps": len(row.bytes),
+        "bytes_mean": statistics.fmean(row.bytes), "words_per_k_mean": statistics.fmean(words),
+        "words_per_k_reuse_mean": statistics.fmean(reuse) if reuse else None,
+        "words_per_k_reuse_max": max(reuse, default=None),
+        "words_per_k_reevaluation_mean": statistics.fmean(again) if again else None,
+        "bytes_ordinary_mean": statistics.fmean(row.ordinary),
+        "bytes_predicted_mean": statistics.fmean(row.predicted),
+        "within_prediction": all(u <= p for u, p in zip(row.bytes, row.predicted, strict=True)),
+        "messages_mean": statistics.fmean(row.messages),
+        "density_delivered": statistics.fmean(row.delivered) / (row.k / row.density),
+        "select_ms": select, "exchange_ms": exchange, "apply_ms": apply, "total_ms": total,
+        "ratio_to_dense": total / dense_ms,
+        "cpu_ms": cpu, "copy_ms": copy, "copies": cpu / copy, "dense_form_copies": dense_form / copy,
+    }  # fmt: skip
 
 
-def main() -> None:
-    """Measure, print the table, and write the file that ``--json`` names."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+def total_ms(row: Row) -> float:
+    """Return the median milliseconds of a step."""
+    return statistics.median(map(sum, zip(row.select, row.exchange, row.apply, strict=True)))
+
+
+def cells(row: dict[str, Any]) -> dict[str, str]:
+    """Return the texts of one line of the table, by the head of their column."""
+    largest, again = row["words_per_k_reuse_max"] or 0, row["words_per_k_reevaluation_mean"] or 0
+    return {
+        "method": row["method"], "density": f"{row['density']:.2%}", "MB": f"{row['bytes_mean'] / 1e6:.3f}",
+        "ordinary": f"{row['bytes_ordinary_mean'] / 1e6:.3f}", "predicted": f"{row['bytes_predicted_mean'] / 1e6:.3f}",
+        "held": "yes" if row["within_prediction"] else "NO", "words/k": f"{row['words_per_k_mean']:.2f}",
+        "largest": f"{largest:.2f}", "re-eval": f"{again:.2f}", "msgs": f"{row['messages_mean']:.0f}",
+        "select": f"{row['select_ms']:.1f}", "exch.": f"{row['exchange_ms']:.1f}", "apply": f"{row['apply_ms']:.1f}",
+        "total ms": f"{row['total_ms']:.1f}", "x dense": f"{row['ratio_to_dense']:.2f}",
+        "cpu ms": f"{row['cpu_ms']:.1f}", "copies": f"{row['copies']:.2f}",
+        "+ dense": f"{row['dense_form_copies']:.2f}",
+    }  # fmt: skip
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Return the figures of all methods as text."""
+    lines = [cells(row) for row in rows]
+    widths = {head: max(len(head), *(len(line[head]) for line in lines)) for head in lines[0]}
+    every = [dict(zip(widths, widths, strict=True)), *lines]
+    return "\n".join("  ".join(line[head].rjust(width) for head, width in widths.items()) for line in every)
+
+
+def arguments() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--numel", type=float, default=25e6)
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--density", type=float, nargs="+", default=[0.01, 0.001])
     parser.add_argument("--algo", nargs="+", default=tritoncomm.algorithms(), choices=tritoncomm.algorithms())
     parser.add_argument("--formats", nargs="+", default=list(FORMATS), choices=list(FORMATS))
     parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
     parser.add_argument("--smoke", action="store_true", help="small and quick: only checks that the script runs")
-    options = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    """Measure, print the table, and write the requested file."""
+    options = arguments().parse_args()
     if options.smoke:
-        options.numel, options.workers, options.density = 1e5, 2, [0.01]
-        options.steps = 4
-    numel, world_size = int(options.numel), options.workers
-    print(f"{numel} fp32 values, {world_size} gloo workers, {options.steps} steps")
+        options.numel, options.workers, options.density, options.steps = 1e5, 2, [0.01], 4
+    numel, workers = int(options.numel), options.workers
+    print(f"{numel} fp32 values, {workers} gloo workers, {options.steps} steps")
     rows: list[Row] = []
     settings = (numel, options.algo, options.density, options.formats, options.steps)
-    run_workers(work, world_size, *settings, listen=rows.append)
-    exchanged = show(rows, world_size)
-    found: list[tuple[float, float]] = []
-    run_workers(messages, world_size, 20 if options.smoke else 500, listen=found.append)
-    message, bare = (1e6 * seconds for seconds in found[0])
-    print(f"a message of {MESSAGE_WORDS} words: {message:.0f} us of CPU, isend or irecv alone {bare:.0f} us")
+    run_workers(work, workers, *settings, listen=rows.append)
+    found = [figures(row, total_ms(rows[0])) for row in rows]  # the first is dense
+    print(table(found))
     if options.json:
-        used = {"numel": numel, "workers": world_size, "steps": options.steps}
-        content = {"machine": machine(), "settings": used, "exchange": exchanged}
-        content["message_us"] = {"scheduler": message, "isend_or_irecv": bare}
+        used = {"numel": numel, "workers": workers, "steps": options.steps}
+        content = {"machine": machine("cpu"), "settings": used, "exchange": found}
         options.json.write_text(json.dumps(content, indent=1) + "\n")
 
 

@@ -19,6 +19,7 @@ from tritoncomm.step.rules import find_rule
 from tritoncomm.step.stages import Staged
 from tritoncomm.step.update import coupled_decay
 
+import baselines  # noqa: F401 - registers them
 from demo_compressor import DeMoWorld
 from peers import SparseLoCoWorld
 from power_sgd import PowerSGDWorld

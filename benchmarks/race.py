@@ -221,8 +221,8 @@ def about() -> dict[str, Any]:
     return {"date": datetime.now(timezone.utc).isoformat(timespec="seconds"), "command": " ".join(sys.argv)}
 
 
-def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Return the options of the command line."""
+def arguments() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     places = [Place("namespaces", 4, "20mbit")]
     parser.add_argument("--network", type=Place.parse, nargs="+", default=places, help="see above")
@@ -238,7 +238,13 @@ def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="read finished runs from this file, and add new ones")
     parser.add_argument("--plot", type=Path, help="write a PNG of all rows to this file")
     parser.add_argument("--smoke", action="store_true", help="a tiny model and six steps: checks that the script runs")
-    options = parser.parse_args(arguments)
+    return parser
+
+
+def parsed() -> argparse.Namespace:
+    """Return the options of the command line, or exit with what is wrong with them."""
+    parser = arguments()
+    options = parser.parse_args()
     if options.times_only and options.timed_steps is None:
         parser.error("--times-only needs --timed-steps N")
     for text in [*options.rivals, *options.ours]:

@@ -109,7 +109,7 @@ class Watch:
             parameter.register_post_accumulate_grad_hook(self._note)
 
     def _note(self, _: torch.Tensor) -> None:
-        self.last = time.time()
+        self.last = time.perf_counter()
 
 
 class Trained:
@@ -214,9 +214,9 @@ class DiLoCo(Trained):
     def _merge(self) -> None:
         own = list(self.model.parameters())
         change = torch.cat([(a - x).reshape(-1) for a, x in zip(self._anchor, own, strict=True)])
-        started = time.time()
+        started = time.perf_counter()
         dist.all_reduce(change)
-        self._waited = time.time() - started
+        self._waited = time.perf_counter() - started
         change /= dist.get_world_size()
         for anchor, part in zip(self._anchor, change.split([a.numel() for a in self._anchor]), strict=True):
             anchor.grad = part.view_as(anchor)

@@ -91,7 +91,7 @@ def interface() -> str:
 
 @dataclass
 class Settings:
-    """How to run a cell: the number of its steps to take, and workers per interface."""
+    """How to run a cell: the number of its steps to take, and the workers per interface."""
 
     take: int
     shared_by: int
@@ -180,14 +180,14 @@ class Run:
                 self._report(step)
 
     def _step(self, step: int) -> None:
-        began = time.time()
+        began = time.perf_counter()
         self.trained.optimizer.zero_grad()
         self.loss(self.trained.model, step).backward()
-        returned = time.time()
+        returned = time.perf_counter()
         self.trained.optimizer.step()
         if step + 1 == self.cell.steps:
             self.trained.finish()
-        ended = time.time()
+        ended = time.perf_counter()
         self.seconds.append(ended - began)
         self.parts.append(self.trained.parts(began, returned, ended))
 

@@ -1,18 +1,14 @@
-"""Runs of ``train.py``: what identifies one, the file that holds them, and the picture of loss against bytes."""
+"""Runs of ``train.py``: what identifies one, the file that holds them, and its name in tables."""
 
 from __future__ import annotations
 
 import fcntl
 import json
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
-
-_NEAR = 0.01  # of the loss: texts of lines this near would overlap
-_TICKS = 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000  # kilobytes
 
 
 @dataclass(frozen=True)
@@ -154,48 +150,6 @@ def label(run: Run) -> str:
 def bits_of(run: Run) -> str:
     """Return the format of the values of ``run`` in words."""
     return run.values.replace("bit", " bit" if run.values == "1bit" else " bits")
-
-
-def picture(results: Results, path: Path) -> None:
-    """Write a PNG of the mean loss of each group of runs against the bytes that a worker sends per step."""
-    import matplotlib as mpl
-    from matplotlib.figure import Figure
-
-    groups: dict[str, list[Outcome]] = {}
-    for run, outcome in results.items():
-        groups.setdefault(label(run), []).append(outcome)
-    with mpl.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
-        figure = Figure(figsize=(8, 4.6), layout="constrained")
-        axes = figure.subplots()
-        draw(axes, groups)
-        axes.legend(frameon=False, fontsize=8)
-        figure.savefig(path, dpi=130, format="png")
-
-
-def draw(
-    axes: Any, groups: dict[str, list[Outcome]], styles: Mapping[str, dict[str, Any]] = MappingProxyType({})
-) -> None:
-    """Draw the loss of ``groups`` against bytes. Dense ones are horizontal lines. ``styles`` are those of others."""
-    lines: dict[float, list[str]] = {}  # by their height, those near one another together
-    for name, outcomes in sorted(groups.items(), key=lambda pair: -pair[1][0]["kilobytes"]):
-        scores = [outcome["score"] for outcome in outcomes]
-        mean, kilobytes = statistics.fmean(scores), _mean(each["kilobytes"] for each in outcomes)
-        if name.startswith("dense "):
-            axes.axhline(mean, color="0.6", linewidth=0.8, linestyle="--")
-            text = f"{name} ({kilobytes:.0f} kB)"
-            near = next((other for other in lines if abs(other / mean - 1) < _NEAR), mean)
-            lines.setdefault(near, []).append(text)
-            continue
-        spread = [[mean - min(scores)], [max(scores) - mean]]
-        style = {"fmt": "o", "markersize": 5} | styles.get(name, {})
-        axes.errorbar(kilobytes, mean, yerr=spread, label=name, **style)
-    for height, texts in lines.items():
-        place = "axes fraction", "data"
-        axes.annotate(", ".join(texts), (0.01, height), xycoords=place, fontsize=8, va="bottom")
-    axes.set(xscale="log", xlabel="kB per step and worker", ylabel="validation loss (nats per byte)")
-    axes.set_xticks(_TICKS, [f"{tick:g}" for tick in _TICKS])
-    axes.minorticks_off()
-    axes.grid(alpha=0.25)
 
 
 def _mean(values: Iterable[float]) -> float:

@@ -111,16 +111,21 @@ def measure_mean(numel: int, workers: int, turns: int, device: str) -> Mean:
     return Mean(numel, workers, quantize, average, decode, copy, copies)
 
 
-def main() -> None:
-    """Print three tables: sections of a whole vector, small sections, and means of whole vectors in 8 bits."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
+def arguments() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--n", type=float, default=25e6, help="number of elements")
     parser.add_argument("--density", type=float, nargs="+", default=[0.001, 0.01, 0.05])
     parser.add_argument("--turns", type=int, default=15)
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     parser.add_argument("--smoke", action="store_true", help="small and quick: only checks that the script runs")
-    options = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    """Print three tables: sections of a whole vector, small sections, and means of whole vectors in 8 bits."""
+    options = arguments().parse_args()
     if options.smoke:
         options.n, options.density, options.turns = 200e3, [0.01], 2
     torch.set_num_threads(1)

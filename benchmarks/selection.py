@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import statistics
 import subprocess
@@ -174,7 +175,8 @@ def machine(device: str) -> dict[str, str]:
     """Return machine, versions, commit and date of this run."""
     found = {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__}
     if device == "cpu":
-        found |= {"processor": _processor(), "threads": str(torch.get_num_threads())}
+        load = f"{os.getloadavg()[0]:.1f}"
+        found |= {"processor": _processor(), "threads": str(torch.get_num_threads()), "load": load}
     else:
         import triton  # not required on a CPU
 
@@ -204,21 +206,27 @@ def progress(total: int) -> Iterator[Callable[[], None]]:
         yield lambda: bar.advance(task)
 
 
-def arguments() -> argparse.Namespace:
-    """Parse the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
+def arguments() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--n", type=float, nargs="+", default=[25e6], help="numbers of elements")
     parser.add_argument("--density", type=float, nargs="+", default=[0.01, 0.001])
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=["fp32"], help="dtypes of the gradient")
     parser.add_argument("--distribution", choices=DISTRIBUTIONS, default="normal")
     parser.add_argument("--reps", type=int, default=15)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--plot", type=Path)
+    parser.add_argument("--json", type=Path, help="write the rows to this file")
+    parser.add_argument("--plot", type=Path, help="write a PNG to this file")
     parser.add_argument(
         "--no-compile", action="store_true", help="skip torch.compile of the PyTorch alternatives (CUDA)"
     )
     parser.add_argument("--smoke", action="store_true", help="small and quick: only checks that the script runs")
+    return parser
+
+
+def parsed() -> argparse.Namespace:
+    """Return the options of the command line, or exit with what is wrong with them."""
+    parser = arguments()
     options = parser.parse_args()
     if options.smoke:
         options.n, options.density, options.reps = [200e3], [0.01], 3
@@ -244,7 +252,7 @@ def write(path: Path, about: dict[str, str], options: argparse.Namespace, rows: 
 
 def main() -> None:
     """Measure as the options say. The exit code is 1 when a result was wrong."""
-    options, rows = arguments(), []
+    options, rows = parsed(), []
     about = machine(options.device)
     print(", ".join(f"{key} {value}" for key, value in about.items()))
     for n in map(int, options.n):

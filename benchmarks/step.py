@@ -5,9 +5,7 @@ other data, as after a backward pass. Ratios are to the faster bare AdamW, of mi
 ``wrap`` runs as a single worker, once as for a user, whose optimizer takes its own step, and once with a residual, as
 among several workers. Then the time of its selection is subtracted. ``wrap, local step`` exchanges nothing: beside bare
 AdamW it shows what a step between two exchanges of updates costs. ``weight decay alone`` is the only part of the
-staleness-aware step that passes over all values. ``memory alone`` is weight decay, and the reads and writes of the
-delivered entries of the parameters and of three states, without arithmetic. In ``memory alone, one record``, the states
-of an entry are in one record of 16 bytes. The last rows time new imports.
+staleness-aware step that passes over all values.
 """
 
 from __future__ import annotations
@@ -17,15 +15,12 @@ import itertools
 import json
 import os
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import torch
 import tritoncomm
 from torch import nn
@@ -34,12 +29,10 @@ from tritoncomm.step import options
 from tritoncomm.step.adam import StalenessAwareAdam
 from tritoncomm.step.options import DENSE_BELOW
 
-from exchange import machine
+from selection import machine
 
 WARM_UP = 20  # steps that are not counted: param_rms is computed in each of them
-CHUNK = 1 << 13  # entries that are read and written together where nothing is computed
 DELIVERIES = 8  # different sets of delivered coordinates, used in turn
-IMPORT = "import time; start = time.perf_counter(); import {}; print(time.perf_counter() - start)"
 
 
 def demo_model() -> list[nn.Parameter]:
@@ -99,33 +92,6 @@ def local_step(parameters: list[nn.Parameter], *, fused: bool) -> Callable[[], o
     return tritoncomm.wrap(torch.optim.AdamW(parameters, fused=fused), local_steps=1 << 30).step
 
 
-def memory_alone(
-    parameters: list[nn.Parameter], delivered: list[torch.Tensor | None], *, one_record: bool = False
-) -> Callable[[], None]:
-    """Return a function that decays ``parameters``, and reads and writes what a step does, without arithmetic.
-
-    With ``one_record``, the three states of an entry are next to each other, in one record of 16 bytes.
-    """
-    arrays = [parameter.detach().numpy().reshape(-1) for parameter in parameters]
-    where = [np.arange(array.size) if at is None else at.numpy() for array, at in zip(arrays, delivered, strict=True)]
-    starts = itertools.accumulate((array.size for array in arrays[:-1]), initial=0)
-    places = np.concatenate([at + start for at, start in zip(where, starts, strict=True)])
-    chunks = [places[start : start + CHUNK] for start in range(0, places.size, CHUNK)]
-    numel, dtype = sum(array.size for array in arrays), np.complex128 if one_record else np.float32
-    states = [np.ones(numel, dtype) for _ in range(1 if one_record else 3)]
-    keep = np.array(0.99999, np.float32)
-
-    def run() -> None:
-        for at in chunks:
-            for state in states:
-                state[at] = state.take(at, mode="wrap")
-        for array, at in zip(arrays, where, strict=True):
-            np.multiply(array, keep, array)
-            array[at] = array.take(at, mode="wrap")
-
-    return run
-
-
 def contenders(model: Callable[[], list[nn.Parameter]], density: float) -> dict[str, Callable[[], float]]:
     """Return functions that take one step each and return its seconds."""
 
@@ -157,8 +123,6 @@ def contenders(model: Callable[[], list[nn.Parameter]], density: float) -> dict[
         "AdamW, fused": timed(torch.optim.AdamW(model(), fused=True).step),
         "same, reading .grad": timed(lambda: reading.step(from_gradients, deliveries[next(taken)])),
         "weight decay alone": timed(lambda: torch._foreach_mul_(decayed, 0.99999)),
-        "memory alone": timed(memory_alone(model(), deliveries[0])),
-        "memory alone, one record": timed(memory_alone(model(), deliveries[0], one_record=True)),
         "wrap, local step": timed(local_step(model(), fused=False)),
         "wrap, local step, fused": timed(local_step(model(), fused=True)),
         "wrap, one worker": wrapped(model(), density, alone=False),
@@ -188,49 +152,20 @@ def measure(case: str, runs: dict[str, Callable[[], float]], warm_up: int, repet
     ]
 
 
-def imports(repetitions: int) -> list[dict[str, Any]]:
-    """Return the rows of imports. Their ratios are to ``import torch``."""
-    rows: list[dict[str, Any]] = []
-    taken: dict[str, list[float]] = {"torch": [], "tritoncomm": []}
-    for _ in range(repetitions):
-        for name, seconds in taken.items():
-            command = [sys.executable, "-c", IMPORT.format(name)]
-            done = subprocess.run(command, capture_output=True, text=True, check=True)  # noqa: S603
-            seconds.append(float(done.stdout))
-    for name, seconds in taken.items():
-        figures = {"median_ms": statistics.median(seconds) * 1e3, "min_ms": min(seconds) * 1e3}
-        figures |= {"mean_ms": statistics.fmean(seconds) * 1e3}
-        figures["ratio"] = min(seconds) / min(taken["torch"])
-        rows.append({"case": "import", "step": f"import {name}"} | figures)
-    return rows
-
-
-def picture(rows: list[dict[str, Any]], path: Path) -> None:
-    """Write a bar chart of the ratios."""
-    import matplotlib as mpl
-    from matplotlib.figure import Figure
-
-    mpl.use("agg")
-    figure = Figure(figsize=(8, 0.4 * len(rows) + 1))
-    axes = figure.subplots()
-    axes.barh([f"{row['case']}: {row['step']}" for row in rows], [row["ratio"] for row in rows])
-    axes.invert_yaxis()
-    axes.axvline(1, color="gray", linewidth=0.8)
-    axes.set_xlabel("time relative to the faster bare AdamW, or to import torch")
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-
-
-def main() -> None:
-    """Measure, print the table, and write the files that ``--json`` and ``--plot`` name."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+def arguments() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--numel", type=float, default=25e6, help="values of the larger model, in 100 tensors")
     parser.add_argument("--density", type=float, default=0.01)
     parser.add_argument("--repetitions", type=int, default=100, help="of the demo's model; a third of the larger one")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--plot", type=Path)
+    parser.add_argument("--json", type=Path, help="write the rows to this file")
     parser.add_argument("--smoke", action="store_true", help="small and quick: only checks that the script runs")
-    options = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    """Measure, print the table, and write the requested file."""
+    options = arguments().parse_args()
     if options.smoke:
         options.numel, options.repetitions = 4e5, 1
     torch.set_num_threads(1)
@@ -249,16 +184,13 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for case, (model, repetitions) in cases.items():
         rows += measure(case, contenders(model, options.density), 1 if options.smoke else WARM_UP, repetitions)
-    rows += imports(max(1, options.repetitions // 10))
     for row in rows:
         numbers = f"{row['median_ms']:10.3f}{row['min_ms']:9.3f}{row['mean_ms']:9.3f}{row['ratio']:7.2f}"
         print(f"{row['case']:28}{row['step']:22}{numbers}")
     if options.json:
         settings = {"numel": int(options.numel), "density": options.density, "threads": 1, "load": load}
-        content = {"machine": machine(), "settings": settings, "step": rows}
+        content = {"machine": machine("cpu"), "settings": settings, "step": rows}
         options.json.write_text(json.dumps(content, indent=1) + "\n")
-    if options.plot:
-        picture(rows, options.plot)
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ from tritoncomm.step.options import DEFAULT_DENSITY, DEFAULT_START, DEFAULT_VALU
 
 from exchanges import Sent, exchanges
 from peers import PEERS
-from runs import Outcome, Run, add, chosen, picture, read
+from runs import Outcome, Run, add, chosen, read
 from selection import machine
 from tasks import BATCHES, TASKS, WORKERS
 from tritoncomm_kernels.section_layout import VALUE_BITS
@@ -140,7 +140,6 @@ def arguments() -> argparse.ArgumentParser:
     )
     parser.add_argument("--sweep", type=int, nargs="+", default=[10], help="seeds on which rates were swept")
     parser.add_argument("--json", type=Path, help="read finished runs from this file, and add new ones")
-    parser.add_argument("--plot", type=Path, help="write a PNG of loss against bytes of the runs in the file of --json")
     parser.add_argument("--smoke", action="store_true", help="a few steps: only checks that the script runs")
     return parser
 
@@ -223,8 +222,6 @@ def main() -> None:
         print(asdict(run) | outcome, flush=True)
         if options.json:
             add(options.json, run, outcome, {"workers": WORKERS} | machine(options.device))
-    if options.plot:
-        picture(read(options.json), options.plot)
 
 
 if __name__ == "__main__":
