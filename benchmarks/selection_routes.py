@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
 import tritoncomm_kernels as kernels
@@ -149,12 +148,9 @@ def _peers(p: Problem, *, compiled: bool) -> list[Route]:
     made = [
         Route("abs().topk", p.pass_bytes + 8 * p.k, _topk(p), magnitudes, selects=True),
         Route("nonzero", size, _nonzero(p), reaching, selects=True),
-        Route("masked_select", size, _masked_select(p), reaching, selects=True),
     ]
     if compiled:
         made += [Route(f"{r.name}, compiled", r.bytes, torch.compile(r.run), r.check, selects=True) for r in made]
-    if p.residual.device.type == "cpu":
-        made.append(Route("numpy flatnonzero", size, _numpy(p), reaching, selects=True))
     return made
 
 
@@ -274,34 +270,6 @@ def _nonzero(p: Problem) -> Callable[[torch.Tensor], Found]:
         values = residual[indices]
         residual[indices] = 0.0
         return indices, values
-
-    return run
-
-
-def _masked_select(p: Problem) -> Callable[[torch.Tensor], Found]:
-    gradient, threshold = p.gradient, p.threshold
-    positions = torch.arange(p.n, dtype=torch.int32, device=gradient.device)
-
-    def run(residual: torch.Tensor) -> Found:
-        residual.add_(gradient)
-        mask = residual.abs() >= threshold
-        found = positions.masked_select(mask), residual.masked_select(mask)
-        residual.masked_fill_(mask, 0.0)
-        return found
-
-    return run
-
-
-def _numpy(p: Problem) -> Callable[[torch.Tensor], Found]:
-    gradient = p.gradient.float().numpy()
-
-    def run(residual: torch.Tensor) -> Found:
-        total = residual.numpy()
-        total += gradient
-        indices = np.flatnonzero(np.abs(total) >= p.threshold)
-        values = total[indices]
-        total[indices] = 0.0
-        return torch.from_numpy(indices), torch.from_numpy(values)
 
     return run
 

@@ -36,6 +36,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
+import tritoncomm
 from tritoncomm.step.options import DEFAULT_DENSITY, DEFAULT_START, DEFAULT_VALUES
 
 from exchanges import Sent, exchanges
@@ -119,7 +120,8 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument(
         "--exchange", nargs="+", default=["dense", "updates"], choices=["dense", "gradients", "updates"]
     )
-    parser.add_argument("--method", default="quantized", help="how updates are exchanged, or gradients")
+    methods = ["dense", *tritoncomm.algorithms()]
+    parser.add_argument("--method", default="quantized", choices=methods, help="how updates or gradients travel")
     formats = f"formats of a value, 1bit of updates and {DEFAULT_VALUES} of gradients unless given"
     parser.add_argument("--values", nargs="+", choices=list(VALUE_BITS), help=formats)
     parser.add_argument(
