@@ -118,8 +118,8 @@ def wrap(
             mean square change of one learning rate is always allowed, except for SGD. The limit holds less, the more
             deliveries have the sign of those before. Default: 0.05.
         on_nonfinite: Action when any rank has a NaN or Inf. ``"skip"`` skips the step on all ranks, ``"raise"`` raises
-            :class:`~tritoncomm.NonFiniteError` on all ranks, ``"zero"`` replaces the values by zero. If a
-            ``GradScaler`` finds an overflow, the step is always skipped. Default: ``"skip"``.
+            :class:`~tritoncomm.NonFiniteError` on all ranks. If a ``GradScaler`` finds an overflow, the step is always
+            skipped. Default: ``"skip"``.
         max_grad_norm: Maximum 2-norm of the averaged gradient, which is clipped as in a dense run: the mean over ranks
             of the gradients of this step, before they are added to the residual. The norm is estimated, with a standard
             deviation of 3 %, from 2 KB that all ranks sum. It is that of the gradients of all optimizers of a list.

@@ -108,7 +108,6 @@ class GradientExchange:
         steps: Number of applied steps, also of the runs that were loaded.
         updates: Number of applied steps since all ranks were known to be equal.
         skipped: Number of steps that were rejected, or whose means were thrown away.
-        zeroed: Number of NaN or Inf values that this rank has replaced by zero.
         total: Traffic of all steps.
         gradient_norm: Norm of the mean of the last gradients before they were clipped, if they were to be (fp64
             ``[]``). None before.
@@ -131,7 +130,7 @@ class GradientExchange:
         self.trained: list[torch.Tensor] = []
         self.delivered: list[Delivered] | None = None
         self.is_flush = False
-        self.steps = self.updates = self.skipped = self.zeroed = 0
+        self.steps = self.updates = self.skipped = 0
         self.total = Meter()
         self.gradient_norm: torch.Tensor | None = None
         self.all_shards = all_shards
@@ -217,7 +216,6 @@ class GradientExchange:
         local_error: ConfigurationError | None = None,
         scale: float = 1.0,
         fault: str = "",
-        zero: bool = False,
         decay: Mapping[int, float] = MappingProxyType({}),
         hides_decay: bool = False,
         inspect: Callable[[Sequence[VectorExchange]], None] | None = None,
@@ -232,7 +230,6 @@ class GradientExchange:
             scale: Loss scale. Gradients are divided by it, and the mean is not multiplied by it.
             fault: What is NaN or Inf on this rank beside the gradients, for the error. The step is then rejected.
                 Default: nothing.
-            zero: Whether to replace NaN and Inf by zero.
             decay: The share of each parameter (by id) that is added to the mean of its gradient.
             hides_decay: Whether ``.grad`` gets this share when the step is applied, because somebody clips it before.
             inspect: Called with the vectors while every ``.grad`` is still this rank's gradient. What it raises rejects
@@ -260,11 +257,9 @@ class GradientExchange:
         try:
             reasons = [gradients.read(vector, scale, rests) for vector in vectors]
             local_error = next((reason for reason in reasons if reason is not None), local_error)
-            zeroed = [vector.zero_non_finite() if zero else 0 for vector in vectors]
-            self.zeroed += sum(zeroed)
             if local_error is not None or fault:
                 self._spoil(str(local_error or fault))
-            kept = [vector.keeps_gradient() and not found for vector, found in zip(vectors, zeroed, strict=True)]
+            kept = [vector.keeps_gradient() for vector in vectors]
             if self._deliver() and inspect is not None:
                 inspect(vectors)
         except NonFiniteError as error:

@@ -25,7 +25,6 @@ def figures_of(exchange: GradientExchange) -> dict[str, float]:
         "density_delivered": delivered / max(numel, 1),
         "steps": float(exchange.steps),
         "skipped_steps": float(exchange.skipped),
-        "zeroed_values": float(exchange.zeroed),
         "bytes_sent_total": float(exchange.total.sent.bytes),
         "bytes_received_total": float(exchange.total.received.bytes),
         "longest_wait": _longest_wait(exchange),

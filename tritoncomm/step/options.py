@@ -39,7 +39,7 @@ MAX_CATCH_UP = 20.0  # of optimizers whose step is about as long as the learning
 MAX_RELATIVE_UPDATE = 0.05
 DEFAULT_START = "2bit"
 SINGLE_WORKER_SELECTS = False  # only tests set it, to look at residuals in one process
-NONFINITE_POLICIES = ("skip", "raise", "zero")
+NONFINITE_POLICIES = ("skip", "raise")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,6 @@ from tritoncomm.primitives.mean_norm import gain_of_mean, random_signs, sketch
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.scheduler.meter import Meter
 from tritoncomm.scheduler.process_group import ProcessGroupScheduler, is_distributed
-from tritoncomm.scheduler.ranks import own_rank
 from tritoncomm.scheduler.rounds import AllGather, Pattern, Result
 from tritoncomm.scheduler.simulated import SimulatedScheduler
 from tritoncomm.scheduler.span import Span
@@ -319,14 +318,6 @@ class VectorExchange:
         """Return flat views of this rank's residual by parameter, in the order of :attr:`parameters`."""
         parts = dict(zip(self.layout.parameters, self.layout.parts(self.feedback.residual), strict=True))
         return {parameter: parts[parameter] for parameter in self.parameters}
-
-    def zero_non_finite(self) -> int:
-        """Replace NaN and Inf in :attr:`flat` by zero, log which parameters had them, and return their number."""
-        bad = self.non_finite()
-        if bad:
-            logger.warning("rank %d: NaN or Inf replaced by zero in %s", own_rank(), listed(bad))
-            self.flat.nan_to_num_(0.0, 0.0, 0.0)
-        return sum(bad.values())
 
     def non_finite(self) -> dict[str, int]:
         """Return the number of NaN or Inf values in :attr:`flat` of each parameter that has any, by name."""
