@@ -406,9 +406,9 @@ class SparseOptimizer(OptimizerSetup):
 
         ``bytes_*`` and ``messages_sent`` count this rank's messages. The time of the exchange is the sum of
         ``seconds_select``, ``seconds_exchange`` (waiting for the network) and ``seconds_apply``; further ``seconds_*``
-        split the waiting by phase. On a GPU, seconds are those of the exchange before. ``residual_norm``,
-        ``longest_wait`` (in steps) and ``share_without_delivery`` (of tensors, for 100 steps) are computed by this
-        call. ``grad_norm`` (with ``max_grad_norm``) is the norm of the averaged gradient before clipping.
+        split the waiting by phase. On a GPU, seconds are those of the exchange before. ``residual_norm``
+        and ``longest_wait`` (in steps) are computed by this call. ``grad_norm`` (with ``max_grad_norm``) is the norm of
+        the averaged gradient before clipping.
         """
         figures = figures_of(self._exchange)
         if self._local is not None:

@@ -327,8 +327,6 @@ class GradientExchange:
     def _commit(self) -> None:
         for vector, *_ in self._begun:
             vector.commit(self._left)
-        for (vector, *_), delivered in zip(self._begun, self.delivered or (), strict=False):
-            vector.waiting.note(delivered, self._left, vector.feedback.residual)
         self._begun, self.delivered = [], None
 
     def discard(self) -> None:

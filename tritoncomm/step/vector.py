@@ -28,7 +28,6 @@ from tritoncomm.step.feedback import ErrorFeedback
 from tritoncomm.step.flat import BucketLayout, split_by_size
 from tritoncomm.step.names import label
 from tritoncomm.step.stages import Scale, Staged, StagedAlgorithm
-from tritoncomm.step.waiting import Waiting
 from tritoncomm_kernels import has_non_finite
 from tritoncomm_kernels.devices import is_asynchronous
 
@@ -135,7 +134,6 @@ class VectorExchange:
         self.gain: torch.Tensor | None = None
         self.meter = Meter()
         self.last: dict[str, float] = {}
-        self.waiting = Waiting(self.layout, self.name_of, warns=self.rank == 0)
         self._last_mean: SparseVector | None = None
         self._latest = self._before = _Times(self.meter, [], None)
         self.measure(None, None)
