@@ -276,23 +276,16 @@ def refused(rank: int, world_size: int, send) -> None:
 
 
 def rates_differ(rank: int, world_size: int, send) -> None:
-    """A learning rate that differs between ranks is told once, with its group and ranks, and training goes on."""
+    """Learning rates of local steps may differ between ranks, and training goes on."""
     model = nn.Linear(8, 8)
-    groups = [{"params": [model.weight]}, {"params": [model.bias], "label": "biases"}]
-    optimizer = tritoncomm.wrap(
-        torch.optim.AdamW(groups, lr=0.1), model=model, local_steps=2, broadcast_parameters=True
-    )
-    told = []
+    inner = torch.optim.AdamW(model.parameters(), lr=0.1)
+    optimizer = tritoncomm.wrap(inner, model=model, local_steps=2, broadcast_parameters=True)
     for step in range(8):
         if rank == 1 and step == 2:
-            optimizer.param_groups[1]["lr"] = 0.05
-        with log_lines(logging.WARNING) as lines:
-            train(model, optimizer, step, rank)
-        told += [(step, line) for line in lines]
+            optimizer.param_groups[0]["lr"] = 0.05
+        train(model, optimizer, step, rank)
+    assert optimizer.metrics()["exchanges"] == 4
     assert same_everywhere(flat(model))
-    others = "rank 0 has 0.1" if world_size == 2 else f"ranks {[r for r in range(world_size) if r != 1]} have 0.1"
-    assert [step for step, _ in told] == ([3] if rank == 0 else [])
-    assert all(f"lr of biases: {others}, rank 1 has 0.05" in line for _, line in told)
 
 
 def lost(rank: int, world_size: int, send) -> None:

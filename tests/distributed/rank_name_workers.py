@@ -100,17 +100,6 @@ def options(rank: int, group: dist.ProcessGroup) -> None:
 
 
 @in_a_pair
-def local_rates(rank: int, group: dist.ProcessGroup) -> None:
-    """Learning rates of local steps that differ."""
-    model = tiny_model()
-    optimizer = wrapped(model, group, local_steps=2)
-    optimizer.param_groups[0]["lr"] = 0.01 * rank
-    with log_lines(logging.WARNING) as lines:
-        train(model, optimizer, rank, range(2))
-    assert [named(line) for line in lines] == ([{2, 3}] if rank == MEMBERS[0] else [])
-
-
-@in_a_pair
 def drift(rank: int, group: dist.ProcessGroup) -> None:
     """Replicas that differ, in a step and in a save."""
     model = tiny_model()

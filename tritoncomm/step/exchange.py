@@ -10,7 +10,7 @@ from dataclasses import replace
 from enum import Enum
 from functools import partial
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -111,7 +111,6 @@ class GradientExchange:
         total: Traffic of all steps.
         gradient_norm: Norm of the mean of the last gradients before they were clipped, if they were to be (fp64
             ``[]``). None before.
-        rates: Returns the learning rates of optimizers that exchange updates. None if there are none.
         owners: The parameter of each anchor, by the id of the anchor.
         counted: A sketch of gradients that count in this norm of the next exchange, although they are not exchanged.
     """
@@ -135,8 +134,6 @@ class GradientExchange:
         self.gradient_norm: torch.Tensor | None = None
         self.all_shards = all_shards
         self.counted: torch.Tensor | None = None
-        self.rates: Callable[[], dict[str, Any]] | None = None
-        self.has_told_rates = False
         self.owners: Mapping[int, torch.Tensor] = {}
         self.presence = Presence()
         self._decay: Mapping[int, float] = {}
@@ -362,7 +359,6 @@ class GradientExchange:
 
         Means that were not applied are thrown away.
         """
-        self.has_told_rates = False  # all ranks have a reason to compare them again, or none
         if self.state is State.MEANS:
             self.stop()
         self.discard()
@@ -503,14 +499,10 @@ class GradientExchange:
         """
         begun, presence, all_shards = [step.vector for step in self._begun], self.presence, self.all_shards
         replica = self.replica if self.vectors[0].world_size > 1 and self.replica.is_due(self.updates) else None
-        rates = None if self.rates is None else self.rates()
         group = self.options.group
-        own = Confirmation(begun, self.parameters, self.stepping, presence, replica, group, self.steps, rates)
+        own = Confirmation(begun, self.parameters, self.stepping, presence, replica, group, self.steps)
         if all_shards is None:
-            news, same_rates = own.within_group()
-            if not same_rates and not self.has_told_rates:
-                self.has_told_rates = True
-                agree.tell_rates(rates or {}, group, self.vectors[0].device)
+            news = own.within_group()
         else:
             rejected, news = own.of_all_shards(all_shards, rejected=self._rejected is not None)
             if rejected:

@@ -418,7 +418,6 @@ def continued(new: GradientExchange, before: GradientExchange) -> GradientExchan
     new.state, new.steps, new.updates = before.state, before.steps, before.updates
     new.skipped, new.total = before.skipped, before.total
     new.gradient_norm, new.presence = before.gradient_norm, before.presence
-    new.has_told_rates = before.has_told_rates
     new.replica.agreed = before.steps  # settings are compared when parameters are added
     return new
 

@@ -137,10 +137,6 @@ class LocalSteps:
         (group,) = self.outer.param_groups
         return float(group["lr"]) == 1.0 and group["momentum"] == 0
 
-    def rates(self) -> dict[str, Any]:
-        """Return the learning rates of the original optimizers, by names of their groups."""
-        return agree.rates_of(group for optimizer in self._optimizers for group in optimizer.param_groups)
-
     @property
     def stepped(self) -> set[int]:
         """Ids of the parameter groups by which this worker steps."""
