@@ -100,7 +100,6 @@ class OptimizerSetup(OptimizerProxy):
             OptimizerStep(
                 part.optimizer,
                 options,
-                names,
                 delayed=not never_delays(part.recipe),
                 alone=alone,
                 is_anchor=part.is_anchor,

@@ -75,7 +75,7 @@ class LocalSteps:
         self._ignored, self._given_names = ignored, names
         self._options = options
         self._steps = OptimizerSteps(
-            [OptimizerStep(each, options, names, delayed=False, alone=alone) for each in optimizers], options
+            [OptimizerStep(each, options, delayed=False, alone=alone) for each in optimizers], options
         )
         self._known = [KnownParameters(each, names, ignored) for each in optimizers]
         self.parameters: list[torch.Tensor] = []
