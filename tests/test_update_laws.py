@@ -63,7 +63,7 @@ def test_travels_at_every_world_size(name: str, world_size: int) -> None:
 @examples(4)
 def test_averaging(name: str, case: laws.Case, setting: Setting) -> None:
     """Dense exchanges go to the mean of all workers' parameters, or take an outer step towards it."""
-    plain = dataclasses.replace(setting, match_length=False, dtype=torch.float32)
+    plain = dataclasses.replace(setting, local_steps=max(2, setting.local_steps), dtype=torch.float32)
     obeys(update_laws.averaging, name, case, 1.0, plain)
 
 
@@ -74,7 +74,7 @@ def test_averaging(name: str, case: laws.Case, setting: Setting) -> None:
 @example(case=laws.FOUR_STEPS, density=0.1)
 @examples(2)
 def test_like_gradients(name: str, case: laws.Case, density: float) -> None:
-    """With SGD and one local step, the exchange of updates ends where that of gradients does."""
+    """With SGD and a merge after each step, the exchange of updates ends where that of gradients does."""
     obeys(update_laws.like_gradients, name, case, density)
 
 
@@ -197,7 +197,7 @@ LARGE = dataclasses.replace(SIX, exponent=2)
 @pytest.mark.parametrize(
     ("breaks", "law", "setting"),
     [
-        (keeps_in_parameters, update_laws.travels, Setting()),
+        (keeps_in_parameters, update_laws.travels, Setting(local_steps=2)),
         (delta_of_whole_anchor, update_laws.travels, HALF),
         (momentum_of_a_failed_exchange, update_laws.atomicity, Setting(outer_momentum=0.5)),
         (counts_on_after_merge, update_laws.travels, Setting(local_steps=4)),

@@ -14,7 +14,6 @@ from torch import nn
 
 from tritoncomm.errors import ConfigurationError, NonFiniteError
 from tritoncomm.scheduler.process_group import is_distributed
-from tritoncomm.scheduler.ranks import own_rank
 from tritoncomm.step import agree, ignored
 from tritoncomm.step import state as exchange_state
 from tritoncomm.step.chosen_recipe import never_delays
@@ -346,19 +345,14 @@ class SparseOptimizer(OptimizerSetup):
         if self._inspection.is_due(exchange.updates, self.process_group):
             inspect = partial(self._inspection.run, self.process_group, owners, exchange.steps + 1)
         found = step_state.found_in_unscale if found is None else found
-        own, zero = self._optimizer_step.ignored, policy == "zero" and found is None
+        own = self._optimizer_step.ignored
         # Once, when the step is to be applied: here, or where this rank catches up with the others.
-        self._prepare_own = partial(ignored.prepare, own, scale, zero=zero)
-        bad = ignored.non_finite(own, self._names) if zero else {}
-        if bad:
-            logger.warning("rank %d: NaN or Inf replaced by zero in %s", own_rank(), listed(bad))
-            exchange.zeroed += sum(bad.values())
+        self._prepare_own = partial(ignored.prepare, own, scale)
         try:
             exchange.exchange(
                 local_error=self._parameters.local_error(),
                 scale=1.0 if scale is None else float(scale),
-                fault=self._fault(found, [] if zero else own),
-                zero=zero,
+                fault=self._fault(found, own),
                 decay=coupled_decay(self._exchanged) if self._decays_in_vector else {},
                 hides_decay=hides_decay,
                 inspect=inspect,
@@ -397,7 +391,7 @@ class SparseOptimizer(OptimizerSetup):
         self._exchange.flush()
         for parameter in self._optimizer_step.ignored:
             parameter.grad = None
-        self._prepare_own = partial(ignored.prepare, (), None, zero=False)
+        self._prepare_own = partial(ignored.prepare, (), None)
         self._step_state.written = self._exchange.gradients
         try:
             with nullcontext() if local_steps is None else local_steps.without_momentum():
@@ -412,15 +406,14 @@ class SparseOptimizer(OptimizerSetup):
 
         ``bytes_*`` and ``messages_sent`` count this rank's messages. The time of the exchange is the sum of
         ``seconds_select``, ``seconds_exchange`` (waiting for the network) and ``seconds_apply``; further ``seconds_*``
-        split the waiting by phase. On a GPU, seconds are those of the exchange before. ``residual_norm``,
-        ``longest_wait`` (in steps) and ``share_without_delivery`` (of tensors, for 100 steps) are computed by this
-        call. ``grad_norm`` (with ``max_grad_norm``) is the norm of the averaged gradient before clipping.
+        split the waiting by phase. On a GPU, seconds are those of the exchange before. ``residual_norm``
+        and ``longest_wait`` (in steps) are computed by this call. ``grad_norm`` (with ``max_grad_norm``) is the norm of
+        the averaged gradient before clipping.
         """
         figures = figures_of(self._exchange)
         if self._local is not None:
             inner = self._local.metrics()
             each = figures["bytes_sent_total"] / max(self._local.here, 1)
-            inner["zeroed_values"] += figures["zeroed_values"]
             figures |= inner | {"exchanges": figures["steps"], "bytes_per_step": each}
         if self._options.max_grad_norm is None:
             return figures

@@ -67,7 +67,6 @@ def wrap(
     exchange: str = "auto",
     updates_algo: str | Recipe | None = None,
     local_steps: int = 1,
-    match_length: bool | None = None,
     outer_lr: float = 1.0,
     outer_momentum: float = 0.0,
     **recipe_fields: Any,
@@ -118,8 +117,8 @@ def wrap(
             mean square change of one learning rate is always allowed, except for SGD. The limit holds less, the more
             deliveries have the sign of those before. Default: 0.05.
         on_nonfinite: Action when any rank has a NaN or Inf. ``"skip"`` skips the step on all ranks, ``"raise"`` raises
-            :class:`~tritoncomm.NonFiniteError` on all ranks, ``"zero"`` replaces the values by zero. If a
-            ``GradScaler`` finds an overflow, the step is always skipped. Default: ``"skip"``.
+            :class:`~tritoncomm.NonFiniteError` on all ranks. If a ``GradScaler`` finds an overflow, the step is always
+            skipped. Default: ``"skip"``.
         max_grad_norm: Maximum 2-norm of the averaged gradient, which is clipped as in a dense run: the mean over ranks
             of the gradients of this step, before they are added to the residual. The norm is estimated, with a standard
             deviation of 3 %, from 2 KB that all ranks sum. It is that of the gradients of all optimizers of a list.
@@ -149,10 +148,9 @@ def wrap(
         updates_algo: How updates are exchanged: the name of a method, or a recipe. Small tensors travel like others,
             and no step at the start is dense. ``algo`` is for gradients. Default: None, which is ``"quantized"`` with
             one bit.
-        local_steps: Number of steps between two exchanges of updates. Default: 1.
-        match_length: Whether the mean of updates is lengthened to the mean of their lengths. A mean of several updates
-            is shorter, because their noise cancels. Its length is estimated from 2 KB that all ranks sum. Default:
-            None, which is True without ``local_steps``.
+        local_steps: Number of steps between two exchanges of updates. With 1, the mean of updates is lengthened to the
+            mean of their lengths: a mean of several updates is shorter, because their noise cancels. Its length is
+            estimated from 2 KB that all ranks sum. Default: 1.
         outer_lr: Rate of the step of the common parameters by the mean update. Default: 1, the mean itself.
         outer_momentum: Nesterov momentum of this step, in [0, 1). Default: 0.
         **recipe_fields: Further fields of the recipe of ``algo``. Methods that send entries have ``values``, the format
@@ -202,7 +200,6 @@ def wrap(
             small=resolved_small(small),
             exchange=exchange if exchange != "auto" or local_steps != 1 or not at_once else "gradients",
             local_steps=local_steps,
-            match_length=match_length,
             outer_lr=outer_lr,
             outer_momentum=outer_momentum,
         )

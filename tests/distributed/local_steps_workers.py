@@ -48,7 +48,7 @@ def give(parameters: list[nn.Parameter], step: int, rank: int, world_size: int) 
 def wrapped(parameters: list[nn.Parameter], recipe, **settings) -> tritoncomm.SparseOptimizer:
     """Return SGD that changes parameters by their gradients, and exchanges updates."""
     inner = torch.optim.SGD(parameters, lr=1.0)
-    return tritoncomm.wrap(inner, exchange="updates", updates_algo=recipe, **{"match_length": False, **settings})
+    return tritoncomm.wrap(inner, exchange="updates", updates_algo=recipe, **settings)
 
 
 def vector(parameters) -> torch.Tensor:
@@ -67,7 +67,7 @@ def conserved(rank: int, world_size: int, send) -> None:
     An exchange receives what the method predicts at most.
     """
     for name, recipe in (METHODS | OTHERS).items():
-        for local_steps in (1, 3) if name in METHODS else (2,):
+        for local_steps in (2, 3) if name in METHODS else (2,):
             parameters = parameters_of()
             optimizer = wrapped(parameters, recipe, local_steps=local_steps)
             for step in range(6):
@@ -190,7 +190,7 @@ def length_is_matched(rank: int, world_size: int, send) -> None:
     parameters = [nn.Parameter(torch.zeros(20_000))]
     for seed, expected in ((rank, world_size**0.5), (0, 1.0)):
         before = parameters[0].detach().clone()
-        optimizer = wrapped(parameters, "dense", match_length=None)
+        optimizer = wrapped(parameters, "dense")
         gradient = torch.randn(20_000, generator=torch.Generator().manual_seed(seed))
         parameters[0].grad = gradient.clone()
         optimizer.step()
@@ -244,7 +244,7 @@ def refused(rank: int, world_size: int, send) -> None:
 
     The log of that rank names it and the parameter, and metrics count it.
     """
-    for policy in ("skip", "zero", "raise"):
+    for policy in ("skip", "raise"):
         parameters = parameters_of()
         optimizer = wrapped(parameters, METHODS["oktopk"], on_nonfinite=policy, outer_momentum=0.5)
         give(parameters, 0, rank, world_size)
@@ -265,35 +265,27 @@ def refused(rank: int, world_size: int, send) -> None:
         else:
             with log_lines(logging.WARNING) as lines:
                 optimizer.step()
-            does = "left out a local step: NaN or Inf in" if policy == "skip" else "NaN or Inf replaced by zero in"
+            does = "left out a local step: NaN or Inf in"
             told = [does in line and "rank 1" in line and "(1 values)" in line for line in lines]
             assert told == ([True] if rank == 1 else [])
             figures = optimizer.metrics()
-            assert figures["left_out_steps"] == (policy == "skip" and rank == 1)
-            assert figures["zeroed_values"] == (policy == "zero" and rank == 1)
+            assert figures["left_out_steps"] == (rank == 1)
         assert same_everywhere(vector(parameters).tolist())
         assert not torch.equal(vector(parameters), before)
         assert vector(parameters).isfinite().all()
 
 
 def rates_differ(rank: int, world_size: int, send) -> None:
-    """A learning rate that differs between ranks is told once, with its group and ranks, and training goes on."""
+    """Learning rates of local steps may differ between ranks, and training goes on."""
     model = nn.Linear(8, 8)
-    groups = [{"params": [model.weight]}, {"params": [model.bias], "label": "biases"}]
-    optimizer = tritoncomm.wrap(
-        torch.optim.AdamW(groups, lr=0.1), model=model, local_steps=2, broadcast_parameters=True
-    )
-    told = []
+    inner = torch.optim.AdamW(model.parameters(), lr=0.1)
+    optimizer = tritoncomm.wrap(inner, model=model, local_steps=2, broadcast_parameters=True)
     for step in range(8):
         if rank == 1 and step == 2:
-            optimizer.param_groups[1]["lr"] = 0.05
-        with log_lines(logging.WARNING) as lines:
-            train(model, optimizer, step, rank)
-        told += [(step, line) for line in lines]
+            optimizer.param_groups[0]["lr"] = 0.05
+        train(model, optimizer, step, rank)
+    assert optimizer.metrics()["exchanges"] == 4
     assert same_everywhere(flat(model))
-    others = "rank 0 has 0.1" if world_size == 2 else f"ranks {[r for r in range(world_size) if r != 1]} have 0.1"
-    assert [step for step, _ in told] == ([3] if rank == 0 else [])
-    assert all(f"lr of biases: {others}, rank 1 has 0.05" in line for _, line in told)
 
 
 def lost(rank: int, world_size: int, send) -> None:
@@ -338,10 +330,10 @@ def joins(rank: int, world_size: int, send) -> None:
     """A worker that joins has the state of another, and owes nothing. The others owe the same in the larger group."""
     last = world_size - 1
     groups = [dist.new_group(list(range(last))), dist.new_group([last])]
-    for settings in ({}, {"local_steps": 2, "outer_momentum": 0.5}):
+    for settings in ({}, {"outer_momentum": 0.5}):
         parameters = parameters_of(torch.float64)
         recipe = METHODS["oktopk"]
-        optimizer = wrapped(parameters, recipe, process_group=groups[rank == last], **settings)
+        optimizer = wrapped(parameters, recipe, local_steps=2, process_group=groups[rank == last], **settings)
         for step in range(4 if rank < last else 0):
             give(parameters, step, rank, last)
             optimizer.step()
@@ -361,7 +353,7 @@ def joins(rank: int, world_size: int, send) -> None:
             give(parameters, step, rank, world_size)
             optimizer.step()
         assert same_everywhere(vector(parameters).tolist())
-        assert optimizer.metrics()["exchanges"] == 8 / settings.get("local_steps", 1)
+        assert optimizer.metrics()["exchanges"] == 4
         if not settings:  # what was owed, and the gradients of four steps, have moved the parameters or are owed still
             moved = world_size * (anchor - vector(parameters)) + total(residual(optimizer)) - kept
             for step in range(4, 8):

@@ -9,7 +9,6 @@ from helpers import reports, run_workers
 SITUATIONS = [
     rank_name_workers.settings,
     rank_name_workers.options,
-    rank_name_workers.local_rates,
     rank_name_workers.drift,
     rank_name_workers.nan_gradient,
     rank_name_workers.inf_residual,

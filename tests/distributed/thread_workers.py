@@ -48,7 +48,7 @@ UPDATES: dict[str, tuple[Callable[[list[nn.Parameter]], Made], dict[str, Any]]] 
     "updates of a list": (_muon, {}),
     "local steps": (
         lambda p: optim.AdamW(p, lr=0.01),
-        {"local_steps": 4, "outer_lr": 0.9, "outer_momentum": 0.6, "match_length": True},
+        {"local_steps": 4, "outer_lr": 0.9, "outer_momentum": 0.6},
     ),
 }
 

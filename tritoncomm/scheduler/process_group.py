@@ -231,19 +231,16 @@ class ProcessGroupScheduler:
         others: Sequence[ProcessGroupScheduler] = (),
         *,
         raises: bool = False,
-        noted: str | None = None,
-    ) -> Pattern[tuple[bool, bool, bool]]:
+    ) -> Pattern[tuple[bool, bool]]:
         """Return whether all ranks have reached the end of the same step of the same exchange, in the same state.
 
-        The second answer is whether any rank ``raises`` a flag, the third whether all have ``noted`` the same. The
-        answers are the same on all ranks.
+        The second answer is whether any rank ``raises`` a flag. The answers are the same on all ranks.
 
         Args:
             state: A text that must be equal on all ranks: it says which parameters are not frozen, and the options of
                 the optimizer.
             others: Schedulers in the same group that have exchanged other vectors of this step.
             raises: A flag of this rank, which may differ between ranks.
-            noted: A text that may differ between ranks. None on all ranks compares none.
 
         Raises:
             ProtocolMismatchError: A GPU has received a wrong header. All ranks raise it.
@@ -252,14 +249,12 @@ class ProcessGroupScheduler:
         state += "".join(f" {other.step} {other._stamp}" for other in others)  # noqa: SLF001 - same class
         signature = (self.step << 32) + (self._stamp ^ wire.stamp(state))
         # Each word is filled by a kernel, because the host would wait for a GPU to copy them.
-        told = [signature, int(raises), *([] if noted is None else [wire.stamp(noted)])]
-        words = [torch.full((1,), each, dtype=torch.int64, device=self.device) for each in told]
-        counts = (yield AllReduce("confirm", torch.cat([*words, *take_suspects((self, *others))]))).tolist()
-        total, raised, *same = counts[: len(told)]
-        if any(counts[len(told) :]):
+        words = [torch.full((1,), each, dtype=torch.int64, device=self.device) for each in (signature, int(raises))]
+        words += take_suspects((self, *others))
+        total, raised, *suspects = (yield AllReduce("confirm", torch.cat(words))).tolist()
+        if any(suspects):
             raise self.suspicion()
-        expected = [each * self.world_size for each in told]
-        return bool(total == expected[0]), bool(raised), same == expected[2:]
+        return bool(total == signature * self.world_size), bool(raised)
 
     @property
     def last_step(self) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from numbers import Real
@@ -26,8 +25,6 @@ from tritoncomm.scheduler.ranks import global_ranks
 from tritoncomm.step.shards import bytes_of, local
 from tritoncomm.version import __version__
 from tritoncomm_kernels import devices
-
-logger = logging.getLogger("tritoncomm")
 
 UPDATES = "completed updates"  # a field that ranks compare
 LOADED = "loaded weights"  # an option of the optimizer of common parameters: a number of those loaded, or 0
@@ -415,29 +412,9 @@ class Stepping(NamedTuple):
         return list(getattr(self.optimizer, "options", getattr(self.optimizer, "defaults", ())))
 
 
-def rates_of(groups: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the learning rate of each parameter group by its name. None stands for one on a GPU."""
-    return {f"lr of {_label(group, position)}": _numbers(group.get("lr")) for position, group in enumerate(groups)}
-
-
 def _label(group: Mapping[str, Any], position: int) -> str:
     """Return what errors call a parameter group."""
     return str(group.get("label", f"parameter group {position}"))
-
-
-def tell_rates(rates: Mapping[str, Any], group: dist.ProcessGroup | None, device: torch.device | None) -> None:
-    """Log which ``rates`` differ between ranks, which all call this together.
-
-    Replicas stay equal, because the mean of updates is that of all ranks, whatever their rates.
-    """
-    found = differences(rates, group, device)
-    if found and dist.get_rank(group) == 0:
-        logger.warning(
-            "learning rates of local steps differ between ranks, and a rank with a lower one adds less to the mean: "
-            "%s. Use the same schedule on all ranks. One that waits for steps that a GradScaler has not skipped falls "
-            "behind on the rank of an overflow: let it count all steps",
-            "; ".join(found.values()),
-        )
 
 
 def _numbers(value: object) -> object:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from enum import Enum
 from functools import partial
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -108,11 +108,9 @@ class GradientExchange:
         steps: Number of applied steps, also of the runs that were loaded.
         updates: Number of applied steps since all ranks were known to be equal.
         skipped: Number of steps that were rejected, or whose means were thrown away.
-        zeroed: Number of NaN or Inf values that this rank has replaced by zero.
         total: Traffic of all steps.
         gradient_norm: Norm of the mean of the last gradients before they were clipped, if they were to be (fp64
             ``[]``). None before.
-        rates: Returns the learning rates of optimizers that exchange updates. None if there are none.
         owners: The parameter of each anchor, by the id of the anchor.
         counted: A sketch of gradients that count in this norm of the next exchange, although they are not exchanged.
     """
@@ -131,13 +129,11 @@ class GradientExchange:
         self.trained: list[torch.Tensor] = []
         self.delivered: list[Delivered] | None = None
         self.is_flush = False
-        self.steps = self.updates = self.skipped = self.zeroed = 0
+        self.steps = self.updates = self.skipped = 0
         self.total = Meter()
         self.gradient_norm: torch.Tensor | None = None
         self.all_shards = all_shards
         self.counted: torch.Tensor | None = None
-        self.rates: Callable[[], dict[str, Any]] | None = None
-        self.has_told_rates = False
         self.owners: Mapping[int, torch.Tensor] = {}
         self.presence = Presence()
         self._decay: Mapping[int, float] = {}
@@ -217,7 +213,6 @@ class GradientExchange:
         local_error: ConfigurationError | None = None,
         scale: float = 1.0,
         fault: str = "",
-        zero: bool = False,
         decay: Mapping[int, float] = MappingProxyType({}),
         hides_decay: bool = False,
         inspect: Callable[[Sequence[VectorExchange]], None] | None = None,
@@ -232,7 +227,6 @@ class GradientExchange:
             scale: Loss scale. Gradients are divided by it, and the mean is not multiplied by it.
             fault: What is NaN or Inf on this rank beside the gradients, for the error. The step is then rejected.
                 Default: nothing.
-            zero: Whether to replace NaN and Inf by zero.
             decay: The share of each parameter (by id) that is added to the mean of its gradient.
             hides_decay: Whether ``.grad`` gets this share when the step is applied, because somebody clips it before.
             inspect: Called with the vectors while every ``.grad`` is still this rank's gradient. What it raises rejects
@@ -260,11 +254,9 @@ class GradientExchange:
         try:
             reasons = [gradients.read(vector, scale, rests) for vector in vectors]
             local_error = next((reason for reason in reasons if reason is not None), local_error)
-            zeroed = [vector.zero_non_finite() if zero else 0 for vector in vectors]
-            self.zeroed += sum(zeroed)
             if local_error is not None or fault:
                 self._spoil(str(local_error or fault))
-            kept = [vector.keeps_gradient() and not found for vector, found in zip(vectors, zeroed, strict=True)]
+            kept = [vector.keeps_gradient() for vector in vectors]
             if self._deliver() and inspect is not None:
                 inspect(vectors)
         except NonFiniteError as error:
@@ -332,8 +324,6 @@ class GradientExchange:
     def _commit(self) -> None:
         for vector, *_ in self._begun:
             vector.commit(self._left)
-        for (vector, *_), delivered in zip(self._begun, self.delivered or (), strict=False):
-            vector.waiting.note(delivered, self._left, vector.feedback.residual)
         self._begun, self.delivered = [], None
 
     def discard(self) -> None:
@@ -369,7 +359,6 @@ class GradientExchange:
 
         Means that were not applied are thrown away.
         """
-        self.has_told_rates = False  # all ranks have a reason to compare them again, or none
         if self.state is State.MEANS:
             self.stop()
         self.discard()
@@ -510,14 +499,10 @@ class GradientExchange:
         """
         begun, presence, all_shards = [step.vector for step in self._begun], self.presence, self.all_shards
         replica = self.replica if self.vectors[0].world_size > 1 and self.replica.is_due(self.updates) else None
-        rates = None if self.rates is None else self.rates()
         group = self.options.group
-        own = Confirmation(begun, self.parameters, self.stepping, presence, replica, group, self.steps, rates)
+        own = Confirmation(begun, self.parameters, self.stepping, presence, replica, group, self.steps)
         if all_shards is None:
-            news, same_rates = own.within_group()
-            if not same_rates and not self.has_told_rates:
-                self.has_told_rates = True
-                agree.tell_rates(rates or {}, group, self.vectors[0].device)
+            news = own.within_group()
         else:
             rejected, news = own.of_all_shards(all_shards, rejected=self._rejected is not None)
             if rejected:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
 import torch
 
-from tritoncomm.errors import ConfigurationError
-from tritoncomm.step.names import label_of
 from tritoncomm.step.shards import local
 from tritoncomm.step.torch_internals import creates_state, has_hooks, hooks_key, step_hooks
 
@@ -36,26 +34,6 @@ def optimizers_inside(optimizer: torch.optim.Optimizer) -> list[torch.optim.Opti
                 if isinstance(entry, torch.optim.Optimizer) and has_hooks(entry) and not known:
                     found.append(entry)
     return found[1:]
-
-
-def check_inside(
-    optimizer: torch.optim.Optimizer, inside: Iterable[torch.optim.Optimizer], names: Mapping[int, str]
-) -> None:
-    """Raise :class:`~tritoncomm.ConfigurationError` if one ``inside`` has parameters that ``optimizer`` does not hold.
-
-    Their gradients are not exchanged. ``names`` are those of parameters, by id.
-    """
-    held: set[int] = set()
-    for each in inside:
-        held = held or {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        for parameter in (p for group in each.param_groups for p in group["params"]):
-            if parameter.requires_grad and id(parameter) not in held:
-                raise ConfigurationError(
-                    f"the {type(each).__name__} inside this {type(optimizer).__name__} has "
-                    f"{label_of(each, parameter, names)}, which is not in param_groups of the outer one, so its "
-                    "gradient would not be exchanged: list all parameters in param_groups, or wrap each optimizer by "
-                    "itself"
-                )
 
 
 # The optimizers (see hooks_key) whose step a wrapped optimizer takes now.

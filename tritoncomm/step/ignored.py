@@ -68,18 +68,17 @@ def _values(gradient: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def prepare(parameters: Iterable[torch.Tensor], scale: torch.Tensor | None, *, zero: bool) -> None:
-    """Divide the gradients of ``parameters`` by the loss ``scale``, if any. Replace NaN and Inf by zero if ``zero``."""
+def prepare(parameters: Iterable[torch.Tensor], scale: torch.Tensor | None) -> None:
+    """Divide the gradients of ``parameters`` by the loss ``scale``, if any."""
+    if scale is None:
+        return
     for parameter in parameters:
         if parameter.grad is None:
             continue
         if parameter.grad.layout is not torch.strided:
             parameter.grad = parameter.grad.coalesce()  # only then can values be changed in place
         values = _values(local(parameter.grad))
-        if scale is not None:
-            values.div_(scale.to(values.device))
-        if zero:
-            values.nan_to_num_(0.0, 0.0, 0.0)
+        values.div_(scale.to(values.device))
 
 
 @contextmanager

@@ -100,7 +100,6 @@ class OptimizerSetup(OptimizerProxy):
             OptimizerStep(
                 part.optimizer,
                 options,
-                names,
                 delayed=not never_delays(part.recipe),
                 alone=alone,
                 is_anchor=part.is_anchor,
@@ -274,7 +273,7 @@ class OptimizerSetup(OptimizerProxy):
             dense |= {anchor for anchor, owner in self._local.owners.items() if id(owner) in dense}
         exchange = exchange_of(self._exchanged, self._parts, trained, self._options, group, dense=dense, before=before)
         if self._local is not None:
-            exchange.rates, exchange.owners = self._local.rates, self._local.owners
+            exchange.owners = self._local.owners
         held = agree.parameter_ids(self.optimizer)  # a group may have been added, of parameters that were not held
         others = [(parameter, name) for parameter, name in self._others if id(parameter) not in held]
         if self._options.local_steps > 1 and self._local is not None:

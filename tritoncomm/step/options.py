@@ -39,7 +39,7 @@ MAX_CATCH_UP = 20.0  # of optimizers whose step is about as long as the learning
 MAX_RELATIVE_UPDATE = 0.05
 DEFAULT_START = "2bit"
 SINGLE_WORKER_SELECTS = False  # only tests set it, to look at residuals in one process
-NONFINITE_POLICIES = ("skip", "raise", "zero")
+NONFINITE_POLICIES = ("skip", "raise")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +57,6 @@ class WrapOptions:
     small: str = "fp32"
     exchange: str = "auto"
     local_steps: int = 1
-    match_length: bool | None = None
     outer_lr: float = 1.0
     outer_momentum: float = 0.0
 
@@ -84,8 +83,6 @@ class WrapOptions:
         one_of("exchange", self.exchange, ("auto", "gradients", "updates"))
         if isinstance(self.local_steps, bool) or not (isinstance(self.local_steps, int) and self.local_steps >= 1):
             raise ConfigurationError(f"local_steps={self.local_steps!r}: must be an int of at least 1")
-        if not (self.match_length is None or isinstance(self.match_length, bool)):
-            raise ConfigurationError(f"match_length={self.match_length!r}: must be True, False or None")
         check_outer_lr(self.outer_lr)
         if not (is_number(self.outer_momentum) and 0 <= self.outer_momentum < 1):
             raise ConfigurationError(f"outer_momentum={self.outer_momentum!r}: must be in [0, 1)")
@@ -97,7 +94,7 @@ class WrapOptions:
     @property
     def matches_length(self) -> bool:
         """Whether the mean of updates gets the mean length of the workers' updates."""
-        return self.local_steps == 1 if self.match_length is None else self.match_length
+        return self.local_steps == 1
 
 
 def check_outer_lr(outer_lr: float) -> None:

@@ -142,11 +142,7 @@ def exchange_of(
         held = agree.parameter_ids(part.optimizer)
         own = [(parameter, name) for parameter, name in trained if id(parameter) in held]
         if own or not trained:
-            vectors += _vectors(
-                own,
-                _options_of(part, options, group, flattened=flattened, dense=frozenset(dense)),
-                options.on_nonfinite,
-            )
+            vectors += _vectors(own, _options_of(part, options, group, flattened=flattened, dense=frozenset(dense)))
     all_shards = None
     if check_shards(trained, group):
         all_shards = None if before is None else before.all_shards
@@ -197,9 +193,7 @@ def dense_ids(optimizer: torch.optim.Optimizer) -> set[int]:
     return found
 
 
-def _vectors(
-    trained: Sequence[tuple[torch.Tensor, str]], options: ExchangeOptions, on_nonfinite: str
-) -> list[VectorExchange]:
+def _vectors(trained: Sequence[tuple[torch.Tensor, str]], options: ExchangeOptions) -> list[VectorExchange]:
     """Return the flat vectors of the parameters ``trained``, each given with its name.
 
     Selection depends on the whole vector. Parameters that tensor parallelism replicates have a vector of their own, so
@@ -209,11 +203,6 @@ def _vectors(
     groups = by_split(parameters)
     if len(groups) <= 1:
         return [VectorExchange(parameters, [name for _, name in trained], options)]
-    if on_nonfinite == "zero":
-        raise ConfigurationError(
-            "on_nonfinite='zero': some parameters are replicated by tensor parallelism, and a NaN in one copy would "
-            "become zero in this copy alone: choose 'skip' or 'raise'"
-        )
     # A vector counts its own parameters. Errors count those of the optimizer.
     names = [label(name, i, p) for i, (p, name) in enumerate(trained)]
     return [VectorExchange([parameters[i] for i in own], [names[i] for i in own], options) for own in groups]

@@ -113,7 +113,7 @@ def check_exchange(optimizer: torch.optim.Optimizer, options: WrapOptions, given
             " and ".join(type(each).__name__ for each in without),
         )
     if not any(kinds.values()):
-        plain = {"match_length": None, "outer_lr": 1.0, "outer_momentum": 0.0}
+        plain = {"outer_lr": 1.0, "outer_momentum": 0.0}
         unused = [name for name, default in plain.items() if getattr(options, name) != default]
         unused += [name for name in given if name == "updates_algo"]
         if unused:

@@ -416,9 +416,8 @@ def continued(new: GradientExchange, before: GradientExchange) -> GradientExchan
     for vector in new.vectors:
         across_layout(vector, before.vectors)
     new.state, new.steps, new.updates = before.state, before.steps, before.updates
-    new.skipped, new.zeroed, new.total = before.skipped, before.zeroed, before.total
+    new.skipped, new.total = before.skipped, before.total
     new.gradient_norm, new.presence = before.gradient_norm, before.presence
-    new.has_told_rates = before.has_told_rates
     new.replica.agreed = before.steps  # settings are compared when parameters are added
     return new
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +17,7 @@ from tritoncomm.errors import ConfigurationError
 from tritoncomm.scheduler.ranks import own_rank
 from tritoncomm.step.aware import AwareStep
 from tritoncomm.step.flat import Delivered
-from tritoncomm.step.guard import check_inside, optimizers_inside, refuse, stepping
+from tritoncomm.step.guard import optimizers_inside, refuse, stepping
 from tritoncomm.step.ignored import hidden, ignored_of, present
 from tritoncomm.step.misuse import LateBackward
 from tritoncomm.step.optimizer_list import join, parts_of, split
@@ -171,7 +171,6 @@ class OptimizerStep:
     Args:
         optimizer: The original optimizer.
         options: The options of ``wrap``.
-        names: Names of parameters by their ids, for messages.
         delayed: Whether the recipe delivers entries with a delay.
         alone: Whether there is a single worker. It takes the optimizer's own step.
         is_anchor: Whether it steps by updates, which are not clipped, and of which no sum is too long.
@@ -186,7 +185,6 @@ class OptimizerStep:
         self,
         optimizer: torch.optim.Optimizer,
         options: WrapOptions,
-        names: Mapping[int, str],
         *,
         delayed: bool,
         alone: bool = False,
@@ -196,7 +194,7 @@ class OptimizerStep:
         self.optimizer = optimizer
         self._ignored = ignored
         self.alone, self.is_anchor = alone, is_anchor
-        self._options, self._names = options, names
+        self._options = options
         self._aware: AwareStep | None = None
         is_aware = delayed and not is_anchor and options.staleness == "aware"
         self._rule = find_rule(optimizer) if is_aware else None
@@ -222,8 +220,6 @@ class OptimizerStep:
 
     def check(self) -> None:
         """Raise :class:`~tritoncomm.ConfigurationError` if the optimizer uses an option that is not supported."""
-        if not self.alone:
-            check_inside(self.optimizer, self._inside, self._names)
         if self._rule is None or self.alone:
             return
         if self._aware is None:

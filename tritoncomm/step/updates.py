@@ -75,7 +75,7 @@ class LocalSteps:
         self._ignored, self._given_names = ignored, names
         self._options = options
         self._steps = OptimizerSteps(
-            [OptimizerStep(each, options, names, delayed=False, alone=alone) for each in optimizers], options
+            [OptimizerStep(each, options, delayed=False, alone=alone) for each in optimizers], options
         )
         self._known = [KnownParameters(each, names, ignored) for each in optimizers]
         self.parameters: list[torch.Tensor] = []
@@ -89,7 +89,7 @@ class LocalSteps:
         # Options of the anchor that ranks compare in each exchange, and what errors call it.
         self.outer.defaults |= {_TAKEN: 0, LOADED: 0}
         self.outer.param_groups[0] |= {_TAKEN: 0, LOADED: 0, "label": "the common parameters"}
-        self.taken = self.total = self.dropped = self.here = self._left_out = self._zeroed = 0
+        self.taken = self.total = self.dropped = self.here = self._left_out = 0
         self.is_pending = False
         self.delta_norm = torch.zeros(())
         self._later: tuple[Mapping[str, Any], Sequence[Any]] | None = None  # states that the next use loads
@@ -136,10 +136,6 @@ class LocalSteps:
         """True if the outer step goes to the mean of the parameters."""
         (group,) = self.outer.param_groups
         return float(group["lr"]) == 1.0 and group["momentum"] == 0
-
-    def rates(self) -> dict[str, Any]:
-        """Return the learning rates of the original optimizers, by names of their groups."""
-        return agree.rates_of(group for optimizer in self._optimizers for group in optimizer.param_groups)
 
     @property
     def stepped(self) -> set[int]:
@@ -282,27 +278,19 @@ class LocalSteps:
 
     def _usable(self, gradients: Sequence[torch.Tensor]) -> bool:
         """Return True if the optimizers may step by ``gradients``. The ranks of a replica decide alike."""
-        policy, shards = self._options.on_nonfinite, self._has_shards
-        if bool(norm_of(gradients_of(self._optimizers)).isfinite()) if shards else all_finite(gradients):
+        if bool(norm_of(gradients_of(self._optimizers)).isfinite()) if self._has_shards else all_finite(gradients):
             return True
         counts = [0 if p.grad is None else int((~local(p.grad).isfinite()).sum()) for p in self.parameters]
         bad_ignored = non_finite(ignored_of(self._optimizers, self._ignored), self._given_names)
-        if policy == "raise":
+        if self._options.on_nonfinite == "raise":
             self._bad = {position: count for position, count in enumerate(counts) if count}
             self._bad_ignored = bad_ignored
             return False
         bad = {self._names[id(anchor)]: count for anchor, count in zip(self.anchors, counts, strict=True) if count}
         bad |= bad_ignored
-        rank = own_rank()
-        if policy == "zero":
-            logger.warning("rank %d: NaN or Inf replaced by zero in %s", rank, listed(bad))
-            for gradient in gradients:
-                gradient.nan_to_num_(0.0, 0.0, 0.0)
-            self._zeroed += sum(bad.values())
-            return True
         self._left_out += 1
         where = listed(bad) or "another shard"
-        logger.warning("rank %d left out a local step: NaN or Inf in the gradients of %s", rank, where)
+        logger.warning("rank %d left out a local step: NaN or Inf in the gradients of %s", own_rank(), where)
         return False
 
     @property
@@ -467,7 +455,6 @@ class LocalSteps:
             "delta_norm": float(self.delta_norm),
             "dropped_deltas": float(self.dropped),
             "left_out_steps": float(self._left_out),
-            "zeroed_values": float(self._zeroed),
         }
 
     def saved(self) -> dict[str, Any]:

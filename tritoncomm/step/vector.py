@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import zlib
 from collections.abc import Collection, Mapping, Sequence
@@ -19,7 +18,6 @@ from tritoncomm.primitives.mean_norm import gain_of_mean, random_signs, sketch
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.scheduler.meter import Meter
 from tritoncomm.scheduler.process_group import ProcessGroupScheduler, is_distributed
-from tritoncomm.scheduler.ranks import own_rank
 from tritoncomm.scheduler.rounds import AllGather, Pattern, Result
 from tritoncomm.scheduler.simulated import SimulatedScheduler
 from tritoncomm.scheduler.span import Span
@@ -29,11 +27,8 @@ from tritoncomm.step.feedback import ErrorFeedback
 from tritoncomm.step.flat import BucketLayout, split_by_size
 from tritoncomm.step.names import label
 from tritoncomm.step.stages import Scale, Staged, StagedAlgorithm
-from tritoncomm.step.waiting import Waiting
 from tritoncomm_kernels import has_non_finite
 from tritoncomm_kernels.devices import is_asynchronous
-
-logger = logging.getLogger("tritoncomm")
 
 _NAMED = 5  # parameters that a text about NaN and Inf names
 
@@ -136,7 +131,6 @@ class VectorExchange:
         self.gain: torch.Tensor | None = None
         self.meter = Meter()
         self.last: dict[str, float] = {}
-        self.waiting = Waiting(self.layout, self.name_of, warns=self.rank == 0)
         self._last_mean: SparseVector | None = None
         self._latest = self._before = _Times(self.meter, [], None)
         self.measure(None, None)
@@ -259,25 +253,22 @@ class VectorExchange:
         """Find out how much longer the vectors of the ranks are than their mean."""
         self.gain = yield from gain_of_mean(self.flat, self.sketch(), self.world_size)
 
-    def confirm(
-        self, state: str, others: Sequence[VectorExchange], *, raises: bool, noted: str | None
-    ) -> tuple[bool, bool, bool]:
+    def confirm(self, state: str, others: Sequence[VectorExchange], *, raises: bool) -> tuple[bool, bool]:
         """Wait until every rank has the mean, and return whether all are in the same ``state``.
 
-        The second answer is whether any rank ``raises`` a flag, the third whether all have ``noted`` the same. Without
-        the wait, some ranks could apply a step that other ranks have lost.
+        The second answer is whether any rank ``raises`` a flag. Without the wait, some ranks could apply a step that
+        other ranks have lost.
 
         Args:
             state: Which parameters are not frozen, the optimizer's options and the number of its updates.
             others: The other vectors of the same step.
             raises: A flag of this rank.
-            noted: A text that may differ between ranks. None on all ranks compares none.
         """
         if self.world_size == 1:
-            return True, raises, True
+            return True, raises
         assert self.scheduler is not None
         schedulers = [other.scheduler for other in others if other.scheduler is not None]
-        return self.run(self.scheduler.confirmation(state, schedulers, raises=raises, noted=noted))
+        return self.run(self.scheduler.confirmation(state, schedulers, raises=raises))
 
     def equal_on_all_ranks(self, figures: torch.Tensor) -> tuple[list[bool], list[bool]]:
         """Return for each of ``figures`` (int64 ``[n]``) whether it is not 0, and whether all ranks pass the same.
@@ -319,14 +310,6 @@ class VectorExchange:
         """Return flat views of this rank's residual by parameter, in the order of :attr:`parameters`."""
         parts = dict(zip(self.layout.parameters, self.layout.parts(self.feedback.residual), strict=True))
         return {parameter: parts[parameter] for parameter in self.parameters}
-
-    def zero_non_finite(self) -> int:
-        """Replace NaN and Inf in :attr:`flat` by zero, log which parameters had them, and return their number."""
-        bad = self.non_finite()
-        if bad:
-            logger.warning("rank %d: NaN or Inf replaced by zero in %s", own_rank(), listed(bad))
-            self.flat.nan_to_num_(0.0, 0.0, 0.0)
-        return sum(bad.values())
 
     def non_finite(self) -> dict[str, int]:
         """Return the number of NaN or Inf values in :attr:`flat` of each parameter that has any, by name."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -28,8 +28,6 @@ class Confirmation(NamedTuple):
         replica: What is compared in this step beside. None in most steps.
         group: The ranks with the same shard.
         steps: Number of applied steps.
-        rates: Learning rates of optimizers that exchange updates, by their name. They may differ. None if there are
-            none.
     """
 
     vectors: Sequence[VectorExchange]
@@ -39,13 +37,11 @@ class Confirmation(NamedTuple):
     replica: Replica | None
     group: dist.ProcessGroup | None
     steps: int
-    rates: Mapping[str, Any] | None
 
-    def within_group(self) -> tuple[bool, bool]:
+    def within_group(self) -> bool:
         """Return when all ranks of :attr:`group` have called this for the same step.
 
-        The answers are whether any rank has gradients of other parameters than in the last step, and whether all have
-        the same :attr:`rates`.
+        The answer is whether any rank has gradients of other parameters than in the last step.
 
         Raises:
             ProtocolMismatchError: Ranks differ, or one has stopped. All ranks raise it.
@@ -53,8 +49,7 @@ class Confirmation(NamedTuple):
         *others, last = self.vectors
         replica, presence, stepping, device = self.replica, self.presence, self.stepping, self.vectors[0].device
         text = presence.kinds(self.parameters) + stepping.text + (f" {replica.digest()}" if replica is not None else "")
-        noted = None if self.rates is None else repr(self.rates)
-        alike, news, same_rates = last.confirm(text, others, raises=presence.is_new, noted=noted)
+        alike, news = last.confirm(text, others, raises=presence.is_new)
         if not alike or stepping.is_stopped:
             step = "the step" if last.scheduler is None else last.scheduler.last_step
             names = {id(p): vector.name_of(p) for vector in self.vectors for p in vector.parameters}
@@ -65,7 +60,7 @@ class Confirmation(NamedTuple):
             raise agree.rejection(step, {"last step": step} | fields, stepping, self.group, device, values)
         if replica is not None:
             replica.agreed = self.steps
-        return news, same_rates
+        return news
 
     def of_all_shards(self, all_shards: ProcessGroupScheduler, *, rejected: bool) -> tuple[bool, bool]:
         """Do the same as :meth:`within_group` for the ranks of ``all_shards``.
