@@ -32,9 +32,9 @@ from typing import Any, NamedTuple
 
 import pytest
 
-# Imported once, in the process that all others are forked from. The same list as tests/distributed/helpers.py has.
-_PRELOADED = ["tritoncomm", "torch._dynamo", "hypothesis", "pytest", "torch.distributed.checkpoint"]
-_PRELOADED += ["torch.distributed.fsdp"]
+# Imported once, in the process that all others are forked from. The same list as in tests/distributed/helpers.py.
+PRELOADED = ["torch._dynamo", "hypothesis", "pytest", "torch.distributed.checkpoint", "torch.distributed.fsdp"]
+START_METHOD = "forkserver"  # or "fork", in a process that has imported these and started no threads
 _GRACE = 3.0  # seconds that other ranks have to report when one has failed, and that a process has to end after a limit
 
 
@@ -53,16 +53,17 @@ class _Failure(NamedTuple):
     text: str
 
 
-def ranks(*world_sizes: int, limit: float = 30.0, lost: Collection[int] = ()) -> Callable[..., Any]:
+def ranks(*world_sizes: int, limit: float = 60.0, lost: Collection[int] = ()) -> Callable[..., Any]:
     """Run a test on all ranks of a group, once for each of ``world_sizes``.
 
     The test is ``def test(rank, world_size, ...)``. Other arguments are fixtures or parameters that can be pickled. The
     test fails if the body fails on any rank, and shows the traceback of the first one. It fails if a rank is killed, or
-    has not ended after ``limit`` seconds. The processes are then replaced.
+    has not ended after ``limit`` seconds. The processes are then replaced. Collectives of the group
+    wait for a third of that.
 
     Args:
         world_sizes: The numbers of ranks.
-        limit: See above. Collectives of the group wait as long.
+        limit: See above.
         lost: The ranks whose process the body ends, for example by ``os._exit``.
     """
 
@@ -138,8 +139,8 @@ class Pool:
         if self._folder is None:
             self._folder = tempfile.TemporaryDirectory()
             atexit.register(self.close)
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(_PRELOADED)
+        context: Any = multiprocessing.get_context(START_METHOD)
+        context.set_forkserver_preload(["tritoncomm", *PRELOADED])
         here, there = context.Pipe()
         log = Path(tempfile.mkstemp(dir=self._folder.name)[1])
         process = context.Process(target=_main, args=(there, str(log)), daemon=True)
@@ -157,6 +158,11 @@ class Pool:
 
 
 _POOL = Pool()
+
+
+def end() -> None:
+    """End the processes now, for what ends this one without a clean-up."""
+    _POOL.close()
 
 
 def _end_of(worker: _Worker) -> str:
@@ -190,7 +196,11 @@ def _outcome(
     try:
         torch.manual_seed(0)
         torch.distributed.init_process_group(
-            "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(seconds=limit)
+            "gloo",
+            init_method=f"file://{store}",
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=limit / 3),
         )
         body = inspect.unwrap(getattr(_module(file), name))
         body(rank=rank, world_size=world_size, **arguments)

@@ -64,8 +64,8 @@ def take(optimizer: Any, parameters: Sequence[torch.Tensor], rank: int, steps: I
     """Take steps by the :func:`gradient` of each rank and step."""
     for step in steps:
         for number, parameter in enumerate(parameters):
-            parameter.grad = gradient(parameter.numel(), rank, 100 * number + step, world_size).view(parameter.shape)
-            parameter.grad = parameter.grad.to(parameter.dtype)
+            own = gradient(parameter.numel(), rank, 100 * number + step, world_size)
+            parameter.grad = own.view(parameter.shape).to(parameter.dtype)
         optimizer.step()
 
 

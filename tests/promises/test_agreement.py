@@ -103,8 +103,7 @@ def test_states_of_optimizers_that_differ_are_refused(rank, world_size):
 
 
 @ranks(2)
-@pytest.mark.parametrize("after", [1, 20])
-@pytest.mark.parametrize("what", ["weight", "state"])
+@pytest.mark.parametrize(("after", "what"), [(1, "weight"), (1, "state"), (20, "weight")])
 def test_replicas_that_drift_are_found(rank, world_size, after, what):
     """A value that changes on one rank outside of step() is named soon: early in the first steps, then every 100."""
     model = nn.Linear(4, 4, bias=False)

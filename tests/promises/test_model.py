@@ -1,0 +1,247 @@
+"""Modules, shards and refusals: gradients stay local in whatever the model is wrapped, and mistakes are named."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from kit import equal_on_all_ranks, everywhere, flat, gradient, mean, sgd, sparse, weight
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+from tritoncomm import ConfigMismatchError, ConfigurationError
+
+from ranks import ranks
+
+
+def net() -> nn.Sequential:
+    """Return a model, the same on all ranks."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+
+
+def loss_of(model, rank: int, step: int = 0) -> torch.Tensor:
+    """Return the loss of a batch of this rank."""
+    return model(gradient(8, rank, step)[None] / 64).square().sum()
+
+
+@ranks(2, 3)
+def test_ddp_averages_nothing_and_ends_in_the_bits_of_a_plain_module(rank, world_size):
+    """Gradients differ between ranks until step()."""
+    ends = []
+    for wrapped in (False, True):
+        inner = net()
+        model = DistributedDataParallel(inner) if wrapped else inner
+        optimizer = sparse(torch.optim.AdamW(inner.parameters(), lr=0.01), model=model)
+        for step in range(3):
+            optimizer.zero_grad()
+            loss_of(model, rank, step).backward()
+            assert not torch.equal(*everywhere(inner[0].weight.grad)[:2])
+            optimizer.step()
+        assert equal_on_all_ranks(inner.parameters())
+        ends.append(flat(inner.parameters()))
+    assert torch.equal(*ends)
+
+
+@ranks(2)
+def test_communication_hook_is_refused_by_name(rank, world_size):
+    """It would average before the exchange."""
+    model = DistributedDataParallel(net())
+    model.register_comm_hook(None, allreduce_hook)
+    with pytest.raises(ConfigurationError, match="allreduce_hook"):
+        sparse(sgd(model.parameters()), model=model)
+
+
+@ranks(3)
+def test_group_is_that_of_the_module(rank, world_size):
+    """DDP's group is used, and another one refused."""
+    group, other = dist.new_group([0, 1]), dist.new_group([0, 1])
+    if rank == 2:
+        return
+    model = DistributedDataParallel(net(), process_group=group)
+    with pytest.raises(ConfigurationError, match="process_group"):
+        sparse(sgd(model.parameters()), model=model, process_group=other)
+    optimizer = sparse(sgd(model.parameters()), model=model)
+    loss_of(model, rank).backward()
+    optimizer.step()
+    assert equal_on_all_ranks(model.parameters(), group)
+
+
+@ranks(2)
+def test_optimizer_that_was_not_wrapped_cannot_step_a_wrapped_module(rank, world_size):
+    """DDP averages nothing any more, so it would step by local gradients."""
+    model = DistributedDataParallel(net())
+    first, second = list(model.module[0].parameters()), list(model.module[2].parameters())
+    sparse(sgd(first), model=model)
+    other = sgd(second)
+    loss_of(model, rank).backward()
+    before = flat(second)
+    with pytest.raises(ConfigurationError, match="wrap"):
+        other.step()
+    assert torch.equal(flat(second), before)
+
+
+@ranks(2)
+def test_ignored_parameters_are_their_ranks_own(rank, world_size):
+    """They may differ, and step by the gradient of their rank alone. A NaN in one skips the step of all."""
+    inner = net()
+    with torch.no_grad():
+        inner[2].weight.fill_(1.0 + rank)
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(inner, ["2.weight"])
+    model = DistributedDataParallel(inner)
+    optimizer = sparse(sgd(inner.parameters(), lr=0.1), model=model)
+    loss_of(model, rank).backward()
+    own, local = inner[2].weight.detach().clone(), inner[2].weight.grad.clone()
+    optimizer.step()
+    assert torch.allclose(inner[2].weight.detach(), own - 0.1 * local)
+    assert equal_on_all_ranks([*inner[0].parameters(), inner[2].bias])
+    optimizer.zero_grad()
+    loss_of(model, rank, 1).backward()
+    if rank == 1:
+        inner[2].weight.grad[0, 0] = torch.nan
+    before = flat(inner.parameters())
+    optimizer.step()
+    assert torch.equal(flat(inner.parameters()), before)
+    assert optimizer.metrics()["skipped_steps"] == 1
+
+
+def sharded():
+    """Return a model over two replicas of two shards, and the mesh."""
+    from torch.distributed.fsdp import fully_shard  # noqa: PLC0415 - takes a while
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    return fully_shard(net(), mesh=mesh["shard"]), mesh
+
+
+def whole(model) -> torch.Tensor:
+    """Return the whole parameters of a sharded model."""
+    return flat([each.full_tensor() for each in model.parameters()])
+
+
+@ranks(4)
+def test_shards_train_as_the_plain_module(rank, world_size):
+    """FSDP2 averages over the shards, and the exchange over the replicas."""
+    model, mesh = sharded()
+    optimizer = sparse(sgd(model.parameters()), density=1.0, model=model, process_group=mesh["replicate"].get_group())
+    plain = net()
+    loss_of(plain, rank).backward()
+    expected = flat(plain.parameters()) - mean(flat([each.grad for each in plain.parameters()]))
+    loss_of(model, rank).backward()
+    optimizer.step()
+    assert torch.allclose(whole(model), expected, atol=1e-5)
+    assert equal_on_all_ranks([whole(model)])
+
+
+@ranks(4)
+def test_no_shard_steps_alone(rank, world_size):
+    """A NaN in one shard skips the step of all shards, and the norm that is limited is that of all."""
+    model, mesh = sharded()
+    group = mesh["replicate"].get_group()
+    optimizer = sparse(sgd(model.parameters()), density=1.0, model=model, process_group=group, max_grad_norm=1.0)
+    before = whole(model)
+    for each in model.parameters():
+        each.grad = torch.ones_like(each) * 2.0
+    if rank == 3:
+        next(model.parameters()).grad.to_local().fill_(torch.nan)
+    optimizer.step()
+    assert torch.equal(whole(model), before)
+    assert optimizer.metrics()["skipped_steps"] == 1
+    for each in model.parameters():
+        each.grad = torch.ones_like(each) * 2.0
+    optimizer.step()
+    assert float((whole(model) - before).norm()) == pytest.approx(1.0, rel=0.15)
+
+
+@ranks(4)
+def test_shards_need_the_group_of_their_replicas(rank, world_size):
+    """Without it, or with that of the shards, wrap() says which to pass."""
+    model, mesh = sharded()
+    with pytest.raises((ConfigurationError, ConfigMismatchError), match="process_group"):
+        sparse(sgd(model.parameters()), model=model)
+    with pytest.raises((ConfigurationError, ConfigMismatchError), match="process_group"):
+        sparse(sgd(model.parameters()), model=model, process_group=mesh["shard"].get_group())
+
+
+@ranks(2)
+def test_parameters_without_values_are_refused_by_name(rank, world_size):
+    """Lazy modules, and the meta device."""
+    lazy = nn.Sequential(nn.Linear(4, 4), nn.LazyLinear(2))
+    with pytest.raises(ConfigurationError, match=r"1\.weight.*lazy"):
+        sparse(sgd(lazy.parameters()), model=lazy)
+    with torch.device("meta"):
+        meta = nn.Linear(4, 4)
+    with pytest.raises(ConfigurationError, match=r"weight.*meta"):
+        sparse(sgd(meta.parameters()), model=meta)
+    with pytest.raises(ConfigurationError, match="complex"):
+        sparse(sgd([weight(4, dtype=torch.complex64)]))
+
+
+@ranks(2)
+def test_model_must_be_what_the_optimizer_trains(rank, world_size):
+    """A model of which the optimizer holds nothing is refused, and so is no model at all."""
+    with pytest.raises(ConfigurationError, match="model"):
+        sparse(sgd(net().parameters()), model=net())
+    with pytest.raises(ConfigurationError, match="model"):
+        sparse(sgd(net().parameters()), model="net")
+
+
+@ranks(2)
+def test_compiled_module_is_the_module(rank, world_size):
+    """What torch.compile has put around it does not matter, also around DDP."""
+    inner = net()
+    model = torch.compile(DistributedDataParallel(inner))
+    optimizer = sparse(sgd(inner.parameters()), model=model, on_nonfinite="raise")
+    for each in inner.parameters():
+        each.grad = torch.full_like(each, torch.nan)
+    with pytest.raises(ArithmeticError, match=r"0\.weight"):
+        optimizer.step()
+
+
+@ranks(2)
+def test_parameter_that_is_added_behind_the_back_is_refused_by_name(rank, world_size):
+    """Its gradient would not be exchanged: add_param_group() is the way."""
+    model = net()
+    optimizer = sparse(sgd(model[0].parameters()), model=model)
+    optimizer.param_groups[0]["params"].append(model[2].weight)
+    for each in model.parameters():
+        each.grad = torch.ones_like(each)
+    before = flat(model.parameters())
+    with pytest.raises(ConfigurationError, match=r"2\.weight.*add_param_group"):
+        optimizer.step()
+    assert torch.equal(flat(model.parameters()), before)
+
+
+@ranks(2)
+def test_parameter_that_was_frozen_at_wrap_cannot_train(rank, world_size):
+    """It is named when it has a gradient."""
+    model = net()
+    model[0].weight.requires_grad_(False)
+    optimizer = sparse(sgd(model.parameters()), model=model)
+    model[0].weight.requires_grad_()
+    loss_of(model, rank).backward()
+    before = flat(model.parameters())
+    with pytest.raises(ConfigurationError, match=r"0\.weight.*frozen"):
+        optimizer.step()
+    assert torch.equal(flat(model.parameters()), before)
+
+
+class _Wrapper(torch.optim.SGD):
+    """An optimizer with a method that changes parameters by gradients."""
+
+    @torch.no_grad()
+    def first_step(self):
+        """Climb, as SAM does."""
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.add_(p.grad)
+
+
+@ranks(2)
+def test_other_methods_that_use_gradients_are_refused(rank, world_size):
+    """They would move parameters apart: only step() exchanges."""
+    p = weight()
+    optimizer = sparse(_Wrapper([p], lr=1.0))
+    p.grad = gradient(16, rank, 0)
+    with pytest.raises(RuntimeError, match="first_step"):
+        optimizer.first_step()
