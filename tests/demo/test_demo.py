@@ -9,9 +9,9 @@ import pytest
 import torch
 from tritoncomm.__main__ import main
 from tritoncomm.demo import train
+from tritoncomm.demo.local_workers import WorkerError
 from tritoncomm.demo.model import ByteGPT, Shape
 from tritoncomm.demo.text import batch, standard_library, validation_batches
-from tritoncomm.scheduler.local_workers import WorkerError
 
 from prepared_launcher import PreparedLauncher
 

@@ -8,10 +8,10 @@ from dataclasses import fields
 
 from tritoncomm.algorithms import Quantized, algorithms, recipe
 from tritoncomm.demo import report
+from tritoncomm.demo.local_workers import WorkerError, run_workers
 from tritoncomm.demo.train import Run, Settings, compare
 from tritoncomm.planning import arguments
 from tritoncomm.primitives.quantized_mean import DENSE_FORMATS
-from tritoncomm.scheduler.local_workers import WorkerError, run_workers
 from tritoncomm.step.chosen_recipe import default_fields
 
 

@@ -11,8 +11,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from tritoncomm.demo.local_workers import Send
 from tritoncomm.demo.train import Progress, Run, Settings
-from tritoncomm.scheduler.local_workers import Send
 
 PLAIN_LINES = 10  # progress lines per run when the output is not a terminal
 SMOOTH = 10  # the reported training loss is the mean of this many last steps

@@ -12,9 +12,9 @@ from torch import nn
 
 import tritoncomm
 from tritoncomm.algorithms import field_names, takes_density
+from tritoncomm.demo.local_workers import Send
 from tritoncomm.demo.model import ByteGPT, Shape
 from tritoncomm.demo.text import Text, batch, standard_library, validation_batches
-from tritoncomm.scheduler.local_workers import Send
 from tritoncomm.step.options import DEFAULT_DENSITY, DEFAULT_SMALL, DEFAULT_VALUES
 
 ROWS = 8
