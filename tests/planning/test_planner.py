@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from spardl_oracle import SPARDL_TABLE
-from tritoncomm import ConfigurationError, SparDL
+from tritoncomm import ConfigurationError, Quantized, SparDL
 from tritoncomm.__main__ import main
 from tritoncomm.algorithms import Dense, algorithms
 from tritoncomm.planning.comparison import compare_methods, picture, shortened, table
@@ -125,7 +125,7 @@ def test_plan_counts_the_work(capsys: pytest.CaptureFixture[str]) -> None:
     assert out.startswith(
         "Sparse pays: 81 ms a step, without the work of selecting, instead of 122, if no computation hides"
     )
-    room = float(re.search(r"Sparse pays if it is below (\d+) ms a step", out)[1])
+    room = float(re.search(r"Sparse pays if it is below (\d+) ms an exchange", out)[1])
     for more, answer in ((-2, "Sparse pays: "), (2, "Sparse hardly pays: "), (12, "Dense is faster here: ")):
         assert main([*command, "--overlap", "0", "--work-ms", str(room + more)]) == 0
         out = capsys.readouterr().out
@@ -189,6 +189,30 @@ def test_plan_counts_the_dense_steps_at_the_start(capsys: pytest.CaptureFixture[
     assert float(said[1]) == pytest.approx(16e-3 * dense, rel=0.02)
     assert int(said[2]) == pytest.approx(16 * dense / sparse, abs=0.5)
     assert "warmup_steps" in out
+
+
+def test_plan_for_updates(capsys: pytest.CaptureFixture[str]) -> None:
+    """``--local-steps`` plans for an optimizer whose updates are exchanged: one exchange for so many steps."""
+    assert main([*PLAN, "--local-steps", "8", "--work-ms", "400"]) == 0
+    first, *rest = capsys.readouterr().out.splitlines()
+    assert first == "Updates pay: 0.44 s a step instead of 8.0, if 50% of the computation hides a dense all-reduce."
+    assert rest[-1] == "optimizer = tritoncomm.wrap(optimizer, local_steps=8)"
+    rows = {tuple(row[:2]): row[2:] for row in _table("\n".join(rest))}
+    assert set(rows) == {
+        ("quantized", "1"),
+        ("quantized", "4"),
+        ("quantized", "8"),
+        ("quantized", "16"),
+        ("dense", "1"),
+    }
+    exchange = Quantized().build(124_000_000).predicted_traffic(64).seconds(Link.parse("1gbit,30us"))
+    for steps in (1, 4, 8, 16):
+        found, step, _ = (float(text.rstrip("x")) for text in rows["quantized", str(steps)])
+        assert found == pytest.approx(1e3 * exchange, abs=0.01)
+        assert step == pytest.approx(350 + (found + 400) / steps, abs=0.02)
+    assert main([*PLAN, "--local-steps", "1", "--values", "2bit"]) == 0
+    *_, last = capsys.readouterr().out.splitlines()
+    assert last == "optimizer = tritoncomm.wrap(optimizer, exchange='updates', updates_algo=Quantized(values='2bit'))"
 
 
 def _times(out: str, method: str) -> tuple[float, float]:

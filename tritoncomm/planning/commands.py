@@ -63,6 +63,12 @@ def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         choices=devices.KINDS,
         help="device of the gradients, on which the form of the messages depends",
     )
+    plan.add_argument(
+        "--local-steps",
+        type=arguments.positive,
+        help="plan for an optimizer whose updates are exchanged, such as Muon, once for so many of its steps; without "
+        "it, gradients are exchanged in every step",
+    )
     plan.add_argument("--all", action="store_true", help="print the other methods and other densities too")
     plan.set_defaults(run=_plan)
 
@@ -81,10 +87,13 @@ def _plan(options: argparse.Namespace) -> int:
         step=options.step,
         work=options.work,
         overlap=options.overlap,
-        values=options.values or DEFAULT_VALUES,
+        values=options.values or (DEFAULT_VALUES if options.local_steps is None else Quantized().values),
         device=options.device,
     )
-    print(planner.advice(setting, options.density, everything=options.all))
+    if options.local_steps is None:
+        print(planner.advice(setting, options.density, everything=options.all))
+    else:
+        print(planner.advice_on_updates(setting, options.local_steps))
     return 0
 
 
