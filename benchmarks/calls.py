@@ -22,7 +22,7 @@ import torch
 import tritoncomm
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from tritoncomm.scheduler.local_workers import Send, run_workers
+from tritoncomm.demo.local_workers import Send, run_workers
 
 from selection import machine
 

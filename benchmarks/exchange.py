@@ -28,9 +28,9 @@ import torch
 import torch.distributed as dist
 import tritoncomm
 from tritoncomm.algorithms import field_names
+from tritoncomm.demo.local_workers import Send, run_workers
 from tritoncomm.planning import planner
 from tritoncomm.planning.synthetic_gradients import LayeredGradients
-from tritoncomm.scheduler.local_workers import Send, run_workers
 from tritoncomm.scheduler.process_group import ProcessGroupScheduler
 from tritoncomm.step.feedback import ErrorFeedback
 from tritoncomm.step.stages import Staged

@@ -43,7 +43,7 @@ from tritoncomm import RandomBlock, SimulatedWorld, SparDL, TopkAllgather
 from tritoncomm.algorithms import Hierarchical
 from tritoncomm.algorithms.base import StaticRecipe
 from tritoncomm.planning import planner
-from tritoncomm.scheduler.link import measure_link
+from tritoncomm.planning.link import measure_link
 from tritoncomm.scheduler.process_group import ProcessGroupScheduler
 from tritoncomm.step import options as step_options
 from tritoncomm.step.feedback import ErrorFeedback

@@ -54,9 +54,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import tritoncomm
+from tritoncomm.demo.local_workers import WorkerError, run_workers
 from tritoncomm.errors import TritoncommError
 from tritoncomm.scheduler.cost import Link
-from tritoncomm.scheduler.local_workers import WorkerError, run_workers
 from tritoncomm.slow import namespaces
 
 import race_results

@@ -14,6 +14,8 @@ import torch.distributed as dist
 import tritoncomm
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from tritoncomm.algorithms import field_names
 from tritoncomm.demo import train as demo_run
@@ -21,6 +23,7 @@ from tritoncomm.demo.model import ByteGPT
 from tritoncomm.step.optimizer_list import OptimizerList
 
 DOORS = ("wrap", "ddp", "fsdp")
+REPLICAS = 2  # of fsdp
 OPTIMIZERS = ("adamw", "muon")
 ONE_BUCKET = 1e6  # megabytes
 Optimizers = torch.optim.Optimizer | list[torch.optim.Optimizer]
@@ -248,6 +251,23 @@ class DiLoCo(Trained):
                 parameter.copy_(saved)
 
 
+def opened(door: str, model: ByteGPT, world_size: int, options: dict[str, Any]) -> tuple[nn.Module, dict[str, Any]]:
+    """Return ``model`` in the kind of module that ``door`` names, and the arguments of ``wrap`` for it.
+
+    With ``"fsdp"`` there are two replicas, each sharded over half of the workers.
+    """
+    if door == "ddp":
+        ddp = DistributedDataParallel(model)
+        return ddp, options | {"model": ddp}
+    if door == "fsdp":
+        mesh = init_device_mesh("cpu", (REPLICAS, world_size // REPLICAS), mesh_dim_names=("replicate", "shard"))
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh["shard"])
+        fully_shard(model, mesh=mesh["shard"])
+        return model, options | {"model": model, "process_group": mesh["replicate"].get_group()}
+    return model, options
+
+
 class Wrapped(Trained):
     """Train with a wrapped optimizer and the kind of module that ``door`` names. ``step()`` exchanges.
 
@@ -256,7 +276,7 @@ class Wrapped(Trained):
     """
 
     def __init__(self, plain: ByteGPT, optimizer: NewOptimizer, contender: Contender, warmup: int) -> None:
-        self.model, arguments = demo_run.opened(contender.get("door", "wrap"), plain, dist.get_world_size(), {})
+        self.model, arguments = opened(contender.get("door", "wrap"), plain, dist.get_world_size(), {})
         arguments |= {key: value for key, value in contender.settings if key not in ("door", "optimizer", "rate")}
         if contender.local_steps == 1:
             arguments["warmup_steps"] = warmup

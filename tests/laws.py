@@ -322,7 +322,7 @@ def atomicity(recipe: Recipe, case: Case, *, every_round: bool = False) -> None:
 
 
 def faults(recipe: Recipe, case: Case, *, rounds: float = 2) -> int:
-    """A message that is dropped, delayed, duplicated, reordered or corrupted causes a named error or no difference.
+    """A message that is dropped, duplicated, reordered or corrupted causes a named error or no difference.
 
     After the error nothing has changed, and the step can be repeated. Return the number of injected faults. Each kind
     of fault meets at most ``rounds`` rounds of each step, drawn with the seed of the case. The world that has met the
@@ -347,7 +347,6 @@ def faults(recipe: Recipe, case: Case, *, rounds: float = 2) -> int:
                 injected += 1
                 if reported:
                     assert repr(network) in reported  # with the seed that reproduces it
-                    assert kind != "delay", network
                     assert same_bits(trial.residuals, before), network
                     assert states_of(trial) == states, network
                     means = trial.step(gradient)

@@ -131,7 +131,7 @@ def serve(modules: Sequence[str]) -> None:
 
 def fork_local_workers() -> None:
     """Let scripts fork their local workers. What they run must be picklable all the same, as elsewhere."""
-    local_workers = importlib.import_module("tritoncomm.scheduler.local_workers")
+    local_workers = importlib.import_module("tritoncomm.demo.local_workers")
     start = local_workers.start_processes
 
     def checked(main: object, args: tuple[Any, ...], **settings: object) -> object:

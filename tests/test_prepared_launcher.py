@@ -50,7 +50,7 @@ def test_one_process(launcher: PreparedLauncher, tmp_path: Path, code: str, exit
 def test_local_workers(launcher: PreparedLauncher, tmp_path: Path) -> None:
     """A script starts local workers, and not with a function that only a fork could pass to them."""
     script = tmp_path / "script.py"
-    start = "from tritoncomm.scheduler.local_workers import run_workers\n"
+    start = "from tritoncomm.demo.local_workers import run_workers\n"
     script.write_text(start + "def work(rank, *_): return rank\nif __name__ == '__main__': print(run_workers(work, 2))")
     done = launcher.run(script, folder=tmp_path)
     assert (done.returncode, done.stdout) == (0, "[0, 1]\n"), done.stderr

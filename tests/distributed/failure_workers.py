@@ -236,7 +236,7 @@ def mismatched_settings(rank: int, world_size: int, send) -> None:
         vector = optimizer._vector
         options = dataclasses.replace(vector.options, recipe=tritoncomm.TopkAllgather(density=0.2000001))
         optimizer._exchange.vectors = [VectorExchange(vector.parameters, vector.names, options)]
-        optimizer._vector.scheduler._set_exchange_id(1)  # as if all ranks had agreed on it
+        optimizer._vector.scheduler.set_exchange_id(1)  # as if all ranks had agreed on it
     report_error(send, rank, optimizer.step)
     leave()
 

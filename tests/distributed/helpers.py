@@ -14,7 +14,7 @@ import torch.distributed as dist
 import tritoncomm
 from torch import nn
 from tritoncomm import ConfigurationError, Recipe, algorithms
-from tritoncomm.scheduler import local_workers
+from tritoncomm.demo import local_workers
 from tritoncomm.step import options
 
 from depth import DEEP

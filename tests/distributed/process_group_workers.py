@@ -24,10 +24,10 @@ from tritoncomm import (
     SimulatedWorld,
     SparseVector,
 )
+from tritoncomm.planning.link import measure_link
 from tritoncomm.scheduler import messages
 from tritoncomm.scheduler.cost import Traffic
 from tritoncomm.scheduler.group_collectives import SMALL
-from tritoncomm.scheduler.link import measure_link
 from tritoncomm.scheduler.process_group import ProcessGroupScheduler
 from tritoncomm.scheduler.rounds import AllGather, AllReduce, AllToAll, Pattern, Post, Round
 from tritoncomm.scheduler.simulated import SimulatedScheduler

@@ -30,7 +30,7 @@ def not_confirmed(exchange: GradientExchange) -> None:
     def interrupted() -> None:
         confirm()
         exchange._confirm = confirm
-        failure_report.cut_connections(None, BEHIND, [0, BEHIND, LOST])
+        failure_report.cut_connections(None)
         raise PeerLostError("lost rank 2", [LOST])
 
     exchange._confirm = interrupted

@@ -20,7 +20,7 @@ import bad_network_workers
 import pytest
 from bad_network_workers import PORT, BadNetwork, Plan, address
 from helpers import run_workers
-from tritoncomm.scheduler.local_workers import WorkerError
+from tritoncomm.demo.local_workers import WorkerError
 from tritoncomm.slow import namespaces
 
 from depth import TORCHRUN

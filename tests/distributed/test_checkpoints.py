@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tritoncomm import ConfigurationError
 from tritoncomm.checkpoint import reshard
-from tritoncomm.scheduler.local_workers import WorkerError
+from tritoncomm.demo.local_workers import WorkerError
 from tritoncomm.step import state as exchange_state
 
 from depth import DEEP

@@ -10,7 +10,7 @@ import ddp_workers
 import ignored_workers as ignored
 import pytest
 from helpers import run_situations, run_workers
-from tritoncomm.scheduler.local_workers import WorkerError
+from tritoncomm.demo.local_workers import WorkerError
 
 
 @pytest.mark.parametrize(

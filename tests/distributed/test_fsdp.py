@@ -9,7 +9,7 @@ import fsdp_edge_workers as edges
 import fsdp_workers
 import pytest
 from helpers import run_situations, run_workers
-from tritoncomm.scheduler.local_workers import WorkerError
+from tritoncomm.demo.local_workers import WorkerError
 
 
 @pytest.mark.parametrize(

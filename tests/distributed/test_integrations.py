@@ -17,7 +17,7 @@ import trainer_updates_workers
 import tritoncomm
 from helpers import run_workers
 from tritoncomm import checkpoint
-from tritoncomm.scheduler import local_workers
+from tritoncomm.demo import local_workers
 
 
 @pytest.fixture(scope="module", autouse=True)

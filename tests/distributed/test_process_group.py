@@ -11,7 +11,7 @@ import torch
 from helpers import possible, run_workers, shared_out
 from process_group_workers import Seen
 from tritoncomm import SimulatedWorld, algorithms
-from tritoncomm.scheduler.local_workers import WorkerError
+from tritoncomm.demo.local_workers import WorkerError
 
 from depth import DEEP
 

@@ -15,7 +15,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import tritoncomm  # noqa: F401 - its modules are patched
-from tritoncomm.scheduler import process_group, watcher
+from tritoncomm.scheduler import failure_report, process_group, watcher
 from tritoncomm.step import private_group
 
 from emulated_cuda import kernel_costs, nccl, streams
@@ -33,7 +33,7 @@ _UPLOADS = ("tensor", "as_tensor", "asarray")
 # Module state of the library that belongs to a process, and here to a rank: each rank has its own.
 _STATE = (
     (process_group, "_exchange_ids"),
-    (process_group, "_broken"),
+    (failure_report, "_broken"),
     (process_group, "_subgroups"),
     (private_group, "_free"),
     (watcher, "_last"),

@@ -24,7 +24,7 @@ def test_doctor_in_one_process(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Compression pays on a slow link and not on a fast one, as the exit code and the JSON file report."""
-    monkeypatch.setattr("tritoncomm.__main__.DEFAULT_VALUES", "4bit")  # also where other tests round nothing
+    monkeypatch.setattr("tritoncomm.planning.commands.DEFAULT_VALUES", "4bit")  # also where other tests round nothing
     file = tmp_path / "doctor.json"
     arguments = ["doctor", "--numel", "2e5", "--workers", "8", "--json", str(file), "--link"]
     assert main([*arguments, "10mbit,1us"]) == 0
@@ -111,7 +111,7 @@ def test_interrupted_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("tritoncomm.__main__.planner.advice", interrupt)
+    monkeypatch.setattr("tritoncomm.planning.planner.advice", interrupt)
     assert main(["plan", "--numel", "1e6", "--workers", "2"]) == 130
     assert capsys.readouterr().err == "interrupted\n"
 

@@ -7,23 +7,15 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.colors import to_rgb
 from spardl_oracle import SPARDL_TABLE
-from tritoncomm import ConfigurationError, SparDL
+from tritoncomm import ConfigurationError, Quantized, SparDL
 from tritoncomm.__main__ import main
 from tritoncomm.algorithms import Dense, algorithms
-from tritoncomm.planning.comparison import Row, compare_methods, draw, shortened, table
+from tritoncomm.planning.comparison import compare_methods, picture, shortened, table
 from tritoncomm.planning.planner import TRUSTED, Setting, at
-from tritoncomm.planning.synthetic_gradients import (
-    AdversarialGradients,
-    LayeredGradients,
-    RecordedGradients,
-    load_recording,
-)
+from tritoncomm.planning.synthetic_gradients import AdversarialGradients, LayeredGradients
 from tritoncomm.primitives.packing import Encoding
 from tritoncomm.scheduler.cost import HEADER_WORDS, WORD, Link
 
@@ -133,7 +125,7 @@ def test_plan_counts_the_work(capsys: pytest.CaptureFixture[str]) -> None:
     assert out.startswith(
         "Sparse pays: 81 ms a step, without the work of selecting, instead of 122, if no computation hides"
     )
-    room = float(re.search(r"Sparse pays if it is below (\d+) ms a step", out)[1])
+    room = float(re.search(r"Sparse pays if it is below (\d+) ms an exchange", out)[1])
     for more, answer in ((-2, "Sparse pays: "), (2, "Sparse hardly pays: "), (12, "Dense is faster here: ")):
         assert main([*command, "--overlap", "0", "--work-ms", str(room + more)]) == 0
         out = capsys.readouterr().out
@@ -199,6 +191,30 @@ def test_plan_counts_the_dense_steps_at_the_start(capsys: pytest.CaptureFixture[
     assert "warmup_steps" in out
 
 
+def test_plan_for_updates(capsys: pytest.CaptureFixture[str]) -> None:
+    """``--local-steps`` plans for an optimizer whose updates are exchanged: one exchange for so many steps."""
+    assert main([*PLAN, "--local-steps", "8", "--work-ms", "400"]) == 0
+    first, *rest = capsys.readouterr().out.splitlines()
+    assert first == "Updates pay: 0.44 s a step instead of 8.0, if 50% of the computation hides a dense all-reduce."
+    assert rest[-1] == "optimizer = tritoncomm.wrap(optimizer, local_steps=8)"
+    rows = {tuple(row[:2]): row[2:] for row in _table("\n".join(rest))}
+    assert set(rows) == {
+        ("quantized", "1"),
+        ("quantized", "4"),
+        ("quantized", "8"),
+        ("quantized", "16"),
+        ("dense", "1"),
+    }
+    exchange = Quantized().build(124_000_000).predicted_traffic(64).seconds(Link.parse("1gbit,30us"))
+    for steps in (1, 4, 8, 16):
+        found, step, _ = (float(text.rstrip("x")) for text in rows["quantized", str(steps)])
+        assert found == pytest.approx(1e3 * exchange, abs=0.01)
+        assert step == pytest.approx(350 + (found + 400) / steps, abs=0.02)
+    assert main([*PLAN, "--local-steps", "1", "--values", "2bit"]) == 0
+    *_, last = capsys.readouterr().out.splitlines()
+    assert last == "optimizer = tritoncomm.wrap(optimizer, exchange='updates', updates_algo=Quantized(values='2bit'))"
+
+
 def _times(out: str, method: str) -> tuple[float, float]:
     """Return the milliseconds of the exchange, the upper end of a range, and of the step, in the printed plan."""
     exchange, step = re.search(rf"^{method} .* ([\d.]+) +([\d.]+) +[\d.]+x$", out, re.MULTILINE).groups()
@@ -241,7 +257,8 @@ def test_simulate_in_a_format(tmp_path: Path) -> None:
     "arguments",
     [
         ["simulate", "--workers", "0"], ["simulate", "--numel", "1.5"], ["simulate", "--algo", "x"],
-        ["simulate", "--link", "fast"], ["plan", "--workers", "4"], ["plan", "--numel", "inf", "--workers", "4"],
+        ["simulate", "--link", "fast"],
+        ["simulate", "--gradients", "x"], ["plan", "--workers", "4"], ["plan", "--numel", "inf", "--workers", "4"],
         ["plan", "--numel", "1e6", "--workers", "4", "--step-ms", "-1"],
     ],
 )  # fmt: skip
@@ -251,17 +268,6 @@ def test_bad_command_line_arguments(arguments: list[str], capsys: pytest.Capture
         main(arguments)
     assert caught.value.code == 2
     assert "error" in capsys.readouterr().err
-
-
-def test_bad_recordings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """``simulate`` rejects a file that is not a recording with the reason and exit code 2."""
-    path = tmp_path / "nothing"
-    path.write_text("no")
-    assert main(["simulate", "--gradients", str(path)]) == 2
-    assert "not a recording" in capsys.readouterr().err
-    torch.save({"gradients": torch.zeros(3)}, path)
-    assert main(["simulate", "--gradients", str(path)]) == 2
-    assert "record it again" in capsys.readouterr().err
 
 
 def test_long_vectors_are_extrapolated() -> None:
@@ -302,44 +308,9 @@ def test_simulated_traffic_matches_spardl_table(world_size: int, teams: int) -> 
         assert least - 0.01 <= row.words / row.k <= most + 0.01 + 12 * latencies * 4 / row.k
 
 
-def _rows(words: dict[str, list[float]], workers: list[int]) -> list[Row]:
-    """Return rows with the given words per k."""
-    return [
-        Row(method, p, 1000, 1000, 0.01, 10.0 * value, 10.0 * value, 1.0, 1.0, 1.0, 0.0, 1.0)
-        for method, values in words.items()
-        for p, value in zip(workers, values, strict=True)
-    ]
-
-
-@pytest.mark.parametrize("workers", [[2, 4, 8], [4]])
-def test_every_method_is_visible_in_the_picture(workers: list[int]) -> None:
-    """Every method has pixels of its own color, although four receive the same words, and others nearly the same."""
-    words = {name: [2.0 + i, 4.0 + i, 5.0 + i] for i, name in enumerate(sorted(set(algorithms()) - {"oktopk"}))}
-    words |= {"exdyna": [3.0, 4.5, 5.0], "micro": [3.0, 4.5, 5.0], "gtopk": [3.0, 4.5, 5.0]}
-    words |= {"oktopk": [3.0, 4.5, 5.0], "spardl": [3.01, 4.5, 5.0]}
-    figure = draw(_rows({name: values[: len(workers)] for name, values in words.items()}, workers))
-    (axes,) = figure.axes
-    drawn = {line.get_label(): to_rgb(line.get_color()) for line in axes.lines}
-    drawn |= {
-        name: to_rgb(bar.get_facecolor())
-        for name, bar in zip([text.get_text() for text in axes.get_yticklabels()], axes.patches, strict=False)
-    }
-    assert set(drawn) == {*set(algorithms()) - {"oktopk"}, "oktopk (default)", "lower bound 2k(P-1)/P"}
-    assert len(set(drawn.values())) == len(drawn)
-    axes.get_legend().remove()
-    canvas = FigureCanvasAgg(figure)
-    canvas.draw()
-    pixels = np.asarray(canvas.buffer_rgba())[..., :3]
-    for label, color in drawn.items():
-        visible = (pixels == np.round(255 * np.array(color))).all(axis=2).sum()
-        assert visible > 100, label
-    if len(workers) > 1:
-        assert max(axes.lines, key=lambda line: line.get_zorder()).get_label() == "oktopk (default)"
-
-
-def test_picture_for_one_worker() -> None:
+def test_picture_for_one_worker(tmp_path: Path) -> None:
     """The picture for one worker, which receives nothing, is drawn without a warning."""
-    FigureCanvasAgg(draw(_rows({"dense": [0.0], "oktopk": [0.0]}, [1]))).draw()
+    picture([*compare_methods([Dense(), SparDL()], [1], 400, SLOW, LayeredGradients)], tmp_path / "volume.png")
 
 
 def test_recipe_fields_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
@@ -385,17 +356,6 @@ def test_synthetic_gradients() -> None:
     assert 0 < len(inside) <= 100
     assert int(inside[-1] - inside[0]) < 100
     assert AdversarialGradients(0, 0).at(0).numel() == LayeredGradients(0, 0).at(0).numel() == 0
-
-
-def test_recorded_gradients(tmp_path: Path) -> None:
-    """A recording is repeated or cut to length. Additional ranks and steps reuse it, and additional ranks shift it."""
-    path = tmp_path / "recording.pt"
-    torch.save({"gradients": torch.arange(24.0).view(2, 3, 4)}, path)
-    recording = load_recording(path)
-    assert RecordedGradients(4, 1, recording).at(0).tolist() == [4, 5, 6, 7]
-    assert RecordedGradients(6, 1, recording).at(3).tolist() == [16, 17, 18, 19, 16, 17]
-    assert RecordedGradients(4, 4, recording).at(0).tolist() == [7, 4, 5, 6]
-    assert RecordedGradients(3, 0, recording).at(0).tolist() == [0, 1, 2]
 
 
 def test_words_have_four_bytes() -> None:

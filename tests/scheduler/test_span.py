@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 from tritoncomm import TopkAllgather
-from tritoncomm.scheduler.link import measure_link
+from tritoncomm.planning.link import measure_link
 from tritoncomm.scheduler.meter import Meter
 from tritoncomm.scheduler.span import Span
 from tritoncomm.step.exchange import GradientExchange

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from einops import rearrange
 from torch import nn
 from torch.nn import functional as F
 
@@ -33,14 +32,10 @@ class Attention(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``x`` and the result are ``[batch, time, width]``."""
-        query, key, value = rearrange(
-            self.inputs(x),
-            "batch time (three head width) -> three batch head time width",
-            three=3,
-            head=self.heads,
-        )
+        parts = self.inputs(x).unflatten(-1, (3, self.heads, -1))  # [batch, time, 3, head, width of a head]
+        query, key, value = parts.permute(2, 0, 3, 1, 4)  # each [batch, head, time, width of a head]
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        out: torch.Tensor = self.output(rearrange(mixed, "batch head time width -> batch time (head width)"))
+        out: torch.Tensor = self.output(mixed.transpose(1, 2).flatten(2))
         return out
 
 

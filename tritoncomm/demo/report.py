@@ -11,8 +11,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from tritoncomm.demo.local_workers import Send
 from tritoncomm.demo.train import Progress, Run, Settings
-from tritoncomm.scheduler.local_workers import Send
 
 PLAIN_LINES = 10  # progress lines per run when the output is not a terminal
 SMOOTH = 10  # the reported training loss is the mean of this many last steps
@@ -22,8 +22,7 @@ def summary(settings: Settings, dense: Run, chosen: Run) -> dict[str, Any]:
     """Return the settings and results of both runs. Bytes are per step and worker, averaged over all steps."""
     sparse = chosen.densities[settings.warmup :] or chosen.densities
     after = chosen.bytes_sent[-1] - (chosen.bytes_sent[settings.warmup - 1] if settings.warmup else 0)
-    given = {name: value for name, value in asdict(settings).items() if name != "record"}
-    return given | {
+    return asdict(settings) | {
         "label": settings.label,
         "described": settings.described,
         "warmup_steps": settings.warmup,

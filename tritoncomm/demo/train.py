@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,9 +12,9 @@ from torch import nn
 
 import tritoncomm
 from tritoncomm.algorithms import field_names, takes_density
+from tritoncomm.demo.local_workers import Send
 from tritoncomm.demo.model import ByteGPT, Shape
 from tritoncomm.demo.text import Text, batch, standard_library, validation_batches
-from tritoncomm.scheduler.local_workers import Send
 from tritoncomm.step.options import DEFAULT_DENSITY, DEFAULT_SMALL, DEFAULT_VALUES
 
 ROWS = 8
@@ -24,8 +23,6 @@ MUON_RATE, RATE_BESIDE_MUON = 0.02, 2e-3  # of --optimizer muon, for matrices in
 LEARNING_RATE_WARMUP_SHARE = 0.1  # fraction of the steps; linear, in both runs
 VALIDATIONS = 10  # evaluations of the validation loss per run
 VALIDATION_BATCHES, VALIDATION_ROWS = 32, 32
-RECORDED = 4  # --record keeps this many last steps of the sparse run
-REPLICAS = 2  # of --door fsdp
 # The first steps change every coordinate, and the thresholds with them. A few dense steps at the start pay off.
 WARMUP_SHARE = 0.02
 
@@ -40,12 +37,9 @@ class Settings:
     workers: int = 4
     steps: int = 300
     seed: int = 0
-    staleness: str = "aware"
     small: str = DEFAULT_SMALL
-    door: str = "wrap"
     optimizer: str = "adamw"
     local_steps: int = 1
-    record: Path | None = None
 
     @property
     def warmup(self) -> int:
@@ -106,43 +100,30 @@ class Run:
 def compare(rank: int, world_size: int, send: Send, settings: Settings) -> list[Run]:
     """Train with dense exchange, then with the chosen method, as one of ``world_size`` workers. Return both runs."""
     text = standard_library()
-    dense = _train(
-        "dense",
-        rank,
-        world_size,
-        send,
-        replace(settings, door="wrap"),
-        text,
-        {"algo": "dense", "exchange": "gradients"},
-    )
+    dense = _train("dense", rank, world_size, send, settings, text, {"algo": "dense", "exchange": "gradients"})
     chosen = {
         "algo": settings.algo,
         **({"density": settings.density} if takes_density(settings.algo) else {}),
         **({"values": settings.values} if "values" in field_names(settings.algo) else {}),
         "warmup_steps": settings.warmup,
-        "staleness": settings.staleness,
         "small": settings.small,
     }
     if settings.local_steps > 1:  # updates are exchanged, by their default method
         chosen = {"local_steps": settings.local_steps}
-    record = settings.record
-    return [dense, _train(settings.label, rank, world_size, send, settings, text, chosen, record)]
+    return [dense, _train(settings.label, rank, world_size, send, settings, text, chosen)]
 
 
 def _train(
     label: str, rank: int, world_size: int, send: Send, settings: Settings, text: Text, options: dict[str, Any],
-    record: Path | None = None,
 ) -> Run:  # fmt: skip
     torch.manual_seed(settings.seed)
-    plain = ByteGPT(Shape())
-    context = plain.shape.context
+    model = ByteGPT(Shape())
+    context = model.shape.context
     held_out = validation_batches(text.validation, VALIDATION_ROWS, context, VALIDATION_BATCHES)
-    run = Run(label, sum(p.numel() for p in plain.parameters()))
-    model, options = opened(settings.door, plain, world_size, options)
+    run = Run(label, sum(p.numel() for p in model.parameters()))
     optimizer = tritoncomm.wrap(optimizers(settings.optimizer, model), **options)
     rates = [group["lr"] for group in optimizer.param_groups]
     every = max(1, settings.steps // VALIDATIONS)
-    recording: list[tuple[torch.Tensor, torch.Tensor]] = []
     started = time.perf_counter()
     for step in range(settings.steps):
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
@@ -150,8 +131,6 @@ def _train(
         optimizer.zero_grad()
         loss = model(batch(text.train, ROWS, context, settings.seed, step, rank))
         loss.backward()
-        if record and step >= settings.steps - RECORDED:
-            recording.append(_held(optimizer))
         optimizer.step()
         if step + 1 == settings.steps:
             optimizer.merge()
@@ -167,8 +146,6 @@ def _train(
         if rank == 0:
             send(Progress(run.method, step + 1, run.losses[-1], run.bytes_sent[-1]))
     run.seconds = time.perf_counter() - started
-    if record:
-        _write(recording, record, rank)
     run.losses = _mean_over_ranks(run.losses)
     run.bytes_sent = _mean_over_ranks(run.bytes_sent)
     return run
@@ -186,46 +163,6 @@ def optimizers(name: str, model: nn.Module) -> torch.optim.Optimizer | list[torc
         torch.optim.Muon(hidden, lr=MUON_RATE, weight_decay=WEIGHT_DECAY),
         torch.optim.AdamW(rest, lr=RATE_BESIDE_MUON, betas=BETAS, weight_decay=WEIGHT_DECAY),
     ]
-
-
-def opened(door: str, model: ByteGPT, world_size: int, options: dict[str, Any]) -> tuple[nn.Module, dict[str, Any]]:
-    """Return ``model`` in the kind of module that ``door`` names, and the arguments of ``wrap`` for it.
-
-    With ``"fsdp"`` there are two replicas, each sharded over half of the workers.
-    """
-    if door == "ddp":
-        ddp = nn.parallel.DistributedDataParallel(model)
-        return ddp, options | {"model": ddp}
-    if door == "fsdp":
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import fully_shard
-
-        mesh = init_device_mesh("cpu", (REPLICAS, world_size // REPLICAS), mesh_dim_names=("replicate", "shard"))
-        for block in model.blocks:
-            fully_shard(block, mesh=mesh["shard"])
-        fully_shard(model, mesh=mesh["shard"])
-        return model, options | {"model": model, "process_group": mesh["replicate"].get_group()}
-    return model, options
-
-
-def _held(optimizer: tritoncomm.SparseOptimizer) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return this rank's gradient, and its accumulator: residual plus gradient, as it enters the exchange."""
-    vector = optimizer._vector  # noqa: SLF001 - same package
-    gradient = vector.layout.read_gradients(torch.empty(vector.layout.numel, dtype=torch.float32))
-    return gradient, gradient + vector.feedback.residual
-
-
-def _write(recording: list[tuple[torch.Tensor, torch.Tensor]], path: Path, rank: int) -> None:
-    """Gather the recording on rank 0 and write ``gradients`` and ``accumulators``, each ``[steps, workers, numel]``."""
-    content = {}
-    for name, mine in zip(("gradients", "accumulators"), zip(*recording, strict=True), strict=True):
-        own = torch.stack(mine)
-        everybody = [torch.empty_like(own) for _ in range(dist.get_world_size())] if rank == 0 else None
-        dist.gather(own, everybody)
-        if everybody is not None:
-            content[name] = torch.stack(everybody, dim=1)
-    if rank == 0:
-        torch.save(content, path)
 
 
 @torch.no_grad()

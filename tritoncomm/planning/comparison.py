@@ -3,28 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from tritoncomm.algorithms import Recipe
 from tritoncomm.errors import ConfigurationError
-from tritoncomm.planning.synthetic_gradients import Gradients
+from tritoncomm.planning.synthetic_gradients import Source
 from tritoncomm.scheduler.cost import WORD, Link
 from tritoncomm.simulation import SimulatedWorld
-from tritoncomm.step.options import DEFAULT_ALGO
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes  # matplotlib is optional
-    from matplotlib.figure import Figure
-
-Source = Callable[[int, int], Gradients]  # (numel, rank) -> gradients
-_Curves = Mapping[str, Mapping[int, float]]  # method -> number of workers -> words in multiples of k
 
 STEPS = 4  # the fourth step is the first that reuses Ok-Topk's thresholds
 # Residual, sum, gradient, noise of the gradient, and one scratch vector, in fp32.
@@ -37,15 +28,6 @@ _ENTRIES_PER_WORKER = 2
 # Bytes that a simulation may use when `memory` allows only a vector that is too short to be meaningful. The second
 # limit is for methods that gather entries from all workers. Their volume is proportional to k even if k is small.
 _LARGEST, _LARGEST_GATHERING = 16e9, 4e9
-# Lines of the picture are treated as one above the other if they are closer than this fraction of its height.
-_CLOSE = 0.02
-# Colors of matplotlib's "tab20", the dark ones first. Without its reds and grays: the default method is red, the lower
-# bound is gray.
-_COLORS = (0, 2, 4, 8, 10, 12, 16, 18, 1, 3, 5, 9, 11, 13, 17, 19)
-_DEFAULT_COLOR = 6
-_MARKERS = "osD^vP"
-_WORDS = "words received per rank, in multiples of k"
-_BOUND = "lower bound 2k(P-1)/P"
 
 WHY = {
     "exdyna": "volume follows the delivered entries, up to 2k while the threshold adapts; unequal partitions cost more",
@@ -255,82 +237,22 @@ def table(rows: Sequence[Row], link: Link) -> str:
 
 
 def picture(rows: Sequence[Row], path: Path) -> None:
-    """Write a PNG of the words per rank against the number of workers, with dense and the lower bound."""
-    draw(rows).savefig(path, dpi=120, format="png")
-
-
-def draw(rows: Sequence[Row]) -> Figure:
-    """Return the figure that :func:`picture` writes: lines for several numbers of workers, bars for a single one."""
+    """Write a PNG of the words per rank against the number of workers, with the lower bound."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
+    figure = Figure(figsize=(8, 4.6), layout="constrained")
+    axes = figure.subplots()
+    axes.set_prop_cycle(color=mpl.colormaps["tab20"].colors)  # type: ignore[attr-defined]
+    for method in dict.fromkeys(row.method for row in rows):
+        curve = {row.workers: row.words / row.k for row in rows if row.method == method}
+        axes.plot(list(curve), list(curve.values()), "o-", label=method)
     workers = sorted({row.workers for row in rows})
-    curves = {
-        method: {p: row.words / row.k for p in workers for row in rows if (row.method, row.workers) == (method, p)}
-        for method in sorted({row.method for row in rows})
-    }
-    tab20 = mpl.colormaps["tab20"].colors  # type: ignore[attr-defined]
-    colors = {method: tab20[_COLORS[number % len(_COLORS)]] for number, method in enumerate(curves)}
-    colors |= {DEFAULT_ALGO: tab20[_DEFAULT_COLOR], "dense": "black"}
-    with mpl.rc_context({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False}):
-        figure = Figure(figsize=(8, 4.6), layout="constrained")
-        axes = figure.subplots()
-        (_lines if len(workers) > 1 else _bars)(axes, curves, colors)
-        axes.minorticks_off()
-        title = f"{rows[0].numel / 1e6:g} million values, density {rows[0].density:.2%}"
-        axes.set_title(title if len(workers) > 1 else f"{workers[0]} workers, {title}", fontsize=11)
-    return figure
-
-
-def _lines(axes: Axes, curves: _Curves, colors: Mapping[str, Any]) -> None:
-    """Draw the curves. Every line is visible: one that others cover is wider than those. The default is on top."""
-    for number, (method, level) in enumerate(_covered(curves).items()):
-        curve = curves[method]
-        axes.plot(
-            list(curve), list(curve.values()), color=colors[method], label=_label(method), linewidth=1.5 + 2.6 * level,
-            marker="" if level else _MARKERS[number % len(_MARKERS)], zorder=3 - level / 100,
-        )  # fmt: skip
-    workers = sorted({p for curve in curves.values() for p in curve})
-    axes.plot(workers, [_bound(p) for p in workers], "--", color="0.5", linewidth=1, zorder=2.999, label=_BOUND)
-    axes.set(xscale="log", yscale="log", xlabel="workers", ylabel=_WORDS)
-    axes.set_xticks(workers, [str(p) for p in workers], minor=False)
-    axes.grid(alpha=0.25)
-    # From top to bottom, as the lines end at the right.
-    handles = sorted(axes.lines, key=lambda line: -float(line.get_ydata()[-1]))  # type: ignore[index,arg-type]
-    axes.legend(handles=handles, frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
-
-
-def _bars(axes: Axes, curves: _Curves, colors: Mapping[str, Any]) -> None:
-    """Draw a bar for each method, because points of methods that receive the same words would cover each other."""
-    ((workers, _),) = next(iter(curves.values())).items()
-    for method in sorted(curves, key=lambda name: curves[name][workers]):
-        axes.barh(_label(method), curves[method][workers], color=colors[method])
-    axes.axvline(_bound(workers), linestyle="--", color="0.5", linewidth=1, label=_BOUND)
-    received = any(curve[workers] for curve in curves.values())  # one worker receives nothing
-    axes.set(xscale="log" if received else "linear", xlabel=_WORDS)
-    axes.grid(axis="x", alpha=0.25)
-    axes.legend(frameon=False, fontsize=8, loc="lower right")
-
-
-def _label(method: str) -> str:
-    return f"{method} (default)" if method == DEFAULT_ALGO else method
-
-
-def _bound(workers: int) -> float:
-    return 2 * (workers - 1) / workers
-
-
-def _covered(curves: _Curves) -> dict[str, int]:
-    """Return by how many others each curve is covered. A curve is above those that follow it, the default on top."""
-    values = [value for curve in curves.values() for value in curve.values() if value > 0]
-    close = _CLOSE * math.log(max(values, default=1.0) / min(values, default=1.0))
-
-    def coincide(first: Mapping[int, float], second: Mapping[int, float]) -> bool:
-        both = [(first[p], second[p]) for p in first.keys() & second.keys() if first[p] > 0 and second[p] > 0]
-        return 2 * sum(abs(math.log(a / b)) <= close for a, b in both) >= max(1, len(both))
-
-    covered: dict[str, int] = {}
-    for method in sorted(curves, key=lambda name: (name != DEFAULT_ALGO, name)):
-        above = [level for other, level in covered.items() if coincide(curves[method], curves[other])]
-        covered[method] = 1 + max(above, default=-1)
-    return covered
+    axes.plot(workers, [2 * (p - 1) / p for p in workers], "--", color="gray", label="lower bound 2k(P-1)/P")
+    scale = "log" if any(row.words for row in rows) else "linear"  # one worker receives nothing
+    axes.set(xscale="log", yscale=scale, xlabel="workers", ylabel="words received per rank, in multiples of k")
+    axes.set_xticks(workers, [str(p) for p in workers])
+    axes.minorticks_off()
+    axes.set_title(f"{rows[0].numel / 1e6:g} million values, density {rows[0].density:.2%}")
+    axes.legend(fontsize="small", loc="center left", bbox_to_anchor=(1.0, 0.5))
+    figure.savefig(path, dpi=120, format="png")

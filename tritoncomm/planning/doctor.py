@@ -14,9 +14,9 @@ import torch.distributed as dist
 from tritoncomm.algorithms import Dense, Recipe
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.planning import planner
+from tritoncomm.planning.link import measure_link
 from tritoncomm.planning.synthetic_gradients import LayeredGradients
 from tritoncomm.scheduler.cost import Link
-from tritoncomm.scheduler.link import measure_link
 from tritoncomm.scheduler.process_group import ProcessGroupScheduler, is_distributed
 from tritoncomm.simulation import SimulatedWorld
 from tritoncomm.step.chosen_recipe import with_form

@@ -34,12 +34,14 @@ _LARGE = 9.95
 class Estimate(NamedTuple):
     """The predicted seconds of an exchange with ``recipe``, and of a whole training step.
 
-    ``exchange`` is the time on the link alone. ``recipe`` has the form of messages that ``wrap`` would choose.
+    ``exchange`` is the time on the link alone. ``recipe`` has the form of messages that ``wrap`` would choose. There is
+    one exchange for ``local_steps`` steps, and ``step`` is their mean.
     """
 
     recipe: Recipe
     exchange: float
     step: float
+    local_steps: int = 1
 
     @property
     def is_dense(self) -> bool:
@@ -85,8 +87,8 @@ class Setting:
                 f"step={self.step}, work={self.work}, overlap={self.overlap}"
             )
 
-    def estimate(self, method: Recipe) -> Estimate:
-        """Return the estimate of ``method``.
+    def estimate(self, method: Recipe, local_steps: int = 1) -> Estimate:
+        """Return the estimate of ``method``, with one exchange for ``local_steps`` steps.
 
         A dense all-reduce overlaps with computation, as in ``DistributedDataParallel``. A sparse exchange starts after
         the backward pass, and a step with it takes ``work`` longer.
@@ -95,7 +97,7 @@ class Setting:
         seconds = exchange_seconds(method, self.numel, self.workers, self.link)
         if isinstance(method, Dense):
             return Estimate(method, seconds, self.step + max(0.0, seconds - self.overlap * self.step))
-        return Estimate(method, seconds, self.step + seconds + (self.work or 0.0))
+        return Estimate(method, seconds, self.step + (seconds + (self.work or 0.0)) / local_steps, local_steps)
 
     def at(self, name: str, density: float) -> Recipe:
         """Return the recipe of the method ``name``."""
@@ -144,7 +146,35 @@ def advice(setting: Setting, density: float = DEFAULT_DENSITY, *, everything: bo
     return "\n".join(lines)
 
 
-def _answer(setting: Setting, dense: Estimate, best: Estimate) -> str:
+def advice_on_updates(setting: Setting, local_steps: int) -> str:
+    """Return the plan as text for an optimizer whose updates are exchanged, once for ``local_steps`` of its steps.
+
+    The table has dense, and other numbers of local steps.
+    """
+    if setting.workers == 1:
+        return "One worker exchanges nothing: use the optimizer without tritoncomm.wrap."
+    method, dense = Quantized(values=setting.values), setting.estimate(Dense())
+    rows = [setting.estimate(method, steps) for steps in sorted({1, 4, 16, local_steps})]
+    best = setting.estimate(method, local_steps)
+    lines = [_answer(setting, dense, best, "Updates pay", "updates"), "", _network(setting)]
+    lines.append(f"{'method':16}{'local steps':>13}{'exchange ms':>14}{'step ms':>12}{'of dense':>10}")
+    lines += [
+        f"{each.recipe.name:16}{each.local_steps:13}{_times(each, dense)}"
+        for each in sorted([dense, *rows], key=lambda found: found.step)
+    ]
+    lines.append("")
+    if setting.work is None:
+        lines += _not_counted(dense, best)
+    if not best.step < WORTH_IT * dense.step:
+        return "\n".join([*lines, "Stay dense: use the optimizer without tritoncomm.wrap."])
+    how = f"local_steps={local_steps}" if local_steps > 1 else "exchange='updates'"
+    other = "" if method == Quantized() else f", updates_algo=Quantized(values={method.values!r})"
+    return "\n".join([*lines, f"optimizer = tritoncomm.wrap(optimizer, {how}{other})"])
+
+
+def _answer(
+    setting: Setting, dense: Estimate, best: Estimate, pays: str = "Sparse pays", what: str = "a sparse exchange"
+) -> str:
     """Return the sentence with which a plan begins."""
     condition = ""
     if setting.step:
@@ -153,23 +183,22 @@ def _answer(setting: Setting, dense: Estimate, best: Estimate) -> str:
     sparse, plain = _seconds(best.step, dense.step)
     work = ", without the work of selecting," if setting.work is None else ""
     if best.step < WORTH_IT * dense.step:
-        return f"Sparse pays: {sparse} a step{work} instead of {plain.split()[0]}{condition}."
+        return f"{pays}: {sparse} a step{work} instead of {plain.split()[0]}{condition}."
     if best.step < dense.step:
-        return f"Sparse hardly pays: {sparse} a step{work} instead of {plain.split()[0]}{condition}."
-    return f"Dense is faster here: {plain} a step, and {sparse.split()[0]} with a sparse exchange{condition}."
+        return f"{pays.replace(' ', ' hardly ')}: {sparse} a step{work} instead of {plain.split()[0]}{condition}."
+    return f"Dense is faster here: {plain} a step, and {sparse.split()[0]} with {what}{condition}."
 
 
 def _not_counted(dense: Estimate, best: Estimate) -> list[str]:
     lines = ["Not counted: the time of selection and packing. Measure it with doctor, and pass it as --work-ms."]
-    room = WORTH_IT * dense.step - best.step
+    room = best.local_steps * (WORTH_IT * dense.step - best.step)
     if room > 0:
-        lines.append(f"Sparse pays if it is below {_seconds(room)[0]} a step.")
+        lines.append(f"Sparse pays if it is below {_seconds(room)[0]} an exchange.")
     return [*lines, ""]
 
 
 def _table(setting: Setting, density: float, dense: Estimate, *, everything: bool) -> list[str]:
     """Return the rows of the plan. Those of dense and the trusted methods come first."""
-    network = f"{setting.link.bandwidth * 8 / 1e9:g} Gbit/s, {setting.link.latency * 1e6:.3g} us"
     first = [dense, *(setting.estimate(setting.at(name, density)) for name in TRUSTED)]
     groups = [first]
     if everything:
@@ -179,7 +208,7 @@ def _table(setting: Setting, density: float, dense: Estimate, *, everything: boo
         densities = [other for other in DENSITIES if other != density]
         groups.append([setting.estimate(setting.at(name, other)) for name in TRUSTED for other in densities])
     lines = [
-        f"{setting.numel:,} parameters, {setting.workers:,} workers, {network}",
+        _network(setting),
         f"{'method':16}{'density':>9}{'exchange ms':>14}{'step ms':>12}{'of dense':>10}",
     ]
     for group in groups:
@@ -193,9 +222,17 @@ def _row(estimate: Estimate, dense: Estimate) -> str:
     density = "" if estimate.is_dense else f"{100 * method.density:.3g}%"
     if isinstance(method, Quantized):
         density = method.values
+    return f"{method.name:16}{density:>9}{_times(estimate, dense)}"
+
+
+def _times(estimate: Estimate, dense: Estimate) -> str:
     ratio = estimate.step / dense.step if dense.step else 1.0
-    times = f"{1e3 * estimate.exchange:14.2f}{1e3 * estimate.step:12.2f}"
-    return f"{estimate.recipe.name:16}{density:>9}{times}{ratio:9.2f}x"
+    return f"{1e3 * estimate.exchange:14.2f}{1e3 * estimate.step:12.2f}{ratio:9.2f}x"
+
+
+def _network(setting: Setting) -> str:
+    network = f"{setting.link.bandwidth * 8 / 1e9:g} Gbit/s, {setting.link.latency * 1e6:.3g} us"
+    return f"{setting.numel:,} parameters, {setting.workers:,} workers, {network}"
 
 
 def _line_of_code(chosen: Recipe, values: str) -> str:

@@ -1,15 +1,13 @@
-"""Gradients for trying methods without a model: layered and heavy-tailed, concentrated in one range, or recorded."""
+"""Gradients for trying methods without a model: layered and heavy-tailed, or concentrated in one range."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from functools import lru_cache
-from pathlib import Path
 from typing import Protocol
 
 import torch
-
-from tritoncomm.errors import ConfigurationError
 
 LAYERS = 24
 SIGNAL = 0.3  # scale of the part that all workers share, relative to the noise
@@ -22,6 +20,9 @@ class Gradients(Protocol):
 
     def at(self, step: int) -> torch.Tensor:
         """Return the gradient of ``step`` as a new tensor."""
+
+
+Source = Callable[[int, int], Gradients]  # (numel, rank) -> gradients
 
 
 class LayeredGradients:
@@ -57,45 +58,8 @@ class AdversarialGradients:
         return gradient
 
 
-class RecordedGradients:
-    """Real gradients from ``python -m tritoncomm demo --record``, tiled or cut to ``numel``.
-
-    ``recording`` is the tensor that :func:`load_recording` returns. Ranks and steps beyond the recorded ones reuse
-    these. Such a rank rotates its gradients, because otherwise many workers would be copies of a few.
-    """
-
-    def __init__(self, numel: int, rank: int, recording: torch.Tensor) -> None:
-        self.numel = numel
-        self.recording = recording[:, rank % recording.shape[1]]
-        self.shift = rank // recording.shape[1] * 9973
-
-    def at(self, step: int) -> torch.Tensor:
-        """Return the gradient in ``step``: fp32 ``[numel]``."""
-        row = self.recording[step % len(self.recording)].float().roll(self.shift)
-        return row.repeat(-(-self.numel // row.numel()))[: self.numel].clone()
-
-
-def load_recording(path: Path) -> torch.Tensor:
-    """Return the gradients, ``[steps, workers, numel]``, from a file that ``demo --record`` wrote.
-
-    Raises :class:`~tritoncomm.ConfigurationError` for any other file.
-    """
-    try:
-        recording = torch.load(path, weights_only=True)["gradients"]
-    except Exception as error:
-        raise ConfigurationError(
-            f"{path} is not a recording: pass layered, adversarial, or a file that demo --record wrote ({error})"
-        ) from error
-    if not isinstance(recording, torch.Tensor) or recording.dim() != 3 or 0 in recording.shape:  # noqa: PLR2004
-        raise ConfigurationError(
-            f"{path} does not hold gradients of shape [steps, workers, numel]: record it again with demo --record"
-        )
-    if not recording.is_floating_point() or not bool(recording.isfinite().all()):
-        raise ConfigurationError(
-            f"{path} must hold finite floating-point gradients, got dtype {recording.dtype} or a NaN or Inf: "
-            "record it again with demo --record"
-        )
-    return recording
+# By the names of ``simulate --gradients``.
+SOURCES: dict[str, Source] = {"layered": LayeredGradients, "adversarial": AdversarialGradients}
 
 
 @lru_cache(maxsize=1)

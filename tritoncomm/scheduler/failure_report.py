@@ -13,17 +13,22 @@ import json
 import re
 import threading
 import time
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 
 from tritoncomm.errors import ExchangeError, ExchangeTimeoutError, PeerLostError, ProtocolMismatchError
+from tritoncomm.scheduler.ranks import global_ranks, name_of
+
+# Tells whether an exception interrupts the program, and does not belong to the exchange.
+IsInterruption = Callable[[BaseException], bool]
 
 # Seconds to wait for reports of ranks whose connection is closed, and of all others, which may still be computing. No
 # rank waits longer for anything here: a store whose host is lost does not answer, and does not time out either.
@@ -40,17 +45,29 @@ _LOST = re.compile(
     r"|communicator was aborted|remote process exit",  # NCCL
     re.IGNORECASE,
 )
+# The groups in which an exchange has failed. Their connections may be closed. Names come again in a new default group.
+_broken: WeakSet[dist.ProcessGroup] = WeakSet()
+
+
+def ends_program(error: BaseException) -> bool:
+    """Return True for what ends the program, such as KeyboardInterrupt. An exchange leaves it as it is."""
+    return not isinstance(error, Exception)
+
+
+def is_broken(group: dist.ProcessGroup | None) -> bool:
+    """Return True if an exchange in ``group`` has failed on this rank."""
+    return (group or dist.group.WORLD) in _broken
 
 
 @dataclass(frozen=True)
 class RankReport:
-    """The report of one rank about a failed exchange.
+    """The report of one rank about a failed exchange. Ranks have their global numbers.
 
     ``kind`` is "timeout", "lost", "protocol", "error", "stopped" (an interruption), or "other": another rank has raised
     an exception. ``where`` names step, round, phase and method, ``text`` is the error message. ``peers`` are the ranks
-    that it exchanged messages with, numbered as in the group. ``waiting`` are those whose message had not arrived, as
-    far as known. ``at`` is the number of the step, of the round, and of the round within a subgroup, if any.
-    ``at_fault`` are ranks that an exchange in another group has found at fault already.
+    that it exchanged messages with. ``waiting`` are those whose message had not arrived, as far as known. ``at`` is the
+    number of the step, of the round, and of the round within a subgroup, if any. ``at_fault`` are ranks that an
+    exchange in another group has found at fault already.
     """
 
     kind: str
@@ -64,7 +81,7 @@ class RankReport:
 
 @dataclass(frozen=True)
 class FailureReport:
-    """The reports of all ranks of a group about a failed exchange. Ranks are numbered as in the group.
+    """The reports of all ranks of a group about a failed exchange. Ranks have their global numbers.
 
     ``missing`` are the ranks without a report in time, or at fault by the reports of all. All ranks use the list of the
     first rank that finished waiting. ``gone`` is True if the connections of the missing ranks were closed: they are
@@ -82,38 +99,28 @@ class FailureReport:
         """True if a rank timed out while it waited for a rank that may still be running."""
         return not self.gone and any(report.kind == "timeout" for report in self.reports.values())
 
-    def described(self, own: int, ranks: Sequence[int]) -> str:
-        """Return where the other ranks were. Ranks that were at the same place as rank ``own`` are left out.
-
-        ``ranks`` are the global ranks of the group, in its order.
-        """
-        mine = self.reports.get(own)
+    def _described(self, own: int) -> str:
+        """Return where the other ranks were. Ranks that were at the same place as rank ``own`` are left out."""
+        reports, mine = sorted(self.reports.items()), self.reports.get(own)
         others = [
-            f"rank {ranks[rank]} was in {report.where}"
-            for rank, report in sorted(self.reports.items())
+            f"rank {rank} was in {report.where}"
+            for rank, report in reports
             if rank != own and (mine is None or report.where != mine.where)
         ]
-        waiting = [
-            f"rank {ranks[rank]} waited for {[ranks[other] for other in report.waiting]}"
-            for rank, report in sorted(self.reports.items())
-            if report.waiting
-        ]
+        waiting = [f"rank {rank} waited for {report.waiting}" for rank, report in reports if report.waiting]
         return "; ".join([*others, *waiting])
 
-    def _texts(self, kind: str, ranks: Sequence[int]) -> dict[int, str]:
-        """Return the texts of the reports of a kind by global rank, in the order of the group."""
-        return {ranks[rank]: report.text for rank, report in sorted(self.reports.items()) if report.kind == kind}
+    def error(self, size: int, where: str, cause: BaseException, advice: str) -> ExchangeError | ProtocolMismatchError:
+        """Return the error that this rank raises.
 
-    def error(
-        self, own: int, ranks: Sequence[int], where: str, cause: BaseException, advice: str
-    ) -> ExchangeError | ProtocolMismatchError:
-        """Return the error that rank ``own`` raises.
-
-        ``ranks`` are the global ranks of the group, in its order. ``where`` says where this rank was, ``cause`` is its
-        own error, and ``advice`` is added to the text.
+        ``size`` is the number of ranks in the group. ``where`` says where this rank was, ``cause`` is its own error,
+        and ``advice`` is added to the text.
         """
-        message, others = f"exchange failed on rank {ranks[own]}, {where}: ", self.described(own, ranks)
-        texts = {kind: self._texts(kind, ranks) for kind in ("protocol", "stopped", "error", "other")}
+        own = dist.get_rank()
+        message, others = f"exchange failed on rank {own}, {where}: ", self._described(own)
+        texts: defaultdict[str, dict[int, str]] = defaultdict(dict)
+        for rank, report in sorted(self.reports.items()):
+            texts[report.kind][rank] = report.text
         if texts["stopped"] and not self.gone:
             reasons = (f"rank {rank} stopped: {text}" for rank, text in texts["stopped"].items())
             return ExchangeError(message + "; ".join(reasons), texts["stopped"])
@@ -122,7 +129,7 @@ class FailureReport:
         if texts["error"] and not self.gone:
             failures = (f"rank {rank} failed, see its traceback: {text}" for rank, text in texts["error"].items())
             return ExchangeError(message + "; ".join(failures), texts["error"])
-        missing = [ranks[rank] for rank in self.missing] or [*others_at_fault(cause)]
+        missing = self.missing or [*others_at_fault(cause)]
         if texts["other"] and not self.gone:
             return ExchangeError(message + "; ".join(texts["other"].values()), missing)
         names = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing)) or '(number unknown)'}"
@@ -132,9 +139,9 @@ class FailureReport:
         if not self.timed_out and self.silent_store is None:
             return PeerLostError(f"{message}lost {names} {more}{proceed} of the remaining ranks{restart}", missing)
         problem = f"no answer from {names} within the time-out"
-        if len(missing) == len(ranks) - 1 > 1:
+        if len(missing) == size - 1 > 1:
             problem += ", so this rank may be cut off"
-        elif ranks[own] in missing:
+        elif own in missing:
             problem = "the other ranks stopped waiting for this rank"
         elif self.silent_store is not None:
             problem = (
@@ -146,10 +153,27 @@ class FailureReport:
         )
 
 
-def kind_of(error: BaseException) -> str:
+def report_of(
+    error: BaseException,
+    where: str,
+    peers: list[int],
+    waiting: Sequence[int] = (),
+    at: Sequence[int] = (),
+    *,
+    is_interruption: IsInterruption,
+) -> RankReport:
+    """Return the report of this rank about ``error``. See :class:`RankReport`."""
+    stops, name, text = is_interruption(error), type(error).__name__, ""
+    with suppress(Exception):  # of the user's own class
+        text = str(error)
+    if stops:
+        text = f"{name}: {text}" if text else name  # its type says what an interruption is
+    kind = "stopped" if stops else _kind_of(error)
+    return RankReport(kind, where, text or name, peers, [*waiting], [*at], [*others_at_fault(error)])
+
+
+def _kind_of(error: BaseException) -> str:
     """Return the kind of ``error`` in a report. Errors of a backend differ only in their text."""
-    if is_interruption(error):
-        return "stopped"
     if isinstance(error, ProtocolMismatchError):
         return "protocol"
     if isinstance(error, ExchangeTimeoutError):
@@ -167,33 +191,6 @@ def kind_of(error: BaseException) -> str:
 def is_lost(error: BaseException) -> bool:
     """Return True if ``error``, of a backend, says that a connection is closed."""
     return _LOST.search(str(error)) is not None
-
-
-def text_of(error: BaseException) -> str:
-    """Return what a report says of ``error``. Its type says what an interruption is."""
-    name, text = type(error).__name__, ""
-    with suppress(Exception):  # of the user's own class
-        text = str(error)
-    if is_interruption(error):
-        return f"{name}: {text}" if text else name
-    return text or name
-
-
-def is_interruption(error: BaseException) -> bool:
-    """Return True for what ends the program, such as KeyboardInterrupt, and for what a signal handler has raised.
-
-    Neither belongs to the exchange, so it leaves the exchange as it is. A handler is the only function to which Python
-    passes the frame that it interrupts.
-    """
-    if not isinstance(error, Exception):
-        return True
-    entry = error.__traceback__
-    while entry is not None and entry.tb_next is not None:
-        interrupted, entry = entry.tb_frame, entry.tb_next
-        for value in entry.tb_frame.f_locals.values():
-            if value is interrupted or (isinstance(value, tuple) and any(each is interrupted for each in value)):
-                return True
-    return False
 
 
 def others_at_fault(error: BaseException) -> tuple[int, ...]:
@@ -214,44 +211,37 @@ def has_arrived(work: Any) -> bool:
     return True
 
 
-def collect(
-    group: dist.ProcessGroup | None,
-    rank: int,
-    ranks: list[int],
-    key: str,
-    own: RankReport,
-    patience: float = 0.0,
-    *,
-    writes: bool = True,
-) -> FailureReport:
-    """Write the report ``own`` to the store, and collect the reports of all ranks of the group.
+def collect(group: dist.ProcessGroup | None, own: RankReport, patience: float = 0.0) -> FailureReport:
+    """Write the report ``own`` to the store, and collect the reports of all ranks of ``group``.
 
-    ``rank`` is this rank's number in the group. ``ranks`` are the global ranks of the group, in its order. ``key``
-    names the group in the store. ``patience`` is the number of seconds that ranks need to notice a failure. Without
-    ``writes``, the report that this rank has written before stays. Returns when all ranks have reported or the waiting
-    time is over.
+    ``patience`` is the number of seconds that ranks need to notice a failure. If this rank has reported a failure of
+    ``group`` before, that report stays. The key is the group alone: step and method may differ between the ranks, and a
+    group fails only once. Returns when all ranks have reported or the waiting time is over.
     """
-    collection = _Collection(_store(), f"tritoncomm/{key}/", rank, len(ranks), own, writes=writes)
     deadline = time.monotonic() + _SILENT_SECONDS + patience
+    ranks, prefix = global_ranks(group), f"tritoncomm/{name_of(group)}/"
+    collection = _Collection(_store(), prefix, ranks, own, writes=not is_broken(group))
     # On a thread of its own, because operations of a store never end if its host cannot be reached.
     thread = threading.Thread(target=collection.run, args=(deadline,), daemon=True)
     thread.start()
-    collection.closed = cut_connections(group, rank, ranks)
+    collection.closed = cut_connections(group)
     collection.is_cut.set()
     thread.join(deadline + _READ_SECONDS - time.monotonic())
+    if (whole := group or dist.group.WORLD) is not None:
+        _broken.add(whole)
     return collection.result(has_ended=not thread.is_alive())
 
 
 class _Collection:
-    """Collects the reports of ``size`` ranks under ``prefix`` in ``store``. ``own`` is the report of ``rank``.
+    """Collects the reports of ``ranks`` under ``prefix`` in ``store``. ``own`` is the report of this rank.
 
-    ``writes``: see :func:`collect`. ``closed`` are the ranks whose connections were closed, known when ``is_cut`` is
-    set.
+    Without ``writes``, the report that this rank has written before stays. ``closed`` are the ranks whose connections
+    were closed, known when ``is_cut`` is set.
     """
 
-    def __init__(self, store: Any, prefix: str, rank: int, size: int, own: RankReport, *, writes: bool = True) -> None:
-        self._store, self._prefix, self._rank, self._size = store, prefix, rank, size
-        self._reports = {rank: own}
+    def __init__(self, store: Any, prefix: str, ranks: Sequence[int], own: RankReport, *, writes: bool) -> None:
+        self._store, self._prefix, self._ranks, self._rank = store, prefix, ranks, dist.get_rank()
+        self._reports = {self._rank: own}
         self._writes = writes
         self._agreed: FailureReport | None = None
         self.closed: set[int] = set()
@@ -268,7 +258,7 @@ class _Collection:
             self.is_cut.wait()
             self._read(deadline)
             missing, gone = self._found()
-            if len(self._reports) > 1 or self._size <= 2:  # noqa: PLR2004 - a rank that reads nothing may be cut off
+            if len(self._reports) > 1 or len(self._ranks) <= 2:  # noqa: PLR2004 - a rank that reads nothing may be cut off
                 # A rank that finishes waiting later returns the same result.
                 content = store.compare_set(f"{self._prefix}missing", "", json.dumps([missing, gone]))
                 missing, gone = json.loads(content)
@@ -286,7 +276,7 @@ class _Collection:
         return FailureReport(sorted(found & self.closed or found), gone=bool(found & self.closed), reports=reports)
 
     def _silent(self) -> set[int]:
-        return set(range(self._size)) - set(self._reports)
+        return set(self._ranks) - set(self._reports)
 
     def _read(self, deadline: float) -> None:
         """Read the reports of the other ranks until all have reported, or it is not worth waiting longer."""
@@ -305,7 +295,7 @@ class _Collection:
         if silent & self.closed:
             return sorted(silent & self.closed), True
         waited_for = {other for report in self._reports.values() for other in report.waiting}
-        known = {other for report in self._reports.values() for other in report.at_fault}
+        known = {other for report in self._reports.values() for other in report.at_fault if other in self._ranks}
         if silent:
             return sorted(known | silent & waited_for) or sorted(silent), False
         if any(report.kind in ("protocol", "stopped", "error") for report in self._reports.values()):
@@ -322,12 +312,12 @@ class _Collection:
         anything reaches it.
         """
         self._store.set(f"{self._prefix}read/{self._rank}", "")
-        unread = set(range(self._size)) - {self._rank}
+        unread = set(self._ranks) - {self._rank}
         end = time.monotonic() + 0.9 * _READ_SECONDS
         while unread and time.monotonic() < end:
             unread = {other for other in unread if not self._store.check([f"{self._prefix}read/{other}"])}
             time.sleep(0.005)
-        return sorted(unread) if 2 * len(unread) < self._size else []
+        return sorted(unread) if 2 * len(unread) < len(self._ranks) else []
 
 
 def by_messages(reports: Mapping[int, RankReport]) -> int | None:
@@ -360,7 +350,7 @@ def uses_gloo(group: dist.ProcessGroup | None) -> bool:
     return "cpu:gloo" in dist.get_backend_config(group)
 
 
-def cut_connections(group: dist.ProcessGroup | None, rank: int, ranks: list[int]) -> set[int]:
+def cut_connections(group: dist.ProcessGroup | None) -> set[int]:
     """Close this rank's connections, and return the ranks of ``group`` whose connections were already closed.
 
     Ranks that wait for this one then fail at once. gloo rejects a receive from a rank whose connection is closed. This
@@ -372,13 +362,12 @@ def cut_connections(group: dist.ProcessGroup | None, rank: int, ranks: list[int]
     time.sleep(_PROBE_SECONDS)  # a closed connection becomes visible only after some milliseconds
     probes: list[Any] = []
     closed: set[int] = set()
-    for other, number in enumerate(ranks):
-        if other != rank:
-            try:
-                probes.append(dist.irecv(torch.empty(1, dtype=torch.int32), number, group=group, tag=_PROBE_TAG))
-            except RuntimeError as error:
-                if not _CLOSED_HERE.search(str(error)):
-                    closed.add(other)
+    for other in set(global_ranks(group)) - {dist.get_rank()}:
+        try:
+            probes.append(dist.irecv(torch.empty(1, dtype=torch.int32), other, group=group, tag=_PROBE_TAG))
+        except RuntimeError as error:
+            if not _CLOSED_HERE.search(str(error)):
+                closed.add(other)
     for probe in probes[:1]:
         with suppress(RuntimeError):
             probe.wait(timedelta(milliseconds=1))

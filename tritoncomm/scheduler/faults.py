@@ -13,7 +13,7 @@ from tritoncomm.scheduler import wire
 from tritoncomm.scheduler.cost import HEADER_WORDS
 
 _Pair = tuple[tuple[int, ...], int, int]
-KINDS = ("drop", "delay", "duplicate", "reorder", "corrupt")
+KINDS = ("drop", "duplicate", "reorder", "corrupt")
 
 
 class Faults:
@@ -25,7 +25,6 @@ class Faults:
     own. Values of ``kind``:
 
     * ``drop``: the message never arrives.
-    * ``delay``: the message arrives late, but before the time-out.
     * ``duplicate``: the message arrives twice.
     * ``reorder``: the next message from the same rank to the same peer arrives first.
     * ``corrupt``: one bit of the message flips.
@@ -82,9 +81,7 @@ class Faults:
 
     def _inject(self, pair: _Pair, message: torch.Tensor) -> None:
         queue = self._in_transit[pair]
-        if self.kind == "delay":
-            queue.append(message)  # no effect: the receiver waits, as a round ends when all its messages have arrived
-        elif self.kind == "duplicate":
+        if self.kind == "duplicate":
             queue.extend([message, message])
         elif self.kind == "reorder":
             self._held_back[pair] = message

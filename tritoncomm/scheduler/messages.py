@@ -93,8 +93,8 @@ class Messages:
         checks_on_arrival: Whether messages are in host memory, and headers are checked when they arrive. On a GPU,
             wrong headers are counted on the device.
         suspect: Number of wrong words in the headers of messages that a GPU has received (int32 ``[1]``), since
-            somebody has set it to zero.
-        waiting: Peers of the messages that had not arrived when a wait failed.
+            :meth:`take_suspect`.
+        waiting: Global ranks of the peers whose messages had not arrived when a wait failed.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device, timeout: timedelta | None) -> None:
@@ -262,6 +262,11 @@ class Messages:
             to, source = self._global_ranks[self.rank], self._global_ranks[peer]
             raise ProtocolMismatchError(f"message to rank {to} from rank {source}: {error}") from error
 
+    def take_suspect(self) -> torch.Tensor:
+        """Return :attr:`suspect`, and set it to zero."""
+        found, self.suspect = self.suspect, torch.zeros_like(self.suspect)
+        return found
+
     def wait_for(self, work: Any) -> None:
         """Wait for ``work``, an operation of torch, at most until the time-out."""
         if self._timeout is None or is_asynchronous(self._device):  # NCCL would poll. The watcher has the time-out
@@ -274,7 +279,8 @@ class Messages:
         try:
             self.wait_for(work)
         except RuntimeError:
-            self.waiting = sorted({peer, *(other for other, left in others if not failure_report.has_arrived(left))})
+            late = {peer, *(other for other, left in others if not failure_report.has_arrived(left))}
+            self.waiting = [self._global_ranks[each] for each in sorted(late)]
             raise
 
 

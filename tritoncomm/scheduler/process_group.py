@@ -6,8 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
-from typing import Any
-from weakref import WeakSet
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,10 +19,11 @@ from tritoncomm.errors import (
     ProtocolMismatchError,
 )
 from tritoncomm.scheduler import cost, failure_report, group_collectives, watcher, wire
+from tritoncomm.scheduler.failure_report import IsInterruption
 from tritoncomm.scheduler.messages import Messages
 from tritoncomm.scheduler.meter import Meter
 from tritoncomm.scheduler.new_group import needs_all_ranks, new_group
-from tritoncomm.scheduler.ranks import global_ranks, resume
+from tritoncomm.scheduler.ranks import global_ranks, name_of, resume
 from tritoncomm.scheduler.rounds import (
     AllGather,
     AllReduce,
@@ -44,16 +44,9 @@ from tritoncomm.scheduler.together import Running, run_together
 
 # The highest exchange id in each group, by the group's name; and the subgroups, by id of the group and members.
 _exchange_ids: Counter[str] = Counter()
-# The groups in which an exchange has failed. Their connections may be closed. Names come again in a new default group.
-_broken: WeakSet[dist.ProcessGroup] = WeakSet()
 _subgroups: dict[tuple[int, tuple[int, ...]], tuple[Any, dist.ProcessGroup | None]] = {}
 # Stands for the operation in error messages before the first operation of an exchange.
 _START = Round("start", {}, {})
-
-
-def is_broken(group: dist.ProcessGroup | None) -> bool:
-    """Return True if an exchange in ``group`` has failed on this rank."""
-    return (group or dist.group.WORLD) in _broken
 
 
 def is_distributed() -> bool:
@@ -62,7 +55,12 @@ def is_distributed() -> bool:
 
 
 @contextmanager
-def reporting(group: dist.ProcessGroup | None, device: torch.device | None, where: str) -> Iterator[None]:
+def reporting(
+    group: dist.ProcessGroup | None,
+    device: torch.device | None,
+    where: str,
+    is_interruption: IsInterruption = failure_report.ends_program,
+) -> Iterator[None]:
     """Let the other ranks of ``group`` know if the body, in which ranks wait for each other, fails on this one.
 
     ``where`` says what the body does. An interruption leaves it as it is. On a GPU, ``device``, the wait for a lost
@@ -71,16 +69,16 @@ def reporting(group: dist.ProcessGroup | None, device: torch.device | None, wher
     Raises:
         ExchangeError: A rank was lost, was interrupted, or did not take part. The group is unusable afterwards.
     """
-    guard = watcher.of(group, device)
+    guard = watcher.of(group, device, None, is_interruption)
     try:
         with guard or nullcontext():
             yield
     except BaseException as error:
-        is_interruption = failure_report.is_interruption(error)
-        if not is_interruption and not isinstance(error, RuntimeError):
+        stops = is_interruption(error)
+        if not stops and not isinstance(error, RuntimeError):
             raise
-        found = report_failure(group, device, where, error, guard)
-        if is_interruption:
+        found = report_failure(group, device, where, error, is_interruption, guard)
+        if stops:
             raise
         raise found from error
 
@@ -90,6 +88,7 @@ def report_failure(
     device: torch.device | None,
     where: str,
     error: BaseException,
+    is_interruption: IsInterruption = failure_report.ends_program,
     guard: watcher.Watcher | None = None,
 ) -> Exception:
     """Report ``error``, outside of an exchange, to the ranks of ``group``, which may wait for this one on ``device``.
@@ -97,40 +96,60 @@ def report_failure(
     Return what this rank raises if ``error`` is no interruption. ``where`` says what has failed. ``guard`` has watched
     it, if anything has.
     """
-    if is_broken(group):
+    if failure_report.is_broken(group):
         return ExchangeError(f"{where} failed, because an exchange in this process group has failed before: {error}")
     guard = guard or watcher.of(group, device)
     if guard is not None:
         error = guard.fail(error)
-    rank, ranks = dist.get_rank(group), global_ranks(group)
-    peers = [other for other in range(len(ranks)) if other != rank]
-    kind, text = failure_report.kind_of(error), failure_report.text_of(error)
-    own = failure_report.RankReport(kind, where, text, peers)
-    report = _collected(group, own, watcher.RELEASE_SECONDS if guard is not None else 0.0)
-    return report.error(rank, ranks, where, error, watcher.advice() if guard is not None else "")
+    peers = [other for other in global_ranks(group) if other != dist.get_rank()]
+    own = failure_report.report_of(error, where, peers, is_interruption=is_interruption)
+    return _error(group, own, where, error, guard)
 
 
-def _collected(
-    group: dist.ProcessGroup | None, own: failure_report.RankReport, patience: float = 0.0
-) -> failure_report.FailureReport:
-    """Write the report ``own`` unless this rank has reported a failure of ``group`` before, and collect all reports."""
-    rank, ranks = dist.get_rank(group), global_ranks(group)
-    # The key is the group alone. Step and method may differ between the ranks, and a group fails only once.
-    is_first, whole = not is_broken(group), group or dist.group.WORLD
-    report = failure_report.collect(group, rank, ranks, _name(group), own, patience, writes=is_first)
-    if whole is not None:
-        _broken.add(whole)
-    return report
+def _error(
+    group: dist.ProcessGroup | None,
+    own: failure_report.RankReport,
+    where: str,
+    error: BaseException,
+    guard: watcher.Watcher | None,
+) -> ExchangeError | ProtocolMismatchError:
+    """Exchange the report ``own`` with the other ranks of ``group``, and return the error that this rank raises."""
+    report = failure_report.collect(group, own, watcher.RELEASE_SECONDS if guard is not None else 0.0)
+    return report.error(dist.get_world_size(group), where, error, watcher.advice() if guard is not None else "")
+
+
+class _Place(NamedTuple):
+    """Where a rank is in an operation: the group, the round, the phase, and with whom it exchanges messages.
+
+    ``waiting`` are the peers whose messages had not arrived. Ranks have their global numbers.
+    """
+
+    ranks: list[int]
+    number: int
+    phase: str
+    to: list[int]
+    source: list[int]
+    waiting: list[int]
 
 
 class ProcessGroupScheduler:
     """Runs patterns on one rank of the process group ``group``. ``None`` is the default process group.
 
-    ``device`` is the device on which messages are received, the one of the exchanged vector. ``timeout`` limits each
-    wait. ``None`` means the time-out of the process group. ``stamp`` is a text that identifies the exchange. It starts
-    with the name of the method, and every message carries a hash of it. ``subgroups`` are the ranks of each subgroup
-    that a pattern may use. ``meter`` holds the traffic and the waiting time of the last pattern. ``step`` counts the
-    exchanges that have started.
+    Args:
+        group: The process group.
+        timeout: Limit of each wait. None means the time-out of the process group.
+        device: The device on which messages are received, the one of the exchanged vector.
+        stamp: A text that identifies the exchange. It starts with the name of the method, and every message carries a
+            hash of it.
+        subgroups: The ranks of each subgroup that a pattern may use.
+        is_interruption: Tells which exceptions are raised as they are, because they do not belong to the exchange.
+        parent: The scheduler of which ``group`` is a subgroup. It reports failures, and numbers the exchange.
+
+    Attributes:
+        ranks: The global ranks of the group, in its order.
+        meter: The traffic and the waiting time of the last pattern.
+        step: The number of exchanges that have started.
+        stamp: Hash of the text and of the id that :meth:`agree_on_exchange_id` finds. None before.
     """
 
     def __init__(
@@ -140,39 +159,46 @@ class ProcessGroupScheduler:
         device: torch.device | str = "cpu",
         stamp: str = "",
         subgroups: Sequence[tuple[int, ...]] = (),
+        *,
+        is_interruption: IsInterruption = failure_report.ends_program,
+        parent: ProcessGroupScheduler | None = None,
     ) -> None:
         self.group = group
         self.device = torch.device(device)
         self.timeout = timeout
         self.rank = dist.get_rank(group)
-        self.world_size = dist.get_world_size(group)
+        self.ranks = global_ranks(group)
+        self.world_size = len(self.ranks)
         self.meter = Meter()
         self.step = 0
+        self.stamp: int | None = None
         self._number = 0  # number of the operation within the step, called round in messages
         self._method = stamp.split(" ", 1)[0] or "unnamed"
         self._stamp_text = stamp
-        self._stamp: int | None = None
         self._failure: ExchangeError | ProtocolMismatchError | None = None
         self._messages = Messages(group, self.device, timeout)
-        self._global_ranks = global_ranks(group)
-        self._watcher = watcher.of(group, self.device, timeout)
-        self._is_nested = False  # failures are reported by the scheduler whose subgroup this is
-        self._failed_op: Op | None = None  # of a nested scheduler
+        self._is_interruption = is_interruption
+        self._parent = parent
+        self._inside: _Place | None = None  # where the scheduler of a subgroup has failed
+        self._watcher = watcher.of(group, self.device, timeout, is_interruption) if parent is None else None
         self._subgroups: dict[tuple[int, ...], ProcessGroupScheduler] = {}
         for ranks in subgroups:
             if list(ranks) != sorted(set(ranks)):  # torch sorts the ranks of a group, and messages would go astray
                 raise ConfigurationError(f"subgroup {ranks} of {stamp!r}: list its ranks once, in ascending order")
             if self.rank in ranks or needs_all_ranks():
-                members = tuple(self._global_ranks[r] for r in ranks)
+                members = tuple(self.ranks[r] for r in ranks)
                 limit = timeout or watcher.timeout_of(group, self.device)  # and not torch's default
-                subgroup = _subgroup(group or dist.group.WORLD, members, limit, self._global_ranks)
+                subgroup = _subgroup(group or dist.group.WORLD, members, limit, self.ranks)
             if self.rank in ranks:
-                scheduler = ProcessGroupScheduler(subgroup, timeout, device, f"{stamp} among {ranks}")
-                scheduler._is_nested = True
+                text = f"{stamp} among {ranks}"
+                self._subgroups[ranks] = ProcessGroupScheduler(subgroup, timeout, device, text, parent=self)
                 if self._watcher is not None and subgroup is not None:
                     self._watcher.groups.append(subgroup)
-                    scheduler._watcher = self._watcher
-                self._subgroups[ranks] = scheduler
+
+    @property
+    def watcher(self) -> watcher.Watcher | None:
+        """What watches the exchanges on a GPU, in subgroups too. None on a CPU, and in a group of one rank."""
+        return self._watcher if self._parent is None else self._parent.watcher
 
     def check(self) -> None:
         """Raise the error of an earlier failed exchange, if any. Every further exchange in the group would fail too."""
@@ -185,7 +211,7 @@ class ProcessGroupScheduler:
         Return what every further exchange in the group raises. None if there are no other ranks, or another exchange in
         the group has reported a failure.
         """
-        if self._failure is None and self.world_size > 1 and not is_broken(self.group):
+        if self._failure is None and self.world_size > 1 and not failure_report.is_broken(self.group):
             self._failed(_START, error)
         return self._failure
 
@@ -195,20 +221,22 @@ class ProcessGroupScheduler:
         All ranks must call this together. Without this call, the first :meth:`run` does it. The constructor does not
         count the id: it may have failed on some ranks only, or one rank may have made a copy.
         """
-        if self._stamp is None:
-            self._stamp = 0
-            self._set_exchange_id(self.run(self._next_exchange_id(), new_step=False))
+        if self.stamp is None:
+            self.stamp = 0
+            number = self.run(self._next_exchange_id(), new_step=False)
+            _exchange_ids[name_of(self.group)] = number
+            self.set_exchange_id(number)
 
     def _next_exchange_id(self) -> Pattern[int]:
-        highest = torch.tensor([_exchange_ids[_name(self.group)]], dtype=torch.int32, device=self.device)
+        highest = torch.tensor([_exchange_ids[name_of(self.group)]], dtype=torch.int32, device=self.device)
         gathered = yield AllGather("set-up", highest)
         return int(gathered.max()) + 1
 
-    def _set_exchange_id(self, number: int) -> None:
-        _exchange_ids[_name(self.group)] = number
-        self._stamp = wire.stamp(f"{self._stamp_text} {number}")
+    def set_exchange_id(self, number: int) -> None:
+        """Take ``number`` as the id of this exchange, also in subgroups. All ranks of the group must take the same."""
+        self.stamp = wire.stamp(f"{self._stamp_text} {number}")
         for subgroup in self._subgroups.values():
-            subgroup._set_exchange_id(number)  # noqa: SLF001 - same class
+            subgroup.set_exchange_id(number)
 
     def run_beside(self, other: ProcessGroupScheduler) -> None:
         """Prepare for :func:`run_together` with ``other``, which has the same group and time-out.
@@ -216,14 +244,9 @@ class ProcessGroupScheduler:
         Both then have one watcher. The progress of one is that of the other, and each knows why communicators were
         aborted.
         """
-        if self._watcher is None or self._watcher is other._watcher:
-            return
-        assert other._watcher is not None
-        self._watcher = other._watcher
-        for subgroup in self._subgroups.values():
-            if subgroup.group is not None and subgroup.group not in self._watcher.groups:
-                self._watcher.groups.append(subgroup.group)
-            subgroup._watcher = self._watcher  # noqa: SLF001 - same class
+        if self.watcher is not None and other.watcher is not None and self.watcher is not other.watcher:
+            other.watcher.groups += [group for group in self.watcher.groups if group not in other.watcher.groups]
+            self._watcher = other.watcher
 
     def confirmation(
         self,
@@ -245,9 +268,9 @@ class ProcessGroupScheduler:
         Raises:
             ProtocolMismatchError: A GPU has received a wrong header. All ranks raise it.
         """
-        assert self._stamp is not None
-        state += "".join(f" {other.step} {other._stamp}" for other in others)  # noqa: SLF001 - same class
-        signature = (self.step << 32) + (self._stamp ^ wire.stamp(state))
+        assert self.stamp is not None
+        state += "".join(f" {other.step} {other.stamp}" for other in others)
+        signature = (self.step << 32) + (self.stamp ^ wire.stamp(state))
         # Each word is filled by a kernel, because the host would wait for a GPU to copy them.
         words = [torch.full((1,), each, dtype=torch.int64, device=self.device) for each in (signature, int(raises))]
         words += take_suspects((self, *others))
@@ -255,6 +278,13 @@ class ProcessGroupScheduler:
         if any(suspects):
             raise self.suspicion()
         return bool(total == signature * self.world_size), bool(raised)
+
+    def take_suspects(self) -> Iterator[torch.Tensor]:
+        """Yield the numbers of wrong words in headers since the last call, of this group and its subgroups."""
+        if not self._messages.checks_on_arrival:
+            yield self._messages.take_suspect()
+        for subgroup in self._subgroups.values():
+            yield from subgroup.take_suspects()
 
     @property
     def last_step(self) -> str:
@@ -286,8 +316,8 @@ class ProcessGroupScheduler:
             ExchangeError: The pattern raised an exception on some rank, or the backend another error.
             NonFiniteError: The pattern raised it, on all ranks.
 
-        An interruption (:func:`~tritoncomm.scheduler.failure_report.is_interruption`) is raised as it is, and the other
-        ranks raise :class:`ExchangeError`. The group is unusable after all of these except :class:`NonFiniteError`.
+        An interruption is raised as it is, and the other ranks raise :class:`ExchangeError`. The group is unusable
+        after all of these except :class:`NonFiniteError`.
         """
         self.check()
         self.agree_on_exchange_id()
@@ -298,25 +328,25 @@ class ProcessGroupScheduler:
         reply: Any = None
         op: Op = _START
         try:
-            with self._watcher or nullcontext():
-                op = resume(pattern.send, None, self._global_ranks)
+            with self.watcher or nullcontext():
+                op = resume(pattern.send, None, self.ranks)
                 while True:
                     try:
                         reply = (yield from self._read(op)) if isinstance(op, Read) else self._perform(op)
                     except NonFiniteError as error:  # from a subgroup: the pattern reports it to the other subgroups
-                        op = resume(pattern.throw, error, self._global_ranks)
+                        op = resume(pattern.throw, error, self.ranks)
                     else:
-                        op = resume(pattern.send, reply, self._global_ranks)
+                        op = resume(pattern.send, reply, self.ranks)
         except StopIteration as stop:
             result: Result = stop.value
             return result
         except (NonFiniteError, GeneratorExit):  # raised on all ranks, or another run reports why this one is closed
             raise
         except BaseException as error:
-            if self._failure is not None or self._is_nested:
+            if self._failure is not None or self._parent is not None:
                 raise
             failure = self._failed(op, error)  # report it, so that no rank waits for this one
-            if failure_report.is_interruption(error):
+            if self._is_interruption(error):
                 raise
             raise failure from error
         finally:
@@ -324,22 +354,23 @@ class ProcessGroupScheduler:
 
     def _read(self, op: Read) -> Running[Any]:
         content = yield op.tensor
-        if self._watcher is not None:
-            self._watcher.check()
+        if self.watcher is not None:
+            self.watcher.check()
         return content
 
     def _perform(self, op: Op) -> Any:
         self._number += 1
-        if self._watcher is not None:
-            self._watcher.progress()
+        if self.watcher is not None:
+            self.watcher.progress()
         span = Span(self.device)
         try:
             with record_function(op.phase):
                 return self._reply_to(op)
         except (RuntimeError, ValueError) as error:
-            if self._is_nested:
-                self._failed_op = op
-            if self._is_nested or failure_report.is_interruption(error):
+            if self._parent is not None:
+                self._parent.note_place(self._place(op))
+                raise
+            if self._is_interruption(error):
                 raise
             raise self._failed(op, error) from error
         finally:
@@ -365,47 +396,37 @@ class ProcessGroupScheduler:
         finally:
             self.meter.add(group.meter)
 
+    def note_place(self, place: _Place) -> None:
+        """Note where a scheduler whose parent this is has failed, for the report."""
+        self._inside = place
+
+    def _place(self, op: Op) -> _Place:
+        """Return where this rank is in ``op``."""
+        sends, receives = round_of(op).sends, round_of(op).receives
+        # A pattern may name a peer that is not in the group.
+        to, source = (
+            [self.ranks[peer] for peer in range(self.world_size) if peer in each] for each in (sends, receives)
+        )
+        return _Place(self.ranks, self._number, op.phase, to, source, self._messages.waiting)
+
     def _failed(self, op: Op, error: BaseException) -> ExchangeError | ProtocolMismatchError:
         """Report ``error`` in ``op`` to the other ranks, collect their reports, and return the error to raise."""
-        if self._watcher is not None:
-            error = self._watcher.fail(error)
-        own, details = self._report(op, error)
-        for subgroup in self._subgroups.values():
-            failure_report.cut_connections(subgroup.group, subgroup.rank, subgroup._global_ranks)  # noqa: SLF001 - same class
-        report = _collected(self.group, own, watcher.RELEASE_SECONDS if self._watcher is not None else 0.0)
-        advice = watcher.advice() if self._watcher is not None else ""
-        raised = report.error(self.rank, self._global_ranks, own.where + details, error, advice)
-        self._failure = raised
-        return raised
-
-    def _report(self, op: Op, error: BaseException) -> tuple[failure_report.RankReport, str]:
-        """Return the report of this rank about ``error`` in ``op``, and what its own error says in addition."""
+        if self.watcher is not None:
+            error = self.watcher.fail(error)
+        place, at, details = self._place(op), [self.step, self._number], ""
         where = f"step {self.step}, round {self._number}, phase {op.phase!r} of {self._method}"
-        at, waiting, details = [self.step, self._number], self._messages.waiting, self._peers_text(op)
-        peers = _peers(op)
-        ranks = op.ranks if isinstance(op, InSubgroup) else ()
-        subgroup = next((each for members, each in self._subgroups.items() if members == ranks), None)
-        inner = subgroup._failed_op if subgroup is not None else None  # noqa: SLF001 - same class
-        if subgroup is not None and inner is not None:
-            among = [self._global_ranks[rank] for rank in ranks]
-            details = f", in round {subgroup._number}, phase {inner.phase!r} among ranks {among}"  # noqa: SLF001
-            numbers = dict(enumerate(ranks))  # a pattern may name a peer that is not in the subgroup
-            peers = [numbers[peer] for peer in _peers(inner) if peer in numbers]
-            waiting = [numbers[peer] for peer in subgroup._messages.waiting if peer in numbers]  # noqa: SLF001
-            at.append(subgroup._number)  # noqa: SLF001
-        kind, others = failure_report.kind_of(error), failure_report.others_at_fault(error)
-        at_fault = [self._global_ranks.index(rank) for rank in others if rank in self._global_ranks]
-        text = failure_report.text_of(error)
-        return failure_report.RankReport(kind, where, text, peers, waiting, at, at_fault), details
-
-    def _peers_text(self, op: Op) -> str:
-        if not isinstance(op, Round | Post):
-            return ""
-        to, source = (
-            [rank for number, rank in enumerate(self._global_ranks) if number in peers]
-            for peers in (round_of(op).sends, round_of(op).receives)
-        )
-        return f" (sends to ranks {to}, expects from ranks {source})"
+        if isinstance(op, Round | Post):
+            details = f" (sends to ranks {place.to}, expects from ranks {place.source})"
+        if isinstance(op, InSubgroup) and self._inside is not None:
+            place = self._inside
+            at.append(place.number)
+            details = f", in round {place.number}, phase {place.phase!r} among ranks {place.ranks}"
+        peers = sorted({*place.to, *place.source})
+        own = failure_report.report_of(error, where, peers, place.waiting, at, is_interruption=self._is_interruption)
+        for subgroup in self._subgroups.values():
+            failure_report.cut_connections(subgroup.group)
+        self._failure = _error(self.group, own, where + details, error, self.watcher)
+        return self._failure
 
     def _post(self, round_: Round) -> Ticket:
         ticket = self._messages.post(round_, self._frame(round_.phase))
@@ -420,8 +441,8 @@ class ProcessGroupScheduler:
         return result
 
     def _frame(self, phase: str) -> wire.Frame:
-        assert self._stamp is not None
-        return wire.Frame(self.step, self._number, phase, self._stamp)
+        assert self.stamp is not None
+        return wire.Frame(self.step, self._number, phase, self.stamp)
 
 
 def take_suspects(schedulers: Iterable[ProcessGroupScheduler]) -> list[torch.Tensor]:
@@ -429,20 +450,8 @@ def take_suspects(schedulers: Iterable[ProcessGroupScheduler]) -> list[torch.Ten
 
     There is one number for all ``schedulers`` on a GPU, and none on a CPU, where headers are checked when they arrive.
     """
-    whole = [each for scheduler in schedulers for each in (scheduler, *scheduler._subgroups.values())]  # noqa: SLF001
-    messages = [each._messages for each in whole if not each._messages.checks_on_arrival]  # noqa: SLF001 - same module
-    if not messages:
-        return []
-    suspects = [each.suspect for each in messages]
-    for each in messages:
-        each.suspect = torch.zeros_like(each.suspect)
-    return [torch.stack(suspects).sum(0).long()]
-
-
-def _peers(op: Op) -> list[int]:
-    """Return the peers of the point-to-point messages of ``op``, or an empty list."""
-    round_ = round_of(op)
-    return sorted({*round_.sends, *round_.receives})
+    suspects = [suspect for scheduler in schedulers for suspect in scheduler.take_suspects()]
+    return [torch.stack(suspects).sum(0).long()] if suspects else []
 
 
 def _subgroup(
@@ -457,8 +466,3 @@ def _subgroup(
         subgroup = new_group(members, timeout, callers)
         _subgroups[id(group), members] = group, subgroup
     return subgroup
-
-
-def _name(group: dist.ProcessGroup | None) -> str:
-    """Return the name of ``group``, which is the same on all its ranks."""
-    return str(getattr(group or dist.group.WORLD, "group_name", ""))

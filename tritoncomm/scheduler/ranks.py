@@ -17,6 +17,11 @@ def global_ranks(group: dist.ProcessGroup | None) -> list[int]:
     return dist.get_process_group_ranks(group or dist.group.WORLD)
 
 
+def name_of(group: dist.ProcessGroup | None) -> str:
+    """Return the name of ``group``, which is the same on all its ranks."""
+    return str(getattr(group or dist.group.WORLD, "group_name", ""))
+
+
 def own_rank() -> int:
     """Return the global rank of this process, 0 without a process group."""
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0

@@ -27,7 +27,8 @@ import torch
 import torch.distributed as dist
 
 from tritoncomm.errors import ExchangeError, ExchangeTimeoutError, PeerLostError
-from tritoncomm.scheduler.failure_report import is_interruption
+from tritoncomm.scheduler.failure_report import IsInterruption, ends_program
+from tritoncomm.scheduler.ranks import name_of
 from tritoncomm_kernels import devices
 
 logger = logging.getLogger("tritoncomm")
@@ -66,15 +67,19 @@ class Watcher:
         device: The GPU of this rank.
         timeout: Maximum time without progress, from when the GPU has reached the exchange. None means the time-out of
             the process group.
+        is_interruption: Tells which exceptions leave the context as they are.
 
     Attributes:
         groups: Process groups whose communicators are aborted: ``group``, and those of its subgroups.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, timeout: timedelta | None) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, timeout: timedelta | None, is_interruption: IsInterruption
+    ) -> None:
         self.groups = [group]
+        self._is_interruption = is_interruption
         self._device = device
-        self._key = f"tritoncomm/{getattr(group, 'group_name', '')}/failed"  # the same on all ranks
+        self._key = f"tritoncomm/{name_of(group)}/failed"
         longest = timeout_of(group, device)
         self._seconds = (timeout or longest).total_seconds()
         self._longest = max(self._seconds, longest.total_seconds())
@@ -118,7 +123,7 @@ class Watcher:
             for thread in self._aborting:  # an abort may hang itself
                 thread.join(max(0.0, end - time.monotonic()))
         # Also if others are under way: one of several exchanges has raised something, and its caller ends them.
-        if not (error is not None and is_interruption(error)) and error is not self._reason:
+        if not (error is not None and self._is_interruption(error)) and error is not self._reason:
             self.check(error)
 
     def check(self, consequence: BaseException | None = None) -> None:
@@ -195,13 +200,16 @@ class Watcher:
 
 
 def of(
-    group: dist.ProcessGroup | None, device: torch.device | None, timeout: timedelta | None = None
+    group: dist.ProcessGroup | None,
+    device: torch.device | None,
+    timeout: timedelta | None = None,
+    is_interruption: IsInterruption = ends_program,
 ) -> Watcher | None:
     """Return a watcher for exchanges in ``group`` on ``device``, or None if their waits end without one."""
     group = group or dist.group.WORLD
     if group is None or device is None or not devices.is_asynchronous(device) or dist.get_world_size(group) == 1:
         return None
-    return Watcher(group, device, timeout)
+    return Watcher(group, device, timeout, is_interruption)
 
 
 def _begin(device: torch.device) -> Any:

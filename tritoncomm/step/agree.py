@@ -19,10 +19,10 @@ from tritoncomm.errors import (
     NonFiniteError,
     ProtocolMismatchError,
 )
-from tritoncomm.scheduler.failure_report import is_interruption
 from tritoncomm.scheduler.process_group import is_distributed, report_failure, reporting
 from tritoncomm.scheduler.ranks import global_ranks
 from tritoncomm.step.shards import bytes_of, local
+from tritoncomm.step.torch_internals import is_interruption
 from tritoncomm.version import __version__
 from tritoncomm_kernels import devices
 
@@ -97,7 +97,7 @@ def propagate_errors(group: dist.ProcessGroup | None, device: torch.device | Non
         raise
     except BaseException as error:
         if is_distributed() and is_interruption(error):
-            report_failure(group, device, _CHECK, error)
+            report_failure(group, device, _CHECK, error, is_interruption)
         elif is_distributed():
             propagate_error(str(error), group, device)
         raise
@@ -120,7 +120,7 @@ def all_gather(
         ExchangeError: A rank was lost, was interrupted, or did not take part.
     """
     gathered: list[Any] = [None] * dist.get_world_size(group)
-    with reporting(group, device, _CHECK), devices.on(device):
+    with reporting(group, device, _CHECK, is_interruption), devices.on(device):
         dist.all_gather_object(gathered, fields, group=group)
     return dict(zip(global_ranks(group), gathered, strict=True))
 
@@ -295,7 +295,7 @@ def _broadcast(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup | None)
     shards = [local(tensor.detach()) for tensor in tensors]
     device = shards[0].device if shards else None
     received = [shard.to(device, copy=True, memory_format=torch.contiguous_format) for shard in shards]
-    with reporting(group, device, "broadcast of parameters"):
+    with reporting(group, device, "broadcast of parameters", is_interruption):
         for values in filter(torch.numel, received):
             dist.broadcast(values.reshape(-1).view(torch.uint8), src=source, group=group)  # any dtype
     for shard, values in zip(shards, received, strict=True):

@@ -9,12 +9,13 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from tritoncomm.scheduler.failure_report import is_broken
 from tritoncomm.scheduler.new_group import needs_all_ranks, new_group
-from tritoncomm.scheduler.process_group import ProcessGroupScheduler, is_broken
+from tritoncomm.scheduler.process_group import ProcessGroupScheduler
 from tritoncomm.scheduler.ranks import global_ranks
 from tritoncomm.scheduler.watcher import timeout_of
 from tritoncomm.step import agree
-from tritoncomm.step.torch_internals import number_of_groups
+from tritoncomm.step.torch_internals import is_interruption, number_of_groups
 
 _Groups = dict[str, dist.ProcessGroup]
 # Groups without an owner, by their name, for each set of ranks and time-out. They belong to the default process group
@@ -68,7 +69,9 @@ def scheduler_of_all_shards(method: str, timeout: timedelta | None, device: torc
     No shard of a model may step alone. All ranks of the default process group call this together.
     """
     everybody, belongs_to = private_group(None, timeout, device)
-    scheduler = ProcessGroupScheduler(everybody, timeout, device, f"{method} of all shards")
+    scheduler = ProcessGroupScheduler(
+        everybody, timeout, device, f"{method} of all shards", is_interruption=is_interruption
+    )
     belongs_to(scheduler)
     return scheduler
 

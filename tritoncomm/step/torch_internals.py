@@ -133,6 +133,23 @@ def is_zero(optimizer: torch.optim.Optimizer) -> bool:
     return module is not None and isinstance(optimizer, module.ZeroRedundancyOptimizer)
 
 
+def is_interruption(error: BaseException) -> bool:
+    """Return True for what ends the program, such as KeyboardInterrupt, and for what a signal handler has raised.
+
+    Neither belongs to an exchange, so it leaves the exchange as it is. A handler is the only function to which Python
+    passes the frame that it interrupts, and nothing else tells that it has raised ``error``.
+    """
+    if not isinstance(error, Exception):
+        return True
+    entry = error.__traceback__
+    while entry is not None and entry.tb_next is not None:
+        interrupted, entry = entry.tb_frame, entry.tb_next
+        for value in entry.tb_frame.f_locals.values():
+            if value is interrupted or (isinstance(value, tuple) and any(each is interrupted for each in value)):
+                return True
+    return False
+
+
 def step_hooks(optimizer: torch.optim.Optimizer) -> tuple[list[Callable[..., Any]], list[Callable[..., Any]]]:
     """Return the hooks of ``optimizer`` before and after its step.
 

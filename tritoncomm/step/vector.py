@@ -27,6 +27,7 @@ from tritoncomm.step.feedback import ErrorFeedback
 from tritoncomm.step.flat import BucketLayout, split_by_size
 from tritoncomm.step.names import label
 from tritoncomm.step.stages import Scale, Staged, StagedAlgorithm
+from tritoncomm.step.torch_internals import is_interruption
 from tritoncomm_kernels import has_non_finite
 from tritoncomm_kernels.devices import is_asynchronous
 
@@ -124,7 +125,9 @@ class VectorExchange:
             shapes = [(name, tuple(p.shape)) for p, name in zip(self.parameters, self.names, strict=True)]
             stamp = f"{recipe.name} {self.method!r} {self.dense_numel} values dense in {options.small} {shapes}"
             subgroups = recipe.subgroups(self.world_size)
-            self.scheduler = ProcessGroupScheduler(group, options.timeout, self.device, stamp, subgroups)
+            self.scheduler = ProcessGroupScheduler(
+                group, options.timeout, self.device, stamp, subgroups, is_interruption=is_interruption
+            )
         self.feedback = self.new_feedback()
         self._without_residual: ErrorFeedback | None = None
         self._signs: torch.Tensor | None = None

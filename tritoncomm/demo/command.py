@@ -1,0 +1,87 @@
+"""The command ``demo``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import fields
+
+from tritoncomm.algorithms import Quantized, algorithms, recipe
+from tritoncomm.demo import report
+from tritoncomm.demo.local_workers import WorkerError, run_workers
+from tritoncomm.demo.train import Run, Settings, compare
+from tritoncomm.planning import arguments
+from tritoncomm.primitives.quantized_mean import DENSE_FORMATS
+from tritoncomm.step.chosen_recipe import default_fields
+
+
+def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command to the command line."""
+    demo = commands.add_parser(
+        "demo",
+        help="train a small language model with dense and with sparse exchange, and compare",
+        description="Train a small GPT on the source files of Python's standard library, with local worker processes "
+        "over gloo. The first run exchanges dense gradients, the second uses the chosen method. Both start from the "
+        "same weights and see the same data.",
+        formatter_class=arguments.Help,
+    )
+    defaults = Settings()
+    demo.add_argument("--algo", default=defaults.algo, choices=algorithms(), help="method of the sparse run")
+    demo.add_argument(
+        "--density", type=arguments.density, default=defaults.density, help="fraction of entries to deliver"
+    )
+    arguments.add_values(demo)
+    demo.add_argument("--workers", type=arguments.positive, default=defaults.workers, help="number of worker processes")
+    demo.add_argument("--steps", type=arguments.positive, default=defaults.steps, help="training steps per run")
+    demo.add_argument("--seed", type=_seed, default=defaults.seed, help="seed of model and data")
+    demo.add_argument(
+        "--small",
+        default=defaults.small,
+        choices=DENSE_FORMATS,
+        help="format of what is sent dense: small tensors (biases, norms), and the steps at the start",
+    )
+    demo.add_argument(
+        "--optimizer",
+        default=defaults.optimizer,
+        choices=("adamw", "muon"),
+        help="of both runs; muon: Muon for matrices, whose updates are exchanged, and AdamW for other parameters",
+    )
+    demo.add_argument(
+        "--local-steps",
+        type=arguments.positive,
+        default=defaults.local_steps,
+        help="steps of the second run between two exchanges of updates; the method is then the default one for updates",
+    )
+    demo.add_argument("--json", type=arguments.writable, metavar="FILE", help="write the figures to this file")
+    demo.add_argument(
+        "--plot", type=arguments.writable, metavar="FILE", help="write a PNG to this file (requires matplotlib)"
+    )
+    demo.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Train twice and print a table. Return 1 if a worker failed, and otherwise 0."""
+    if options.values is not None:
+        recipe(options.algo, values=options.values)  # raises if the method has no such field
+    by_default = {"values": Quantized().values} if options.algo == Quantized.name else default_fields(options.algo, {})
+    given = {field.name: getattr(options, field.name) for field in fields(Settings)}
+    settings = Settings(**given | {"values": options.values or by_default.get("values", "fp32")})
+    try:
+        with report.progress(settings) as show:
+            runs: list[Run] = run_workers(compare, settings.workers, settings, listen=show)[0]
+    except WorkerError as error:
+        print(error, file=sys.stderr)
+        return 1
+    figures = report.summary(settings, *runs)
+    print(f"\n{report.table(figures)}")
+    if options.json:
+        report.write_json(figures, options.json)
+    if options.plot:
+        report.plot(figures, runs, options.plot)
+    return 0
+
+
+def _seed(text: str) -> int:
+    if (value := arguments.not_negative(text)) >= 2**63:
+        raise argparse.ArgumentTypeError("must be less than 2^63")
+    return value

@@ -1,0 +1,100 @@
+"""What commands have in common: types of arguments that name what is wrong, and the option ``--values``."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from tritoncomm.errors import ConfigurationError
+from tritoncomm.scheduler.cost import Link
+from tritoncomm.step.options import DEFAULT_VALUES
+from tritoncomm_kernels.section_layout import VALUE_BITS
+
+LINK = "10gbit,30us"
+
+
+class Help(argparse.ArgumentDefaultsHelpFormatter):
+    """Shows the defaults of options that have one."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return action.help if action.default is None or action.default is False else super()._get_help_string(action)
+
+
+def add_values(command: argparse.ArgumentParser, default: str = DEFAULT_VALUES) -> None:
+    """Add the option ``--values``, which is None if it is not given."""
+    command.add_argument(
+        "--values",
+        help="format of values on the wire, for methods that send entries; what rounding cuts off stays in a residual. "
+        f"Default: {default}",
+        choices=tuple(VALUE_BITS),
+    )
+
+
+def number(text: str) -> float:
+    """Parse a finite number."""
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a number, got {text!r}") from None
+    if not abs(value) < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be finite, got {text!r}")
+    return value
+
+
+def count(text: str) -> int:
+    """Parse a positive whole number. It may be written as 25e6."""
+    value = number(text)
+    if value != int(value) or value < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text!r}")
+    return int(value)
+
+
+def not_negative(text: str) -> int:
+    """Parse a whole number of at least 0."""
+    try:
+        value = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a whole number, got {text!r}") from None
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"must not be negative, got {value}")
+    return value
+
+
+def positive(text: str) -> int:
+    """Parse a whole number of at least 1."""
+    if (value := not_negative(text)) == 0:
+        raise argparse.ArgumentTypeError("must be at least 1, got 0")
+    return value
+
+
+def milliseconds(text: str) -> float:
+    """Parse a time in milliseconds, and return it in seconds."""
+    if (value := number(text)) < 0:
+        raise argparse.ArgumentTypeError(f"must not be negative, got {value}")
+    return value / 1e3
+
+
+def density(text: str) -> float:
+    """Parse a density."""
+    value = number(text)
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"must be in (0, 1], got {value}")
+    return value
+
+
+def link(text: str) -> Link:
+    """Parse a link, for example ``10gbit,30us``."""
+    try:
+        return Link.parse(text)
+    except ConfigurationError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def writable(text: str) -> Path:
+    """Parse the path of a file that can be written to."""
+    path = Path(text)
+    try:
+        with path.open("a"):
+            return path
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"cannot write to {text!r}: {error.strerror}") from None
