@@ -176,7 +176,7 @@ class DGCAlgorithm(BudgetedAlgorithm):
 
         Copies nothing, because momentum belongs to positions in the vector.
         """
-        warnings.warn("the parameters or the density have changed: dgc resets its momentum to zero", stacklevel=2)
+        warnings.warn("the parameters have changed: dgc resets its momentum to zero", stacklevel=2)
 
     def migrate(self, states: Sequence[Mapping[str, Any]], share: float, common: Mapping[str, Any]) -> None:
         """See :meth:`Algorithm.migrate`. Momentum moves together with the residual.

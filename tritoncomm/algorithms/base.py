@@ -108,9 +108,9 @@ class Algorithm(ABC):
         """Discard remembered thresholds. The units of the vector change with the next step."""
 
     def adopt_across_layout(self, other: Algorithm) -> None:  # noqa: B027 - most have no such state
-        """Copy from ``other`` the state that depends neither on the vector nor on the density.
+        """Copy from ``other`` the state that does not depend on the vector.
 
-        ``other`` has the same recipe, perhaps at another density, and perhaps another vector.
+        ``other`` has the same recipe and another vector.
         """
 
     def migrate(  # noqa: B027 - the state of most methods depends on the world size
