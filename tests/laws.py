@@ -121,8 +121,8 @@ def length(recipe: Recipe, otherwise: int) -> int:
 
 
 def world_of(recipe: Recipe, case: Case) -> SimulatedWorld:
-    """Return a new world for a case."""
-    return SimulatedWorld(recipe, case.world_size, case.numel)
+    """Return a new world for a case. A method that treats tensors apart sees two of them."""
+    return SimulatedWorld(recipe, case.world_size, case.numel, bounds=(0, case.numel // 3, case.numel))
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

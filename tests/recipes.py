@@ -27,6 +27,7 @@ from tritoncomm.primitives.packing import Encoding
 from tritoncomm.step.stages import Staged
 
 from baselines import DGC, TopkDSA
+from ok_topk_variants import OkTopkVariant
 
 # The laws compare gradients with results, so DGC runs without momentum. ``reduced_lr`` silences a warning.
 FIELDS = {"dgc": {"momentum": 0.0}, "random_block": {"reduced_lr": True, "alignment": 4}}
@@ -59,7 +60,7 @@ def always_packed(recipe: IndexRecipe) -> IndexRecipe:
 ROUNDED = [
     ("topk_allgather", "4bit", {}),
     ("oktopk", "4bit", SHORT),
-    ("oktopk", "1bit", {"balance_trigger": 1.0, **SHORT}),
+    ("oktopk", "1bit", SHORT),
     ("spardl", "8bit", {}),
     ("dgc", "4bit", {}),
     ("gaussiank", "2bit", {}),
@@ -71,12 +72,12 @@ def _settings_of_methods(density: float) -> dict[str, Recipe]:
     return {
         "oktopk-short-periods": OkTopk(density=density, **SHORT),
         "oktopk-strict-volume": OkTopk(density=density, strict_volume=True, **SHORT),
-        "oktopk-always-balance": OkTopk(density=density, balance_trigger=1.0, bucket_width=1),
-        "oktopk-never-balance": OkTopk(
+        "oktopk-always-balance": OkTopkVariant(density=density, balance_trigger=1.0, bucket_width=1),
+        "oktopk-never-balance": OkTopkVariant(
             density=density, balance_trigger=math.inf, bucket_width=64, correct_thresholds=False
         ),
-        "oktopk-histogram": OkTopk(density=density, exact_select="histogram", balance_trigger=1.5, **SHORT),
-        "oktopk-sparse-path": OkTopk(density=density, force_sparse=True, **SHORT),
+        "oktopk-often-balance": OkTopkVariant(density=density, balance_trigger=1.5, **SHORT),
+        "oktopk-sparse-path": OkTopkVariant(density=density, force_sparse=True, **SHORT),
         "spardl-2-teams": SparDL(density=density, teams=2),
         "spardl-2-teams-bruck": SparDL(density=density, teams=2, sag="bruck"),
         "spardl-3-teams": SparDL(density=density, teams=3),
@@ -84,7 +85,7 @@ def _settings_of_methods(density: float) -> dict[str, Recipe]:
         "spardl-auto": SparDL(density=density, teams="auto", sag="bruck"),
         "exdyna-paper": ExDyna(density=density, mode="paper"),
         "exdyna-paper-layout": ExDyna(density=density, mode="paper", blocks=16),
-        "exdyna-pair-ratio": ExDyna(density=density, rebalance="pair_ratio", threshold_rule="ref_fixed", blocks=24),
+        "exdyna-few-blocks": ExDyna(density=density, threshold_rule="ref", blocks=24),
         "random-block-wrap": RandomBlock(density=density, mode="wrap", reduced_lr=True),
         "random-block-grid": RandomBlock(density=density, mode="grid", reduced_lr=True, alignment=1),
         "topk-dsa-always-dense": TopkDSA(density=density, dense_switch=0.0),
@@ -110,9 +111,7 @@ def _around_others(density: float) -> dict[str, Recipe]:
             shapes=((7, 11),),
             renew_every=1,
         ),
-        "warmup-exponential": Warmup(
-            recipe=DGC(density=density, momentum=0.0), steps=4, stages=3, schedule="exponential"
-        ),
+        "warmup-dgc": Warmup(recipe=DGC(density=density, momentum=0.0), steps=2),
         "hierarchical-2": Hierarchical(recipe=OkTopk(density=density, **SHORT), node_size=2),
         "hierarchical-3": Hierarchical(recipe=SparDL(density=density), node_size=3),
         "hierarchical-1": Hierarchical(recipe=TopkDSA(density=density), node_size=1),
@@ -137,7 +136,7 @@ def _packed_or_rounded(density: float) -> dict[str, Recipe]:
         f"{name}-{values}": recipe(name, density=density, values=values, **FIELDS.get(name, {}), **more)
         for name, values, more in ROUNDED
     }
-    rounded["oktopk-1bit"] = always_packed(rounded["oktopk-1bit"])
+    rounded["oktopk-1bit"] = always_packed(OkTopkVariant(density=density, values="1bit", balance_trigger=1.0, **SHORT))
     return {
         **rounded,
         "oktopk-packed": always_packed(OkTopk(density=density, **SHORT)),
@@ -200,9 +199,7 @@ def _static_forms(density: float) -> dict[str, Recipe]:
         "oktopk-static": OkTopk(density=density, static=True, **SHORT),
         "oktopk-static-strict-volume": OkTopk(density=density, static=True, strict_volume=True, **SHORT),
         "oktopk-static-wide": OkTopk(density=density, static=True, local_cap=1.5, global_cap=3.0, **SHORT),
-        "oktopk-static-histogram": OkTopk(
-            density=density, static=True, exact_select="histogram", correct_thresholds=False, **SHORT
-        ),
+        "oktopk-static-uncorrected": OkTopk(density=density, static=True, correct_thresholds=False, **SHORT),
         "oktopk-static-packed": always_packed(OkTopk(density=density, static=True, **SHORT)),
         "oktopk-static-4bit": OkTopk(density=density, static=True, values="4bit", **SHORT),
         "oktopk-static-1bit": OkTopk(density=density, static=True, values="1bit", global_cap=2.0, **SHORT),

@@ -25,16 +25,38 @@ FOLDERS = ("docs", "tritoncomm", "kernels", "tests", "benchmarks")
 
 
 def test_documented_method_obeys_the_laws() -> None:
-    """The method on the page runs as printed and obeys the laws."""
+    """The method on the page runs as printed, is short, and obeys all laws, also with rounded values."""
+    (code,) = blocks("docs/how-to/add-an-algorithm.md")
+    assert code.count("\n") < 90
+    names: dict[str, object] = {"__name__": "page"}
+    exec(compile(code, "add-an-algorithm.md", "exec", dont_inherit=True), names)  # noqa: S102 - our own page
+    case = laws.Case(5, 60, ("random", "ties", "zero", "random"))
+    for fields in ({"density": 0.4}, {"density": 1.0}, {"density": 0.1, "values": "4bit"}):
+        recipe = names["TensorTopk"](**fields)
+        for law in (laws.conservation, laws.agreement, laws.form, laws.equivalence, laws.identity, laws.budget):
+            law(recipe, case)
+        for law in (laws.atomicity, laws.refusal, laws.resume, laws.determinism, laws.overflow, laws.faults):
+            law(recipe, case)
+
+
+def test_documented_method_selects_in_each_tensor() -> None:
+    """The method on the page has a budget for every tensor, in simulation and in ``wrap``."""
     (code,) = blocks("docs/how-to/add-an-algorithm.md")
     names: dict[str, object] = {"__name__": "page"}
     exec(compile(code, "add-an-algorithm.md", "exec", dont_inherit=True), names)  # noqa: S102 - our own page
-    recipe = names["FirstEntries"](density=0.4)
-    case = laws.Case(5, 60, ("random", "ties", "zero", "random"))
-    for law in (laws.conservation, laws.agreement, laws.form, laws.equivalence, laws.identity):
-        law(recipe, case)
-    for law in (laws.atomicity, laws.refusal, laws.resume, laws.determinism):
-        law(recipe, case)
+    recipe = names["TensorTopk"](density=0.1)
+    world = tritoncomm.SimulatedWorld(recipe, 2, 100, bounds=(0, 40, 100))
+    mean = world.step(torch.arange(1.0, 101.0).repeat(2, 1))[0]
+    assert mean.indices.tolist() == [36, 37, 38, 39, 94, 95, 96, 97, 98, 99]
+    parameters = [torch.nn.Parameter(torch.zeros(shape)) for shape in ((4, 10), (3,), (6, 10))]
+    optimizer = tritoncomm.wrap(torch.optim.SGD(parameters, lr=1.0), algo=recipe, dense_below=10)
+    for parameter in parameters:
+        parameter.grad = torch.arange(1.0, 1.0 + parameter.numel()).view(parameter.shape)
+    optimizer.step()
+    assert [int(parameter.count_nonzero()) for parameter in parameters] == [4, 3, 6]
+    for bounds in ((0, 50), (1, 100), (0, 60, 40, 100)):
+        with pytest.raises(tritoncomm.ConfigurationError, match="bounds must ascend from 0 to numel=100"):
+            tritoncomm.SimulatedWorld(recipe, 2, 100, bounds=bounds)
 
 
 def test_documented_method_on_gpus() -> None:
@@ -42,7 +64,7 @@ def test_documented_method_on_gpus() -> None:
     (code,) = blocks("docs/how-to/add-an-algorithm.md")
     names: dict[str, object] = {"__name__": "page"}
     exec(compile(code, "add-an-algorithm.md", "exec", dont_inherit=True), names)  # noqa: S102 - our own page
-    recipe = Warmup(recipe=names["FirstEntries"](density=0.4), steps=2)
+    recipe = Warmup(recipe=names["TensorTopk"](density=0.4), steps=2)
     given = exchanges.gradients(2, 60, 4)
     found, expected = exchanges.emulated(recipe, given), exchanges.simulated(recipe, given)
     for own, other in zip(found, expected, strict=True):
@@ -56,17 +78,17 @@ def test_registered_method_works_everywhere(monkeypatch: pytest.MonkeyPatch, cap
     exec(compile(code, "add-an-algorithm.md", "exec", dont_inherit=True), names)  # noqa: S102 - our own page
     module = importlib.import_module("tritoncomm.algorithms")
     monkeypatch.setattr(module, "_BY_NAME", dict(module._BY_NAME))
-    assert tritoncomm.register(names["FirstEntries"]) is names["FirstEntries"]
-    assert "first_entries" in tritoncomm.algorithms()
-    ours = recipes.under_test(0.3)["first_entries"]
-    assert ours == tritoncomm.recipe("first_entries", density=0.3)
+    assert tritoncomm.register(names["TensorTopk"]) is names["TensorTopk"]
+    assert "tensor_topk" in tritoncomm.algorithms()
+    ours = recipes.under_test(0.3)["tensor_topk"]
+    assert ours == tritoncomm.recipe("tensor_topk", density=0.3)
     case = laws.Case(4, 90, ("random", "disjoint", "random"))
     for law in (laws.budget, laws.overflow, laws.faults):
         law(ours, case)
     assert main(["plan", "--numel", "1e7", "--workers", "16", "--all"]) == 0
-    assert "first_entries" in capsys.readouterr().out
-    assert main(["simulate", "--algo", "first_entries", "--workers", "4", "--numel", "1e5", "--steps", "2"]) == 0
-    assert "first_entries" in capsys.readouterr().out
+    assert "tensor_topk" in capsys.readouterr().out
+    assert main(["simulate", "--algo", "tensor_topk", "--workers", "4", "--numel", "1e5", "--steps", "2"]) == 0
+    assert "tensor_topk" in capsys.readouterr().out
 
 
 def test_documented_optimizer_has_a_rule(monkeypatch: pytest.MonkeyPatch) -> None:

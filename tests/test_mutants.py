@@ -338,8 +338,8 @@ class BrokenStages(Staged):
     name: ClassVar[str] = "broken"
     kind: type[StagedAlgorithm] = StagedAlgorithm
 
-    def build(self, numel):
-        intact = super().build(numel)
+    def build(self, numel, bounds=()):
+        intact = super().build(numel, bounds)
         return self.kind(intact.inner, intact.tail, intact.bits, intact.scale)
 
 
@@ -365,7 +365,7 @@ class Broken:
     name: ClassVar[str] = "broken"
     kind: type[Algorithm] | None = None
 
-    def build(self, numel):
+    def build(self, numel, bounds=()):
         return self.kind(self, numel)
 
 
@@ -383,7 +383,7 @@ class BrokenOkTopk(Broken, OkTopk):
 class BrokenTopk(Broken, TopkAllgather):
     """A recipe for a broken all-gather."""
 
-    def build(self, numel):
+    def build(self, numel, bounds=()):
         return self.kind(numel, entries_to_keep(numel, self.density))
 
 

@@ -26,6 +26,8 @@ import tritoncomm
 from tritoncomm.algorithms import takes_density
 from tritoncomm.step.chosen_recipe import default_fields
 
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))  # of the baselines, where pytest has not done so
+
 import laws
 from depth import DEEP, trials
 from recipes import FIELDS, under_test
@@ -139,14 +141,7 @@ def computed(sizes: int = len(WORLD_SIZES)) -> dict[str, Any]:
 
     Each recipe is simulated with ``sizes`` numbers of workers.
     """
-    baselines = str(Path(__file__).parents[1] / "benchmarks")
-    paths = os.pathsep.join([baselines, *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = os.environ | {
-        "PYTHONPATH": paths,
-        "ATEN_CPU_CAPABILITY": "default",
-        "OMP_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": "lo",
-    }
+    environment = os.environ | {"ATEN_CPU_CAPABILITY": "default", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, __file__, "--folder", folder, "--sizes", str(sizes)]
         subprocess.run(command, env=environment, check=True)

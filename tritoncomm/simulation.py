@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,7 +23,8 @@ class SimulatedWorld:
     The workers run the same code as in training. Only the network is simulated. Any world size works.
     Residuals are on ``device``, and gradients must be on it too. With a ``link``, ``clock`` runs in virtual time:
     ``seconds`` is the time that the last step would have taken on that link, and ``clock.charge(rank, seconds)``
-    delays a rank. ``static="auto"`` is False wherever the vectors are.
+    delays a rank. ``static="auto"`` is False wherever the vectors are. ``bounds`` are those of the tensors in the
+    vector, for a method that treats them apart: the first coordinate of each, and ``numel``.
     """
 
     def __init__(
@@ -33,6 +35,7 @@ class SimulatedWorld:
         *,
         link: Link | None = None,
         device: torch.device | str = "cpu",
+        bounds: Sequence[int] = (),
     ) -> None:
         if world_size < 1:
             raise ConfigurationError(f"world_size must be at least 1, got world_size={world_size}")
@@ -40,11 +43,13 @@ class SimulatedWorld:
             raise ConfigurationError(f'link must be a Link, for example Link.parse("10gbit,30us"), got link={link!r}')
         if numel < 0:
             raise ConfigurationError(f"numel must be at least 0, got numel={numel}")
+        if bounds and (list(bounds) != sorted(bounds) or bounds[0] != 0 or bounds[-1] != numel):
+            raise ConfigurationError(f"bounds must ascend from 0 to numel={numel}, got bounds={tuple(bounds)}")
         recipe.check_world_size(world_size)
         self.recipe = recipe
         self.world_size = world_size
         self.numel = numel
-        self.workers = [ErrorFeedback(recipe.build(numel), device) for _ in range(world_size)]
+        self.workers = [ErrorFeedback(recipe.build(numel, bounds), device) for _ in range(world_size)]
         self.clock = VirtualClock(world_size, link) if link is not None else None
         self.scheduler = SimulatedScheduler(world_size, self.clock)
         self.seconds = 0.0

@@ -1,8 +1,9 @@
 """Deep Gradient Compression: entries that are not sent accumulate momentum.
 
 Y. Lin et al., "Deep Gradient Compression: Reducing the Communication Bandwidth for Distributed Training", ICLR 2018. An
-all-gather of the largest entries, with momentum correction, momentum factor masking and local clipping. The paper's
-density warm-up is ``Warmup(schedule="exponential")``. Biases and norm layers travel dense by default.
+all-gather of the largest entries, with momentum correction, momentum factor masking and local clipping. Instead
+of the paper's warm-up of the density, :class:`~tritoncomm.Warmup` has dense steps. Biases and norm layers travel dense
+by default.
 """
 
 from __future__ import annotations
@@ -13,7 +14,15 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
-from tritoncomm.algorithms.base import Algorithm, BudgetedAlgorithm, EntryRecipe, check, check_at_least, check_number
+from tritoncomm.algorithms.base import (
+    Algorithm,
+    Bounds,
+    BudgetedAlgorithm,
+    EntryRecipe,
+    check,
+    check_at_least,
+    check_number,
+)
 from tritoncomm.errors import ConfigurationError, NonFiniteError
 from tritoncomm.primitives.accumulator import Accumulator
 from tritoncomm.primitives.collectives import all_gather_mean, dense_exchange
@@ -58,7 +67,7 @@ class DGC(EntryRecipe):
         """See :meth:`Recipe.compares_entries`. The momentum is accumulated in gradient units."""
         return False
 
-    def build(self, numel: int) -> DGCAlgorithm:
+    def build(self, numel: int, bounds: Bounds = ()) -> DGCAlgorithm:
         return DGCAlgorithm(self, numel)
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
@@ -168,10 +177,6 @@ class DGCAlgorithm(BudgetedAlgorithm):
         Copies nothing, because momentum belongs to positions in the vector.
         """
         warnings.warn("the parameters have changed: dgc resets its momentum to zero", stacklevel=2)
-
-    def adopt_across_density(self, other: Algorithm) -> None:
-        """See :meth:`Algorithm.adopt_across_density`. Copies the momentum."""
-        self.state = other.state
 
     def migrate(self, states: Sequence[Mapping[str, Any]], share: float, common: Mapping[str, Any]) -> None:
         """See :meth:`Algorithm.migrate`. Momentum moves together with the residual.

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from tritoncomm.algorithms.base import BudgetedAlgorithm, Recipe, Stateless
+from tritoncomm.algorithms.base import Bounds, BudgetedAlgorithm, Recipe, Stateless
 from tritoncomm.errors import NonFiniteError
 from tritoncomm.primitives.accumulator import Accumulator
 from tritoncomm.primitives.collectives import dense_exchange
@@ -35,7 +35,7 @@ class GTopk(Recipe):
     name: ClassVar[str] = "gtopk"
     averages_when_dense: ClassVar[bool] = True
 
-    def build(self, numel: int) -> GTopkAlgorithm:
+    def build(self, numel: int, bounds: Bounds = ()) -> GTopkAlgorithm:
         return GTopkAlgorithm(numel, entries_to_keep(numel, self.density))
 
 

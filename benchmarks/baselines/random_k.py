@@ -12,7 +12,7 @@ from typing import ClassVar
 import numpy as np
 import numpy.typing as npt
 import torch
-from tritoncomm.algorithms.base import BudgetedAlgorithm, Counted, Recipe, check_number
+from tritoncomm.algorithms.base import Bounds, BudgetedAlgorithm, Counted, Recipe, check_number
 from tritoncomm.primitives.accumulator import Accumulator
 from tritoncomm.primitives.collectives import dense_exchange, shared_mean
 from tritoncomm.primitives.selection import entries_to_keep
@@ -44,7 +44,7 @@ class RandomK(Recipe):
         """See :meth:`Recipe.compares_entries`. Entries are drawn at random."""
         return False
 
-    def build(self, numel: int) -> RandomKAlgorithm:
+    def build(self, numel: int, bounds: Bounds = ()) -> RandomKAlgorithm:
         return RandomKAlgorithm(self, numel)
 
 

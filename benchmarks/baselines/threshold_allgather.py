@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 import torch
 from tritoncomm.algorithms.base import (
+    Bounds,
     BudgetedAlgorithm,
     EntryRecipe,
     Stateless,
@@ -69,7 +70,7 @@ class HardThreshold(EntryRecipe):
         """See :meth:`Recipe.compares_entries`. The threshold is in gradient units."""
         return False
 
-    def build(self, numel: int) -> HardThresholdAlgorithm:
+    def build(self, numel: int, bounds: Bounds = ()) -> HardThresholdAlgorithm:
         return HardThresholdAlgorithm(self, numel)
 
 
@@ -89,7 +90,7 @@ class GaussianK(EntryRecipe):
         check_at_least(self, 1, "max_ratio")
         check(self, "max_ratio", math.isfinite(self.max_ratio), "must be a finite multiple of k")
 
-    def build(self, numel: int) -> ThresholdAlgorithm:
+    def build(self, numel: int, bounds: Bounds = ()) -> ThresholdAlgorithm:
         return GaussianKAlgorithm(self, numel)
 
 
@@ -103,7 +104,7 @@ class SIDCo(GaussianK):
 
     name: ClassVar[str] = "sidco"
 
-    def build(self, numel: int) -> ThresholdAlgorithm:
+    def build(self, numel: int, bounds: Bounds = ()) -> ThresholdAlgorithm:
         return SIDCoAlgorithm(self, numel)
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from tritoncomm.algorithms.base import BudgetedAlgorithm, Recipe, Stateless, check, check_at_least
+from tritoncomm.algorithms.base import Bounds, BudgetedAlgorithm, Recipe, Stateless, check, check_at_least
 from tritoncomm.errors import NonFiniteError
 from tritoncomm.primitives import packing
 from tritoncomm.primitives.accumulator import Accumulator
@@ -58,7 +58,7 @@ class TopkDSA(Recipe):
         check(self, "dense_switch", self.dense_switch <= 1, "must be at most 1: beyond it, dense values are shorter")
         check_at_least(self, 1, "bucket_width", whole=True)
 
-    def build(self, numel: int) -> TopkDSAAlgorithm:
+    def build(self, numel: int, bounds: Bounds = ()) -> TopkDSAAlgorithm:
         return TopkDSAAlgorithm(self, numel)
 
 

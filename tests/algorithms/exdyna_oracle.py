@@ -94,12 +94,6 @@ def rebalance_paper(layout: Layout, kappa: Sequence[int]) -> Layout:
     return _sweep(layout, kappa, lambda full, empty: 100 * full > 105 * mean and 100000 * empty < 95238 * mean)
 
 
-def rebalance_pair_ratio(layout: Layout, kappa: Sequence[int], tau: float = 0.05) -> Layout:
-    """Move one block across a border whose two sides differ by more than a factor of ``1 + 2 * tau``."""
-    ratio = 1 + 2 * Fraction(str(tau))
-    return _sweep(layout, kappa, lambda full, empty: full > ratio * empty)
-
-
 def rebalance_prefix(layout: Layout, kappa: Sequence[int], gain: float = 0.25, max_step: int = 1) -> Layout:
     """Move every border independently, towards the place where the counts before it add up to its share."""
     size, total = len(kappa), sum(kappa)
@@ -124,13 +118,6 @@ def threshold_ref(delta: float, total: int, k: int) -> float:
     """Return the next threshold of the reference program, which only raises it inside the band."""
     x = total / k
     return delta * (1.005 if x > 1.1 else 1.00125 if x > 0.909 else 0.995)
-
-
-def threshold_ref_fixed(delta: float, total: int, k: int) -> float:
-    """Return the next threshold of the rule that the reference program seems to intend."""
-    if 0.909 < total / k <= 1:
-        return delta * 0.9987
-    return threshold_ref(delta, total, k)
 
 
 def threshold_prop(delta: float, raw: int, k: int, density: float) -> float:

@@ -18,6 +18,7 @@ from tritoncomm.scheduler.simulated import SimulatedScheduler
 from tritoncomm.step.feedback import ErrorFeedback
 
 import laws
+from ok_topk_variants import OkTopkVariant
 
 ALL_LAWS = (laws.conservation, laws.agreement, laws.form, laws.equivalence, laws.budget)
 SHORT = {"repartition_every": 3, "reevaluate_every": 4}
@@ -67,13 +68,13 @@ def test_density_below_one_entry() -> None:
     assert len(world.step(random(3, 50))[0]) == 1
 
 
-def test_density_one_is_dense_unless_forced() -> None:
-    """At density 1 the exchange is a dense all-reduce, unless ``force_sparse`` keeps the sparse path."""
+def test_density_one_is_dense() -> None:
+    """At density 1 the exchange is a dense all-reduce. The sparse path would give the same mean."""
     gradient = random(3, 50)
     dense = SimulatedWorld(OkTopk(density=1.0), 3, 50)
     assert dense.step(gradient)[0].is_full
     assert list(dense.scheduler.meters[0].sent_by_phase) == ["all-reduce"]
-    forced = SimulatedWorld(OkTopk(density=1.0, force_sparse=True), 3, 50)
+    forced = SimulatedWorld(OkTopkVariant(density=1.0, force_sparse=True), 3, 50)
     assert torch.equal(forced.step(gradient)[0].to_dense(), gradient.mean(0))
     assert "split-and-reduce" in forced.scheduler.meters[0].sent_by_phase
 
@@ -382,7 +383,7 @@ def test_defect_strict_comparison() -> None:
 
 def test_defect_missing_balance() -> None:
     """Defect 6: a block that exceeds the trigger is balanced over the ranks."""
-    world = SimulatedWorld(OkTopk(density=0.1, skew_trigger=100, balance_trigger=2.0), 5, 500)
+    world = SimulatedWorld(OkTopkVariant(density=0.1, skew_trigger=100, balance_trigger=2.0), 5, 500)
     world.step(random(5, 500))
     phases = set()
     for step in range(1, 12):
@@ -420,7 +421,7 @@ def test_strict_volume_with_results_in_one_region() -> None:
     """With strict volume, a result in a single region is balanced for any trigger, within the bound."""
     world_size, numel = 8, 4000
     world = SimulatedWorld(
-        OkTopk(density=0.05, strict_volume=True, balance_trigger=math.inf, skew_trigger=1e9, drift_low=0.0),
+        OkTopkVariant(density=0.05, strict_volume=True, balance_trigger=math.inf, skew_trigger=1e9, drift_low=0.0),
         world_size, numel,
     )  # fmt: skip
     world.step(random(world_size, numel))
@@ -440,7 +441,7 @@ def test_strict_volume_bounds_traffic() -> None:
     """With strict volume, every reuse step needs at most 6k(P-1)/P words, plus counts, sizes and headers."""
     world_size, numel = 5, 1000
     for trigger in (1.0, 4.0, math.inf):
-        recipe = OkTopk(density=0.05, strict_volume=True, balance_trigger=trigger, reevaluate_every=64)
+        recipe = OkTopkVariant(density=0.05, strict_volume=True, balance_trigger=trigger, reevaluate_every=64)
         world = SimulatedWorld(recipe, world_size, numel)
         k = world.workers[0].algorithm.k
         families = ("random", "one-region", "random", "disjoint", "identical", "ties", "one-region") * 6

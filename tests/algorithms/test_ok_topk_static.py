@@ -18,6 +18,7 @@ from tritoncomm.scheduler.rounds import AllGather, Op
 
 import laws
 from depth import trials
+from ok_topk_variants import OkTopkVariant
 from recipes import SHORT, always_packed
 
 STATIC = OkTopk(density=0.05, static=True, **SHORT)
@@ -52,7 +53,7 @@ def reuse_steps(
 def test_ample_room_delivers_what_the_other_form_delivers(world_size: int, form: Callable[[OkTopk], OkTopk]) -> None:
     """Results, residuals, states and reports are equal to the bit over many steps, of which some re-evaluate."""
     numel, rooms = 400, {"static": True, "static_room": 64.0}
-    for chosen in ({}, {"exact_select": "histogram"}, {"exact_select": "gather", "correct_thresholds": False}):
+    for chosen in ({}, {"correct_thresholds": False}):
         recipe = form(OkTopk(density=0.05, **AMPLE, **SHORT, **chosen))
         exact = SimulatedWorld(recipe, world_size, numel)
         static = SimulatedWorld(dataclasses.replace(recipe, **rooms), world_size, numel)
@@ -85,7 +86,7 @@ def test_forms_continue_each_other() -> None:
 def test_what_does_not_fit_stays_in_the_residual(values: str) -> None:
     """Of more entries than a message has room for, the largest are sent. The others stay in the residual, unchanged."""
     world_size, numel = 4, 400
-    recipe = OkTopk(density=0.1, static=True, values=values, drift_low=0.0, reevaluate_every=64)
+    recipe = OkTopkVariant(density=0.1, static=True, values=values, drift_low=0.0, reevaluate_every=64)
     world = SimulatedWorld(recipe, world_size, numel)
     for step in range(3):
         world.step(heavy_tailed(world_size, numel, step))
@@ -177,7 +178,7 @@ def test_ordinary_traffic() -> None:
 def test_loads_include_what_did_not_fit() -> None:
     """An owner that gets more than twice the mean causes a repartition, although the messages to it are full."""
     world_size, numel = 4, 800
-    world = SimulatedWorld(OkTopk(density=0.05, static=True, drift_low=0.0), world_size, numel)
+    world = SimulatedWorld(OkTopkVariant(density=0.05, static=True, drift_low=0.0), world_size, numel)
     for step in range(3):
         world.step(heavy_tailed(world_size, numel, step))
     assert not any(state.force_repartition for state in laws.states_of(world))
@@ -199,7 +200,7 @@ def test_loads_include_what_did_not_fit() -> None:
 def test_sums_without_room_count_as_candidates() -> None:
     """All sums that reach the threshold count, although only some of them have room in the owner's message."""
     world_size, numel = 4, 800
-    world = SimulatedWorld(OkTopk(density=0.05, static=True, drift_low=0.0), world_size, numel)
+    world = SimulatedWorld(OkTopkVariant(density=0.05, static=True, drift_low=0.0), world_size, numel)
     for step in range(3):
         world.step(heavy_tailed(world_size, numel, step))
     form, cuts = world.workers[0].algorithm.static_form, laws.states_of(world)[0].cuts

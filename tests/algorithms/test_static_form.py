@@ -57,7 +57,7 @@ SAME = [
     (SparDL(density=0.05, residuals="local", teams=2), 6),
     *((ExDyna(density=0.05, capacity=AMPLE), world_size) for world_size in (1, 2, 3, 8)),
     (ExDyna(density=0.05, capacity=AMPLE, packed=True), 5),
-    (ExDyna(density=0.05, capacity=AMPLE, rebalance="pair_ratio", threshold_rule="ref"), 4),
+    (ExDyna(density=0.05, capacity=AMPLE, rebalance="paper", threshold_rule="ref"), 4),
     (MiCRO(density=0.05, capacity=AMPLE), 7),
     *((RandomBlock(density=0.05, mode=mode, values="8bit", reduced_lr=True), 7) for mode in ("perm", "wrap")),
     (RandomBlock(density=0.05, reduced_lr=True), 4),

@@ -8,6 +8,7 @@ import tritoncomm
 from tritoncomm import ConfigurationError, OkTopk, SimulatedWorld, Warmup
 
 from baselines import DGC
+from ok_topk_variants import OkTopkVariant
 
 
 def test_dense_warmup() -> None:
@@ -82,7 +83,7 @@ def test_residual_of_the_warmup_goes_on(values: str, static: bool) -> None:
 
 def test_forced_sparse_method() -> None:
     """The verdict of quantized steps takes no message, also if the method would not go dense at density 1."""
-    recipe = OkTopk(density=0.05, static=True, force_sparse=True)
+    recipe = OkTopkVariant(density=0.05, static=True, force_sparse=True)
     world = SimulatedWorld(Warmup(recipe=recipe, steps=2, values="8bit"), 3, 1000)
     for _ in range(2):
         forecast = world.workers[0].algorithm.predicted_traffic(3)
@@ -91,7 +92,7 @@ def test_forced_sparse_method() -> None:
 
 
 def test_who_can_quantize_dense_steps() -> None:
-    """The dense steps of ``dgc`` apply momentum, and an exponential warm-up has sparse stages: both stay in fp32.
+    """The dense steps of ``dgc`` apply momentum, and stay in fp32.
 
     So do those of a method that does not say what it does at density 1.
     """
@@ -99,9 +100,9 @@ def test_who_can_quantize_dense_steps() -> None:
     class Unknown(tritoncomm.TopkAllgather):
         averages_when_dense = False
 
-    for recipe, schedule in ((DGC(), "dense"), (Unknown(), "dense"), (OkTopk(), "exponential")):
+    for recipe in (DGC(), Unknown()):
         with pytest.raises(ConfigurationError, match=r"values='8bit'\): must be 'fp32'"):
-            Warmup(recipe=recipe, steps=2, schedule=schedule, values="8bit")
+            Warmup(recipe=recipe, steps=2, values="8bit")
     with pytest.raises(ConfigurationError, match=r"values='3bit'\): must be 'fp32' or one of '8bit', '4bit', '2bit'"):
         Warmup(recipe=OkTopk(), steps=2, values="3bit")
 
@@ -115,15 +116,15 @@ def test_density_1_is_not_quantized() -> None:
     assert not world.residuals.any()
 
 
-def test_exponential_warmup() -> None:
-    """Five stages of equal length lower the density to 0.1 %, and momentum continues across stages."""
-    recipe = Warmup(recipe=DGC(density=0.001), steps=10, schedule="exponential")
-    assert recipe.densities() == pytest.approx([0.2512, 0.0631, 0.01585, 0.00398, 0.001], rel=0.01)
-    assert [recipe.stage(step) for step in range(12)] == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 4, 4]
-    world = SimulatedWorld(recipe, 1, 1000)
-    generator = torch.Generator().manual_seed(0)
-    delivered = [len(world.step(torch.randn(1, 1000, generator=generator))[0]) for _ in range(11)]
-    assert delivered == [251, 251, 63, 63, 15, 15, 3, 3, 1, 1, 1]
-    velocity = world.workers[0].algorithm.inner.state.velocity
-    assert float(velocity.abs().mean()) > 1.2  # momentum of many steps; a single step has 0.8
-    assert Warmup(recipe=OkTopk(), steps=0, schedule="exponential").stage(0) == 4
+def test_state_of_the_warmup_is_restored() -> None:
+    """A state of the warm-up starts the method from scratch, also if it has already begun."""
+    world = SimulatedWorld(Warmup(recipe=OkTopk(density=0.25), steps=2), 2, 8)
+    algorithm = world.workers[0].algorithm
+    before = algorithm.state
+    for _ in range(4):
+        world.step(torch.randn(2, 8))
+    assert algorithm.inner.state.step == 2
+    algorithm.state = before
+    assert algorithm.is_dense
+    algorithm.state = (2, OkTopk(density=0.25).build(8).state)
+    assert algorithm.inner.state.step == 0

@@ -50,7 +50,7 @@ def runs_of(world_size: int, names: list[str]):
     """Yield name, recipe and optimizer for a short run of each of ``names``."""
     for name in names:
         recipe = possible(0.15, world_size)[name]
-        yield name, recipe, "plain" if "dgc" in name or "exponential" in name else "adamw"
+        yield name, recipe, "plain" if "dgc" in name else "adamw"
 
 
 def state_digest(model, optimizer) -> str:

@@ -20,6 +20,8 @@ from tritoncomm_kernels import Workspace
 from tritoncomm_kernels.checks import INDEX_LIMIT
 from tritoncomm_kernels.section_layout import VALUE_BITS
 
+Bounds = Sequence[int]
+
 
 @dataclasses.dataclass(frozen=True)
 class Stateless:
@@ -111,12 +113,6 @@ class Algorithm(ABC):
         ``other`` has the same recipe and another vector.
         """
 
-    def adopt_across_density(self, other: Algorithm) -> None:  # noqa: B027 - most start from scratch
-        """Copy from ``other`` the state that does not depend on the density.
-
-        ``other`` has the same recipe at another density.
-        """
-
     def migrate(  # noqa: B027 - the state of most methods depends on the world size
         self, states: Sequence[Mapping[str, Any]], share: float, common: Mapping[str, Any]
     ) -> None:
@@ -188,8 +184,12 @@ class Recipe(ABC):
         return change(self)
 
     @abstractmethod
-    def build(self, numel: int) -> Algorithm:
-        """Return a new algorithm for one flat vector of ``numel`` elements."""
+    def build(self, numel: int, bounds: Bounds = ()) -> Algorithm:
+        """Return a new algorithm for one flat vector of ``numel`` elements.
+
+        ``bounds`` are the first coordinate of each tensor in the vector, ascending, and ``numel``. They are empty if
+        the tensors are unknown. Most methods do not need them.
+        """
 
     def check_world_size(self, world_size: int) -> None:  # noqa: B027 - most methods take any
         """Raise :class:`ConfigurationError` if the method cannot run with ``world_size`` workers and these settings."""

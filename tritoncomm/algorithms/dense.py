@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
-from tritoncomm.algorithms.base import Algorithm, Recipe, Stateless
+from tritoncomm.algorithms.base import Algorithm, Bounds, Recipe, Stateless
 from tritoncomm.primitives.accumulator import Accumulator
 from tritoncomm.primitives.collectives import dense_exchange
 from tritoncomm.primitives.sparse_vector import SparseVector
@@ -32,7 +32,7 @@ class Dense(Recipe):
     def always_dense(self) -> bool:
         return True
 
-    def build(self, numel: int) -> DenseAlgorithm:
+    def build(self, numel: int, bounds: Bounds = ()) -> DenseAlgorithm:
         return DenseAlgorithm(numel)
 
 

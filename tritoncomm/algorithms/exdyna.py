@@ -19,7 +19,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 import tritoncomm_kernels as kernels
-from tritoncomm.algorithms.base import BudgetedAlgorithm, IndexRecipe, StaticRecipe, check, check_at_least
+from tritoncomm.algorithms.base import Bounds, BudgetedAlgorithm, IndexRecipe, StaticRecipe, check, check_at_least
 from tritoncomm.algorithms.exdyna_static import Counts, MessageFormat, Partitions, exchange_static
 from tritoncomm.errors import ConfigurationError, NonFiniteError
 from tritoncomm.primitives.accumulator import Accumulator
@@ -43,9 +43,9 @@ _SAMPLE_STRIDE, _SAMPLE_LEAST = 17, 4096
 # moves would only cause jitter.
 _FAST_FROM, _FAST_MOVE = 1.5, 16
 # From the paper's code: a count above 1.1 k raises the threshold by 0.5 %, and a count of at most 0.909 k lowers it by
-# 0.5 %. Between them the threshold changes by about 0.13 %, up if the count is above k.
+# 0.5 %. Between them it rises by 0.125 %.
 _MANY_PASS, _FEW_PASS = 1.1, 0.909
-_RAISE, _RAISE_FINE, _LOWER_FINE, _LOWER = 1.005, 1.00125, 0.9987, 0.995
+_RAISE, _RAISE_FINE, _LOWER = 1.005, 1.00125, 0.995
 _LARGEST_CHANGE = 0.05
 # In robust mode the threshold is estimated again if the count differs from k by more than a factor of 8, and by more
 # than 3 sqrt(k). Scaling it online would take longer.
@@ -61,18 +61,15 @@ class ExDyna(IndexRecipe, StaticRecipe):
       the last partition also holds the remaining elements. A border moves by one block per step. The threshold starts
       at 1 / (2 sqrt k) and changes by fixed factors. Every rank sends at least one index. ``"robust"`` keeps the
       method and replaces the parts that fail outside the paper's setting.
-    * ``layout``: ``"paper"`` or ``"tight"``. Below ``32 * blocks`` elements the paper's layout would have empty
-      blocks, so ``"tight"`` is used.
-    * ``rebalance``: ``"paper"``, ``"pair_ratio"``, ``"prefix"`` or ``"off"``. ``"off"`` is MiCRO, with partitions of
-      equal size.
-    * ``threshold_rule``: ``"ref"`` is the rule of the authors' code. ``"ref_fixed"`` also takes a branch that this code
-      contains but never takes. ``"prop"`` changes the threshold in proportion to the error of the count, with a smaller
-      gain at lower density. ``"off"`` keeps the threshold constant.
+    * ``rebalance``: ``"paper"``, ``"prefix"`` or ``"off"``. ``"off"`` is MiCRO, with partitions of equal size.
+    * ``threshold_rule``: ``"ref"`` is the rule of the authors' code. ``"prop"`` changes the threshold in proportion to
+      the error of the count, with a smaller gain at lower density. ``"off"`` keeps the threshold constant.
     * ``blocks``: number of blocks that the vector is split into.
     * ``min_blocks``: smallest number of blocks of a partition. The paper's layout uses a quarter of an equal share.
 
-    The default ``"auto"`` of ``layout``, ``rebalance`` and ``threshold_rule`` means ``"paper"``, ``"paper"`` and
-    ``"ref"`` in paper mode, and ``"tight"``, ``"prefix"`` and ``"prop"`` in robust mode.
+    The default ``"auto"`` of ``rebalance`` and ``threshold_rule`` means ``"paper"`` and ``"ref"`` in paper mode, and
+    ``"prefix"`` and ``"prop"`` in robust mode. Blocks of the robust mode cover the vector without a rest. So do those
+    of the paper mode below ``32 * blocks`` elements, where the paper's blocks would be empty.
 
     In robust mode only:
 
@@ -88,7 +85,6 @@ class ExDyna(IndexRecipe, StaticRecipe):
     name: ClassVar[str] = "exdyna"
     averages_when_dense: ClassVar[bool] = True
     mode: str = "robust"
-    layout: str = "auto"
     rebalance: str = "auto"
     threshold_rule: str = "auto"
     blocks: int = 1024
@@ -100,16 +96,15 @@ class ExDyna(IndexRecipe, StaticRecipe):
         super().__post_init__()
         for field, choices in (
             ("mode", ("robust", "paper")),
-            ("layout", ("auto", "tight", "paper")),
-            ("rebalance", ("auto", "paper", "pair_ratio", "prefix", "off")),
-            ("threshold_rule", ("auto", "ref", "ref_fixed", "prop", "off")),
+            ("rebalance", ("auto", "paper", "prefix", "off")),
+            ("threshold_rule", ("auto", "ref", "prop", "off")),
         ):
             check(self, field, getattr(self, field) in choices, f"must be one of {', '.join(choices)}")
         check_at_least(self, 1, "blocks", "min_blocks", whole=True)
         check_at_least(self, 1, "capacity", "lift")
         check(self, "lift", math.isfinite(self.lift), "must be a finite multiple of the quantile")
 
-    def build(self, numel: int) -> ExDynaAlgorithm:
+    def build(self, numel: int, bounds: Bounds = ()) -> ExDynaAlgorithm:
         return ExDynaAlgorithm(self, numel)
 
     def check_world_size(self, world_size: int) -> None:
@@ -130,11 +125,7 @@ class ExDyna(IndexRecipe, StaticRecipe):
 
     def chosen(self, field: str) -> str:
         """Return the value of ``field``, with ``"auto"`` resolved by the mode."""
-        by_mode = {
-            "layout": ("tight", "paper"),
-            "rebalance": ("prefix", "paper"),
-            "threshold_rule": ("prop", "ref"),
-        }
+        by_mode = {"rebalance": ("prefix", "paper"), "threshold_rule": ("prop", "ref")}
         value: str = getattr(self, field)
         return by_mode[field][self.parity] if value == "auto" else value
 
@@ -257,7 +248,7 @@ class ExDynaAlgorithm(BudgetedAlgorithm):
             return Layout(1, tuple(balanced_sizes(self.numel, world_size)), 0)
         blocks = self.recipe.blocks
         block = self.numel // blocks // _LINE * _LINE
-        if self.recipe.chosen("layout") == "paper" and block:
+        if self.recipe.parity and block:
             return Layout(block, tuple(balanced_sizes(blocks, world_size)), -(-blocks // (4 * world_size)))
         block = tight_block(self.numel, world_size, blocks)
         shares = balanced_sizes(-(-self.numel // block), world_size)
@@ -365,8 +356,7 @@ class ExDynaAlgorithm(BudgetedAlgorithm):
         elif ratio <= _FEW_PASS:
             factor = _LOWER
         else:
-            # The authors' code cannot reach the second branch.
-            factor = _RAISE_FINE if ratio > 1 or rule == "ref" else _LOWER_FINE
+            factor = _RAISE_FINE  # the authors' code has a branch that lowers it, and cannot reach it
         return min(max(threshold * factor, _TINY), 1 / _TINY)
 
     @property

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import torch
 
 import tritoncomm_kernels as kernels
-from tritoncomm.algorithms.base import Algorithm, check, check_at_least
+from tritoncomm.algorithms.base import Algorithm, Bounds, check, check_at_least
 from tritoncomm.algorithms.wrapper import WrapperAlgorithm, WrapperRecipe
 from tritoncomm.errors import ConfigurationError, NonFiniteError
 from tritoncomm.primitives.accumulator import Accumulator
@@ -61,7 +61,7 @@ class Hierarchical(WrapperRecipe):
         nodes = [tuple(range(first, first + size)) for first in range(0, world_size, size)]
         return nodes + [tuple(range(local, world_size, size)) for local in range(size)]
 
-    def build(self, numel: int) -> HierarchicalAlgorithm:
+    def build(self, numel: int, bounds: Bounds = ()) -> HierarchicalAlgorithm:
         return HierarchicalAlgorithm(self, numel)
 
 

@@ -17,15 +17,14 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import tritoncomm_kernels as kernels
-from tritoncomm.algorithms.base import BudgetedAlgorithm, EntryRecipe, StaticRecipe, check, check_at_least
+from tritoncomm.algorithms.base import Bounds, BudgetedAlgorithm, EntryRecipe, StaticRecipe, check, check_at_least
 from tritoncomm.algorithms.ok_topk_static import OkTopkStaticStep, StaticForm
-from tritoncomm.algorithms.ok_topk_thresholds import WARM_START, OkTopkState, Rules, agree_on_cuts
+from tritoncomm.algorithms.ok_topk_thresholds import TRIGGERS, OkTopkState, Rules, Triggers, agree_on_cuts
 from tritoncomm.algorithms.ok_topk_traffic import Caps
 from tritoncomm.errors import NonFiniteError, ProtocolMismatchError
-from tritoncomm.primitives import collectives, distributed_topk, packing
+from tritoncomm.primitives import collectives
 from tritoncomm.primitives.accumulator import Accumulator
 from tritoncomm.primitives.distributed_topk import largest_shares
-from tritoncomm.primitives.packing import Encoding
 from tritoncomm.primitives.region_cuts import offsets, propose_cuts, trimmed_sizes, widest
 from tritoncomm.primitives.region_sums import RegionSums
 from tritoncomm.primitives.selection import before_rounding, entries_to_keep, largest_parts, rounding_figures
@@ -51,10 +50,9 @@ class OkTopk(EntryRecipe, StaticRecipe):
       re-evaluation"). The first re-evaluations are at steps 0, 1, 2, 4, 8, ... because residuals, and therefore
       magnitudes, grow fastest at the start.
     * ``bucket_width``: number of messages in flight together in phase 1.
-    * ``balance_trigger``: balance when the largest block exceeds this multiple of the mean size. 1 means always,
-      inf means never.
-    * ``skew_trigger``: repartition when an owner receives more than this multiple of the mean.
-    * ``drift_low``, ``drift_high``: re-evaluate when the global count leaves this window, in multiples of k.
+
+    Other steps do the same if :class:`~tritoncomm.algorithms.ok_topk_thresholds.Triggers` say so. A re-evaluation
+    counts magnitudes to find the k largest sums. The paper gathers all sums instead, which grows with the world size.
 
     Extensions of the paper:
 
@@ -63,10 +61,6 @@ class OkTopk(EntryRecipe, StaticRecipe):
     * ``correct_thresholds``: correct reused thresholds by the observed counts.
     * ``strict_volume``: guarantee at most 6k(P-1)/P words on every step that reuses thresholds. Both caps become 1,
       and no pair of ranks exchanges more than k/P entries in phase 1.
-    * ``exact_select``: how a re-evaluation finds the k largest sums. ``"gather"`` gathers all reduced non-zeros, as
-      the paper does, and its volume grows with the world size. ``"histogram"`` counts magnitudes, and its volume
-      does not grow. ``"auto"`` picks the one that moves less. The result is the same.
-    * ``force_sparse``: exchange sparse messages at density 1 too, instead of a dense all-reduce.
     * ``static_room``: room of a message of the static form, in multiples of an even share of the caps. With
       ``strict_volume`` it is 1 in phase 1, and at most 1.5 in phase 2. See
       :mod:`tritoncomm.algorithms.ok_topk_static`.
@@ -77,26 +71,16 @@ class OkTopk(EntryRecipe, StaticRecipe):
     repartition_every: int = 64
     reevaluate_every: int = 32
     bucket_width: int = 4
-    balance_trigger: float = 4.0
-    skew_trigger: float = 2.0
-    drift_low: float = 0.5
-    drift_high: float = 2.0
     local_cap: float = 1.0
     global_cap: float = 1.0
     correct_thresholds: bool = True
     strict_volume: bool = False
-    exact_select: str = "auto"
-    force_sparse: bool = False
     static_room: float = 2.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_at_least(self, 1, "repartition_every", "reevaluate_every", "bucket_width", whole=True)
-        check_at_least(self, 1, "balance_trigger", "skew_trigger", "local_cap", "global_cap", "static_room")
-        check_at_least(self, 0, "drift_low", "drift_high")
-        known = self.exact_select in ("auto", "gather", "histogram")
-        check(self, "exact_select", known, "must be auto, gather or histogram")
-        check(self, "drift_high", self.drift_high > self.drift_low, "must be greater than drift_low")
+        check_at_least(self, 1, "local_cap", "global_cap", "static_room")
         check(self, "local_cap", math.isfinite(self.local_cap), "must be a finite multiple of k")
         check(self, "global_cap", math.isfinite(self.global_cap), "must be a finite multiple of k")
         check(self, "static_room", math.isfinite(self.static_room), "must be a finite multiple of an even share")
@@ -108,7 +92,7 @@ class OkTopk(EntryRecipe, StaticRecipe):
             return 1.0, min(self.static_room, _STRICT_OWNER_SHARE)
         return self.static_room, self.static_room
 
-    def build(self, numel: int) -> OkTopkAlgorithm:
+    def build(self, numel: int, bounds: Bounds = ()) -> OkTopkAlgorithm:
         return OkTopkAlgorithm(self, numel)
 
 
@@ -143,32 +127,19 @@ class OkTopkAlgorithm(BudgetedAlgorithm):
 
     state: OkTopkState
 
-    def __init__(self, recipe: OkTopk, numel: int) -> None:
+    def __init__(self, recipe: OkTopk, numel: int, triggers: Triggers = TRIGGERS) -> None:
         super().__init__(numel)
         self.recipe, self.static = recipe, recipe.static is True
         self.encoding = recipe.encoding
         self.k = entries_to_keep(numel, recipe.density)
-        strict, trigger = recipe.strict_volume, recipe.balance_trigger
+        strict, trigger = recipe.strict_volume, triggers.balance
         self.local_cap = math.ceil(self.k * (1.0 if strict else recipe.local_cap))
         self.global_cap = math.ceil(self.k * (1.0 if strict else recipe.global_cap))
         self.balance_trigger = min(trigger, _STRICT_BALANCE_TRIGGER) if strict else trigger
         self.caps = Caps(numel, self.k, self.encoding, self.local_cap, self.global_cap, strict, self.balance_trigger)
-        self.rules = Rules(
-            numel,
-            self.k,
-            recipe.correct_thresholds,
-            recipe.drift_low,
-            recipe.drift_high,
-            recipe.skew_trigger,
-            self.encoding.is_coarse,
-        )
+        self.rules = Rules(numel, self.k, recipe.correct_thresholds, triggers, self.encoding.is_coarse)
         self.static_form = StaticForm(self.rules, self.encoding, self.local_cap, self.global_cap, *recipe.static_shares)
         self.state = OkTopkState()
-
-    @property
-    def goes_dense(self) -> bool:
-        """See :attr:`Algorithm.goes_dense`. With ``force_sparse``, only an empty vector does."""
-        return self.numel == 0 or (super().goes_dense and not self.recipe.force_sparse)
 
     def reduce(self, acc: Accumulator, rank: int, world_size: int) -> Pattern[SparseVector]:
         if self.goes_dense:
@@ -176,9 +147,8 @@ class OkTopkAlgorithm(BudgetedAlgorithm):
         state = self._state_for(world_size)
         reevaluate, repartition = self._due(state)
         if acc.verdict is not None:
-            worth = self._worth_gathering(world_size)
             step = OkTopkStaticStep(
-                self.static_form, acc, acc.verdict, self.workspace, state, rank, reevaluate, repartition, worth
+                self.static_form, acc, acc.verdict, self.workspace, state, rank, reevaluate, repartition
             )
             mean, self.state, self.report = yield from step.run()
             return mean
@@ -199,13 +169,10 @@ class OkTopkAlgorithm(BudgetedAlgorithm):
         region, received, sent = yield from self._split_and_reduce(local, cuts, finite, rank, world_size)
 
         # Phase 2: global selection, data balancing, all-gather.
-        floor = self.rules.lowered(state.global_threshold) if not reevaluate else WARM_START * state.global_threshold
+        floor = 0.0 if reevaluate else self.rules.lowered(state.global_threshold)
         candidates = self._candidates(region, floor, cuts, rank)
         shared = yield from self._share_sizes(candidates, received, state.global_threshold, world_size)
         if reevaluate:
-            if floor > 0 and sum(shared.candidates) < self.k:  # some of the k largest sums are below the floor
-                candidates = self._candidates(region, 0.0, cuts, rank)
-                shared = yield from self._share_sizes(candidates, received, state.global_threshold, world_size)
             delivered = yield from self._global_top_k(candidates, shared, cuts, state, rank)
         else:
             delivered = yield from self._balance_and_gather(candidates, shared, cuts, state, rank)
@@ -343,33 +310,11 @@ class OkTopkAlgorithm(BudgetedAlgorithm):
     def _global_top_k(
         self, candidates: Selection, shared: _Sizes, cuts: Sequence[int], state: OkTopkState, rank: int
     ) -> Pattern[_Delivered]:
-        """Phase 2 of a re-evaluation step: deliver exactly the k largest sums.
-
-        Either all candidates are gathered, without rounding, or histograms find the k largest first.
-        """
-        world_size = state.world_size
-        if sum(shared.candidates) > self._worth_gathering(world_size):
+        """Phase 2 of a re-evaluation step: deliver exactly the k largest sums, which histograms find."""
+        shares = shared.candidates
+        if sum(shares) > self.k:
             shares = yield from largest_shares(candidates, self.k)
-            gathered = yield from self._even_out_and_gather(candidates, shares, cuts, rank, world_size)
-            return self._delivered(gathered, state)
-        exact = collectives.Regions(cuts, shared.candidates, Encoding("fp32", self.encoding.packed))
-        gathered = yield from collectives.gather_regions(
-            candidates, exact, rank, world_size, trigger=math.inf, width=1, phase="re-evaluation"
-        )
-        kept = kernels.largest(gathered.entries, self.k, workspace=self.workspace)
-        if not self.encoding.rounds:
-            return self._delivered(gathered._replace(entries=kept), state)
-        threshold = kernels.smallest_magnitude(kept.values) or state.global_threshold
-        # A rounded quotient loses nothing: its product with the world size is exact, and the owner keeps the rest.
-        mean = kept._replace(values=packing.rounded_quotients(kept.values, world_size))
-        mean = Selection.of(mean.indices[mean.values != 0], mean.values[mean.values != 0])
-        low, high = offsets(mean.indices, (cuts[rank], cuts[rank + 1]))
-        own = mean.slice(low, high)
-        rest = self._rest(candidates, own._replace(values=own.values * world_size))
-        return _Delivered(mean, threshold, kept.found == 0, rest)
-
-    def _delivered(self, gathered: collectives.Gathered, state: OkTopkState) -> _Delivered:
-        """Return the outcome of a re-evaluation that ``gathered`` exactly the k largest sums."""
+        gathered = yield from self._even_out_and_gather(candidates, shares, cuts, rank, state.world_size)
         entries = gathered.entries
         if gathered.least is None:
             # Without any sum there is no new threshold. Keep the old one and re-evaluate at the next step.
@@ -382,12 +327,6 @@ class OkTopkAlgorithm(BudgetedAlgorithm):
     def _rest(self, sums: Selection, sent: Selection) -> Selection:
         """Return what rounding has cut off from the ``sent`` entries of ``sums``."""
         return sent._replace(values=before_rounding(sums, sent) - sent.values)
-
-    def _worth_gathering(self, world_size: int) -> int:
-        """Return the largest number of candidates for which gathering them all is preferred to histograms."""
-        if self.recipe.exact_select != "auto":
-            return self.numel if self.recipe.exact_select == "gather" else self.k
-        return self.k + distributed_topk.forecast(world_size).received.bytes // (2 * cost.WORD)
 
     def _balance_and_gather(
         self, candidates: Selection, shared: _Sizes, cuts: Sequence[int], state: OkTopkState, rank: int
@@ -443,8 +382,7 @@ class OkTopkAlgorithm(BudgetedAlgorithm):
         reevaluate, repartition = self._due(state)
         width = widest(state.cuts) if state.cuts and not repartition else None  # None before the cuts are computed
         kinds = {"reevaluate": reevaluate, "repartition": repartition}
-        worth = self._worth_gathering(world_size)
         if self.is_static:
             span = None if reevaluate else width
-            return self.static_form.forecast(world_size, span, **kinds, worth_gathering=worth)
-        return self.caps.most(world_size, width or self.numel, **kinds, worth_gathering=worth)
+            return self.static_form.forecast(world_size, span, **kinds)
+        return self.caps.most(world_size, width or self.numel, **kinds)

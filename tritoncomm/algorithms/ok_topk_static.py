@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 import tritoncomm_kernels as kernels
-from tritoncomm.algorithms.ok_topk_thresholds import WARM_START, OkTopkState, Rules, agree_on_cuts
+from tritoncomm.algorithms.ok_topk_thresholds import OkTopkState, Rules, agree_on_cuts
 from tritoncomm.errors import ProtocolMismatchError
 from tritoncomm.primitives import distributed_topk
 from tritoncomm.primitives.accumulator import Accumulator
@@ -102,7 +102,6 @@ class StaticForm:
         *,
         reevaluate: bool = False,
         repartition: bool = False,
-        worth_gathering: int = 0,
     ) -> Forecast:
         """Return the traffic of a step. It is exact if ``span``, the width of the widest region, is given.
 
@@ -119,9 +118,8 @@ class StaticForm:
             phases["repartition"] = both(cost.all_reduce(world_size, 2 * cost.WORD, world_size))
         if reevaluate:
             phases["rooms"] = both(cost.all_gather(1, cost.WORD, world_size))
-            phases["sizes"] = both(cost.all_gather(2, cost.WORD, world_size))
-            sums = min(numel, world_size * k)
-            if sums > (k if self.encoding.rounds else worth_gathering):
+            phases["sizes"] = both(cost.all_gather(1, cost.WORD, world_size))
+            if min(numel, world_size * k) > k:
                 phases.update(distributed_topk.forecast(world_size).phases)
         return with_verdict(Forecast(phases), world_size, len(Figures._fields))
 
@@ -186,7 +184,7 @@ class _Chosen(NamedTuple):
 class OkTopkStaticStep:
     """One step of the static form on one rank. :meth:`run` follows the paper from top to bottom.
 
-    ``state`` is that before the step. Above ``worth_gathering`` sums, a re-evaluation counts magnitudes first.
+    ``state`` is that before the step.
     """
 
     form: StaticForm
@@ -197,7 +195,6 @@ class OkTopkStaticStep:
     rank: int
     reevaluate: bool
     repartition: bool
-    worth_gathering: int
 
     @property
     def world_size(self) -> int:
@@ -308,20 +305,13 @@ class OkTopkStaticStep:
         return _Chosen(found, self.form.global_cap, wanted, kernels.count_reaching(sums, threshold))
 
     def _largest_sums(self, sums: torch.Tensor) -> Pattern[_Chosen]:
-        """Choose the sums of a re-evaluation, which together hold exactly the k largest ones of all ranks.
-
-        Either all candidates are gathered, or histograms find out how many of the k largest sums each rank holds.
-        """
-        k, threshold, held = self.rules.k, self.state.global_threshold, self.acc.workspace
-        floor = WARM_START * threshold
-        own_counts = [kernels.count_reaching(sums, limit) for limit in (floor, 0.0)]
-        columns = yield from read("sizes", (yield AllGather("sizes", torch.cat(own_counts))).t())
-        above, nonzero = (checked_counts("sizes", column, self.rules.numel) for column in columns)
-        if floor > 0 and sum(above) < k:  # some of the k largest sums are below the floor
-            floor = 0.0
-        counts, wanted = (above, own_counts[0]) if floor > 0 else (nonzero, own_counts[1])
-        found = self._largest(sums, min(k, max(1, *counts)), floor)
-        if sum(counts) > (k if self.form.encoding.rounds else self.worth_gathering):
+        """Choose the k largest sums of all ranks for a re-evaluation. Histograms find how many of them a rank holds."""
+        k, held = self.rules.k, self.acc.workspace
+        wanted = kernels.count_reaching(sums, 0.0)
+        everybody = yield from read("sizes", (yield AllGather("sizes", wanted)).flatten())
+        counts = checked_counts("sizes", everybody, self.rules.numel)
+        found = self._largest(sums, min(k, max(1, *counts)), 0.0)
+        if sum(counts) > k:
             shares = yield from largest_shares(Selection.of(*found), k)
             room = min(found.room, max(1, *checked_counts("shares", shares, k)))
             bounds = found.room * torch.arange(2, dtype=torch.int32, device=sums.device)

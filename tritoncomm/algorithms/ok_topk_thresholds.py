@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -16,8 +17,6 @@ from tritoncomm.scheduler.rounds import AllReduce, Pattern, read
 # Factor by which a reused threshold is lowered. Delivered entries leave the residuals. When gradients are small
 # compared with the residuals, the exact k-th magnitude of one step would therefore select almost nothing at the next.
 # At 0.98, usually at least k entries pass, and then the k largest of them are known exactly.
-# Re-evaluation first tries the old global threshold times this factor. If at least k sums reach it, the k largest
-# sums are among them. The other reduced non-zeros, often several k, then need not be sent.
 WARM_START = 0.98
 # A reused threshold never changes by more than this factor in one step.
 MAX_CORRECTION = 2.0
@@ -41,6 +40,23 @@ class OkTopkState:
     force_repartition: bool = True
 
 
+class Triggers(NamedTuple):
+    """When a step balances, and when the next one repartitions or re-evaluates besides the periods.
+
+    Blocks are balanced if the largest exceeds ``balance`` times the mean size. The next step repartitions if an owner
+    receives more than ``skew`` times the mean, and re-evaluates if the number of sums that reach the global threshold
+    is not between ``drift_low`` and ``drift_high`` times k.
+    """
+
+    balance: float = 4.0
+    skew: float = 2.0
+    drift_low: float = 0.5
+    drift_high: float = 2.0
+
+
+TRIGGERS = Triggers()
+
+
 @dataclass(frozen=True)
 class Rules:
     """The decisions that a rank takes from observed counts.
@@ -52,9 +68,7 @@ class Rules:
     numel: int
     k: int
     correct_thresholds: bool
-    drift_low: float
-    drift_high: float
-    skew_trigger: float
+    triggers: Triggers
     is_coarse: bool
 
     def lowered(self, threshold: float) -> float:
@@ -73,12 +87,13 @@ class Rules:
     def drifted(self, reaching: int) -> bool:
         """Return True if so few or so many sums reach the global threshold that the next step has to re-evaluate it."""
         # With few levels, sums are equal by the thousand and pass a threshold together. Too many of them are no drift.
-        return reaching < self.drift_low * self.k or (reaching > self.drift_high * self.k and not self.is_coarse)
+        low, high = self.triggers.drift_low * self.k, self.triggers.drift_high * self.k
+        return reaching < low or (reaching > high and not self.is_coarse)
 
     def skewed(self, loads: Sequence[int]) -> bool:
         """Return True if an owner gets so many of all entries that the next step has to repartition."""
         # With fewer entries than ranks, no rank can propose cuts.
-        return max(loads) * len(loads) > self.skew_trigger * sum(loads) and self.k >= len(loads)
+        return max(loads) * len(loads) > self.triggers.skew * sum(loads) and self.k >= len(loads)
 
 
 def agree_on_cuts(proposal: torch.Tensor, numel: int) -> Pattern[tuple[int, ...]]:

@@ -45,9 +45,7 @@ class Caps:
             }
         )
 
-    def most(
-        self, world_size: int, region: int, *, reevaluate: bool, repartition: bool, worth_gathering: int
-    ) -> Forecast:
+    def most(self, world_size: int, region: int, *, reevaluate: bool, repartition: bool) -> Forecast:
         """Return the most that a step sends and receives.
 
         Args:
@@ -55,9 +53,8 @@ class Caps:
             region: Width of the widest region.
             reevaluate: Whether the step computes thresholds.
             repartition: Whether it computes the cuts.
-            worth_gathering: Largest number of sums that a re-evaluation gathers. Above it, it counts magnitudes.
         """
-        peers, rounds = world_size - 1, cost.log2(world_size)
+        peers = world_size - 1
         sent = self.k if reevaluate else self.local_cap
         pair = math.ceil(self.k / world_size) if self.limits_pairs and not reevaluate else sent
         sizes = cost.all_gather(3, 8, world_size)
@@ -69,17 +66,11 @@ class Caps:
                 cost.messages(peers, self._words(min(sent, peers * pair), peers)),
                 cost.messages(peers, peers * self.encoding.words_at_most(region, pair, 1)),
             ),
-            # A re-evaluation exchanges sizes twice if its warm start finds fewer than k candidates.
-            "sizes": both(sizes.plus(sizes) if reevaluate else sizes),
+            "sizes": both(sizes),
         }
         if repartition:
             phases["repartition"] = both(cost.all_reduce(world_size, 8, world_size))
         if reevaluate:
-            gathered = min(self.numel, world_size * self.k, worth_gathering)
-            volume = self._exact_words(gathered, world_size)
-            phases["re-evaluation"] = Flow(cost.messages(rounds, rounds * volume), cost.messages(rounds, volume))
-            if gathered == min(self.numel, world_size * self.k):
-                return Forecast(phases)
             phases.update(distributed_topk.forecast(world_size).phases)
         return Forecast(phases | self._gathering(self.k if reevaluate else self.global_cap, world_size))
 

@@ -12,7 +12,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import ClassVar
 
-from tritoncomm.algorithms.base import Algorithm, Recipe, Stateless, StaticRecipe, check
+from tritoncomm.algorithms.base import Algorithm, Bounds, Recipe, Stateless, StaticRecipe, check
 from tritoncomm.primitives.accumulator import Accumulator
 from tritoncomm.primitives.collectives import dense_exchange
 from tritoncomm.primitives.quantized_mean import deliver_all_midrise, traffic
@@ -74,7 +74,7 @@ class Quantized(StaticRecipe):
         """See :meth:`Recipe.dense_form`. It does not round."""
         return dataclasses.replace(self, values="fp32")
 
-    def build(self, numel: int) -> QuantizedAlgorithm:
+    def build(self, numel: int, bounds: Bounds = ()) -> QuantizedAlgorithm:
         return QuantizedAlgorithm(self, numel)
 
 

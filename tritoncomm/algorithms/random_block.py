@@ -14,7 +14,7 @@ from typing import ClassVar
 import numpy as np
 import torch
 
-from tritoncomm.algorithms.base import Algorithm, Counted, StaticRecipe, check, check_at_least, check_number
+from tritoncomm.algorithms.base import Algorithm, Bounds, Counted, StaticRecipe, check, check_at_least, check_number
 from tritoncomm.primitives.accumulator import Accumulator
 from tritoncomm.primitives.collectives import dense_exchange, shared_mean
 from tritoncomm.primitives.quantized_mean import BITS, FORMATS, deliver_quantized, traffic
@@ -83,7 +83,7 @@ class RandomBlock(StaticRecipe):
         """See :meth:`Recipe.compares_entries`. Entries are drawn at random."""
         return False
 
-    def build(self, numel: int) -> RandomBlockAlgorithm:
+    def build(self, numel: int, bounds: Bounds = ()) -> RandomBlockAlgorithm:
         return RandomBlockAlgorithm(self, numel)
 
 

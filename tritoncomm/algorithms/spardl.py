@@ -18,7 +18,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 import tritoncomm_kernels as kernels
-from tritoncomm.algorithms.base import BudgetedAlgorithm, EntryRecipe, StaticRecipe, check, check_at_least
+from tritoncomm.algorithms.base import Bounds, BudgetedAlgorithm, EntryRecipe, StaticRecipe, check, check_at_least
 from tritoncomm.algorithms.spardl_static import SparDLStaticStep, static_forecast
 from tritoncomm.algorithms.spardl_teams import (
     Place,
@@ -77,7 +77,7 @@ class SparDL(EntryRecipe, StaticRecipe):
         if self.teams != "auto":
             check_at_least(self, 1, "teams", whole=True)
 
-    def build(self, numel: int) -> SparDLAlgorithm:
+    def build(self, numel: int, bounds: Bounds = ()) -> SparDLAlgorithm:
         return SparDLAlgorithm(self, numel)
 
     def check_world_size(self, world_size: int) -> None:

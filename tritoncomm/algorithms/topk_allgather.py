@@ -11,7 +11,7 @@ from typing import ClassVar
 import torch
 
 import tritoncomm_kernels as kernels
-from tritoncomm.algorithms.base import BudgetedAlgorithm, EntryRecipe, Stateless, StaticRecipe
+from tritoncomm.algorithms.base import Bounds, BudgetedAlgorithm, EntryRecipe, Stateless, StaticRecipe
 from tritoncomm.primitives.accumulator import Accumulator
 from tritoncomm.primitives.collectives import all_gather_mean, dense_exchange
 from tritoncomm.primitives.packing import PLAIN, Encoding, Rows
@@ -31,7 +31,7 @@ class TopkAllgather(EntryRecipe, StaticRecipe):
     name: ClassVar[str] = "topk_allgather"
     averages_when_dense: ClassVar[bool] = True
 
-    def build(self, numel: int) -> TopkAllgatherAlgorithm:
+    def build(self, numel: int, bounds: Bounds = ()) -> TopkAllgatherAlgorithm:
         k = entries_to_keep(numel, self.density)
         return TopkAllgatherAlgorithm(numel, k, self.encoding, static=self.static is True)
 

@@ -1,15 +1,14 @@
-"""Warm-up: take the first steps dense or at a higher density, then continue with a method at its own density."""
+"""Warm-up: take the first steps dense, then continue with a method at its own density."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 
-from tritoncomm.algorithms.base import Algorithm, check, check_at_least
+from tritoncomm.algorithms.base import Algorithm, Bounds, check, check_at_least
 from tritoncomm.algorithms.wrapper import WrapperAlgorithm, WrapperRecipe
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.primitives.accumulator import Accumulator
@@ -24,88 +23,63 @@ _BITS = {"8bit": 8, "4bit": 4, "2bit": 2, "1bit": 1}
 
 @dataclass(frozen=True, kw_only=True)
 class Warmup(WrapperRecipe):
-    """Run ``recipe`` with a higher density during the first ``steps`` steps.
+    """Run ``recipe`` at density 1 during the first ``steps`` steps.
 
-    ``schedule="dense"`` uses density 1. The step counter of ``recipe`` starts after the warm-up. ``values`` is the
-    format in which values then travel in both directions: ``"fp32"``, ``"8bit"``, ``"4bit"``, ``"2bit"`` or ``"1bit"``,
-    see :mod:`tritoncomm.primitives.quantized_mean`. 8 bits are block floating point, and fewer are those of
+    The step counter of ``recipe`` starts after the warm-up. ``values`` is the format in which values then travel in
+    both directions: ``"fp32"``, ``"8bit"``, ``"4bit"``, ``"2bit"`` or ``"1bit"``, see
+    :mod:`tritoncomm.primitives.quantized_mean`. 8 bits are block floating point, and fewer are those of
     :class:`Quantized`. Every entry is delivered, and what quantization cuts off stays in the residual. This is not
-    possible with ``dgc``, whose dense steps apply momentum.
-
-    ``schedule="exponential"`` (Deep Gradient Compression, section on warm-up) uses ``stages`` stages of equal length.
-    Their densities are ``density ** (i / stages)`` for i = 1 to ``stages``. The last stage is ``recipe`` itself. Every
-    stage starts the method from scratch, but residuals and the momentum of ``dgc`` are kept.
+    possible with a method whose dense steps do more than average gradients.
     """
 
     name: ClassVar[str] = "warmup"
     steps: int
-    schedule: str = "dense"
-    stages: int = 5
     values: str = "fp32"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_at_least(self, 0, "steps", whole=True)
-        check(self, "schedule", self.schedule in ("dense", "exponential"), "must be 'dense' or 'exponential'")
-        check_at_least(self, 1, "stages", whole=True)
         check(self, "recipe", not isinstance(self.recipe, WrapperRecipe), "must be a method, not a wrapper recipe")
         known = self.values in ("fp32", *_BITS)
         check(self, "values", known, f"must be 'fp32' or one of {', '.join(map(repr, _BITS))}")
         exact = self.values == "fp32"
-        check(self, "values", exact or self.schedule == "dense", "must be 'fp32' unless schedule is 'dense'")
         fix = f"must be 'fp32' for {self.recipe.name!r}, whose dense steps may do more than average gradients"
         check(self, "values", exact or self.recipe.averages_when_dense, fix)
         object.__setattr__(self, "name", self.recipe.name)  # checkpoints and errors name the method
 
-    def build(self, numel: int) -> WarmupAlgorithm:
-        return WarmupAlgorithm(self, numel)
-
-    def densities(self) -> list[float]:
-        """Return the density of each stage. The last one is that of ``recipe``."""
-        if self.schedule == "dense":
-            return [1.0, self.recipe.density]
-        return [self.recipe.density ** (i / self.stages) for i in range(1, self.stages)] + [self.recipe.density]
-
-    def stage(self, taken: int) -> int:
-        """Return the stage of the next step, after ``taken`` completed steps."""
-        last = len(self.densities()) - 1
-        if taken >= self.steps:
-            return last
-        return 0 if self.schedule == "dense" else taken * self.stages // self.steps
+    def build(self, numel: int, bounds: Bounds = ()) -> WarmupAlgorithm:
+        return WarmupAlgorithm(self, numel, bounds)
 
 
 class WarmupAlgorithm(WrapperAlgorithm):
-    """Count the steps, and delegate everything else to the algorithm of the current stage."""
+    """Count the steps, and delegate everything else to the method, at density 1 during the warm-up."""
 
-    def __init__(self, recipe: Warmup, numel: int) -> None:
+    def __init__(self, recipe: Warmup, numel: int, bounds: Bounds) -> None:
         super().__init__(numel)
-        self.recipe = recipe
+        self.recipe, self._bounds = recipe, bounds
         self._taken = 0
-        # The previous stage is kept, because a step that began in it may have to be undone.
-        self._built: dict[int, Algorithm] = {}
+        self._dense: Algorithm | None = None
+        self._method: Algorithm | None = None
 
     @property
     def inner(self) -> Algorithm:
-        """The algorithm of the current stage."""
-        return self._algorithm(self.recipe.stage(self._taken))
+        """The algorithm of the next step."""
+        return self._after(self._taken)
 
-    def _algorithm(self, stage: int) -> Algorithm:
-        if stage not in self._built:
-            densities = self.recipe.densities()
-            last = stage == len(densities) - 1
-            recipe = self.recipe.recipe
-            if not last:
-                density = densities[stage]
-                recipe = recipe.dense_form() if density == 1 else dataclasses.replace(recipe, density=density)
-            built = {number: algorithm for number, algorithm in self._built.items() if number == stage - 1}
-            self._built = built | {stage: recipe.build(self.numel)}
-        return self._built[stage]
+    def _after(self, taken: int) -> Algorithm:
+        """Return the algorithm of the step after ``taken`` completed ones. The method is built when it begins."""
+        if taken < self.recipe.steps:
+            if self._dense is None:
+                self._dense = self.recipe.recipe.dense_form().build(self.numel, self._bounds)
+            return self._dense
+        if self._method is None:
+            self._method = self.recipe.recipe.build(self.numel, self._bounds)
+        return self._method
 
     @property
     def is_dense(self) -> bool:
         """True if the next step is dense: because of the warm-up, or because all steps are."""
-        stage, densities = self.recipe.stage(self._taken), self.recipe.densities()
-        return densities[stage] == 1 if stage < len(densities) - 1 else self.recipe.always_dense()
+        return self._taken < self.recipe.steps or self.recipe.always_dense()
 
     @property
     def quantizes(self) -> bool:
@@ -136,8 +110,8 @@ class WarmupAlgorithm(WrapperAlgorithm):
     @state.setter
     def state(self, state: tuple[int, Any]) -> None:
         self._taken, inner = state
-        stage = self.recipe.stage(self._taken)  # later ones begin from scratch
-        self._built = {number: algorithm for number, algorithm in self._built.items() if number <= stage}
+        if self._taken < self.recipe.steps:
+            self._method = None  # it begins from scratch
         self.inner.state = inner
 
     def reduce(self, acc: Accumulator, rank: int, world_size: int) -> Pattern[SparseVector]:
@@ -150,8 +124,6 @@ class WarmupAlgorithm(WrapperAlgorithm):
             mean = yield from before.reduce(acc, rank, world_size)
         self.report = before.report
         self._taken += 1
-        if self.inner is not before:
-            self.inner.adopt_across_density(before)
         return mean
 
     def prepare(self, acc: Accumulator, world_size: int) -> None:
@@ -164,7 +136,7 @@ class WarmupAlgorithm(WrapperAlgorithm):
     def predicted_traffic(self, world_size: int, *, ordinary: bool = False) -> Forecast:
         """See :meth:`Algorithm.predicted_traffic`. It is exact in quantized steps. Ordinary ones follow."""
         if ordinary:
-            return self.recipe.recipe.build(self.numel).predicted_traffic(world_size, ordinary=True)
+            return self.recipe.recipe.build(self.numel, self._bounds).predicted_traffic(world_size, ordinary=True)
         if not self.quantizes:
             return self.inner.predicted_traffic(world_size)
         bits, collective, is_midrise = _BITS[self.recipe.values], self.is_static, self._is_midrise
@@ -176,12 +148,6 @@ class WarmupAlgorithm(WrapperAlgorithm):
         assert isinstance(other, WarmupAlgorithm)
         self._taken = other._taken  # noqa: SLF001 - of the same class
         super().adopt_across_layout(other)
-
-    def adopt_across_density(self, other: Algorithm) -> None:
-        """See :meth:`Algorithm.adopt_across_density`. Copies the number of completed steps."""
-        assert isinstance(other, WarmupAlgorithm)
-        self._taken = other._taken  # noqa: SLF001 - of the same class
-        super().adopt_across_density(other)
 
     def migrate(self, states: Sequence[Mapping[str, Any]], share: float, common: Mapping[str, Any]) -> None:
         """See :meth:`Algorithm.migrate`. Copies the number of completed steps.
@@ -205,7 +171,7 @@ class WarmupAlgorithm(WrapperAlgorithm):
         if set(state) != {"taken", "inner"}:
             raise ConfigurationError(f"not a state of a warm-up: expected keys 'inner', 'taken', got {sorted(state)}")
         taken = int(state["taken"])
-        self._algorithm(self.recipe.stage(taken)).load_state_dict(state["inner"])
+        self._after(taken).load_state_dict(state["inner"])
         self._taken = taken
 
 

@@ -81,10 +81,6 @@ class WrapperAlgorithm(Algorithm):
         assert isinstance(other, WrapperAlgorithm)
         self.inner.adopt_across_layout(other.inner)
 
-    def adopt_across_density(self, other: Algorithm) -> None:
-        assert isinstance(other, WrapperAlgorithm)
-        self.inner.adopt_across_density(other.inner)
-
     def migrate(self, states: Sequence[Mapping[str, Any]], share: float, common: Mapping[str, Any]) -> None:
         self.inner.migrate(states, share, common)
 

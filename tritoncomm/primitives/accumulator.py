@@ -198,12 +198,14 @@ class Accumulator:
         )
 
     def top_k_segments(
-        self, bounds: Sequence[int], budgets: Sequence[int], terms: Sequence[tuple[torch.Tensor, torch.Tensor]]
+        self, bounds: Sequence[int], budgets: Sequence[int], terms: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
     ) -> Selection:
         """Return the ``budgets[i]`` largest entries of each segment of the sum plus ``terms``.
 
         The sum itself does not get the terms. See :func:`tritoncomm_kernels.accumulate_top_k_segments`.
         """
+        if self._divisor is not None:
+            self._add()
         gradient, base = (None, self._scratch) if self._added else (self._gradient, self._residual)
         entries = self._timed(
             lambda: kernels.accumulate_top_k_segments(

@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 import torch
 
 import tritoncomm_kernels as kernels
-from tritoncomm.algorithms.base import Algorithm, check, check_at_least, check_number
+from tritoncomm.algorithms.base import Algorithm, Bounds, check, check_at_least, check_number
 from tritoncomm.algorithms.warmup import warmup_of
 from tritoncomm.algorithms.wrapper import WrapperAlgorithm, WrapperRecipe
 from tritoncomm.errors import ConfigurationError, NonFiniteError
@@ -77,7 +77,7 @@ class Staged(WrapperRecipe):
         compares = self.shapes is None or self.recipe.compares_entries()
         check(self, "recipe", compares, "must be a method that compares entries with each other, or leave out shapes")
 
-    def build(self, numel: int) -> StagedAlgorithm:
+    def build(self, numel: int, bounds: Bounds = ()) -> StagedAlgorithm:
         """Return the method for the coordinates before the tail, with its stages."""
         tail = min(self.tail, numel)
         scale = None
@@ -87,7 +87,9 @@ class Staged(WrapperRecipe):
             check(self, "shapes", matrices.numel == numel - tail, fix)
             scale = Scale(matrices, self.decay, self.renew_every, self.epsilon)
         bits = None if self.small == "fp32" or self.always_dense() else BITS[self.small]
-        return StagedAlgorithm(self.recipe.build(numel - tail), tail, bits, scale)
+        head = numel - tail
+        inside = [*(bound for bound in bounds if bound < head), head] if bounds else ()
+        return StagedAlgorithm(self.recipe.build(head, inside), tail, bits, scale)
 
 
 class StagedAlgorithm(WrapperAlgorithm):

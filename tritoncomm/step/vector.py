@@ -192,7 +192,7 @@ class VectorExchange:
             shapes=shapes,
             epsilon=options.epsilon,
         )
-        return ErrorFeedback(whole.build(self.layout.numel), self.device)
+        return ErrorFeedback(whole.build(self.layout.numel, self.layout.bounds), self.device)
 
     def commit(self, left: Collection[int]) -> None:
         """Let residual and method be those after the step.
