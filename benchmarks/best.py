@@ -1,9 +1,8 @@
 """Every method at its own best learning rate: loss, bytes, and seconds to the loss of dense training.
 
-Reads the runs of ``train.py``. Of each method, the learning rate and the setting of its outer step are those with
-the lowest mean score on the seeds of ``--sweep``. What is shown are the other seeds at that setting, which may have
-trained for more steps. ``train.py --best`` trains them. Dense training in fp16 counts as dense training with half
-the bytes.
+Reads the runs of ``train.py``. For each method, the learning rate and the outer step with the lowest mean score on the
+seeds of ``--sweep`` are chosen. The tables show the other seeds with these settings, which may have trained for more
+steps. ``train.py --best`` trains them. Dense training in fp16 is dense training with half the bytes.
 
 The target is 1.02 times the final loss of dense AdamW with the same seed, or of another ``--target``. The loss between
 two points of a curve is interpolated. A curve is on a few batches, so it is multiplied by one number that lets it end
@@ -46,7 +45,10 @@ CHANCE = math.log(256)  # loss of a byte before the first step
 
 @dataclass(frozen=True)
 class Entry:
-    """A method at its best setting, ``run``, with one outcome per seed. ``at_end`` is set if it was the last swept."""
+    """A method at its best setting, ``run``, with one outcome per seed.
+
+    ``at_end`` is True if its rate is the lowest or the highest that was tried.
+    """
 
     run: Run
     name: str

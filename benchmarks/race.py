@@ -26,9 +26,9 @@ All train the same model on the same batches. Methods with dense steps at the st
 * ``s to 1.02 x dense``: seconds of training until the validation loss is 1.02 times dense's final one with this seed.
   Evaluation is not counted, and its loss is interpolated between 20 points of a run.
 
-Training does not depend on the rate. With ``--timed-steps N``, a run whose losses are known from another rate takes
-only N steps. The others count with the average of those after the dense steps at the start. With ``--times-only``, all
-runs take N steps, and have no losses: ``best.py`` takes those of ``train.py``.
+Losses do not depend on the rate. With ``--timed-steps N``, a run whose losses are known from another rate takes only N
+steps. Each of its other steps counts as the average of those after the dense start. With ``--times-only``, all runs
+take N steps, and have no losses: ``best.py`` takes those of ``train.py``.
 
 Every finished run is added to the file of ``--json``, and is not repeated.
 """

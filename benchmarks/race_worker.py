@@ -144,9 +144,9 @@ class Run:
         return found
 
     def _alone(self, model: nn.Module) -> float:
-        """Return the median seconds of a step that exchanges nothing, in which the workers wait for each other.
+        """Return the median seconds of a step that exchanges nothing.
 
-        So it is a step of the slowest worker, as that of every method that exchanges in each step.
+        The workers wait for each other in it, as they do in an exchange, so it lasts as long as the slowest worker.
         """
         optimizer, seconds = one(self.optimizer(model)), []
         dist.barrier()

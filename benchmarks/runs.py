@@ -15,19 +15,36 @@ from typing import Any
 class Run:
     """One run.
 
-    ``method`` is how ``exchange`` travels, and ``values`` and ``density`` are its settings. ``count`` is the rank of
-    PowerSGD, and the number of entries per chunk of DeMo and SparseLoCo. ``dense_steps`` is the number of dense
-    exchanges of gradients at the start, and ``dense_values`` their format. ``decay`` multiplies residuals before an
-    exchange of updates. After a warm-up, the learning rate of the ``schedule`` "cosine" falls to 0, and that of
-    "constant" stays. That of "falling" is "cosine" without a warm-up. ``beta2`` and ``weight_decay`` are those of
-    AdamW. ``select_by`` is "update" or "gradient", and ``staleness`` "aware" or "off", as in ``wrap``.
+    Attributes:
+        task: Name in ``tasks.TASKS``.
+        steps: Number of steps.
+        optimizer: Name in ``workers.OPTIMIZERS``.
+        lr: Highest learning rate.
+        exchange: "dense", "gradients" or "updates".
+        method: Method of the exchange.
+        values: Format of a value on the wire.
+        density: Density of the method.
+        local_steps: Steps between two exchanges of updates.
+        outer_lr: Rate of the step that applies a mean of updates.
+        outer_momentum: Nesterov momentum of that step.
+        match_length: Whether a mean of updates is lengthened to the mean of their lengths.
+        seed: Seed of the model and the data.
+        count: Rank of PowerSGD, or entries per chunk of DeMo and SparseLoCo.
+        decay: Factor of the residuals before an exchange of updates.
+        dense_steps: Dense exchanges of gradients at the start.
+        dense_values: Their format.
+        schedule: "cosine" is a warm-up and then half a cosine, "constant" only the warm-up, "falling" only the cosine.
+        beta2: Second beta of AdamW.
+        weight_decay: Weight decay of AdamW.
+        select_by: "update" or "gradient", as in ``wrap``.
+        staleness: "aware" or "off", as in ``wrap``.
     """
 
     task: str
     steps: int
     optimizer: str
     lr: float
-    exchange: str  # "dense", "gradients" or "updates"
+    exchange: str
     method: str = "dense"
     values: str = "fp32"
     density: float = 1.0

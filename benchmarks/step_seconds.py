@@ -4,11 +4,15 @@ A run matches a row of ``race.json`` with the same task, workers, number of step
 density, format, rank and local steps. The number of dense steps at the start may differ, because their seconds are
 measured apart from those of the others. If their bytes differ, as in another format, their seconds are estimated.
 
-The estimate is the seconds of a step that exchanges nothing, what the machine works for an exchange, the bytes over the
-rate, and a latency for each message. Bytes count times what the kernel counts more in dense training at that rate than
-on the fastest network, where it counts packets before they are cut: headers and acknowledgements. The work is what
-steps of the method take longer on the fastest network. A method that is not measured there counts with the work of
-Ok-Topk, in the steps that exchange.
+The estimate is a sum of four parts:
+
+* the seconds of a step that exchanges nothing;
+* the work of the machine for an exchange: how much longer steps of the method take on the fastest network. A method
+  that is not measured there has the work of Ok-Topk, in the steps that exchange;
+* the bytes over the rate. Bytes are multiplied by the overhead of headers and acknowledgements: the bytes that the
+  kernel counts in dense training at that rate, over those on the fastest network, where it counts packets before they
+  are cut;
+* a latency for each message.
 """
 
 from __future__ import annotations
