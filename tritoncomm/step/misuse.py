@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
@@ -27,33 +26,34 @@ class LocalClipping:
 
     def __init__(self) -> None:
         self._steps = 0
-        self._norms: Counter[float] = Counter()
+        self._norms: list[torch.Tensor] = []
 
     def look(self, gradients: Iterable[torch.Tensor | None]) -> None:
         """Look at unscaled gradients before they are exchanged. Log once, on the first rank, what to write instead.
 
-        Shards are not looked at: the norm of one is not what was limited. The host waits for a GPU in the first steps.
+        Shards are not looked at: the norm of one is not what was limited. The host waits for a GPU in the tenth step.
         """
         if self._steps == _STEPS:
             return
         self._steps += 1
         present = [each for each in gradients if each is not None]
-        if not present or any(each.layout is not torch.strided or hasattr(each, "device_mesh") for each in present):
-            return
-        norm = float(torch.nn.utils.get_total_norm(present))
-        limit = float(f"{norm:.1e}")  # two digits
-        if not math.isfinite(norm) or abs(norm - limit) >= _TOLERANCE * limit:
-            return
-        self._norms[limit] += 1
-        if self._norms[limit] < _TIMES:
-            return
-        self._steps = _STEPS
-        if not is_distributed() or dist.get_rank() == 0:
+        if all(each.layout is torch.strided and not hasattr(each, "device_mesh") for each in present):
+            self._norms.append(torch.nn.utils.get_total_norm(present))
+        if self._steps == _STEPS:
+            self._tell()
+
+    def _tell(self) -> None:
+        rounded = (
+            (norm, float(f"{norm:.1e}")) for norm in torch.stack(self._norms or [torch.zeros(())]).tolist()
+        )  # to two digits
+        counts = Counter(limit for norm, limit in rounded if abs(norm - limit) < _TOLERANCE * limit)
+        limit, times = max(counts.items(), key=lambda each: each[1], default=(0.0, 0))
+        if times >= _TIMES and (not is_distributed() or dist.get_rank() == 0):
             logger.warning(
                 "the gradients of this rank had the norm %g in %d of the first %d steps: this looks like "
                 "clip_grad_norm_ between backward() and step(), where gradients are still those of one rank. Pass "
                 "max_grad_norm=%g to wrap() and remove the line that clips, or call optimizer.synchronize() before it",
-                *(limit, _TIMES, _STEPS, limit),
+                *(limit, times, _STEPS, limit),
             )
 
 
