@@ -39,8 +39,8 @@ def network() -> nn.Module:
     return nn.Sequential(*layers)
 
 
-def count(rank: int, _: int, send: Send, wraps: bool) -> None:
-    """Train, and send the calls of each function in the median step."""
+def count(rank: int, _: int, send: Send, wraps: bool, steps: int) -> None:
+    """Train, and send the calls of each function in the median of ``steps`` ordinary steps."""
     model = network()
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters())
     trained: nn.Module = model
@@ -50,7 +50,7 @@ def count(rank: int, _: int, send: Send, wraps: bool) -> None:
         trained = DistributedDataParallel(model)
     found: list[Counter[str]] = []
     generator = torch.Generator().manual_seed(rank)
-    for _ in range(START + 2 + STEPS):
+    for _ in range(START + 2 + steps):
         optimizer.zero_grad()
         loss = trained(torch.randn(8, WIDTHS[0], generator=generator)).square().mean()
         calls: Counter[str] = Counter()
@@ -71,25 +71,32 @@ def count(rank: int, _: int, send: Send, wraps: bool) -> None:
         send(next(each for each in found if each.total() == middle))
 
 
-def counted(*, wraps: bool) -> Counter[str]:
-    """Return the calls of each function in one step of the first worker."""
+def counted(steps: int, *, wraps: bool) -> Counter[str]:
+    """Return the calls of each function in the median of ``steps`` steps of the first worker."""
     heard: list[Counter[str]] = []
-    run_workers(count, WORKERS, wraps, listen=heard.append)
+    run_workers(count, WORKERS, wraps, steps, listen=heard.append)
     return heard[0]
+
+
+def arguments() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--top", type=int, default=0, help="number of functions to list")
+    parser.add_argument("--json", type=Path, help="write the totals to this file")
+    parser.add_argument("--smoke", action="store_true", help="one step: only checks that the script runs")
+    return parser
 
 
 def main() -> None:
     """Count, and print both totals."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--top", type=int, default=0, help="number of functions to list")
-    parser.add_argument("--json", type=Path, help="write the totals to this file")
-    options = parser.parse_args()
-    dense, ours = counted(wraps=False), counted(wraps=True)
+    options = arguments().parse_args()
+    steps = 1 if options.smoke else STEPS
+    dense, ours = counted(steps, wraps=False), counted(steps, wraps=True)
     print(f"Calls in a step: DistributedDataParallel {dense.total()}, tritoncomm {ours.total()}")
     for name, calls in ours.most_common(options.top):
         print(f"{calls:6} {name}")
     if options.json:
-        content = {"machine": machine(), "calls": {"ddp": dense.total(), "tritoncomm": ours.total()}}
+        content = {"machine": machine("cpu"), "calls": {"ddp": dense.total(), "tritoncomm": ours.total()}}
         options.json.write_text(json.dumps(content, indent=1) + "\n")
 
 

@@ -58,9 +58,10 @@ def test_scripts_of_a_page(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_readme_lists_the_scripts() -> None:
-    """The table of the README of benchmarks has every script, and nothing else."""
+    """The table of the README of benchmarks has every script, and nothing else. Each has its parser in a function."""
     table = [line for line in (BENCHMARKS / "README.md").read_text().splitlines() if line.startswith("| `")]
     scripts = [file.name for file in BENCHMARKS.glob("*.py") if "def main()" in file.read_text()]
+    assert all("\ndef arguments() ->" in (BENCHMARKS / name).read_text() for name in scripts)
     assert sorted(re.findall(r"`(\w+\.py)`", "".join(line.split(" | ")[0] for line in table))) == sorted(scripts)
 
 
