@@ -58,7 +58,7 @@ def count(rank: int, _: int, send: Send, wraps: bool, steps: int) -> None:
         def note(frame: FrameType, event: str, _: Any, calls: Counter[str] = calls) -> None:
             if event in ("call", "c_call"):
                 code = frame.f_code  # a call of C counts for the function that makes it
-                calls[f"{Path(code.co_filename).parent.name}/{Path(code.co_filename).name}:{code.co_qualname}"] += 1
+                calls[f"{Path(code.co_filename).parent.name}/{Path(code.co_filename).name}:{code.co_name}"] += 1
 
         sys.setprofile(note)
         loss.backward()  # type: ignore[no-untyped-call]
