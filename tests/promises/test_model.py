@@ -161,6 +161,8 @@ def test_shards_need_the_group_of_their_replicas(rank, world_size):
         sparse(sgd(model.parameters()), model=model)
     with pytest.raises((ConfigurationError, ConfigMismatchError), match="process_group"):
         sparse(sgd(model.parameters()), model=model, process_group=mesh["shard"].get_group())
+    with pytest.raises((ConfigurationError, ConfigMismatchError), match="process_group"):
+        sparse(sgd(model.parameters()), process_group=mesh["shard"].get_group())
 
 
 @ranks(2)

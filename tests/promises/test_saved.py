@@ -271,9 +271,8 @@ def test_local_steps_go_on_from_a_save_between_exchanges(rank, world_size, tmp_p
     values = everywhere(p.detach().clone())[rank]
     take(optimizer, [p], rank, range(6, 12), world_size)
     q, again = local()
+    write(q, values)  # a model is loaded by its own checkpoint
     checkpoint.load(again, tmp_path / "saved")
-    if not torch.equal(q.detach(), values):  # a model is loaded by its own checkpoint
-        write(q, values)
     take(again, [q], rank, range(6, 12), world_size)
     optimizer.merge()
     again.merge()

@@ -55,8 +55,9 @@ def test_overflow_on_one_rank_skips_and_lowers_all_scales(rank, world_size, poli
     if rank == 1:
         own[0] = torch.inf
     backward(p, scaler, own)
-    if unscales:
+    if unscales:  # as before clipping
         scaler.unscale_(optimizer)
+        optimizer.synchronize()
     scaler.step(optimizer)
     scaler.update()
     assert not p.detach().any()
