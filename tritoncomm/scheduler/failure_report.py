@@ -94,11 +94,6 @@ class FailureReport:
     reports: dict[int, RankReport]
     silent_store: str | None = None
 
-    @property
-    def timed_out(self) -> bool:
-        """True if a rank timed out while it waited for a rank that may still be running."""
-        return not self.gone and any(report.kind == "timeout" for report in self.reports.values())
-
     def _described(self, own: int) -> str:
         """Return where the other ranks were. Ranks that were at the same place as rank ``own`` are left out."""
         reports, mine = sorted(self.reports.items()), self.reports.get(own)
@@ -136,7 +131,7 @@ class FailureReport:
         more = f"({others or cause}). "
         proceed = "To continue, call optimizer.reset_process_group() with a new process group"
         restart = f", or restart from a checkpoint{advice and '. On NCCL, ' + advice}"
-        if not self.timed_out and self.silent_store is None:
+        if (self.gone or not texts["timeout"]) and self.silent_store is None:
             return PeerLostError(f"{message}lost {names} {more}{proceed} of the remaining ranks{restart}", missing)
         problem = f"no answer from {names} within the time-out"
         if len(missing) == size - 1 > 1:
@@ -219,13 +214,11 @@ def collect(group: dist.ProcessGroup | None, own: RankReport, patience: float = 
     group fails only once. Returns when all ranks have reported or the waiting time is over.
     """
     deadline = time.monotonic() + _SILENT_SECONDS + patience
-    ranks, prefix = global_ranks(group), f"tritoncomm/{name_of(group)}/"
-    collection = _Collection(_store(), prefix, ranks, own, writes=not is_broken(group))
+    ranks, prefix, closed = global_ranks(group), f"tritoncomm/{name_of(group)}/", cut_connections(group)
+    collection = _Collection(_store(), prefix, ranks, own, closed, writes=not is_broken(group))
     # On a thread of its own, because operations of a store never end if its host cannot be reached.
     thread = threading.Thread(target=collection.run, args=(deadline,), daemon=True)
     thread.start()
-    collection.closed = cut_connections(group)
-    collection.is_cut.set()
     thread.join(deadline + _READ_SECONDS - time.monotonic())
     if (whole := group or dist.group.WORLD) is not None:
         _broken.add(whole)
@@ -236,16 +229,17 @@ class _Collection:
     """Collects the reports of ``ranks`` under ``prefix`` in ``store``. ``own`` is the report of this rank.
 
     Without ``writes``, the report that this rank has written before stays. ``closed`` are the ranks whose connections
-    were closed, known when ``is_cut`` is set.
+    were closed.
     """
 
-    def __init__(self, store: Any, prefix: str, ranks: Sequence[int], own: RankReport, *, writes: bool) -> None:
+    def __init__(
+        self, store: Any, prefix: str, ranks: Sequence[int], own: RankReport, closed: set[int], *, writes: bool
+    ) -> None:
         self._store, self._prefix, self._ranks, self._rank = store, prefix, ranks, dist.get_rank()
         self._reports = {self._rank: own}
         self._writes = writes
+        self._closed = closed
         self._agreed: FailureReport | None = None
-        self.closed: set[int] = set()
-        self.is_cut = threading.Event()
 
     def run(self, deadline: float) -> None:
         """Write the own report and read those of the others until ``deadline``, a time of ``time.monotonic()``."""
@@ -255,7 +249,6 @@ class _Collection:
         with suppress(RuntimeError):  # the process that hosted the store may have died
             if self._writes:
                 store.set(f"{self._prefix}{self._rank}", json.dumps(asdict(self._reports[self._rank])))
-            self.is_cut.wait()
             self._read(deadline)
             missing, gone = self._found()
             if len(self._reports) > 1 or len(self._ranks) <= 2:  # noqa: PLR2004 - a rank that reads nothing may be cut off
@@ -272,8 +265,8 @@ class _Collection:
         if not has_ended:  # a connection may be closed because a rank is lost, or because it could not wait longer
             return FailureReport([], gone=False, reports=reports, silent_store=_address(self._store))
         # There is no store, or its process has died. Only ranks that cannot be reached are known to be missing.
-        found = self._silent() & (self.closed | set(reports[self._rank].peers))
-        return FailureReport(sorted(found & self.closed or found), gone=bool(found & self.closed), reports=reports)
+        found = self._silent() & (self._closed | set(reports[self._rank].peers))
+        return FailureReport(sorted(found & self._closed or found), gone=bool(found & self._closed), reports=reports)
 
     def _silent(self) -> set[int]:
         return set(self._ranks) - set(self._reports)
@@ -285,15 +278,15 @@ class _Collection:
             for other in self._silent():
                 if self._store.check([f"{self._prefix}{other}"]):
                     self._reports[other] = RankReport(**json.loads(self._store.get(f"{self._prefix}{other}")))
-            if time.monotonic() > (closed_deadline if self._silent() <= self.closed else deadline):
+            if time.monotonic() > (closed_deadline if self._silent() <= self._closed else deadline):
                 return
             time.sleep(0.005)
 
     def _found(self) -> tuple[list[int], bool]:
         """Return the missing ranks, and whether they are lost and not only slow."""
         silent = self._silent()
-        if silent & self.closed:
-            return sorted(silent & self.closed), True
+        if silent & self._closed:
+            return sorted(silent & self._closed), True
         waited_for = {other for report in self._reports.values() for other in report.waiting}
         known = {other for report in self._reports.values() for other in report.at_fault if other in self._ranks}
         if silent:
