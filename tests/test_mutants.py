@@ -438,8 +438,11 @@ def first_step_is_exact(recipe, case: laws.Case) -> None:
     ids=lambda value: getattr(value, "__name__", None) or getattr(getattr(value, "kind", None), "__name__", ""),
 )
 def test_broken_method_breaks_its_law(law, recipe, case: laws.Case) -> None:
-    """A broken method breaks the law, and the intact method that it derives from obeys it."""
-    with pytest.raises(AssertionError):
+    """A broken method breaks the law, and the intact method that it derives from obeys it.
+
+    A step with other rounds than expected may miss a failure that is injected in one of them.
+    """
+    with pytest.raises((AssertionError, pytest.fail.Exception)):
         law(recipe, case)
     if isinstance(recipe, Staged):
         law(dataclasses.replace(recipe, kind=StagedAlgorithm), case)

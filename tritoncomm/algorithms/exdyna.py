@@ -20,17 +20,24 @@ import torch
 
 import tritoncomm_kernels as kernels
 from tritoncomm.algorithms.base import Bounds, BudgetedAlgorithm, IndexRecipe, StaticRecipe, check, check_at_least
-from tritoncomm.algorithms.exdyna_static import Counts, MessageFormat, Partitions, exchange_static
 from tritoncomm.errors import ConfigurationError, NonFiniteError
 from tritoncomm.primitives.accumulator import Accumulator
-from tritoncomm.primitives.collectives import bruck_all_gather, dense_exchange, mean_over_ranks, share_rows
+from tritoncomm.primitives.collectives import (
+    bruck_all_gather,
+    checked_counts,
+    dense_exchange,
+    mean_over_ranks,
+    share_rows,
+)
+from tritoncomm.primitives.packing import Rows
 from tritoncomm.primitives.region_cuts import balanced_sizes, trimmed_sizes, widest
 from tritoncomm.primitives.selection import entries_to_keep
 from tritoncomm.primitives.sparse_vector import SparseVector
+from tritoncomm.primitives.verdict import Verdict, with_verdict
 from tritoncomm.scheduler import cost
 from tritoncomm.scheduler.cost import Flow, Forecast, both
-from tritoncomm.scheduler.rounds import AllReduce, Pattern
-from tritoncomm_kernels import Selection
+from tritoncomm.scheduler.rounds import AllGather, AllReduce, Pattern
+from tritoncomm_kernels import Padded, Selection
 from tritoncomm_kernels.rebalance import MAX_PARTITIONS
 from tritoncomm_kernels.workspace import copied_to
 
@@ -138,6 +145,18 @@ class MiCRO(ExDyna):
     rebalance: str = "off"
 
 
+@dataclass(frozen=True, eq=False)
+class Partitions:
+    """The partitions of the vector, int32, on one device. Nothing writes them after they were computed.
+
+    ``blocks`` (``[P]``) is the number of blocks of each. ``bounds`` (``[P + 1]``) holds their first elements, and the
+    end of the last one.
+    """
+
+    blocks: torch.Tensor
+    bounds: torch.Tensor
+
+
 @dataclass(frozen=True)
 class ExDynaState:
     """State carried to the next step. It is the same on all ranks, because it depends on shared counts only.
@@ -152,6 +171,17 @@ class ExDynaState:
     threshold: float = 0.0
     settled: bool = False
     blocks: tuple[int, ...] | Partitions = ()
+
+
+class Counts(NamedTuple):
+    """Per rank, how many entries ``passed`` the threshold, and whether the accumulator has a non-zero (1 or 0).
+
+    ``on_device`` are the former, int32 ``[P]``, on the device of the partitions.
+    """
+
+    passed: list[int]
+    non_zero: list[int]
+    on_device: torch.Tensor
 
 
 class Layout(NamedTuple):
@@ -181,20 +211,8 @@ class ExDynaAlgorithm(BudgetedAlgorithm):
         layout = self.layout(world_size)
         state = self._state_for(world_size, layout)
         threshold = state.threshold or (yield from self._first_threshold(acc, world_size))
-        if acc.verdict is None:
-            partitions = self._partitions(state, layout, torch.device("cpu"))
-            bounds = partitions.bounds.tolist()
-            mean, counts = yield from self._exchange(acc, threshold, bounds, state.step, rank, world_size)
-            passed = torch.tensor(counts.passed, dtype=torch.int32)
-        else:
-            partitions = self._partitions(state, layout, acc.device)
-            messages, own = self._messages(world_size), (state.step + rank) % world_size
-            span = partitions.bounds[own : own + 2]
-            mean, counts = yield from exchange_static(
-                acc, acc.verdict, messages, threshold=threshold, span=span, step=state.step
-            )
-            passed = acc.verdict.figures[:, 0].contiguous()
-            acc.selected = min(counts.passed[rank], messages.room)
+        partitions = self._partitions(state, layout, torch.device("cpu") if acc.verdict is None else acc.device)
+        mean, counts = yield from self._exchange(acc, threshold, partitions.bounds, state.step, rank, world_size)
         total = sum(counts.passed)
         imbalance = max(counts.passed) * world_size / total if total else 1.0
         self.report = {"threshold": threshold, "passed": float(total), "imbalance": imbalance}
@@ -204,31 +222,40 @@ class ExDynaAlgorithm(BudgetedAlgorithm):
             step=state.step + 1,
             threshold=self._scaled(threshold, total) if any(counts.non_zero) else threshold,
             settled=state.settled or threshold > 0,
-            blocks=self._rebalanced(partitions, layout, passed, state.step, imbalance),
+            blocks=self._rebalanced(partitions, layout, counts.on_device, state.step, imbalance),
         )
         return mean
 
     def _exchange(
-        self, acc: Accumulator, threshold: float, bounds: Sequence[int], step: int, rank: int, world_size: int
+        self, acc: Accumulator, threshold: float, bounds: torch.Tensor, step: int, rank: int, world_size: int
     ) -> Pattern[tuple[SparseVector, Counts]]:
-        """Select, exchange, and remove what is delivered. Return the mean and the counts of all ranks."""
+        """Select, exchange, and remove what is delivered. Return the mean and the counts of all ranks.
+
+        ``bounds`` are those of the partitions, int32 ``[P + 1]``. With exact lengths, the ranks share their counts
+        first, in a message of their own. In the static form, counts are part of the verdict at the end.
+        """
         # Partition-wise exclusive gradient selection. The partitions rotate among the ranks.
-        own, finite = self._select(acc, threshold, bounds, (step + rank) % world_size, step)
-        non_zero = own.found > 0 or bool(acc.dense().any())
-        passed, non_zeros = yield from share_rows(
-            [own.found, non_zero], finite, world_size, acc.device, phase="counts", limit=self.numel
-        )
-        kept = trimmed_sizes(passed, self.capacity)
-        capped = kernels.largest(own, kept[rank], workspace=self.workspace)
-        union = yield from self._all_gather(capped.indices, kept, bounds, step, rank, world_size)
-        sums = acc.dense().index_select(0, union)
+        place = (step + rank) % world_size
+        if acc.verdict is None:
+            union, counts = yield from self._select_and_gather(acc, threshold, bounds, step, rank, world_size)
+        else:
+            own, figures = self._select_padded(acc, acc.verdict, threshold, bounds[place : place + 2], world_size)
+            union = yield from self._gather_padded(acc, acc.verdict, own, step, world_size)
+        sums = acc.values_at(union)
         if world_size > 1 and union.numel():
             sums = yield AllReduce("values", sums)
-        if kernels.has_non_finite(sums):  # raised on all ranks, because all hold the same sums
-            raise NonFiniteError("finite gradients overflow when summed; nothing was applied")
-        acc.selected = capped.found
-        acc.clear(union)  # every rank contributed its value at every selected index
-        return SparseVector(union, sums / world_size, self.numel), Counts(passed, non_zeros)
+        acc.clear_padded(union)  # every rank contributed its value at every selected index
+        if acc.verdict is None:
+            if kernels.has_non_finite(sums):  # raised on all ranks, because all hold the same sums
+                raise NonFiniteError("finite gradients overflow when summed; nothing was applied")
+            return SparseVector(union, sums / world_size, self.numel), counts
+        acc.verdict.check_sums(sums)
+        rows = yield from acc.verdict.settle(world_size, figures)
+        passed, non_zero = (list(column) for column in zip(*rows, strict=True))
+        checked_counts("verdict", passed, self.numel)  # the next borders depend on them
+        acc.selected = min(passed[rank], self._room(world_size))
+        counts = Counts(passed, non_zero, acc.verdict.figures[:, 0].contiguous())
+        return SparseVector.padded(Padded(union, sums / world_size), self.numel), counts
 
     def _state_for(self, world_size: int, layout: Layout) -> ExDynaState:
         """Return the state for ``world_size``. A change of world size starts with equal partitions.
@@ -271,6 +298,25 @@ class ExDynaAlgorithm(BudgetedAlgorithm):
         mean = yield from mean_over_ranks(quantile, world_size, acc.device, phase="start")
         return mean * (1.0 if self.state.settled else self.recipe.lift)
 
+    def _select_and_gather(
+        self, acc: Accumulator, threshold: float, bounds: torch.Tensor, step: int, rank: int, world_size: int
+    ) -> Pattern[tuple[torch.Tensor, Counts]]:
+        """Return the union of all selections, int32, and the counts of all ranks, with messages of exact lengths.
+
+        At most ``capacity`` entries are delivered. Each rank keeps its largest ones.
+        """
+        cuts = bounds.tolist()
+        own, finite = self._select(acc, threshold, cuts, (step + rank) % world_size, step)
+        non_zero = own.found > 0 or bool(acc.dense().any())
+        passed, non_zeros = yield from share_rows(
+            [own.found, non_zero], finite, world_size, acc.device, phase="counts", limit=self.numel
+        )
+        kept = trimmed_sizes(passed, self.capacity)
+        capped = kernels.largest(own, kept[rank], workspace=self.workspace)
+        union = yield from self._all_gather(capped.indices, kept, cuts, step, rank, world_size)
+        acc.selected = capped.found
+        return union, Counts(passed, non_zeros, torch.tensor(passed, dtype=torch.int32))
+
     def _select(
         self, acc: Accumulator, threshold: float, bounds: Sequence[int], partition: int, step: int
     ) -> tuple[Selection, bool]:
@@ -298,6 +344,42 @@ class ExDynaAlgorithm(BudgetedAlgorithm):
         message, _ = sections[rank].encode(own, own.new_empty(0, dtype=torch.float32))
         blocks = yield from bruck_all_gather(message, words, rank, world_size, phase="indices")
         return torch.cat([sections[owner].decode(blocks[owner]).indices for owner in owners])
+
+    def _select_padded(
+        self, acc: Accumulator, verdict: Verdict, threshold: float, span: torch.Tensor, world_size: int
+    ) -> tuple[Padded, list[torch.Tensor]]:
+        """Return the largest entries inside ``span`` (int32 ``[2]``) that reach the threshold, as many as have room.
+
+        Also returns the figures of this rank, int32 ``[1]`` each: how many reach it, and whether the accumulator has a
+        non-zero. The others stay in the residual. Nothing waits for a GPU.
+        """
+        values, held, room = acc.dense(), acc.workspace, self._room(world_size)
+        extremes = torch.stack(torch.aminmax(values))  # one pass over the vector finds NaN, Inf and non-zeros
+        verdict.check_gradient(extremes)
+        # In fp64 first, because a threshold above the fp32 range means Inf.
+        reach = torch.full((1,), threshold, dtype=torch.float64, device=acc.device).float()
+        budget = kernels.constant((room,), acc.device)
+        largest = kernels.top_k_rows(values, span, budget, room, workspace=held).row(0)
+        passed = kernels.count_inside(values, reach, span, workspace=held)
+        non_zero = (extremes != 0).any().to(torch.int32).reshape(1)
+        return kernels.reaching(largest, reach, workspace=held), [passed, non_zero]
+
+    def _gather_padded(
+        self, acc: Accumulator, verdict: Verdict, own: Padded, step: int, world_size: int
+    ) -> Pattern[torch.Tensor]:
+        """Return the union of all selections, with padding. Nothing waits for a GPU."""
+        rows = self._rows(world_size, acc.device)
+        message, _ = rows.encode(Padded(own.indices[None], own.values[None]), workspace=acc.workspace)
+        gathered = (yield AllGather("indices", message[0])) if world_size > 1 else message
+        lists, malformed = rows.decode(gathered, workspace=acc.workspace)
+        verdict.check_messages(malformed)
+        # Rank r selects in partition (step + r) mod P. In partition order the indices ascend.
+        lists = lists._replace(indices=torch.roll(lists.indices, step % world_size, 0))
+        union = kernels.joined(lists, workspace=acc.workspace).indices[: self._union(world_size)]
+        before, after = union[:-1], union[1:]
+        descents = (after <= before) & (after >= 0)  # padding, which stands at the end, does not count
+        verdict.check_messages(descents.sum(dtype=torch.int32).reshape(1))
+        return union
 
     def _partitions(self, state: ExDynaState, layout: Layout, device: torch.device) -> Partitions:
         """Return the partitions of this step, as tensors on ``device``. Nothing waits for a GPU."""
@@ -365,10 +447,20 @@ class ExDynaAlgorithm(BudgetedAlgorithm):
         room = self.recipe.capacity * self.k
         return self.numel if self.recipe.parity else math.ceil(min(self.numel, room))
 
-    def _messages(self, world_size: int) -> MessageFormat:
-        """Return the messages of the static form. A rank has room for its share of ``capacity`` times k entries."""
-        room = math.ceil(min(self.numel, self.recipe.capacity * self.k / world_size))
-        return MessageFormat(self.encoding, self.numel, room, world_size)
+    def _room(self, world_size: int) -> int:
+        """Return the room of a rank in the static form: its share of ``capacity`` times k entries."""
+        return math.ceil(min(self.numel, self.recipe.capacity * self.k / world_size))
+
+    def _union(self, world_size: int) -> int:
+        """Return the largest number of entries of all ranks in the static form."""
+        return min(world_size * self._room(world_size), self.numel)
+
+    def _rows(self, world_size: int, device: torch.device) -> Rows:
+        """Return the layout of the messages of the static form.
+
+        Every message has the span of the whole vector, because borders move. Its length therefore never changes.
+        """
+        return Rows(self.encoding, kernels.constant((0,) * world_size, device), self.numel, self._room(world_size))
 
     def predicted_traffic(self, world_size: int, *, ordinary: bool = False) -> Forecast:
         """See :meth:`Algorithm.predicted_traffic`: the largest number of entries, all selected by one rank.
@@ -379,7 +471,10 @@ class ExDynaAlgorithm(BudgetedAlgorithm):
             return cost.dense(self.numel, world_size)
         layout = self.layout(world_size)
         if self.is_static:
-            forecast = self._messages(world_size).forecast
+            words = self._rows(world_size, torch.device("cpu")).words
+            gathered = both(cost.all_gather(words, cost.WORD, world_size))
+            reduced = both(cost.all_reduce(self._union(world_size), cost.WORD, world_size))
+            forecast = with_verdict(Forecast({"indices": gathered, "values": reduced}), world_size, figures=2)
         elif ordinary:
             volume = (world_size - 1) * self.encoding.words(-(-self.numel // world_size), -(-self.k // world_size))
             forecast = self._forecast(world_size, volume, volume, self.k)

@@ -27,7 +27,7 @@ from tritoncomm.primitives.distributed_topk import largest_shares
 from tritoncomm.primitives.packing import Encoding, Rows
 from tritoncomm.primitives.region_cuts import propose_cuts_padded, widest
 from tritoncomm.primitives.sparse_vector import SparseVector
-from tritoncomm.primitives.static_regions import ROUNDED_MARGIN, ascending, only, read_regions, region_starts
+from tritoncomm.primitives.static_regions import ROUNDED_MARGIN, among, ascending, only, read_regions, region_starts
 from tritoncomm.primitives.verdict import Verdict, with_verdict
 from tritoncomm.scheduler import cost
 from tritoncomm.scheduler.cost import Forecast, both
@@ -227,9 +227,9 @@ class OkTopkStaticStep:
         # Residual update: remove an entry if and only if this rank sent it and the global selection kept it.
         kept = ascending(result.indices, self.rules.numel)
         for part in (reduced.own, reduced.sent):
-            self._subtract(part, _among(kept, part.indices))
+            self._subtract(part, among(kept, part.indices))
         if sent is not None:
-            self._keep_rest(sent, _among(kept, sent.indices), reduced, regions)
+            self._keep_rest(sent, among(kept, sent.indices), reduced, regions)
         found, edge = kernels.count_entries(result), self._edge(result, chosen)
         figures = (reduced.load, chosen.wanted, chosen.reaching, found, edge, selected, kth)
         rows = yield from self.verdict.settle(self.world_size, figures)
@@ -425,12 +425,6 @@ class OkTopkStaticStep:
         if self._selects_exactly:
             return _magnitude(kth)
         return self.rules.following(self.rules.lowered(self.state.local_threshold), selected, _magnitude(kth))
-
-
-def _among(kept: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
-    """Return which of ``indices`` (int32, any shape) are in ``kept``, the result of :func:`ascending`."""
-    places = torch.searchsorted(kept, indices).clamp_(max=kept.numel() - 1)
-    return kept[places] == indices
 
 
 def _magnitude(key: int) -> float:

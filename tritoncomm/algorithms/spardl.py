@@ -11,37 +11,26 @@ team. Global residual collection (GRES) keeps all truncated values as residuals.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 
-import tritoncomm_kernels as kernels
 from tritoncomm.algorithms.base import Bounds, BudgetedAlgorithm, EntryRecipe, StaticRecipe, check, check_at_least
-from tritoncomm.algorithms.spardl_static import SparDLStaticStep, static_forecast
-from tritoncomm.algorithms.spardl_teams import (
-    Place,
-    SparDLState,
-    fewest,
-    power_of_two,
-    reduce_scatter_schedule,
-    runs,
-)
-from tritoncomm.errors import ConfigurationError, NonFiniteError
+from tritoncomm.algorithms.spardl_teams import Place, SparDLState, fewest, power_of_two, reduce_scatter_schedule
+from tritoncomm.algorithms.spardl_working import ExactVector, StaticVector, WorkingVector
+from tritoncomm.errors import ConfigurationError
 from tritoncomm.primitives import packing
 from tritoncomm.primitives.accumulator import Accumulator
 from tritoncomm.primitives.collectives import bruck_all_gather, dense_exchange
-from tritoncomm.primitives.packing import Sections
-from tritoncomm.primitives.region_cuts import offsets
-from tritoncomm.primitives.selection import RoundingError, entries_to_keep, left_out, rest_of
+from tritoncomm.primitives.packing import Rows
+from tritoncomm.primitives.selection import entries_to_keep
 from tritoncomm.primitives.sparse_vector import SparseVector
-from tritoncomm.primitives.verdict import REJECTED, with_verdict
+from tritoncomm.primitives.verdict import with_verdict
 from tritoncomm.scheduler import cost
 from tritoncomm.scheduler.cost import Forecast, both
 from tritoncomm.scheduler.rounds import Inbox, Pattern, Round
-from tritoncomm_kernels import Selection
-from tritoncomm_kernels.compact import SparseList
+from tritoncomm_kernels import Padded
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,112 +108,6 @@ class SparDL(EntryRecipe, StaticRecipe):
         return self.sag != "recursive" or power_of_two(teams)
 
 
-class _Bag(NamedTuple):
-    """The part of W with the blocks from coordinate ``start`` up to ``stop``, after their selection.
-
-    ``sums`` are those of residual and gradient. ``received`` are the lists that were added to W before the selection,
-    and ``taken`` are the indices of the selected entries, which are 0 in W. Indices count from ``start``. With
-    ``delivers``, the result has no other entries of these blocks.
-    """
-
-    start: int
-    stop: int
-    sums: Accumulator
-    received: list[SparseList]
-    taken: torch.Tensor
-    delivers: bool
-
-    def at(self, indices: torch.Tensor) -> torch.Tensor:
-        """Return W at ascending ``indices``, which count from ``start``."""
-        values = self.sums.values_at(indices)
-        for entries in self.received:
-            values = _with_terms(values, indices, *entries)
-        is_taken, _ = kernels.find(indices, self.taken)
-        return values.masked_fill_(is_taken, 0.0)
-
-
-class _WorkingVector:
-    """W: the accumulator during the exchange.
-
-    Selected entries are removed from W, and received entries are added to it. At the end, W holds the values that
-    this rank has truncated. W itself is not stored: the accumulator stays as it is, and the changes are kept as lists.
-    A part of the accumulator is computed when its blocks are selected. Each block is selected once.
-    """
-
-    def __init__(self, acc: Accumulator, place: Place) -> None:
-        self.acc = acc
-        self.place = place
-        self.bags: list[_Bag] = []
-        self.received: list[Selection] = []
-        self.shares: list[SparseList] = []  # added after the selection of their blocks
-        self.taken: list[torch.Tensor] = []
-        self.error = RoundingError()
-
-    def take(self, blocks: Sequence[int], budget: int | None = None, *, delivers: bool = False) -> Selection:
-        """Remove the largest entries of each of ``blocks`` from W, up to the block's budget, and return them.
-
-        ``budget`` replaces the budget of a single block. With ``delivers``, the result has no other entries of
-        ``blocks``.
-        """
-        cuts, parts = self.place.cuts, []
-        for first, last in runs(blocks):
-            start, stop = cuts[first], cuts[last + 1]
-            bounds = [cut - start for cut in cuts[first : last + 2]]
-            budgets = self.place.budgets[first : last + 1] if budget is None else [budget]
-            sums, received = self.acc.part(start, stop), self._received(start, stop)
-            part = sums.top_k_segments(bounds, budgets, received)
-            self.bags.append(_Bag(start, stop, sums, received, part.indices, delivers))
-            parts.append(part._replace(indices=part.indices + start))
-        taken = parts[0] if len(parts) == 1 else Selection.join(parts)
-        self.taken.append(taken.indices)
-        return taken
-
-    def encode(self, entries: Selection, layout: Sections, share: float = 1.0) -> tuple[torch.Tensor, Selection]:
-        """Return the message with ``entries``, and the entries that its receivers will decode.
-
-        W gets ``share`` times what rounding takes away. If W overflows, all values become NaN, and all ranks reject the
-        step.
-        """
-        message, sent = layout.encode(entries.indices, entries.values)
-        if self.place.encoding.rounds:
-            self.error.add(entries, sent)
-        if self.place.encoding.rounds and not self.add_share(rest_of(entries, sent), share):
-            message, sent = layout.encode(entries.indices, torch.full_like(entries.values, torch.nan))
-        return message, sent
-
-    def add(self, entries: Selection) -> None:
-        """Add received entries to W, in blocks that are not selected yet."""
-        self.received.append(entries)
-
-    def add_share(self, cut: Selection, share: float) -> bool:
-        """Add ``share`` times ``cut``, which this rank truncated, to W. Return False if a sum there is not finite."""
-        if cut.found:
-            self.shares.append((cut.indices, cut.values * share))
-        return not kernels.has_non_finite(self.at(cut.indices))
-
-    def at(self, indices: torch.Tensor) -> torch.Tensor:
-        """Return W at ascending ``indices`` of entries that were truncated or are in the result."""
-        values = torch.zeros(indices.numel(), dtype=torch.float32, device=indices.device)
-        cuts = iter(offsets(indices, [cut for bag in self.bags for cut in (bag.start, bag.stop)]))
-        for bag, first, last in zip(self.bags, cuts, cuts, strict=True):
-            if first < last and not bag.delivers:  # there, all of them were taken
-                values[first:last] = bag.at(indices[first:last] - bag.start)
-        for entries in self.shares:
-            values = _with_terms(values, indices, *entries)
-        return values
-
-    def _received(self, start: int, stop: int) -> list[SparseList]:
-        """Return what was received for the coordinates from ``start`` up to ``stop``, counted from ``start``."""
-        parts = [entries.slice(*offsets(entries.indices, (start, stop))) for entries in self.received]
-        return [(part.indices - start, part.values) for part in parts if part.found]
-
-
-def _with_terms(values: torch.Tensor, indices: torch.Tensor, others: torch.Tensor, terms: torch.Tensor) -> torch.Tensor:
-    """Return ``values`` at ``indices``, plus ``terms`` where these are also in ``others`` (not empty)."""
-    is_there, where = kernels.find(indices, others)
-    return torch.where(is_there, values + terms[where], values)
-
-
 class SparDLAlgorithm(BudgetedAlgorithm):
     """SparDL on one rank. :meth:`reduce` follows the paper from top to bottom."""
 
@@ -245,31 +128,29 @@ class SparDLAlgorithm(BudgetedAlgorithm):
         if place is None:
             return (yield from dense_exchange(acc, world_size))
         state = self.state if self.state.world_size == world_size else SparDLState(world_size)
-        if acc.verdict is not None:
-            step = SparDLStaticStep(acc, acc.verdict, place, self.recipe.residuals)
-            entries, self.state, self.report = yield from step.run(state, recursive=self.recipe.recursive(place.teams))
-            return SparseVector.padded(entries, self.numel)
-        working = _WorkingVector(acc, place)
+        working = ExactVector(acc, place) if acc.verdict is None else StaticVector(acc, place, acc.verdict)
         # Spar-Reduce-Scatter (SRS) inside the team.
         yield from self._reduce_scatter(working, place)
         # Spar-All-Gather (SAG) across teams.
-        if place.teams == 1:
-            own = working.take([place.position], delivers=True)
-        elif self.recipe.recursive(place.teams):
+        own, union = None, None
+        if place.teams > 1 and self.recipe.recursive(place.teams):
             own = yield from self._merge_recursively(working, place)
+        elif place.teams > 1:
+            own, union = yield from self._merge_by_bruck(working, place, state.h)
+        # Bruck all-gather inside the team. All teams round the same block.
+        if own is None:
+            message, _ = working.send([place.position], divisor=world_size)
         else:
-            own, state = yield from self._merge_by_bruck(working, place, state)
-        # Bruck all-gather inside the team.
-        delivered = yield from self._all_gather(working, own, place)
-        if kernels.has_non_finite(delivered.values):  # raised on all ranks, because all hold the same blocks
-            raise NonFiniteError(REJECTED)
+            message, _ = working.forward(own, share=place.share, divisor=world_size)
+        delivered = yield from working.all_gather(message)
         # Global residual collection (GRES).
-        self._collect_residuals(acc, working, delivered.indices)
-        acc.selected = sum(len(indices) for indices in working.taken)
-        rounding = working.error.figures() if place.encoding.rounds else {}
-        self.report = {"delivered": float(delivered.found), "h": float(state.h), **rounding}
+        working.collect_residuals(self.recipe.residuals, delivered.indices)
+        mean, found, size, figures = yield from working.settle(delivered, union)
+        if union is not None:
+            state = state.started(place.budget, place.teams).after(size, place.budget, place.teams)
+        self.report = {"delivered": float(found), "h": float(state.h), **figures}
         self.state = state
-        return SparseVector(delivered.indices, delivered.values, self.numel)
+        return mean
 
     def _place(self, rank: int, world_size: int) -> Place | None:
         """Return this rank's place, or None if every entry is delivered and the exchange is dense.
@@ -285,79 +166,48 @@ class SparDLAlgorithm(BudgetedAlgorithm):
         encoding = self.recipe.encoding if world_size > 1 else packing.PLAIN
         return None if budgets == widths else Place(rank, teams, size, cuts, budgets, encoding)
 
-    def _reduce_scatter(self, working: _WorkingVector, place: Place) -> Pattern[None]:
+    def _reduce_scatter(self, working: WorkingVector, place: Place) -> Pattern[None]:
         """SRS: truncate a block only when it is sent, after everything that it has received is added."""
         team, w, size = place.team, place.position, place.team_size
         for distance, count in reduce_scatter_schedule(size):
             to, source = team[(w + distance) % size], team[(w - distance) % size]
-            leaving, arriving = place.bag(w + distance, count), place.message(place.bag(w, count))
-            message, _ = working.encode(working.take(leaving), place.message(leaving))
-            inbox: Inbox = yield Round("reduce-scatter", {to: message}, {source: arriving.words})
-            working.add(arriving.decode(inbox[source]))
+            message, _ = working.send(place.bag(w + distance, count))
+            arriving = place.bag(w, count)
+            inbox: Inbox = yield Round("reduce-scatter", {to: message}, {source: working.words(arriving)})
+            working.add(inbox[source], arriving)
 
-    def _merge_recursively(self, working: _WorkingVector, place: Place) -> Pattern[Selection]:
+    def _merge_recursively(self, working: WorkingVector, place: Place) -> Pattern[Padded]:
         """R-SAG: recursive doubling over the teams.
 
         In round s, 2^(s+1) ranks truncate the same entries. Each of them keeps an equal share as residual.
         """
-        w, layout = place.position, place.message([place.position])
-        own = working.take([w])
-        for s in range(cost.log2(place.teams)):
+        w, rounds = place.position, cost.log2(place.teams)
+        message, own = working.send([w])
+        for s in range(rounds):
+            if s:  # 2^s ranks hold the same entries, and round them alike
+                message, own = working.forward(own, share=1 / (1 << s))
             peer = ((place.rank // place.team_size) ^ (1 << s)) * place.team_size + w
-            # 2^s ranks hold the same entries, and round them alike.
-            message, own = working.encode(own, layout, 1 / (1 << s))
-            inbox: Inbox = yield Round("merge", {peer: message}, {peer: layout.words})
-            lists = [own, layout.decode(inbox[peer])]
-            union = Selection.of(*kernels.merge([part[:2] for part in lists], self.numel, workspace=self.workspace))
-            kept = kernels.largest(union, place.budget, workspace=self.workspace)
+            inbox: Inbox = yield Round("merge", {peer: message}, {peer: working.words([w])})
+            union, _ = working.union([inbox[peer]], own)
             # Entries truncated in the last round are in no result. Every rank keeps its own accumulator there.
-            if s + 1 < cost.log2(place.teams) and not working.add_share(left_out(union, kept), 1 / (2 << s)):
-                # The share overflows. NaN makes all ranks reject the step.
-                kept = kept._replace(values=torch.full_like(kept.values, torch.nan))
-            own = kept
+            own = working.truncated(union, 1 / (2 << s) if s + 1 < rounds else None)
         return own
 
     def _merge_by_bruck(
-        self, working: _WorkingVector, place: Place, state: SparDLState
-    ) -> Pattern[tuple[Selection, SparDLState]]:
-        """B-SAG: gather the h largest entries of every team, sum them, truncate once, and adapt h.
+        self, working: WorkingVector, place: Place, h: int
+    ) -> Pattern[tuple[Padded, int | torch.Tensor]]:
+        """B-SAG: gather the h largest entries of every team, sum them, and truncate once.
 
-        Every rank sums in ascending team order, so all ranks compute the same bits.
+        Every rank sums in ascending team order, so all ranks compute the same bits. Also returns the size of the union,
+        to which h adapts. Before the first step ``h`` is 0.
         """
-        w, team = place.position, place.rank // place.team_size
-        state = state.started(place.budget, place.teams)
-        layout = place.message([w], room=state.h)
-        message, _ = working.encode(working.take([w], state.h), layout)
-        blocks = yield from bruck_all_gather(
-            message, [layout.words] * place.teams, team, place.teams, phase="merge", ring=place.column
-        )
-        lists = [layout.decode(block)[:2] for block in blocks]
-        union = Selection.of(*kernels.merge(lists, self.numel, workspace=self.workspace))
-        own = kernels.largest(union, place.budget, workspace=self.workspace)
-        return own, state.after(union.found, place.budget, place.teams)
-
-    def _all_gather(self, working: _WorkingVector, own: Selection, place: Place) -> Pattern[Selection]:
-        """Gather all blocks from the members of the team, as means. A block has the same bits in every team."""
-        layouts = [place.message([b], divisor=place.world_size) for b in range(place.team_size)]
-        message, _ = working.encode(own, layouts[place.position], place.share)  # all teams round the same block
-        words = [layout.words for layout in layouts]
-        blocks = yield from bruck_all_gather(
-            message, words, place.position, place.team_size, phase="all-gather", ring=place.team
-        )
-        return Selection.join([layout.decode(block) for layout, block in zip(layouts, blocks, strict=True)])
-
-    def _collect_residuals(self, acc: Accumulator, working: _WorkingVector, final: torch.Tensor) -> None:
-        """Write the new residual.
-
-        GRES keeps the accumulator, and W where the result has an entry. LRES clears every entry that this rank sent.
-        PRES clears the sent entries that the result contains.
-        """
-        acc.absorb(*(bag.sums for bag in working.bags))
-        if self.recipe.residuals == "global":
-            acc.replace(final, working.at(final))
-            return
-        sent = torch.cat(working.taken).sort().values
-        acc.clear(sent if self.recipe.residuals == "local" else sent[kernels.common_positions(sent, final)])
+        w, team, room = place.position, place.rank // place.team_size, first_room(place, h)
+        h = h or fewest(place.budget, place.teams)
+        message, _ = working.send([w], h, room)
+        words = [working.words([w], h, room)] * place.teams
+        blocks = yield from bruck_all_gather(message, words, team, place.teams, phase="merge", ring=place.column)
+        union, size = working.union(blocks, None, h, room)
+        return working.truncated(union, None), size
 
     def common_state(self) -> dict[str, Any]:
         """See :meth:`Algorithm.common_state`: the state of the controller differs between columns."""
@@ -374,7 +224,7 @@ class SparDLAlgorithm(BudgetedAlgorithm):
             dense = cost.dense(self.numel, world_size)
             return with_verdict(dense, world_size) if self.is_static else dense
         if self.is_static:
-            return static_forecast(place, min(h, place.room), self.recipe.recursive(place.teams))
+            return _static_forecast(place, min(h, place.room), self.recipe.recursive(place.teams))
         budget, peers, teams = place.room, place.team_size - 1, place.teams
         h = min(budget, max(h, fewest(budget, teams)))
         blocks = range(place.team_size)
@@ -388,3 +238,29 @@ class SparDLAlgorithm(BudgetedAlgorithm):
         return Forecast(
             {"reduce-scatter": within, "merge": both(cost.messages(cost.log2(teams), between)), "all-gather": within}
         )
+
+
+def first_room(place: Place, h: int) -> int:
+    """Return the entries that each team sends in B-SAG: ``h``, or before the first step the largest first h."""
+    return h or fewest(place.room, place.teams)
+
+
+def _static_forecast(place: Place, h: int, recursive: bool) -> Forecast:
+    """Return the exact traffic of one step. ``h`` is that of B-SAG, and 0 before the first step."""
+    world_size, size, teams = place.world_size, place.team_size, place.teams
+    lows = torch.zeros(1, dtype=torch.int32)
+
+    def words(room: int) -> int:
+        return Rows(place.encoding, lows, place.widest, room).words
+
+    within = both(cost.bruck(words(place.room), size))
+    phases = {"reduce-scatter": within, "all-gather": within}
+    if teams == 1:
+        phases["all-gather"] = both(cost.all_gather(words(place.room), cost.WORD, world_size))
+    elif recursive:
+        rounds = cost.log2(teams)
+        phases["merge"] = both(cost.messages(rounds, rounds * words(place.room)))
+    else:
+        phases["merge"] = both(cost.bruck(words(first_room(place, h)), teams))
+    bruck = teams > 1 and not recursive
+    return with_verdict(Forecast(phases), world_size, 1 + bruck)

@@ -216,8 +216,8 @@ class Accumulator:
         return entries
 
     def values_at(self, indices: torch.Tensor) -> torch.Tensor:
-        """Return the sum at ``indices``."""
-        return self.dense().index_select(0, indices)
+        """Return the sum at ``indices``, and 0 for padding. Nothing waits for a GPU."""
+        return kernels.values_at(self.dense(), indices)
 
     def top_k_padded(self, k: int) -> Padded:
         """Return the result of :meth:`top_k` with room for ``k`` entries. Nothing waits for a GPU."""
@@ -230,11 +230,20 @@ class Accumulator:
 
     def subtract_padded(self, delivered: Padded, *, rounded: bool) -> None:
         """Do the same as :meth:`subtract` for entries with padding. Nothing waits for a GPU."""
-        self._add()
         if rounded:
-            self._timed(lambda: kernels.add_rows(self._scratch, delivered, scale=-1.0, workspace=self.workspace))
+            self.add_rows(delivered, scale=-1.0)
         else:
-            self._timed(lambda: kernels.set_at(self._scratch, delivered.indices))
+            self.clear_padded(delivered.indices)
+
+    def add_rows(self, rows: Padded, *, scale: float = 1.0) -> None:
+        """Add ``scale`` times the values of rows with padding to the sum, in row order. Nothing waits for a GPU."""
+        self._add()
+        self._timed(lambda: kernels.add_rows(self._scratch, rows, scale=scale, workspace=self.workspace))
+
+    def clear_padded(self, indices: torch.Tensor) -> None:
+        """Set the sum to zero at ``indices``, which may hold padding. Nothing waits for a GPU."""
+        self._add()
+        self._timed(lambda: kernels.set_at(self._scratch, indices))
 
     def replace_padded(self, entries: Padded) -> None:
         """Do the same as :meth:`replace` for entries with padding. Nothing waits for a GPU."""

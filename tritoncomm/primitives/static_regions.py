@@ -19,6 +19,14 @@ def ascending(indices: torch.Tensor, numel: int) -> torch.Tensor:
     return torch.where(indices < 0, numel, indices)
 
 
+def among(kept: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+    """Return which of ``indices`` (int32, any shape) are in ``kept``, the result of :func:`ascending`. Bool."""
+    if not kept.numel():
+        return torch.zeros_like(indices, dtype=torch.bool)
+    places = torch.searchsorted(kept, indices).clamp_(max=kept.numel() - 1)
+    return kept[places] == indices
+
+
 def region_starts(entries: Padded, bounds: torch.Tensor, numel: int) -> torch.Tensor:
     """Return where each region starts in one row of ``entries``, int32 ``[P + 1]``.
 
