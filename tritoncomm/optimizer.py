@@ -338,8 +338,6 @@ class SparseOptimizer(OptimizerSetup):
             self._exchange = exchange_state.continued(self._build(self.process_group), self._exchange)
         exchange, step_state, policy = self._exchange, self._step_state, self._options.on_nonfinite
         scale, found = self._scaler
-        if scale is None and self._local is None and not self._optimizer_step.alone:
-            self._local_clipping.look(exchange.gradients)
         owners = {} if self._local is None else self._local.owners
         inspect = None
         if self._inspection.is_due(exchange.updates, self.process_group):
@@ -356,6 +354,7 @@ class SparseOptimizer(OptimizerSetup):
                 decay=coupled_decay(self._exchanged) if self._decays_in_vector else {},
                 hides_decay=hides_decay,
                 inspect=inspect,
+                clipping=None if self._local is not None or self._optimizer_step.alone else self._local_clipping,
             )
             self._prepare_own()
         except NonFiniteError as error:

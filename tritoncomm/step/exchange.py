@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from enum import Enum
@@ -30,6 +30,7 @@ from tritoncomm.step.clipping import clipped
 from tritoncomm.step.decay import add_decay, show_decay, with_decay
 from tritoncomm.step.feedback import ErrorFeedback
 from tritoncomm.step.flat import Delivered, check_range, scattered
+from tritoncomm.step.misuse import LocalClipping
 from tritoncomm.step.presence import Presence, resting
 from tritoncomm.step.replicas import Replica
 from tritoncomm.step.vector import ExchangeOptions, VectorExchange, listed, noting
@@ -216,6 +217,7 @@ class GradientExchange:
         decay: Mapping[int, float] = MappingProxyType({}),
         hides_decay: bool = False,
         inspect: Callable[[Sequence[VectorExchange]], None] | None = None,
+        clipping: LocalClipping | None = None,
     ) -> None:
         """Replace every ``.grad`` by the mean over ranks. The state is then READY.
 
@@ -231,6 +233,7 @@ class GradientExchange:
             hides_decay: Whether ``.grad`` gets this share when the step is applied, because somebody clips it before.
             inspect: Called with the vectors while every ``.grad`` is still this rank's gradient. What it raises rejects
                 the step. Default: None.
+            clipping: Looks at the gradients of this rank, unless they are shards. Default: None.
 
         Raises:
             NonFiniteError: The step was rejected, and nothing has changed. The message names ranks and parameters.
@@ -252,8 +255,7 @@ class GradientExchange:
         self.presence.begin(self.parameters, leaves_none=self._leaves_none, resting=rests)
         self._decay, self._hidden = decay, decay if hides_decay else {}
         try:
-            reasons = [gradients.read(vector, scale, rests) for vector in vectors]
-            local_error = next((reason for reason in reasons if reason is not None), local_error)
+            local_error = self._read(scale, rests, clipping) or local_error
             if local_error is not None or fault:
                 self._spoil(str(local_error or fault))
             kept = [vector.keeps_gradient() for vector in vectors]
@@ -278,6 +280,13 @@ class GradientExchange:
         whole = span.end()
         for vector, sent, *_ in self._begun:
             vector.measure(sent, whole if vector is vectors[0] else None)
+
+    def _read(self, scale: float, rests: Collection[int], clipping: LocalClipping | None) -> ConfigurationError | None:
+        """Copy every ``.grad`` into the vectors. Return why that is impossible, or None."""
+        reasons = [gradients.read(vector, scale, rests) for vector in self.vectors]
+        if clipping is not None and self.all_shards is None:
+            clipping.look([vector.flat for vector in self.vectors])
+        return next((reason for reason in reasons if reason is not None), None)
 
     def flush(self) -> None:
         """Exchange the residuals dense, and replace every ``.grad`` by their mean. The state is then READY.

@@ -28,24 +28,22 @@ class LocalClipping:
         self._steps = 0
         self._norms: list[torch.Tensor] = []
 
-    def look(self, gradients: Iterable[torch.Tensor | None]) -> None:
-        """Look at unscaled gradients before they are exchanged. Log once, on the first rank, what to write instead.
+    def look(self, gradients: Sequence[torch.Tensor]) -> None:
+        """Look at flat vectors of unscaled gradients. In the tenth step, log on the first rank what to write instead.
 
-        Shards are not looked at: the norm of one is not what was limited. The host waits for a GPU in the tenth step.
+        The host then waits for a GPU.
         """
         if self._steps == _STEPS:
             return
         self._steps += 1
-        present = [each for each in gradients if each is not None]
-        if all(each.layout is torch.strided and not hasattr(each, "device_mesh") for each in present):
-            self._norms.append(torch.nn.utils.get_total_norm(present))
+        self._norms.append(
+            torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(each) for each in gradients]))
+        )
         if self._steps == _STEPS:
             self._tell()
 
     def _tell(self) -> None:
-        rounded = (
-            (norm, float(f"{norm:.1e}")) for norm in torch.stack(self._norms or [torch.zeros(())]).tolist()
-        )  # to two digits
+        rounded = ((norm, float(f"{norm:.1e}")) for norm in torch.stack(self._norms).tolist())  # to two digits
         counts = Counter(limit for norm, limit in rounded if abs(norm - limit) < _TOLERANCE * limit)
         limit, times = max(counts.items(), key=lambda each: each[1], default=(0.0, 0))
         if times >= _TIMES and (not is_distributed() or dist.get_rank() == 0):
