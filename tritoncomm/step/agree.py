@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from numbers import Real
 from typing import Any, NamedTuple
@@ -21,7 +20,8 @@ from tritoncomm.errors import (
 )
 from tritoncomm.scheduler.process_group import is_distributed, report_failure, reporting
 from tritoncomm.scheduler.ranks import global_ranks
-from tritoncomm.step.shards import bytes_of, local
+from tritoncomm.step.number import number_of_text, numbers
+from tritoncomm.step.shards import local
 from tritoncomm.step.torch_internals import is_interruption
 from tritoncomm.version import __version__
 from tritoncomm_kernels import devices
@@ -134,7 +134,7 @@ def device_of(optimizer: torch.optim.Optimizer) -> torch.device | None:
 def parameter_fields(
     parameters: Sequence[torch.Tensor], names: Sequence[str], *, values: bool = True
 ) -> dict[str, Any]:
-    """Return the fields that must agree about the parameters: names, shapes, dtypes, and digests of the values.
+    """Return the fields that must agree about the parameters: names, shapes, dtypes, and numbers of the values.
 
     The fields are lists in the order of the optimizer's parameter groups. The order must agree, too. Without
     ``values``, the values may differ, because they are about to be broadcast.
@@ -144,19 +144,8 @@ def parameter_fields(
         _NAMES: list(names),
         "parameter shapes": [tuple(p.shape) for p in parameters],
         "parameter dtypes": [str(p.dtype) for p in parameters],
-        "parameter values": [digest(p) for p in parameters] if values else "to be broadcast",
+        "parameter values": numbers(parameters) if values else "to be broadcast",
     }
-
-
-def digest(tensor: torch.Tensor) -> str:
-    """Return a short digest of the bytes of ``tensor``, or of this rank's shard of a DTensor."""
-    return hashlib.blake2b(bytes_of(tensor), digest_size=8).hexdigest()
-
-
-def number_of(tensors: Iterable[torch.Tensor]) -> int:
-    """Return a number that differs if any bit of ``tensors`` does, except by chance, and that a float holds."""
-    digests = "".join(map(digest, tensors))
-    return int.from_bytes(hashlib.blake2b(digests.encode(), digest_size=6).digest(), "little")
 
 
 def _is_number(value: object) -> bool:
@@ -221,7 +210,7 @@ def compare_setup(
     parameters = [parameter for parameter, _ in trained]
     fields |= parameter_fields(parameters, [name for _, name in trained], values=not broadcast)
     fields["other parameters and buffers"] = [f"{name} {tuple(e.shape)} {e.dtype}" for e, name in (*others, *buffers)]
-    fields["optimizer state"] = [_state_digest(optimizer.state.get(parameter)) for parameter in parameters]
+    fields["optimizer state"] = [_state_number(optimizer.state.get(parameter)) for parameter in parameters]
     if caught_up:
         del fields["param_groups"]
         try:
@@ -234,7 +223,8 @@ def compare_setup(
             ) from None
         return
     if not broadcast:
-        fields[NOT_HELD] = [f"{name} {digest(each)}" for each, name in others]
+        found = numbers(each for each, _ in others)
+        fields[NOT_HELD] = [f"{name} {number}" for (_, name), number in zip(others, found, strict=True)]
         compare(fields, group, device)
         return
     fields["shapes and dtypes of all parameters"] = [f"{tuple(p.shape)} {p.dtype}" for p in every]
@@ -273,16 +263,16 @@ def _outline(state: Any) -> object:
     return [_outline(each) for each in state] if isinstance(state, (list, tuple)) else type(state).__name__
 
 
-def _state_digest(state: Any) -> str:
-    """Return a short digest of the tensors and numbers in the optimizer's ``state`` of a parameter. None has none."""
+def _state_number(state: Any) -> int:
+    """Return a number of the tensors and numbers in the optimizer's ``state`` of a parameter. None has 0."""
     if isinstance(state, Mapping):  # to read a state that is missing adds an empty one
         state = [(key, state[key]) for key in sorted(state, key=str) if state[key] is not None]
     if type(state) is torch.Tensor or hasattr(state, "device_mesh"):  # not what a library stores in a format of its own
-        return digest(state)
+        return numbers([state])[0]
     if isinstance(state, (list, tuple)):
-        digests = "".join(map(_state_digest, state))
-        return hashlib.blake2b(digests.encode(), digest_size=8).hexdigest() if digests else ""
-    return repr(state) if isinstance(state, (int, float, str)) else ""
+        found = [*map(_state_number, state)]
+        return number_of_text(repr(found)) if any(found) else 0
+    return number_of_text(repr(state)) if isinstance(state, (int, float, str)) else 0
 
 
 @torch.no_grad()

@@ -22,6 +22,7 @@ from tritoncomm.scheduler.ranks import global_ranks
 from tritoncomm.step import agree
 from tritoncomm.step.guard import is_stepping, is_wrapped
 from tritoncomm.step.ignored import AliveIds
+from tritoncomm.step.number import numbers
 from tritoncomm.step.optimizer_proxy import OptimizerProxy
 from tritoncomm.step.shards import has_bits
 from tritoncomm.step.torch_internals import (
@@ -111,7 +112,7 @@ def compare_buffers(model: nn.Module | None, optimizer: torch.optim.Optimizer, g
     _, buffers = rest_of(model, optimizer)
     if not buffers or not is_distributed():
         return
-    fields = {name: agree.digest(buffer) for buffer, name in buffers}
+    fields = dict(zip((name for _, name in buffers), numbers(buffer for buffer, _ in buffers), strict=True))
     found = agree.differences(fields, group, agree.device_of(optimizer))
     if found and dist.get_rank(group) == 0:
         logger.warning(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from numbers import Real
 from typing import Any
@@ -16,14 +15,11 @@ from tritoncomm.scheduler.process_group import ProcessGroupScheduler
 from tritoncomm.scheduler.ranks import global_ranks
 from tritoncomm.scheduler.rounds import AllGather, Pattern
 from tritoncomm.step import agree
-from tritoncomm.step.shards import has_bits, local
+from tritoncomm.step.number import number_of_text, numbers
+from tritoncomm.step.shards import has_bits
 
 EVERY = 100  # updates from one comparison to the next
 EARLY = (1, 10)  # and some before: what makes replicas differ usually does so in the first step
-
-# Integers of the size of an element. A pair of elements is summed as one int64, which is much faster.
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
 
 # Parameters that local steps train, by id: they differ between ranks from one exchange to the next. An optimizer of
 # another part of the same model must not compare them.
@@ -73,24 +69,11 @@ class Replica:
         return updates % EVERY == 0 or updates in EARLY
 
     def figures(self) -> dict[str, int]:
-        """Return a figure of the bits of each value, by its name. The host waits for a GPU once.
+        """Return the number of each value, by its name. The host waits for a GPU once."""
+        names, values = zip(*self._values(), strict=True)
+        return dict(zip(names, numbers(values), strict=True))
 
-        The figure is a sum of integers, which does not depend on the order in which a processor adds them.
-        """
-        found: dict[str, int] = {}
-        sums: dict[torch.device, dict[str, torch.Tensor]] = {}
-        for name, value in self._values():
-            if isinstance(value, torch.Tensor):
-                total = _sum_of_bits(local(value.detach()))
-                sums.setdefault(total.device, {})[name] = total
-                found[name] = 0  # keeps the order
-            else:
-                found[name] = _number(repr(float(value)))
-        for of_device in sums.values():
-            found |= zip(of_device, torch.stack(list(of_device.values())).tolist(), strict=True)
-        return found
-
-    def _values(self) -> Iterator[tuple[str, torch.Tensor | Real]]:
+    def _values(self) -> Iterator[tuple[str, torch.Tensor | float]]:
         """Return parameters, and then numbers and tensors of the state, each with its name."""
         named: dict[str, torch.Tensor] = {}
         for number, parameter in enumerate(self._held):
@@ -108,7 +91,7 @@ class Replica:
 
     def digest(self) -> int:
         """Return a digest of all figures."""
-        return _number(repr(self.figures()))
+        return number_of_text(repr(self.figures()))
 
     def confirm_shards(self, all_shards: ProcessGroupScheduler, group: dist.ProcessGroup | None, steps: int) -> None:
         """Return if values are equal within each group of ranks with the same shard, after ``steps`` steps.
@@ -144,7 +127,7 @@ class Replica:
         rank.
         """
         shard, figures = _first_rank(group), self.figures()
-        told = agree.all_gather({"shard": shard, "digest": _number(repr(figures))}, everybody, device)
+        told = agree.all_gather({"shard": shard, "digest": number_of_text(repr(figures))}, everybody, device)
         shards = {each["shard"] for each in told.values()}
         if len({(each["shard"], each["digest"]) for each in told.values()}) == len(shards):
             self.agreed = steps
@@ -176,31 +159,14 @@ def _first_rank(group: dist.ProcessGroup | None) -> int:
     return global_ranks(group)[0]
 
 
-def _leaves(state: Any, name: str) -> Iterator[tuple[str, torch.Tensor | Real]]:
+def _leaves(state: Any, name: str) -> Iterator[tuple[str, torch.Tensor | float]]:
     """Return the tensors and numbers in the ``state`` of a parameter, each with its name."""
     if isinstance(state, torch.Tensor):
         if has_bits(state):
             yield name, state
     elif isinstance(state, Real):
-        yield name, state
+        yield name, float(state)
     elif isinstance(state, (Mapping, list, tuple)):
         entries = dict(state if isinstance(state, Mapping) else enumerate(state))
         for key in sorted(entries, key=str):
             yield from _leaves(entries[key], f"{key} {name}")
-
-
-def _number(text: str) -> int:
-    """Return a number that tells ``text`` from others, and fits into an int64."""
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
-
-
-def _sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the sum of the bits of ``tensor``, taken for integers, modulo 2**64: int64 ``[]``."""
-    flat = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
-    flat = flat.contiguous().as_strided((flat.numel(),), (1,))  # see bytes_of
-    if flat.data_ptr() % 8:
-        flat = flat.clone()
-    size = flat.element_size()
-    whole = flat.numel() * size // 8 * 8 // size  # elements of which 8 bytes are summed as one integer
-    integers = flat.view(_INTEGERS[size])
-    return integers[:whole].view(torch.int64).sum() + integers[whole:].sum(dtype=torch.int64)

@@ -22,10 +22,10 @@ import torch
 
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.scheduler.ranks import own_rank
-from tritoncomm.step import agree
 from tritoncomm.step.agree import LOADED
 from tritoncomm.step.anchors import all_finite, anchor_of, delta_of, flat, write
 from tritoncomm.step.ignored import ignored_of, non_finite
+from tritoncomm.step.number import number_of_text, numbers
 from tritoncomm.step.options import WrapOptions
 from tritoncomm.step.parameters import KnownParameters
 from tritoncomm.step.shards import like_parameter, local, with_shards, without_shards
@@ -218,7 +218,7 @@ class LocalSteps:
         self._load_later()
         if self._is_stale or self._were_loaded():
             # Another rank may have loaded others, or none: the next exchange compares them.
-            self.outer.param_groups[0][LOADED] = agree.number_of(map(local, self.parameters))
+            self.outer.param_groups[0][LOADED] = number_of_text(repr(numbers(self.parameters)))
             self.accept()
         overflowed = found is not None and bool(found) and not self._has_shards
         trained, rest = gradients_of(self._optimizers), gradients_of(others)
