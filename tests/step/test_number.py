@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tritoncomm.step.number import number_of, numbers
+from tritoncomm.step.agree.number import number_of, numbers
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool]
 

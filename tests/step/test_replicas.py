@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from tritoncomm.step.replicas import Replica
+from tritoncomm.step.agree.replica import Replica
 
 
 def replica(state: dict[str, object], shape: tuple[int, ...] = (3, 5)) -> Replica:
@@ -38,6 +38,7 @@ def test_what_is_compared() -> None:
         "empty of weight",
         "0 history of weight",
         "inner 1 history of weight",
+        "name of weight",
         "rate of weight",
         "step of weight",
     ]

@@ -25,15 +25,15 @@ from tritoncomm.scheduler.rounds import Pattern
 from tritoncomm.scheduler.span import Span
 from tritoncomm.scheduler.together import run_together
 from tritoncomm.step import agree, gradients
+from tritoncomm.step.agree.replica import Replica
 from tritoncomm.step.chosen_recipe import never_delays
+from tritoncomm.step.claim import Claim
 from tritoncomm.step.clipping import clipped
 from tritoncomm.step.decay import add_decay, show_decay, with_decay
 from tritoncomm.step.feedback import ErrorFeedback
 from tritoncomm.step.flat import Delivered, check_range, scattered
 from tritoncomm.step.presence import Presence, resting
-from tritoncomm.step.replicas import Replica
 from tritoncomm.step.vector import ExchangeOptions, VectorExchange, listed, noting
-from tritoncomm.step.votes import Confirmation
 
 logger = logging.getLogger("tritoncomm")
 
@@ -174,11 +174,6 @@ class GradientExchange:
     def gradients(self) -> list[torch.Tensor | None]:
         """Every ``.grad``, in the order of :attr:`parameters`."""
         return [parameter.grad for parameter in self.parameters]
-
-    @property
-    def stepping(self) -> agree.Stepping:
-        """What the ranks compare in every step."""
-        return agree.Stepping(self.optimizer, self.updates, self.state is State.STOPPED)
 
     def replace_vectors(
         self, recipes: Sequence[Recipe], group: dist.ProcessGroup | None
@@ -497,18 +492,26 @@ class GradientExchange:
 
         They then know the parameters without gradient. They tell each other if these may not be those of the last step.
         """
-        begun, presence, all_shards = [step.vector for step in self._begun], self.presence, self.all_shards
-        replica = self.replica if self.vectors[0].world_size > 1 and self.replica.is_due(self.updates) else None
-        group = self.options.group
-        own = Confirmation(begun, self.parameters, self.stepping, presence, replica, group, self.steps)
-        if all_shards is None:
-            news = own.within_group()
-        else:
-            rejected, news = own.of_all_shards(all_shards, rejected=self._rejected is not None)
-            if rejected:
-                raise self._reject()
+        is_compared = self.vectors[0].world_size > 1 and self.replica.is_due(self.updates)
+        own = Claim(
+            vectors=self.vectors,
+            parameters=self.parameters,
+            optimizer=self.optimizer,
+            updates=self.updates,
+            is_stopped=self.state is State.STOPPED,
+            presence=self.presence,
+            replica=self.replica if is_compared else None,
+            steps=self.steps,
+            group=self.options.group,
+            shard=self.shard,
+            all_shards=self.all_shards,
+            rejects=self._rejected is not None,
+        )
+        rejected, news = own.confirm()
+        if rejected:
+            raise self._reject()
         if news:
-            presence.agree(self.parameters, begun[-1])
+            self.presence.agree(self.parameters, self.vectors[-1])
 
     def _reject(self) -> NonFiniteError:
         """Roll back, count the rejected step, and return an error that names ranks and parameters.

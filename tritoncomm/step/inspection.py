@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from tritoncomm.scheduler.process_group import is_distributed
-from tritoncomm.step.number import number_of
-from tritoncomm.step.replicas import Replica
+from tritoncomm.step.agree.number import number_of
+from tritoncomm.step.agree.replica import Replica
 from tritoncomm.step.shards import local
 from tritoncomm.step.vector import VectorExchange
 

@@ -20,9 +20,9 @@ from tritoncomm.errors import ConfigurationError
 from tritoncomm.scheduler.process_group import is_distributed
 from tritoncomm.scheduler.ranks import global_ranks
 from tritoncomm.step import agree
+from tritoncomm.step.agree.number import numbers
 from tritoncomm.step.guard import is_stepping, is_wrapped
 from tritoncomm.step.ignored import AliveIds
-from tritoncomm.step.number import numbers
 from tritoncomm.step.optimizer_proxy import OptimizerProxy
 from tritoncomm.step.shards import has_bits
 from tritoncomm.step.torch_internals import (

@@ -17,6 +17,7 @@ from tritoncomm.errors import ConfigMismatchError
 from tritoncomm.scheduler.process_group import is_distributed
 from tritoncomm.step import agree
 from tritoncomm.step import state as exchange_state
+from tritoncomm.step.agree.replica import Replica, let_differ
 from tritoncomm.step.chosen_recipe import log_choice, never_delays, with_warmup_and_nodes
 from tritoncomm.step.exchange import GradientExchange, State
 from tritoncomm.step.inspection import Inspection
@@ -26,7 +27,6 @@ from tritoncomm.step.optimizer_list import OptimizerList, parts_of
 from tritoncomm.step.optimizer_proxy import OptimizerProxy
 from tritoncomm.step.options import WrapOptions, check_optimizer, is_alone
 from tritoncomm.step.parameters import KnownParameters, Part, dense_ids, exchange_of
-from tritoncomm.step.replicas import Replica, let_differ
 from tritoncomm.step.rules import exchanges_updates
 from tritoncomm.step.update import OptimizerStep, OptimizerSteps, StepState
 from tritoncomm.step.updates import LocalSteps
@@ -253,8 +253,9 @@ class OptimizerSetup(OptimizerProxy):
             keep_gradients_local(module)
         trained, options = self._parameters.trained, self._options
         agree.compare_setup(
-            self.optimizer, trained, recipes[self.recipe], options, exchange.steps, process_group,
-            caught_up=caught_up, stepped=self._stepped, ignored=self._parameters.ignored,
+            self.optimizer, trained, recipes[self.recipe], options, exchange.steps, process_group, self._device,
+            state=exchange.replica.state(), caught_up=caught_up, stepped=self._stepped,
+            ignored=self._parameters.ignored,
         )  # fmt: skip
         if self._local is not None:
             self._local.forget_loading()
@@ -287,8 +288,8 @@ class OptimizerSetup(OptimizerProxy):
         trained, group, all_shards = self._parameters.trained, exchange.options.group, exchange.all_shards
         try:
             agree.compare_setup(
-                self.optimizer, trained, self.recipe, self._options, exchange.steps, group,
-                ignored=self._parameters.ignored, **fields,
+                self.optimizer, trained, self.recipe, self._options, exchange.steps, group, self._device,
+                state=exchange.replica.state(), ignored=self._parameters.ignored, **fields,
             )  # fmt: skip
         except ConfigMismatchError as error:
             if all_shards is not None:

@@ -328,7 +328,7 @@ def compare(
     fields: dict[str, Any] = {"steps": saved["steps"] if saved else None}
     if everybody is not replicas:  # methods of other shards have other states
         agree.compare(fields, everybody, device)
-    fields["optimizer state"] = agree.state_outline(inner)
+    fields |= agree.state_outline(inner)
     if feedbacks:
         fields["loaded state"] = repr([feedback.algorithm.common_state() for feedback in feedbacks])
     agree.compare(fields, replicas, device)
