@@ -573,8 +573,8 @@ BROKEN = [
     BrokenLine(
         "values that differ do not name the parameter",
         "step/agree/setup.py",
-        'name if name and counts[name] == 1 else f"{name} parameter {position}".strip()',
-        'f"parameter {position}"',
+        "place if not name else name if",
+        "place if name else name if",
         "agreement test_parameters_that_differ_are_refused_by_name",
     ),
     BrokenLine(

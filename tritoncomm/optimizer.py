@@ -340,10 +340,6 @@ class SparseOptimizer(OptimizerSetup):
         scale, found = self._scaler
         if scale is None and self._local is None and not self._optimizer_step.alone:
             self._local_clipping.look(exchange.gradients)
-        owners = {} if self._local is None else self._local.owners
-        inspect = None
-        if self._inspection.is_due(exchange.updates, self.process_group):
-            inspect = partial(self._inspection.run, self.process_group, owners, exchange.steps + 1)
         found = step_state.found_in_unscale if found is None else found
         own = self._optimizer_step.ignored
         # Once, when the step is to be applied: here, or where this rank catches up with the others.
@@ -355,7 +351,6 @@ class SparseOptimizer(OptimizerSetup):
                 fault=self._fault(found, own),
                 decay=coupled_decay(self._exchanged) if self._decays_in_vector else {},
                 hides_decay=hides_decay,
-                inspect=inspect,
             )
             self._prepare_own()
         except NonFiniteError as error:

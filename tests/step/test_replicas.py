@@ -59,7 +59,7 @@ def test_names_that_are_equal() -> None:
     first, second = (nn.Parameter(torch.ones(2)) for _ in range(2))
     optimizer = torch.optim.SGD([{"params": [first]}, {"params": [second]}], lr=0.1)
     named = Replica(optimizer, ["weight", "weight"])
-    assert list(named.figures()) == ["weight", "weight (parameter 1 of shape (2,))"]
+    assert list(named.figures()) == ["weight (parameter 0)", "weight (parameter 1)"]
     before = named.digest()
     for parameter in (first, second):
         with torch.no_grad():

@@ -32,6 +32,7 @@ from tritoncomm.step.clipping import clipped
 from tritoncomm.step.decay import add_decay, show_decay, with_decay
 from tritoncomm.step.feedback import ErrorFeedback
 from tritoncomm.step.flat import Delivered, check_range, scattered
+from tritoncomm.step.inspection import Inspection
 from tritoncomm.step.presence import Presence, resting
 from tritoncomm.step.vector import ExchangeOptions, VectorExchange, listed, noting
 
@@ -105,6 +106,7 @@ class GradientExchange:
         delivered: The means of a step that is READY. None if it was skipped, and in other states.
         is_flush: Whether the last step was a flush.
         presence: Which parameters have a gradient on any rank.
+        inspection: Notices gradients that somebody else averages, when replicas are compared.
         steps: Number of applied steps, also of the runs that were loaded.
         updates: Number of applied steps since all ranks were known to be equal.
         skipped: Number of steps that were rejected, or whose means were thrown away.
@@ -135,7 +137,7 @@ class GradientExchange:
         self.all_shards = all_shards
         self.counted: torch.Tensor | None = None
         self.owners: Mapping[int, torch.Tensor] = {}
-        self.presence = Presence()
+        self.presence, self.inspection = Presence(), Inspection()
         self._decay: Mapping[int, float] = {}
         self._hidden: Mapping[int, float] = {}  # what of it every .grad gets when the step is applied
         self.replica = Replica(optimizer)
@@ -162,6 +164,11 @@ class GradientExchange:
     def shards(self) -> int:
         """Number of shards of the model."""
         return 1 if self.all_shards is None else self.all_shards.world_size // self.vectors[0].world_size
+
+    @property
+    def _is_compared(self) -> bool:
+        """True in the steps in which ranks compare their replicas and gradients."""
+        return self.vectors[0].world_size > 1 and self.replica.is_due(self.updates)
 
     def _finds_nothing(self) -> bool:
         """Return True if this rank had no gradient, and no rank has given anything. Of an anchor, its owner counts."""
@@ -210,7 +217,6 @@ class GradientExchange:
         fault: str = "",
         decay: Mapping[int, float] = MappingProxyType({}),
         hides_decay: bool = False,
-        inspect: Callable[[Sequence[VectorExchange]], None] | None = None,
     ) -> None:
         """Replace every ``.grad`` by the mean over ranks. The state is then READY.
 
@@ -252,8 +258,8 @@ class GradientExchange:
             if local_error is not None or fault:
                 self._spoil(str(local_error or fault))
             kept = [vector.keeps_gradient() for vector in vectors]
-            if self._deliver() and inspect is not None:
-                inspect(vectors)
+            if self._deliver() and self._is_compared:
+                self.inspection.run(self.options.group, self.owners, self.steps + 1, vectors)
         except NonFiniteError as error:
             raise (local_error or error) from None
         except TritoncommError:  # the other ranks raise an error, too
@@ -492,7 +498,6 @@ class GradientExchange:
 
         They then know the parameters without gradient. They tell each other if these may not be those of the last step.
         """
-        is_compared = self.vectors[0].world_size > 1 and self.replica.is_due(self.updates)
         own = Claim(
             vectors=self.vectors,
             parameters=self.parameters,
@@ -500,7 +505,7 @@ class GradientExchange:
             updates=self.updates,
             is_stopped=self.state is State.STOPPED,
             presence=self.presence,
-            replica=self.replica if is_compared else None,
+            replica=self.replica if self._is_compared else None,
             steps=self.steps,
             group=self.options.group,
             shard=self.shard,

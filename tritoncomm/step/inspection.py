@@ -8,9 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 import torch.distributed as dist
 
-from tritoncomm.scheduler.process_group import is_distributed
 from tritoncomm.step.agree.number import number_of
-from tritoncomm.step.agree.replica import Replica
 from tritoncomm.step.shards import local
 from tritoncomm.step.vector import VectorExchange
 
@@ -27,12 +25,6 @@ class Inspection:
 
     def __init__(self) -> None:
         self._has_warned = False
-
-    def is_due(self, updates: int, group: dist.ProcessGroup | None) -> bool:
-        """Return True if gradients are to be compared in the step behind this number of ``updates``."""
-        if not is_distributed() or dist.get_world_size(group) == 1:
-            return False
-        return Replica.is_due(updates)
 
     def run(
         self,

@@ -20,7 +20,6 @@ from tritoncomm.step import state as exchange_state
 from tritoncomm.step.agree.replica import Replica, let_differ
 from tritoncomm.step.chosen_recipe import log_choice, never_delays, with_warmup_and_nodes
 from tritoncomm.step.exchange import GradientExchange, State
-from tritoncomm.step.inspection import Inspection
 from tritoncomm.step.misuse import LocalClipping
 from tritoncomm.step.model import Named, check_model, ignored_ids, keep_gradients_local, names_of, rest_of
 from tritoncomm.step.optimizer_list import OptimizerList, parts_of
@@ -110,7 +109,7 @@ class OptimizerSetup(OptimizerProxy):
         self._optimizer_step = OptimizerSteps(steps, options)
         self._optimizer_step.check()
         self._step_state = StepState()
-        self._inspection, self._local_clipping = Inspection(), LocalClipping()
+        self._local_clipping = LocalClipping()
         anchor_names = {} if self._local is None else self._local.names
         self._parameters = KnownParameters(self._exchanged, self._names | anchor_names, ignored)
 

@@ -417,7 +417,7 @@ def continued(new: GradientExchange, before: GradientExchange) -> GradientExchan
         across_layout(vector, before.vectors)
     new.state, new.steps, new.updates = before.state, before.steps, before.updates
     new.skipped, new.total = before.skipped, before.total
-    new.gradient_norm, new.presence = before.gradient_norm, before.presence
+    new.gradient_norm, new.presence, new.inspection = before.gradient_norm, before.presence, before.inspection
     new.replica.agreed = before.steps  # settings are compared when parameters are added
     return new
 

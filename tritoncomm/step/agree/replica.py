@@ -12,7 +12,8 @@ import torch.distributed as dist
 
 from tritoncomm.step.agree.compare import differences
 from tritoncomm.step.agree.number import number_of_text, numbers
-from tritoncomm.step.agree.setup import named_parameters
+from tritoncomm.step.agree.setup import labelled, named_parameters
+from tritoncomm.step.names import label
 from tritoncomm.step.shards import has_bits
 
 EVERY = 100  # updates from one comparison to the next
@@ -67,12 +68,8 @@ class Replica:
 
     def values(self) -> dict[str, torch.Tensor]:
         """Return parameters, each by its name."""
-        named: dict[str, torch.Tensor] = {}
-        for number, parameter in enumerate(self._held):
-            position = f"parameter {number} of shape {tuple(parameter.shape)}"
-            name = self._names.get(id(parameter)) or position
-            named[f"{name} ({position})" if name in named else name] = parameter  # of two modules, names may be equal
-        return named
+        held = [(each, label(self._names.get(id(each), ""), i, each)) for i, each in enumerate(self._held)]
+        return {name: each for each, name in labelled(held)}
 
     def state(self) -> dict[str, Any]:
         """Return tensors, numbers and texts in the state of the optimizer, each by its name."""

@@ -115,12 +115,12 @@ def compare_setup(
 
 
 def labelled(trained: Named) -> Named:
-    """Return each parameter with a name that no other has. Without ``model``, it may have none."""
-    counts = Counter(name for _, name in trained)
-    return [
-        (each, name if name and counts[name] == 1 else f"{name} parameter {position}".strip())
-        for position, (each, name) in enumerate(trained)
-    ]
+    """Return each parameter with a name that no other has. Of two modules, names may be equal, and it may have none."""
+    counts, labels = Counter(name for _, name in trained), list[str]()
+    for position, (_, name) in enumerate(trained):
+        place = f"parameter {position}"
+        labels.append(place if not name else name if counts[name] == 1 else f"{name} ({place})")
+    return [(each, label) for (each, _), label in zip(trained, labels, strict=True)]
 
 
 def _fields_of(layer: Any) -> Iterable[tuple[str, Any]]:
