@@ -46,6 +46,7 @@ from tritoncomm.planning import planner
 from tritoncomm.planning.link import measure_link
 from tritoncomm.scheduler.process_group import ProcessGroupScheduler
 from tritoncomm.step import options as step_options
+from tritoncomm.step.claim import Vote, vote
 from tritoncomm.step.feedback import ErrorFeedback
 from tritoncomm.step.shards import local
 
@@ -120,7 +121,7 @@ def run_steps(recipe: tritoncomm.Recipe, device: torch.device) -> Figures:
         started = time.perf_counter()
         with counted_synchronizations(device) as waits:
             mean = scheduler.run(feedback.begin(own, rank, size))
-            scheduler.run(scheduler.confirmation(), new_step=False)
+            scheduler.run(vote(Vote(), scheduler.device, [scheduler]), new_step=False)
             feedback.commit()
         seconds.append(time.perf_counter() - started)
         mean = mean.trimmed()

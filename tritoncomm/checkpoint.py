@@ -68,7 +68,7 @@ def save(optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
     if is_distributed():
         exchange = optimizer._exchange  # noqa: SLF001 - as above
         agree.compare({agree.UPDATES: exchange.updates}, group, device)
-        difference = exchange.replica.difference(group, group, device, exchange.steps)
+        difference = exchange.replica.difference(group, device, exchange.steps)
         if difference:
             raise ConfigMismatchError(f"nothing was saved, because {difference}")
     rank, size = state["tritoncomm"]["rank"], state["tritoncomm"]["world_size"]

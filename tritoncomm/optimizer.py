@@ -338,10 +338,6 @@ class SparseOptimizer(OptimizerSetup):
             self._exchange = exchange_state.continued(self._build(self.process_group), self._exchange)
         exchange, step_state, policy = self._exchange, self._step_state, self._options.on_nonfinite
         scale, found = self._scaler
-        owners = {} if self._local is None else self._local.owners
-        inspect = None
-        if self._inspection.is_due(exchange.updates, self.process_group):
-            inspect = partial(self._inspection.run, self.process_group, owners, exchange.steps + 1)
         found = step_state.found_in_unscale if found is None else found
         own = self._optimizer_step.ignored
         # Once, when the step is to be applied: here, or where this rank catches up with the others.
@@ -353,7 +349,6 @@ class SparseOptimizer(OptimizerSetup):
                 fault=self._fault(found, own),
                 decay=coupled_decay(self._exchanged) if self._decays_in_vector else {},
                 hides_decay=hides_decay,
-                inspect=inspect,
                 clipping=None if self._local is not None or self._optimizer_step.alone else self._local_clipping,
             )
             self._prepare_own()

@@ -22,7 +22,7 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _MixedPrecision
 from tritoncomm import ConfigMismatchError, ConfigurationError, PeerLostError
-from tritoncomm.step import replicas
+from tritoncomm.step.agree import replica
 
 import laws
 
@@ -385,7 +385,7 @@ def killed(rank: int, world_size: int, send) -> None:
 
 def built_again(rank: int, world_size: int, send) -> None:
     """A DDP module that is built in the middle of training is named in the next check, and its advice works."""
-    replicas.EVERY = 6
+    replica.EVERY = 6
     advice = "before the exchange, the first is that of 2.weight"
     for given in (True, False):  # the module in DDP was passed to wrap(), or there was none
         inner = net()
@@ -424,7 +424,7 @@ def gradients_of(model: nn.Module, rank: int) -> list[nn.Parameter]:
 
 def averaged_later(rank: int, world_size: int, send) -> None:
     """Gradients that somebody averages are found in later checks, too, and named once."""
-    replicas.EVERY = 3
+    replica.EVERY = 3
     model = net()
     optimizer = tritoncomm.wrap(adamw(model), **SETTINGS)
     train(model, optimizer, rank, range(4))

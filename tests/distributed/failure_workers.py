@@ -259,7 +259,7 @@ def mismatched_operations(rank: int, world_size: int, send, size: int) -> None:
 def mismatched_versions(rank: int, world_size: int, send) -> None:
     """A rank runs another release."""
     if rank == VICTIM:
-        tritoncomm.step.agree.__version__ = "0.0.1"
+        tritoncomm.step.agree.setup.__version__ = "0.0.1"
     try:
         sparse_wrap(torch.optim.SGD(tiny_model().parameters(), lr=0.1))
     except tritoncomm.ConfigMismatchError as error:

@@ -66,11 +66,11 @@ def refused_models(rank: int, world_size: int, send) -> None:
     other = Net()
     if rank >= 2:
         nn.init.ones_(other.head.weight)
-    refused(sharded(other, grid["shard"]), group, r"parameter values, first at parameter head\.weight")
+    refused(sharded(other, grid["shard"]), group, r"values of head\.weight: rank \d has")
     one = sharded(Net(), grid["shard"])
     if rank == world_size - 1:  # the replicas of the other shard are equal
         one.head.weight.to_local().detach().fill_(1.0)
-    refused(one, group, r"parameter values, first at parameter head\.weight")
+    refused(one, group, r"values of head\.weight: rank \d has")
     tritoncomm.wrap(adamw(one), model=one, process_group=group, broadcast_parameters=True)
     assert same_everywhere(bits(one), group)
     refused(sharded(Net(), grid["shard"]), group, r"recipe|density", density=0.1 if rank < 2 else 0.2)
@@ -114,6 +114,29 @@ def stopped_update(rank: int, world_size: int, send) -> None:
         with pytest.raises(ProtocolMismatchError, match=r"rank 1 has '3, and one that stopped'.*load a checkpoint"):
             train(model, optimizer, rank, range(4, 5))
     assert bits(model) == before
+
+
+def options_that_differ(rank: int, world_size: int, send) -> None:
+    """A rate, or what is frozen, that differs between ranks with the same shard is named on the ranks of all shards."""
+    grid = mesh()
+    model = sharded(Net(), grid["shard"])
+    optimizer = tritoncomm.wrap(adamw(model), model=model, process_group=grid["replicate"].get_group(), **SETTINGS)
+    train(model, optimizer, rank, range(2))
+    before, options = bits(model), optimizer.param_groups[0]
+    for odd, said in (((3,), "rank 1 has 0.01, rank 3 has 0.02"), ((0, 3), "rank 0 has 0.02, rank 2 has 0.01")):
+        options["lr"] = 0.02 if rank in odd else 0.01
+        with pytest.raises(ProtocolMismatchError, match=f"nothing has changed.*lr of parameter group 0: {said}"):
+            train(model, optimizer, rank, range(2, 3))
+        options["lr"] = 0.01
+        assert bits(model) == before
+    model.head.weight.requires_grad_(rank < 2)  # in one replica
+    with pytest.raises(ProtocolMismatchError, match=r"frozen state of head\.weight: rank 0 has False, rank 2 has True"):
+        train(model, optimizer, rank, range(2, 3))
+    model.head.weight.requires_grad_()
+    assert bits(model) == before
+    train(model, optimizer, rank, range(2, 4))
+    assert same_everywhere(bits(model), grid["replicate"].get_group())
+    assert bits(model) != before
 
 
 def killed(rank: int, world_size: int, send) -> None:

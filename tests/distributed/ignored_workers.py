@@ -15,7 +15,7 @@ from optimizer_list_workers import Lion
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from tritoncomm import ConfigMismatchError, ConfigurationError, NonFiniteError, PeerLostError
-from tritoncomm.step import replicas
+from tritoncomm.step.agree import replica
 
 import laws
 
@@ -73,7 +73,7 @@ class Beside:
 
 def experts(rank: int, world_size: int, send) -> None:
     """What DDP ignores stays this rank's own: the original step takes it by this rank's gradients, to the bit."""
-    replicas.EVERY = 3
+    replica.EVERY = 3
     settings: list[dict[str, object]] = [SETTINGS, {"algo": "dense"}, {"exchange": "updates"}, {"local_steps": 2}]
     settings.append(SETTINGS | {"staleness": "off", "exchange": "gradients"})
     for number, (kind, make) in enumerate(KINDS.items()):

@@ -195,7 +195,7 @@ def test_frozen_on_one_rank() -> None:
     assert sorted(heard) == [0, 1, 2]
     for kind, _, _, text in heard.values():
         assert kind == "ProtocolMismatchError", text
-        assert "frozen parameters: ranks [0, 2] have [], rank 1 has ['parameter 1 of shape (20, 6)']" in text
+        assert "frozen state of parameter 1 of shape (20, 6): ranks [0, 2] have False, rank 1 has True" in text
         assert "freeze the same parameters" in text
 
 

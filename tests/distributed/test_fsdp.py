@@ -24,7 +24,10 @@ from tritoncomm.demo.local_workers import WorkerError
             *(fsdp_workers.dense_training, fsdp_workers.conservation, fsdp_workers.loss_scaling),
             *(fsdp_workers.rejected_steps, fsdp_workers.life_of_a_step, fsdp_workers.nodes),
         ],
-        [edges.refused_groups, edges.refused_models, edges.groups_are_used_again, edges.stopped_update],
+        [
+            *(edges.refused_groups, edges.refused_models, edges.groups_are_used_again, edges.stopped_update),
+            edges.options_that_differ,
+        ],
     ],
     ids=lambda situations: f"{situations[0].__name__} and others",
 )

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from tritoncomm import Recipe, SimulatedWorld
 from tritoncomm.scheduler.process_group import ProcessGroupScheduler
+from tritoncomm.step.claim import Vote, vote
 from tritoncomm.step.feedback import ErrorFeedback
 
 from emulated_cuda import ranks
@@ -54,7 +55,7 @@ def emulated(recipe: Recipe, given: list[torch.Tensor], *, seed: int | None = 0)
             mean = scheduler.run(feedback.begin(to_gpu(step[rank]), rank, world_size)).trimmed()
             sent, received = scheduler.meter.sent.bytes, scheduler.meter.received.bytes
             feedback.commit()
-            scheduler.run(scheduler.confirmation(), new_step=False)
+            scheduler.run(vote(Vote(), scheduler.device, [scheduler]), new_step=False)
             parts = (mean.indices, mean.values, feedback.residual)
             outcomes.append(Outcome(*map(values_of, parts), sent, received))
         return outcomes
@@ -98,7 +99,7 @@ def counted(recipe: Recipe, world_size: int, *, numel: int = 9728) -> tuple[int,
             gpu.reset()
             scheduler.run(feedback.begin(own, rank, world_size))
             feedback.commit()
-            scheduler.run(scheduler.confirmation(), new_step=False)
+            scheduler.run(vote(Vote(), scheduler.device, [scheduler]), new_step=False)
         return sum(gpu.syncs.values()), sum(gpu.launches.values())
 
     return max(ranks.run(rank_of, world_size, seed=None))

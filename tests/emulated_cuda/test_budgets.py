@@ -16,7 +16,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from tritoncomm.algorithms import algorithms, takes_density
 from tritoncomm.algorithms.base import StaticRecipe
 from tritoncomm.planning import planner
-from tritoncomm.step import adam, replicas
+from tritoncomm.step import adam
+from tritoncomm.step.agree import replica
 
 from depth import DEEP
 from emulated_cuda import doors, ranks
@@ -36,7 +37,7 @@ SETTLED = 4
 @pytest.fixture(autouse=True)
 def late(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compare replicas in every 100th step only: ordinary steps are counted among the first."""
-    monkeypatch.setattr(replicas, "EARLY", ())
+    monkeypatch.setattr(replica, "EARLY", ())
 
 
 class Step(NamedTuple):
@@ -224,8 +225,8 @@ def test_renewal_of_the_scale() -> None:
 
 def test_comparison_of_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step that compares gradients, parameters and the optimizer's state waits twice more."""
-    monkeypatch.setattr(replicas, "EVERY", 4)
-    monkeypatch.setattr(replicas, "EARLY", (2,))
+    monkeypatch.setattr(replica, "EVERY", 4)
+    monkeypatch.setattr(replica, "EARLY", (2,))
     steps = steps_of.__wrapped__("topk_allgather", "4bit", 2, 6)
     assert [step.syncs for step in steps[1:]] == [ORDINARY, ORDINARY + 2, ORDINARY, ORDINARY + 2, ORDINARY]
 

@@ -13,6 +13,7 @@ from tritoncomm import ExDyna, SimulatedWorld
 from tritoncomm.algorithms.exdyna import ExDynaState, MiCRO
 from tritoncomm.errors import NonFiniteError
 from tritoncomm.scheduler.process_group import ProcessGroupScheduler
+from tritoncomm.step.claim import Vote, vote
 from tritoncomm.step.feedback import ErrorFeedback
 
 from emulated_cuda import ranks
@@ -52,7 +53,7 @@ def worker(recipe: ExDyna, rank: int, world_size: int) -> tuple[ErrorFeedback, C
     def step(gradient: torch.Tensor) -> None:
         scheduler.run(feedback.begin(gradient, rank, world_size))
         feedback.commit()
-        scheduler.run(scheduler.confirmation(), new_step=False)
+        scheduler.run(vote(Vote(), scheduler.device, [scheduler]), new_step=False)
 
     return feedback, step
 

@@ -19,6 +19,7 @@ from tritoncomm.scheduler import failure_report, watcher
 from tritoncomm.scheduler.process_group import ProcessGroupScheduler
 from tritoncomm.scheduler.rounds import AllReduce, Op, Pattern, Round
 from tritoncomm.step import agree
+from tritoncomm.step.claim import Vote, vote
 from tritoncomm.step.feedback import ErrorFeedback
 
 import recipes
@@ -72,7 +73,7 @@ def exchange(rank: int, name: str, number: int, fault: Callable[[], None], timeo
         started = time.monotonic()
         try:
             scheduler.run(feedback.begin(gradient, rank, WORLD_SIZE))
-            scheduler.run(scheduler.confirmation(), new_step=False)
+            scheduler.run(vote(Vote(), scheduler.device, [scheduler]), new_step=False)
         except Exception as error:
             feedback.rollback()
             with pytest.raises(type(error)):  # the failed group raises the same error again

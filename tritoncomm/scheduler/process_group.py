@@ -26,7 +26,6 @@ from tritoncomm.scheduler.new_group import needs_all_ranks, new_group
 from tritoncomm.scheduler.ranks import global_ranks, name_of, resume
 from tritoncomm.scheduler.rounds import (
     AllGather,
-    AllReduce,
     Collective,
     InSubgroup,
     Op,
@@ -247,37 +246,6 @@ class ProcessGroupScheduler:
         if self.watcher is not None and other.watcher is not None and self.watcher is not other.watcher:
             other.watcher.groups += [group for group in self.watcher.groups if group not in other.watcher.groups]
             self._watcher = other.watcher
-
-    def confirmation(
-        self,
-        state: str = "",
-        others: Sequence[ProcessGroupScheduler] = (),
-        *,
-        raises: bool = False,
-    ) -> Pattern[tuple[bool, bool]]:
-        """Return whether all ranks have reached the end of the same step of the same exchange, in the same state.
-
-        The second answer is whether any rank ``raises`` a flag. The answers are the same on all ranks.
-
-        Args:
-            state: A text that must be equal on all ranks: it says which parameters are not frozen, and the options of
-                the optimizer.
-            others: Schedulers in the same group that have exchanged other vectors of this step.
-            raises: A flag of this rank, which may differ between ranks.
-
-        Raises:
-            ProtocolMismatchError: A GPU has received a wrong header. All ranks raise it.
-        """
-        assert self.stamp is not None
-        state += "".join(f" {other.step} {other.stamp}" for other in others)
-        signature = (self.step << 32) + (self.stamp ^ wire.stamp(state))
-        # Each word is filled by a kernel, because the host would wait for a GPU to copy them.
-        words = [torch.full((1,), each, dtype=torch.int64, device=self.device) for each in (signature, int(raises))]
-        words += take_suspects((self, *others))
-        total, raised, *suspects = (yield AllReduce("confirm", torch.cat(words))).tolist()
-        if any(suspects):
-            raise self.suspicion()
-        return bool(total == signature * self.world_size), bool(raised)
 
     def take_suspects(self) -> Iterator[torch.Tensor]:
         """Yield the numbers of wrong words in headers since the last call, of this group and its subgroups."""

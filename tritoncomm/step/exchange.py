@@ -25,16 +25,17 @@ from tritoncomm.scheduler.rounds import Pattern
 from tritoncomm.scheduler.span import Span
 from tritoncomm.scheduler.together import run_together
 from tritoncomm.step import agree, gradients
+from tritoncomm.step.agree.replica import Replica
 from tritoncomm.step.chosen_recipe import never_delays
+from tritoncomm.step.claim import Claim
 from tritoncomm.step.clipping import clipped
 from tritoncomm.step.decay import add_decay, show_decay, with_decay
 from tritoncomm.step.feedback import ErrorFeedback
 from tritoncomm.step.flat import Delivered, check_range, scattered
+from tritoncomm.step.inspection import Inspection
 from tritoncomm.step.misuse import LocalClipping
 from tritoncomm.step.presence import Presence, resting
-from tritoncomm.step.replicas import Replica
 from tritoncomm.step.vector import ExchangeOptions, VectorExchange, listed, noting
-from tritoncomm.step.votes import Confirmation
 
 logger = logging.getLogger("tritoncomm")
 
@@ -106,6 +107,7 @@ class GradientExchange:
         delivered: The means of a step that is READY. None if it was skipped, and in other states.
         is_flush: Whether the last step was a flush.
         presence: Which parameters have a gradient on any rank.
+        inspection: Notices gradients that somebody else averages, when replicas are compared.
         steps: Number of applied steps, also of the runs that were loaded.
         updates: Number of applied steps since all ranks were known to be equal.
         skipped: Number of steps that were rejected, or whose means were thrown away.
@@ -136,7 +138,7 @@ class GradientExchange:
         self.all_shards = all_shards
         self.counted: torch.Tensor | None = None
         self.owners: Mapping[int, torch.Tensor] = {}
-        self.presence = Presence()
+        self.presence, self.inspection = Presence(), Inspection()
         self._decay: Mapping[int, float] = {}
         self._hidden: Mapping[int, float] = {}  # what of it every .grad gets when the step is applied
         self.replica = Replica(optimizer)
@@ -164,6 +166,11 @@ class GradientExchange:
         """Number of shards of the model."""
         return 1 if self.all_shards is None else self.all_shards.world_size // self.vectors[0].world_size
 
+    @property
+    def _is_compared(self) -> bool:
+        """True in the steps in which ranks compare their replicas and gradients."""
+        return self.vectors[0].world_size > 1 and self.replica.is_due(self.updates)
+
     def _finds_nothing(self) -> bool:
         """Return True if this rank had no gradient, and no rank has given anything. Of an anchor, its owner counts."""
         if any(self.owners.get(id(each), each).grad is not None for each in self.parameters):
@@ -175,11 +182,6 @@ class GradientExchange:
     def gradients(self) -> list[torch.Tensor | None]:
         """Every ``.grad``, in the order of :attr:`parameters`."""
         return [parameter.grad for parameter in self.parameters]
-
-    @property
-    def stepping(self) -> agree.Stepping:
-        """What the ranks compare in every step."""
-        return agree.Stepping(self.optimizer, self.updates, self.state is State.STOPPED)
 
     def replace_vectors(
         self, recipes: Sequence[Recipe], group: dist.ProcessGroup | None
@@ -216,7 +218,6 @@ class GradientExchange:
         fault: str = "",
         decay: Mapping[int, float] = MappingProxyType({}),
         hides_decay: bool = False,
-        inspect: Callable[[Sequence[VectorExchange]], None] | None = None,
         clipping: LocalClipping | None = None,
     ) -> None:
         """Replace every ``.grad`` by the mean over ranks. The state is then READY.
@@ -231,8 +232,6 @@ class GradientExchange:
                 Default: nothing.
             decay: The share of each parameter (by id) that is added to the mean of its gradient.
             hides_decay: Whether ``.grad`` gets this share when the step is applied, because somebody clips it before.
-            inspect: Called with the vectors while every ``.grad`` is still this rank's gradient. What it raises rejects
-                the step. Default: None.
             clipping: Looks at the gradients of this rank, unless they are shards. Default: None.
 
         Raises:
@@ -259,8 +258,8 @@ class GradientExchange:
             if local_error is not None or fault:
                 self._spoil(str(local_error or fault))
             kept = [vector.keeps_gradient() for vector in vectors]
-            if self._deliver() and inspect is not None:
-                inspect(vectors)
+            if self._deliver() and self._is_compared:
+                self.inspection.run(self.options.group, self.owners, self.steps + 1, vectors)
         except NonFiniteError as error:
             raise (local_error or error) from None
         except TritoncommError:  # the other ranks raise an error, too
@@ -506,18 +505,25 @@ class GradientExchange:
 
         They then know the parameters without gradient. They tell each other if these may not be those of the last step.
         """
-        begun, presence, all_shards = [step.vector for step in self._begun], self.presence, self.all_shards
-        replica = self.replica if self.vectors[0].world_size > 1 and self.replica.is_due(self.updates) else None
-        group = self.options.group
-        own = Confirmation(begun, self.parameters, self.stepping, presence, replica, group, self.steps)
-        if all_shards is None:
-            news = own.within_group()
-        else:
-            rejected, news = own.of_all_shards(all_shards, rejected=self._rejected is not None)
-            if rejected:
-                raise self._reject()
+        own = Claim(
+            vectors=self.vectors,
+            parameters=self.parameters,
+            optimizer=self.optimizer,
+            updates=self.updates,
+            is_stopped=self.state is State.STOPPED,
+            presence=self.presence,
+            replica=self.replica if self._is_compared else None,
+            steps=self.steps,
+            group=self.options.group,
+            shard=self.shard,
+            all_shards=self.all_shards,
+            rejects=self._rejected is not None,
+        )
+        rejected, news = own.confirm()
+        if rejected:
+            raise self._reject()
         if news:
-            presence.agree(self.parameters, begun[-1])
+            self.presence.agree(self.parameters, self.vectors[-1])
 
     def _reject(self) -> NonFiniteError:
         """Roll back, count the rejected step, and return an error that names ranks and parameters.

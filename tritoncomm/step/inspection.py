@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 import torch.distributed as dist
 
-from tritoncomm.scheduler.process_group import is_distributed
-from tritoncomm.step.replicas import Replica
+from tritoncomm.step.agree.number import number_of
 from tritoncomm.step.shards import local
 from tritoncomm.step.vector import VectorExchange
 
@@ -26,12 +25,6 @@ class Inspection:
 
     def __init__(self) -> None:
         self._has_warned = False
-
-    def is_due(self, updates: int, group: dist.ProcessGroup | None) -> bool:
-        """Return True if gradients are to be compared in the step behind this number of ``updates``."""
-        if not is_distributed() or dist.get_world_size(group) == 1:
-            return False
-        return Replica.is_due(updates)
 
     def run(
         self,
@@ -52,8 +45,8 @@ class Inspection:
             vectors: The vectors of the exchange.
         """
         named = [(owners.get(id(each), each), vector.name_of(each)) for vector in vectors for each in vector.parameters]
-        digests = [_digest(parameter.grad, vectors[0].device) for parameter, _ in named]
-        there, equal = vectors[0].equal_on_all_ranks(torch.stack(digests))
+        numbers = [_number_of(parameter.grad, vectors[0].device) for parameter, _ in named]
+        there, equal = vectors[0].equal_on_all_ranks(torch.stack(numbers))
         found = [each for each, is_there, same in zip(named, there, equal, strict=True) if is_there and same]
         averaged = found if len(found) == sum(there) else [each for each in found if _tells(each[0])]
         if averaged and not self._has_warned and dist.get_rank(group) == 0:
@@ -75,10 +68,9 @@ def _tells(parameter: torch.Tensor) -> bool:
     return parameter.dim() > 1 or parameter.numel() >= _LARGE
 
 
-def _digest(gradient: torch.Tensor | None, device: torch.device) -> torch.Tensor:
+def _number_of(gradient: torch.Tensor | None, device: torch.device) -> torch.Tensor:
     """Return a number that equal gradients have in common, int64 ``[]``. It is zero for none, and for one of zeros."""
     if gradient is None:
         return torch.zeros((), dtype=torch.int64, device=device)
     own = local(gradient).detach()
-    values = own.coalesce().values() if own.is_sparse else own
-    return values.float().view(torch.int32).sum(dtype=torch.int64).to(device)
+    return number_of(own.coalesce().values() if own.is_sparse else own).to(device)

@@ -20,6 +20,7 @@ from tritoncomm.errors import ConfigurationError
 from tritoncomm.scheduler.process_group import is_distributed
 from tritoncomm.scheduler.ranks import global_ranks
 from tritoncomm.step import agree
+from tritoncomm.step.agree.number import numbers
 from tritoncomm.step.guard import is_stepping, is_wrapped
 from tritoncomm.step.ignored import AliveIds
 from tritoncomm.step.optimizer_proxy import OptimizerProxy
@@ -111,7 +112,7 @@ def compare_buffers(model: nn.Module | None, optimizer: torch.optim.Optimizer, g
     _, buffers = rest_of(model, optimizer)
     if not buffers or not is_distributed():
         return
-    fields = {name: agree.digest(buffer) for buffer, name in buffers}
+    fields = dict(zip((name for _, name in buffers), numbers(buffer for buffer, _ in buffers), strict=True))
     found = agree.differences(fields, group, agree.device_of(optimizer))
     if found and dist.get_rank(group) == 0:
         logger.warning(

@@ -17,16 +17,15 @@ from tritoncomm.errors import ConfigMismatchError
 from tritoncomm.scheduler.process_group import is_distributed
 from tritoncomm.step import agree
 from tritoncomm.step import state as exchange_state
+from tritoncomm.step.agree.replica import Replica, let_differ
 from tritoncomm.step.chosen_recipe import log_choice, never_delays, with_warmup_and_nodes
 from tritoncomm.step.exchange import GradientExchange, State
-from tritoncomm.step.inspection import Inspection
 from tritoncomm.step.misuse import LocalClipping
 from tritoncomm.step.model import Named, check_model, ignored_ids, keep_gradients_local, names_of, rest_of
 from tritoncomm.step.optimizer_list import OptimizerList, parts_of
 from tritoncomm.step.optimizer_proxy import OptimizerProxy
 from tritoncomm.step.options import WrapOptions, check_optimizer, is_alone
 from tritoncomm.step.parameters import KnownParameters, Part, dense_ids, exchange_of
-from tritoncomm.step.replicas import Replica, let_differ
 from tritoncomm.step.rules import exchanges_updates
 from tritoncomm.step.update import OptimizerStep, OptimizerSteps, StepState
 from tritoncomm.step.updates import LocalSteps
@@ -110,7 +109,7 @@ class OptimizerSetup(OptimizerProxy):
         self._optimizer_step = OptimizerSteps(steps, options)
         self._optimizer_step.check()
         self._step_state = StepState()
-        self._inspection, self._local_clipping = Inspection(), LocalClipping()
+        self._local_clipping = LocalClipping()
         anchor_names = {} if self._local is None else self._local.names
         self._parameters = KnownParameters(self._exchanged, self._names | anchor_names, ignored)
 
@@ -253,8 +252,9 @@ class OptimizerSetup(OptimizerProxy):
             keep_gradients_local(module)
         trained, options = self._parameters.trained, self._options
         agree.compare_setup(
-            self.optimizer, trained, recipes[self.recipe], options, exchange.steps, process_group,
-            caught_up=caught_up, stepped=self._stepped, ignored=self._parameters.ignored,
+            self.optimizer, trained, recipes[self.recipe], options, exchange.steps, process_group, self._device,
+            state=exchange.replica.state(), caught_up=caught_up, stepped=self._stepped,
+            ignored=self._parameters.ignored,
         )  # fmt: skip
         if self._local is not None:
             self._local.forget_loading()
@@ -287,8 +287,8 @@ class OptimizerSetup(OptimizerProxy):
         trained, group, all_shards = self._parameters.trained, exchange.options.group, exchange.all_shards
         try:
             agree.compare_setup(
-                self.optimizer, trained, self.recipe, self._options, exchange.steps, group,
-                ignored=self._parameters.ignored, **fields,
+                self.optimizer, trained, self.recipe, self._options, exchange.steps, group, self._device,
+                state=exchange.replica.state(), ignored=self._parameters.ignored, **fields,
             )  # fmt: skip
         except ConfigMismatchError as error:
             if all_shards is not None:

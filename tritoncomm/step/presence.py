@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from tritoncomm.scheduler.rounds import AllReduce, Pattern
+from tritoncomm.step.agree.setup import labelled
 from tritoncomm.step.vector import VectorExchange
 
 logger = logging.getLogger("tritoncomm")
@@ -92,10 +93,9 @@ class Presence:
 
     def fields(self, parameters: Sequence[torch.Tensor], names: Mapping[int, str]) -> dict[str, Any]:
         """Return what :meth:`kinds` says, by name. ``names`` are those of the parameters, by their ids."""
-        return {
-            "frozen parameters": [names[id(each)] for each in parameters if not each.requires_grad],
-            "parameters without gradient before": [names[id(each)] for each in parameters if id(each) in self.absent],
-        }
+        named = labelled([(each, names[id(each)]) for each in parameters])
+        frozen = {f"frozen state of {name}": not each.requires_grad for each, name in named}
+        return frozen | {f"missing gradient of {name} before": id(each) in self.absent for each, name in named}
 
     def positions(self, parameters: Iterable[torch.Tensor]) -> list[int]:
         """Return the positions in ``parameters`` of those that were absent."""

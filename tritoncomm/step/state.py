@@ -328,7 +328,7 @@ def compare(
     fields: dict[str, Any] = {"steps": saved["steps"] if saved else None}
     if everybody is not replicas:  # methods of other shards have other states
         agree.compare(fields, everybody, device)
-    fields["optimizer state"] = agree.state_outline(inner)
+    fields |= agree.state_outline(inner)
     if feedbacks:
         fields["loaded state"] = repr([feedback.algorithm.common_state() for feedback in feedbacks])
     agree.compare(fields, replicas, device)
@@ -417,7 +417,7 @@ def continued(new: GradientExchange, before: GradientExchange) -> GradientExchan
         across_layout(vector, before.vectors)
     new.state, new.steps, new.updates = before.state, before.steps, before.updates
     new.skipped, new.total = before.skipped, before.total
-    new.gradient_norm, new.presence = before.gradient_norm, before.presence
+    new.gradient_norm, new.presence, new.inspection = before.gradient_norm, before.presence, before.inspection
     new.replica.agreed = before.steps  # settings are compared when parameters are added
     return new
 

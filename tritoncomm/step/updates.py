@@ -22,8 +22,8 @@ import torch
 
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.scheduler.ranks import own_rank
-from tritoncomm.step import agree
 from tritoncomm.step.agree import LOADED
+from tritoncomm.step.agree.number import number_of_text, numbers
 from tritoncomm.step.anchors import all_finite, anchor_of, delta_of, flat, write
 from tritoncomm.step.ignored import ignored_of, non_finite
 from tritoncomm.step.options import WrapOptions
@@ -86,9 +86,9 @@ class LocalSteps:
         self.outer = torch.optim.SGD(
             self.anchors, lr=options.outer_lr, momentum=momentum, nesterov=momentum > 0, foreach=False
         )
-        # Options of the anchor that ranks compare in each exchange, and what errors call it.
+        # Options of the anchor that ranks compare in each exchange.
         self.outer.defaults |= {_TAKEN: 0, LOADED: 0}
-        self.outer.param_groups[0] |= {_TAKEN: 0, LOADED: 0, "label": "the common parameters"}
+        self.outer.param_groups[0] |= {_TAKEN: 0, LOADED: 0}
         self.taken = self.total = self.dropped = self.here = self._left_out = 0
         self.is_pending = False
         self.delta_norm = torch.zeros(())
@@ -218,7 +218,7 @@ class LocalSteps:
         self._load_later()
         if self._is_stale or self._were_loaded():
             # Another rank may have loaded others, or none: the next exchange compares them.
-            self.outer.param_groups[0][LOADED] = agree.number_of(map(local, self.parameters))
+            self.outer.param_groups[0][LOADED] = number_of_text(repr(numbers(self.parameters)))
             self.accept()
         overflowed = found is not None and bool(found) and not self._has_shards
         trained, rest = gradients_of(self._optimizers), gradients_of(others)

@@ -256,23 +256,6 @@ class VectorExchange:
         """Find out how much longer the vectors of the ranks are than their mean."""
         self.gain = yield from gain_of_mean(self.flat, self.sketch(), self.world_size)
 
-    def confirm(self, state: str, others: Sequence[VectorExchange], *, raises: bool) -> tuple[bool, bool]:
-        """Wait until every rank has the mean, and return whether all are in the same ``state``.
-
-        The second answer is whether any rank ``raises`` a flag. Without the wait, some ranks could apply a step that
-        other ranks have lost.
-
-        Args:
-            state: Which parameters are not frozen, the optimizer's options and the number of its updates.
-            others: The other vectors of the same step.
-            raises: A flag of this rank.
-        """
-        if self.world_size == 1:
-            return True, raises
-        assert self.scheduler is not None
-        schedulers = [other.scheduler for other in others if other.scheduler is not None]
-        return self.run(self.scheduler.confirmation(state, schedulers, raises=raises))
-
     def equal_on_all_ranks(self, figures: torch.Tensor) -> tuple[list[bool], list[bool]]:
         """Return for each of ``figures`` (int64 ``[n]``) whether it is not 0, and whether all ranks pass the same.
 

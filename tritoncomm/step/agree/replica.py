@@ -1,0 +1,124 @@
+"""Whether ranks that hold the same shard still hold the same values: parameters, and the state of the optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from numbers import Real
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+import torch.distributed as dist
+
+from tritoncomm.step.agree.compare import differences
+from tritoncomm.step.agree.number import number_of_text, numbers
+from tritoncomm.step.agree.setup import labelled, named_parameters
+from tritoncomm.step.names import label
+from tritoncomm.step.shards import has_bits
+
+EVERY = 100  # updates from one comparison to the next
+EARLY = (1, 10)  # and some before: what makes replicas differ usually does so in the first step
+
+# Parameters that local steps train, by id: they differ between ranks from one exchange to the next. An optimizer of
+# another part of the same model must not compare them.
+_TRAINED_LOCALLY: WeakValueDictionary[int, torch.Tensor] = WeakValueDictionary()
+
+
+def let_differ(parameters: Iterable[torch.Tensor]) -> None:
+    """Let optimizers that do not hold these ``parameters`` leave them out when they compare the model."""
+    _TRAINED_LOCALLY.update((id(parameter), parameter) for parameter in parameters)
+
+
+class Replica:
+    """The values on this rank that all ranks with the same shard must have in common.
+
+    These are all parameters of the original ``optimizer``, its state, and other parameters of the module.
+
+    Args:
+        optimizer: The original optimizer.
+        names: The name of each parameter of the optimizer that is not ``ignored``, or ``""``. Default: none has a name.
+        others: Parameters of the module that the optimizer does not hold, each with its name.
+        ignored: Ids of the parameters that are this rank's own, see :mod:`tritoncomm.step.ignored`. Default: none.
+
+    Attributes:
+        agreed: The number of steps after which all ranks had equal values, when they were compared last.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        names: Sequence[str] = (),
+        others: Sequence[tuple[torch.Tensor, str]] = (),
+        ignored: Collection[int] = (),
+    ) -> None:
+        self._optimizer, self._ignored = optimizer, ignored
+        self._names = {id(parameter): name for parameter, name in zip(self._held, names, strict=False)}
+        self._others = list(others)
+        self.agreed = 0
+
+    @property
+    def _held(self) -> list[torch.Tensor]:
+        every = named_parameters(self._optimizer)
+        return [parameter for parameter, _ in every if id(parameter) not in self._ignored]
+
+    @staticmethod
+    def is_due(updates: int) -> bool:
+        """Return True if ranks compare their values in the step behind this number of ``updates``."""
+        return updates % EVERY == 0 or updates in EARLY
+
+    def values(self) -> dict[str, torch.Tensor]:
+        """Return parameters, each by its name."""
+        held = [(each, label(self._names.get(id(each), ""), i, each)) for i, each in enumerate(self._held)]
+        return {name: each for each, name in labelled(held)}
+
+    def state(self) -> dict[str, Any]:
+        """Return tensors, numbers and texts in the state of the optimizer, each by its name."""
+        state = self._optimizer.state  # to read a state that is missing adds an empty one
+        held = ((name, state[parameter]) for name, parameter in self.values().items() if parameter in state)
+        return {text: leaf for name, of in held for text, leaf in _leaves(of, f"of {name}")}
+
+    def figures(self) -> dict[str, int]:
+        """Return the number of each parameter, and then of the state, by its name. The host waits for a GPU once."""
+        named = self.values()
+        others = [(name, each) for each, name in self._others if id(each) not in _TRAINED_LOCALLY]
+        found: dict[str, Any] = {name: parameter for name, parameter in named.items() if has_bits(parameter)}
+        found |= {f"{name} (not held)" if name in named else name: each for name, each in others}
+        found |= self.state()
+        return dict(zip(found, numbers(found.values()), strict=True))
+
+    def digest(self) -> int:
+        """Return a number of all figures."""
+        return number_of_text(repr(self.figures()))
+
+    def difference(
+        self, everybody: dist.ProcessGroup | None, device: torch.device | None, steps: int, shard: int = 0
+    ) -> str:
+        """Return which values differ between ranks with the same ``shard`` after ``steps`` steps. Empty if none does.
+
+        All ranks of ``everybody``, which are those of all shards, call this together.
+        """
+        found = differences(self.figures(), everybody, device, shard)
+        if not found:
+            self.agreed = steps
+            return ""
+        name, sides = next(iter(found.items()))
+        further = f", and {len(found) - 1} further values do" if len(found) > 1 else ""
+        return (
+            f"{name} differs between ranks: {sides} (numbers of their bits){further}. All were equal when they were "
+            f"compared last, after step {self.agreed}. Something has changed values on some ranks outside of step(), "
+            "or ranks have processors that round differently: load a checkpoint on all ranks, or call wrap(..., "
+            "broadcast_parameters=True) again"
+        )
+
+
+def _leaves(state: Any, name: str) -> Iterator[tuple[str, torch.Tensor | float | str]]:
+    """Return the tensors, numbers and texts in the ``state`` of a parameter, each with its name."""
+    if isinstance(state, torch.Tensor):
+        if has_bits(state):
+            yield name, state
+    elif isinstance(state, (Real, str)):
+        yield name, state if isinstance(state, str) else float(state)
+    elif isinstance(state, (Mapping, list, tuple)):
+        entries = dict(state if isinstance(state, Mapping) else enumerate(state))
+        for key in sorted(entries, key=str):
+            yield from _leaves(entries[key], f"{key} {name}")

@@ -1,0 +1,221 @@
+"""What must be equal on all ranks before they exchange anything: configuration, parameters, and optimizer state."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from numbers import Real
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tritoncomm.algorithms import Recipe
+from tritoncomm.errors import ConfigMismatchError
+from tritoncomm.scheduler.process_group import is_distributed, reporting
+from tritoncomm.scheduler.ranks import global_ranks
+from tritoncomm.step.agree.compare import LOADED, STATE, VALUES, compare
+from tritoncomm.step.agree.number import numbers
+from tritoncomm.step.shards import local
+from tritoncomm.step.torch_internals import is_interruption
+from tritoncomm.version import __version__
+from tritoncomm_kernels import devices
+
+Named = Sequence[tuple[torch.Tensor, str]]  # tensors, each with its name
+
+
+def compare_setup(
+    optimizer: torch.optim.Optimizer,
+    trained: Named,
+    recipe: Recipe,
+    options: Any,
+    steps: int,
+    group: dist.ProcessGroup | None,
+    device: torch.device | None,
+    *,
+    state: Mapping[str, Any],
+    others: Named = (),
+    buffers: Named = (),
+    broadcast: bool = False,
+    caught_up: bool = False,
+    stepped: Collection[int] = (),
+    ignored: Collection[int] = (),
+) -> None:
+    """Check that all ranks of ``group`` are configured identically and are at the same step.
+
+    All ranks call this together. Without process groups, nothing happens.
+
+    Args:
+        optimizer: The original optimizer.
+        trained: The parameters that are exchanged, each with its name. Their order must agree, too.
+        recipe: The recipe of the exchange.
+        options: A dataclass. Its fields must be equal.
+        steps: Number of applied steps.
+        group: The process group of the exchange.
+        device: The device of the exchange.
+        state: The tensors and numbers in the state of the optimizer that exchanges, by their names.
+        others: Parameters of the model that the optimizer does not hold, each with its name.
+        buffers: Buffers of the model, each with its name.
+        broadcast: Whether to copy the values of all parameters and buffers from the group's first rank afterwards. If
+            False, the values of ``trained`` and ``others`` must be equal.
+        caught_up: Whether some ranks have just applied a step of the others. Schedules have not taken theirs there, so
+            options may differ. The next step compares them.
+        stepped: Ids of parameter groups by which ranks have stepped alone. An optimizer may keep numbers in them, such
+            as an estimated rate, which then differ.
+        ignored: Ids of parameters that are this rank's own, see :mod:`tritoncomm.step.ignored`.
+
+    Raises:
+        ConfigMismatchError: Anything differs. All ranks raise it.
+    """
+    if not is_distributed():
+        return
+    fields: dict[str, Any] = {
+        "version": __version__,
+        "optimizer": type(optimizer).__name__,
+        "algorithm": recipe.name,
+        "recipe": " around ".join(type(layer).__name__ for layer in recipe.layers),
+        "steps": steps,
+        "broadcast_parameters": broadcast,
+        "number of parameters": len(trained),
+        "number of parameter groups": len(optimizer.param_groups),
+    }
+    for layer in recipe.layers:
+        fields |= {f"{name} of {type(layer).__name__}": value for name, value in _fields_of(layer)}
+    fields |= {f"argument {name}": value for name, value in _fields_of(options)}
+    for position, each in enumerate(() if caught_up else optimizer.param_groups):
+        fields |= {
+            f"{name} of {_label(each, position)}": value
+            for name, value in each.items()
+            if name not in ("params", "param_names") and not (id(each) in stepped and _is_number(value))
+        }
+    fields |= {f"name of parameter {position}": name for position, (_, name) in enumerate(trained)}
+    named = labelled(trained)
+    every = [each for each, _ in named_parameters(optimizer) if id(each) not in ignored]
+    whole = [(each, f"parameter {position} of the optimizer") for position, each in enumerate(every)]
+    for each, name in (*named, *others, *buffers, *(whole if broadcast else ())):
+        fields |= {f"shape of {name}": tuple(each.shape), f"dtype of {name}": each.dtype}
+    values = {name: each for each, name in (*named, *others)}
+    if not broadcast:
+        fields |= {f"{VALUES} {name}": number for name, number in zip(values, numbers(values.values()), strict=True)}
+    fields |= {f"{STATE}: {name}": number for name, number in zip(state, numbers(state.values()), strict=True)}
+    try:
+        compare(fields, group, device)
+    except ConfigMismatchError as error:
+        if not caught_up:
+            raise
+        raise ConfigMismatchError(
+            f"{error}. A step that not all ranks could confirm was repeated on the others, and its result differs: "
+            "load a checkpoint. Steps can be repeated if gradients are clipped by max_grad_norm, or changed in a "
+            "pre-hook of the optimizer, not in the loop"
+        ) from None
+    if broadcast:
+        _broadcast([*every, *(each for each, _ in (*others, *buffers))], group)
+        compare({"parameters": "broadcast"}, group, device)  # a rank on which this has failed reports it here
+
+
+def labelled(trained: Named) -> Named:
+    """Return each parameter with a name that no other has. Of two modules, names may be equal, and it may have none."""
+    counts, labels = Counter(name for _, name in trained), list[str]()
+    for position, (_, name) in enumerate(trained):
+        place = f"parameter {position}"
+        labels.append(place if not name else name if counts[name] == 1 else f"{name} ({place})")
+    return [(each, label) for (each, _), label in zip(trained, labels, strict=True)]
+
+
+def _fields_of(layer: Any) -> Iterable[tuple[str, Any]]:
+    """Return the names and values of the fields of a dataclass. A recipe in a recipe is a layer of its own."""
+    values = ((each.name, getattr(layer, each.name)) for each in dataclasses.fields(layer))
+    return ((name, value) for name, value in values if not isinstance(value, Recipe))
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (Real, torch.Tensor)) and not isinstance(value, bool)
+
+
+def state_outline(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the shapes and step counts in each parameter's state in the state dict of an optimizer, by their names.
+
+    Other values are left out: after training on different processors, their last bits may differ.
+    """
+    states = {key: each if isinstance(each, Mapping) else {"": each} for key, each in state_dict["state"].items()}
+    return {
+        f"{STATE}: {name} of parameter {key}": _outline(value)
+        for key, each in states.items()
+        for name, value in each.items()
+        if value is not None
+    }
+
+
+def _outline(state: Any) -> object:
+    if isinstance(state, torch.Tensor) and state.dim() > 0:
+        return tuple(state.shape)
+    if isinstance(state, torch.Tensor) and devices.is_asynchronous(state.device):  # the host does not wait for it
+        return ()
+    if isinstance(state, (torch.Tensor, Real)):
+        return float(state) if float(state).is_integer() else ()
+    if isinstance(state, Mapping):
+        return [(key, _outline(state[key])) for key in sorted(state, key=str) if state[key] is not None]
+    return [_outline(each) for each in state] if isinstance(state, (list, tuple)) else type(state).__name__
+
+
+@torch.no_grad()
+def _broadcast(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup | None) -> None:
+    """Copy the values of the group's first rank to its other ranks, after all of them have arrived.
+
+    All are sent from the device of the first one, because a backend may support no other.
+    """
+    source = global_ranks(group)[0]
+    shards = [local(tensor.detach()) for tensor in tensors]
+    device = shards[0].device if shards else None
+    received = [shard.to(device, copy=True, memory_format=torch.contiguous_format) for shard in shards]
+    with reporting(group, device, "broadcast of parameters", is_interruption):
+        for values in filter(torch.numel, received):
+            dist.broadcast(values.reshape(-1).view(torch.uint8), src=source, group=group)  # any dtype
+    for shard, values in zip(shards, received, strict=True):
+        shard.copy_(values)
+
+
+def named_parameters(optimizer: torch.optim.Optimizer) -> list[tuple[torch.Tensor, str]]:
+    """Return the parameters of all groups with their names. Unnamed parameters have the name ``""``."""
+    return [
+        pair
+        for group in optimizer.param_groups
+        for pair in zip(group["params"], group.get("param_names", [""] * len(group["params"])), strict=True)
+    ]
+
+
+def parameter_ids(optimizer: torch.optim.Optimizer) -> set[int]:
+    """Return the ids of the parameters of all groups."""
+    return {id(parameter) for parameter, _ in named_parameters(optimizer)}
+
+
+def device_of(optimizer: torch.optim.Optimizer) -> torch.device | None:
+    """Return the device of the first parameter of ``optimizer``, or None if there is none."""
+    parameters = (each for group in getattr(optimizer, "param_groups", ()) for each in group["params"])
+    return next((parameter.device for parameter in parameters), None)
+
+
+def option_numbers(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return the numbers among the options of ``optimizer``, such as learning rates, which ranks compare in every step.
+
+    Options are those of the optimizer's class. Others, which users add to groups, may differ between ranks. A list of
+    optimizers has those of each. The host waits for no GPU: the value of an option that is a tensor on a GPU is left
+    out.
+    """
+    names = sorted(getattr(optimizer, "options", getattr(optimizer, "defaults", ())))
+    groups = [(each, _label(each, position)) for position, each in enumerate(optimizer.param_groups)]
+    return {f"{name} of {text}": _numbers(each.get(name)) for each, text in groups for name in names}
+
+
+def _label(group: Mapping[str, Any], position: int) -> str:
+    """Return what errors call a parameter group."""
+    return "the common parameters" if LOADED in group else f"parameter group {position}"
+
+
+def _numbers(value: object) -> object:
+    if isinstance(value, torch.Tensor):
+        return float(value) if value.device.type == "cpu" and value.numel() == 1 else None
+    if isinstance(value, Real):
+        return float(value)
+    return tuple(map(_numbers, value)) if isinstance(value, (list, tuple)) else None

@@ -1,0 +1,170 @@
+"""The one confirmation of a step: what ranks tell each other when they have the mean, and what must be equal on all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from tritoncomm.errors import ProtocolMismatchError
+from tritoncomm.scheduler.process_group import ProcessGroupScheduler, is_distributed, take_suspects
+from tritoncomm.scheduler.rounds import AllReduce, Pattern
+from tritoncomm.step.agree import LOADED, UPDATES, UPDATES_ADVICE, differences, option_numbers, worded
+from tritoncomm.step.agree.number import number_of_text
+from tritoncomm.step.agree.replica import Replica
+from tritoncomm.step.presence import Presence
+from tritoncomm.step.vector import VectorExchange
+from tritoncomm_kernels.devices import is_asynchronous
+
+# What to do if a field differs whose name begins with this. For others: _SAME_OPTIONS.
+_ADVICE = {
+    f"{LOADED} of": (
+        "Since the last exchange, ranks have loaded weights that differ (a number stands for their bits, 0 for none): "
+        "load the same checkpoint of the model and the optimizer on all"
+    ),
+    "local_steps of": (
+        "All ranks call step() equally often before they exchange, a rank without a batch without gradients: let the "
+        "others catch up, then repeat the exchange"
+    ),
+}
+_SAME_OPTIONS = (
+    "Use the same options and freeze the same parameters on all ranks; a schedule that follows a loss needs its mean "
+    "over ranks. Then repeat the step"
+)
+
+
+class Claim(NamedTuple):
+    """What this rank says of a step.
+
+    Attributes:
+        vectors: The vectors of the step.
+        parameters: The parameters of all vectors, in an order that is the same on all ranks.
+        optimizer: The optimizer that steps by the exchange. Numbers among its options must be equal.
+        updates: The completed updates of this rank.
+        is_stopped: Whether an error has stopped an update.
+        presence: Which parameters had no gradient on any rank, as far as is known.
+        replica: What is compared in this step beside. None in most steps.
+        steps: Number of applied steps.
+        group: The ranks with the same shard.
+        shard: A number of this shard.
+        all_shards: Scheduler of the ranks of all shards. None if the model has no shards.
+        rejects: Whether the ranks with the same shard have rejected the step. They then have no mean.
+    """
+
+    vectors: Sequence[VectorExchange]
+    parameters: Sequence[torch.Tensor]
+    optimizer: torch.optim.Optimizer
+    updates: int
+    is_stopped: bool
+    presence: Presence
+    replica: Replica | None
+    steps: int
+    group: dist.ProcessGroup | None
+    shard: int
+    all_shards: ProcessGroupScheduler | None
+    rejects: bool
+
+    @property
+    def _scheduler(self) -> ProcessGroupScheduler | None:
+        """The scheduler of all ranks that confirm the step."""
+        return self.all_shards or self.vectors[-1].scheduler
+
+    def confirm(self) -> tuple[bool, bool]:
+        """Return when all ranks have called this for the same step.
+
+        The answers are whether any rank has rejected the step, and whether any has gradients of other parameters than
+        in the last step. Without the wait, some ranks could apply a step that other ranks have lost.
+
+        Raises:
+            ProtocolMismatchError: Ranks with the same shard differ, or have received a wrong message; or not all have
+                completed the same updates, or one has stopped. All ranks raise it.
+        """
+        scheduler, last = self._scheduler, self.vectors[-1]
+        total = Vote(int(self.rejects), int(self.presence.is_new))
+        if scheduler is not None and scheduler.world_size > 1:
+            schedulers = [vector.scheduler for vector in self.vectors if vector.scheduler is not None]
+            compared = None if self.replica is None else self.replica.digest()
+            state = (self.shard, self.presence.kinds(self.parameters), option_numbers(self.optimizer), compared)
+            number = number_of_text(repr((state, [(each.step, each.stamp) for each in schedulers])))
+            own = total._replace(
+                updates=lead(scheduler.rank, scheduler.world_size) * number_of_text(repr(self._updates)),
+                state=lead(last.rank, last.world_size) * number,
+            )
+            found = vote(own, scheduler.device, list(dict.fromkeys((scheduler, *schedulers))))
+            total = last.run(found) if self.all_shards is None else self.all_shards.run(found)
+        if self.is_stopped or total.updates or (total.state and not total.rejects):
+            raise self._error()
+        if self.replica is not None and not total.rejects:
+            self.replica.agreed = self.steps
+        return bool(total.rejects), bool(total.raises)
+
+    @property
+    def _updates(self) -> object:
+        return f"{self.updates}, and one that stopped" if self.is_stopped else self.updates
+
+    def _error(self) -> ProtocolMismatchError:
+        """Return why the step is rejected. All ranks that confirm it call this together."""
+        scheduler, device = self._scheduler, self.vectors[0].device
+        step = "the step" if scheduler is None else scheduler.last_step
+        group, found = self.group if self.all_shards is None else self.all_shards.group, dict[str, str]()
+        if is_distributed():
+            found = differences({"last step": step, UPDATES: self._updates}, group, device)
+        if self.is_stopped or UPDATES in found:
+            reason = f"ranks differ: {worded(found)}" if found else "an update has stopped on all ranks"
+            return ProtocolMismatchError(f"{step} was rejected, because {reason}: {UPDATES_ADVICE}")
+        found = found or differences(self._compared(), group, device, self.shard)
+        reason = ""
+        if found:
+            advice = (text for begin, text in _ADVICE.items() if any(name.startswith(begin) for name in found))
+            reason = f"ranks differ: {worded(found)}. {next(advice, _SAME_OPTIONS)}"
+        elif self.replica is not None:
+            reason = self.replica.difference(group, device, self.steps, self.shard)
+        if reason:
+            return ProtocolMismatchError(f"{step} was rejected, and nothing has changed, because {reason}")
+        return ProtocolMismatchError(
+            f"{step} was rejected: another rank finished another one. Step the same optimizers in the same order on "
+            "all ranks"
+        )
+
+    def _compared(self) -> dict[str, Any]:
+        names = {id(each): vector.name_of(each) for vector in self.vectors for each in vector.parameters}
+        return self.presence.fields(self.parameters, names) | option_numbers(self.optimizer)
+
+
+class Vote(NamedTuple):
+    """What a rank says of a step in numbers, or the sum over all ranks.
+
+    Attributes:
+        rejects: 1 if it has rejected the step.
+        raises: 1 if it raises a flag.
+        updates: A number of its updates, times :func:`lead`. The sum is zero if all ranks have the same.
+        state: A number of what ranks with the same shard must have in common, times :func:`lead` among these.
+    """
+
+    rejects: int = 0
+    raises: int = 0
+    updates: int = 0
+    state: int = 0
+
+
+def lead(rank: int, world_size: int) -> int:
+    """Return a factor of numbers. Their sum over ranks is zero if they are equal, and otherwise by chance alone."""
+    return 1 if rank else 1 - world_size
+
+
+def vote(own: Vote, device: torch.device, schedulers: Sequence[ProcessGroupScheduler] = ()) -> Pattern[Vote]:
+    """Return the sum of the votes of all ranks. ``schedulers`` are those of the vote and of the vectors of the step.
+
+    Raises:
+        ProtocolMismatchError: A GPU has received a wrong header. All ranks raise it.
+    """
+    # Each word is filled by a kernel, because the host would wait for a GPU to copy them.
+    words = [torch.full((1,), each, dtype=torch.int64, device=device) for each in own]
+    if is_asynchronous(device):  # headers are counted on GPUs only, and all ranks have the same kind of device
+        words += take_suspects(schedulers) or [torch.zeros_like(words[0])]
+    counts = (yield AllReduce("confirm", torch.cat(words))).tolist()
+    if any(counts[len(own) :]):
+        raise schedulers[0].suspicion()
+    return Vote(*counts[: len(own)])
