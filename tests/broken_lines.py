@@ -129,7 +129,7 @@ BROKEN = [
     ),
     BrokenLine(
         "dense=True of a group has no effect",
-        "step/parameters.py",
+        "step/vectors.py",
         'found.update(map(id, group["params"]) if chosen else ())',
         "found.update(())",
         "exchange test_small_tensors_and_dense_groups_travel_whole",
@@ -150,14 +150,14 @@ BROKEN = [
     ),
     BrokenLine(
         "a parameter of which one rank has no gradient is left alone on all",
-        "step/presence.py",
+        "step/claim.py",
         "if count == vector.world_size)",
         "if count > 0)",
         "exchange test_parameter_without_gradient_anywhere_is_left_alone",
     ),
     BrokenLine(
         "what waits for a frozen parameter is delivered and lost",
-        "step/presence.py",
+        "step/claim.py",
         "id(each) for each in parameters if each.grad is None or not each.requires_grad or id(each) in resting",
         "id(each) for each in parameters if id(each) in resting",
         "exchange test_frozen_parameter_keeps_its_residual",
@@ -199,7 +199,7 @@ BROKEN = [
     ),
     BrokenLine(
         "frozen parameters may differ between ranks",
-        "step/presence.py",
+        "step/claim.py",
         'return "".join(str(2 * (id(each) in self.absent) + each.requires_grad) for each in parameters)',
         'return "".join(str(id(each) in self.absent) for each in parameters)',
         "exchange test_parameters_frozen_on_one_rank_are_refused",
@@ -806,7 +806,7 @@ BROKEN = [
     ),
     BrokenLine(
         "the group of the shards is accepted",
-        "step/parameters.py",
+        "step/vectors.py",
         "if mesh & ranks != {dist.get_rank()}:",
         "if False:",
         "model test_shards_need_the_group_of_their_replicas",
@@ -1032,8 +1032,8 @@ BROKEN = [
     # scalers and trainers
     BrokenLine(
         "gradients keep the loss scale",
-        "step/gradients.py",
-        "vector.flat.mul_(1.0 / scale)",
+        "step/vector.py",
+        "self.flat.mul_(1.0 / scale)",
         "pass",
         "trainers test_scale_is_no_part_of_the_step",
     ),

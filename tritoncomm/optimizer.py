@@ -349,7 +349,7 @@ class SparseOptimizer(OptimizerSetup):
                 fault=self._fault(found, own),
                 decay=coupled_decay(self._exchanged) if self._decays_in_vector else {},
                 hides_decay=hides_decay,
-                clipping=None if self._local is not None or self._optimizer_step.alone else self._local_clipping,
+                look=None if self._local is not None or self._optimizer_step.alone else self._local_clipping.look,
             )
             self._prepare_own()
         except NonFiniteError as error:

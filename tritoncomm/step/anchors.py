@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from tritoncomm.step.shards import like_parameter, local
@@ -24,23 +22,6 @@ def delta_of(anchor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 def rounded(anchor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     """Return ``anchor`` with the precision of ``parameter``, as a new tensor with the dtype of the anchor."""
     return anchor.to(parameter.dtype).to(anchor.dtype, copy=True)
-
-
-def all_finite(tensors: Sequence[torch.Tensor]) -> bool:
-    """Return True if no tensor has a NaN or Inf. The host waits for a GPU once.
-
-    A sum that has met a NaN or Inf never becomes finite again, and takes a small part of the time of a test of each
-    value. If a sum is not finite, products with 0 decide, because finite values may overflow.
-    """
-    dense = [each if each.layout is torch.strided else each.coalesce().values() for each in tensors]
-    found = [each for each in dense if each.numel()]
-    if not found:
-        return True
-    return _are_finite([each.sum() for each in found]) or _are_finite([(each * 0).sum() for each in found])
-
-
-def _are_finite(figures: Sequence[torch.Tensor]) -> bool:
-    return bool(torch.stack(list(figures)).isfinite().all())
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:

@@ -24,18 +24,16 @@ from tritoncomm.scheduler.ranks import global_ranks
 from tritoncomm.scheduler.rounds import Pattern
 from tritoncomm.scheduler.span import Span
 from tritoncomm.scheduler.together import run_together
-from tritoncomm.step import agree, gradients
+from tritoncomm.step import agree
 from tritoncomm.step.agree.replica import Replica
 from tritoncomm.step.chosen_recipe import never_delays
-from tritoncomm.step.claim import Claim
+from tritoncomm.step.claim import Claim, Presence, resting
 from tritoncomm.step.clipping import clipped
 from tritoncomm.step.decay import add_decay, show_decay, with_decay
 from tritoncomm.step.feedback import ErrorFeedback
 from tritoncomm.step.flat import Delivered, check_range, scattered
 from tritoncomm.step.inspection import Inspection
-from tritoncomm.step.misuse import LocalClipping
-from tritoncomm.step.presence import Presence, resting
-from tritoncomm.step.vector import ExchangeOptions, VectorExchange, listed, noting
+from tritoncomm.step.vector import ExchangeOptions, VectorExchange, listed, noting, write_means
 
 logger = logging.getLogger("tritoncomm")
 
@@ -218,7 +216,7 @@ class GradientExchange:
         fault: str = "",
         decay: Mapping[int, float] = MappingProxyType({}),
         hides_decay: bool = False,
-        clipping: LocalClipping | None = None,
+        look: Callable[[Sequence[torch.Tensor]], None] | None = None,
     ) -> None:
         """Replace every ``.grad`` by the mean over ranks. The state is then READY.
 
@@ -232,7 +230,7 @@ class GradientExchange:
                 Default: nothing.
             decay: The share of each parameter (by id) that is added to the mean of its gradient.
             hides_decay: Whether ``.grad`` gets this share when the step is applied, because somebody clips it before.
-            clipping: Looks at the gradients of this rank, unless they are shards. Default: None.
+            look: Called with the gradients of this rank, flat, unless they are shards. Default: None.
 
         Raises:
             NonFiniteError: The step was rejected, and nothing has changed. The message names ranks and parameters.
@@ -254,12 +252,16 @@ class GradientExchange:
         self.presence.begin(self.parameters, leaves_none=self._leaves_none, resting=rests)
         self._decay, self._hidden = decay, decay if hides_decay else {}
         try:
-            local_error = self._read(scale, rests, clipping) or local_error
+            local_error = self._read(scale, rests, look) or local_error
             if local_error is not None or fault:
                 self._spoil(str(local_error or fault))
             kept = [vector.keeps_gradient() for vector in vectors]
             if self._deliver() and self._is_compared:
-                self.inspection.run(self.options.group, self.owners, self.steps + 1, vectors)
+                named = [
+                    (self.owners.get(id(p), p), vector.name_of(p)) for vector in vectors for p in vector.parameters
+                ]
+                first = vectors[0]
+                self.inspection.run(self.options.group, named, self.steps + 1, first.equal_on_all_ranks, first.device)
         except NonFiniteError as error:
             raise (local_error or error) from None
         except TritoncommError:  # the other ranks raise an error, too
@@ -275,16 +277,18 @@ class GradientExchange:
         if vectors[0].world_size > 1 and not rests and self._finds_nothing():
             everybody = self.options.group if self.all_shards is None else self.all_shards.group
             self.presence.warn_once(self.steps + 1, speaks=dist.get_rank(everybody) == 0)
-        self._ready(lambda means: gradients.write(vectors, means, kept, scale, self._left))
+        self._ready(lambda means: write_means(vectors, means, kept, scale, self._left))
         whole = span.end()
         for vector, sent, *_ in self._begun:
             vector.measure(sent, whole if vector is vectors[0] else None)
 
-    def _read(self, scale: float, rests: Collection[int], clipping: LocalClipping | None) -> ConfigurationError | None:
+    def _read(
+        self, scale: float, rests: Collection[int], look: Callable[[Sequence[torch.Tensor]], None] | None
+    ) -> ConfigurationError | None:
         """Copy every ``.grad`` into the vectors. Return why that is impossible, or None."""
-        reasons = [gradients.read(vector, scale, rests) for vector in self.vectors]
-        if clipping is not None and self.all_shards is None:
-            clipping.look([vector.flat for vector in self.vectors])
+        reasons = [vector.read_gradients(scale, rests) for vector in self.vectors]
+        if look is not None and self.all_shards is None:
+            look([vector.flat for vector in self.vectors])
         return next((reason for reason in reasons if reason is not None), None)
 
     def flush(self) -> None:

@@ -16,8 +16,7 @@ from typing import Any
 import torch
 
 from tritoncomm.step import agree
-from tritoncomm.step.anchors import all_finite
-from tritoncomm.step.shards import local
+from tritoncomm.step.shards import all_finite, local
 
 
 class AliveIds(Collection[int]):

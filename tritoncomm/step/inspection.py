@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 
 from tritoncomm.step.agree.number import number_of
 from tritoncomm.step.shards import local
-from tritoncomm.step.vector import VectorExchange
 
 logger = logging.getLogger("tritoncomm")
 
@@ -29,9 +28,10 @@ class Inspection:
     def run(
         self,
         group: dist.ProcessGroup | None,
-        owners: Mapping[int, torch.Tensor],
+        named: Sequence[tuple[torch.Tensor, str]],
         step: int,
-        vectors: Sequence[VectorExchange],
+        compare: Callable[[torch.Tensor], tuple[list[bool], list[bool]]],
+        device: torch.device,
     ) -> None:
         """Log once which gradients are equal on all ranks of ``group``, which all call this together.
 
@@ -40,13 +40,12 @@ class Inspection:
 
         Args:
             group: The process group of the exchange.
-            owners: The parameters for which others are exchanged, by the ids of these.
+            named: The parameters, each with its name.
             step: Number of the step, for messages.
-            vectors: The vectors of the exchange.
+            compare: Returns for each of some numbers whether it is not 0, and whether all ranks pass the same.
+            device: Device of these numbers.
         """
-        named = [(owners.get(id(each), each), vector.name_of(each)) for vector in vectors for each in vector.parameters]
-        numbers = [_number_of(parameter.grad, vectors[0].device) for parameter, _ in named]
-        there, equal = vectors[0].equal_on_all_ranks(torch.stack(numbers))
+        there, equal = compare(torch.stack([_number_of(parameter.grad, device) for parameter, _ in named]))
         found = [each for each, is_there, same in zip(named, there, equal, strict=True) if is_there and same]
         averaged = found if len(found) == sum(there) else [each for each in found if _tells(each[0])]
         if averaged and not self._has_warned and dist.get_rank(group) == 0:

@@ -25,11 +25,12 @@ from tritoncomm.step.model import Named, check_model, ignored_ids, keep_gradient
 from tritoncomm.step.optimizer_list import OptimizerList, parts_of
 from tritoncomm.step.optimizer_proxy import OptimizerProxy
 from tritoncomm.step.options import WrapOptions, check_optimizer, is_alone
-from tritoncomm.step.parameters import KnownParameters, Part, dense_ids, exchange_of
+from tritoncomm.step.parameters import KnownParameters
 from tritoncomm.step.rules import exchanges_updates
 from tritoncomm.step.update import OptimizerStep, OptimizerSteps, StepState
 from tritoncomm.step.updates import LocalSteps
 from tritoncomm.step.vector import VectorExchange
+from tritoncomm.step.vectors import Part, dense_ids, exchange_of
 from tritoncomm_kernels.devices import is_asynchronous
 
 logger = logging.getLogger("tritoncomm")

@@ -13,10 +13,10 @@ import torch.distributed as dist
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.scheduler.process_group import is_distributed
 from tritoncomm.step import agree
-from tritoncomm.step.anchors import all_finite, delta_of
+from tritoncomm.step.anchors import delta_of
 from tritoncomm.step.exchange import GradientExchange
 from tritoncomm.step.feedback import ErrorFeedback
-from tritoncomm.step.shards import bytes_of, local
+from tritoncomm.step.shards import all_finite, bytes_of, local
 from tritoncomm.step.stages import Scale
 from tritoncomm.step.updates import LocalSteps
 from tritoncomm.step.vector import VectorExchange

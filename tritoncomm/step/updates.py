@@ -24,11 +24,11 @@ from tritoncomm.errors import ConfigurationError
 from tritoncomm.scheduler.ranks import own_rank
 from tritoncomm.step.agree import LOADED
 from tritoncomm.step.agree.number import number_of_text, numbers
-from tritoncomm.step.anchors import all_finite, anchor_of, delta_of, flat, write
+from tritoncomm.step.anchors import anchor_of, delta_of, flat, write
 from tritoncomm.step.ignored import ignored_of, non_finite
 from tritoncomm.step.options import WrapOptions
 from tritoncomm.step.parameters import KnownParameters
-from tritoncomm.step.shards import like_parameter, local, with_shards, without_shards
+from tritoncomm.step.shards import all_finite, like_parameter, local, with_shards, without_shards
 from tritoncomm.step.torch_internals import version_of
 from tritoncomm.step.update import OptimizerStep, OptimizerSteps, gradients_of, limit_norm, norm_of
 from tritoncomm.step.vector import listed

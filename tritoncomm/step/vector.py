@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import pairwise
@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from tritoncomm.algorithms import Algorithm, Dense, Recipe
+from tritoncomm.errors import ConfigurationError
 from tritoncomm.primitives.mean_norm import gain_of_mean, random_signs, sketch
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.scheduler.meter import Meter
@@ -24,7 +25,7 @@ from tritoncomm.scheduler.span import Span
 from tritoncomm.scheduler.together import Running
 from tritoncomm.step.chosen_recipe import rounds, with_form, without_encoding
 from tritoncomm.step.feedback import ErrorFeedback
-from tritoncomm.step.flat import BucketLayout, split_by_size
+from tritoncomm.step.flat import BucketLayout, Delivered, is_sparse, sparse_error, split_by_size
 from tritoncomm.step.names import label
 from tritoncomm.step.stages import Scale, Staged, StagedAlgorithm
 from tritoncomm.step.torch_internals import is_interruption
@@ -288,6 +289,27 @@ class VectorExchange:
         # The squares may overflow in fp32.
         return norm if math.isfinite(norm) else float(self.feedback.residual.double().norm())
 
+    def read_gradients(self, scale: float, resting: Container[int] = ()) -> ConfigurationError | None:
+        """Copy every ``.grad``, divided by ``scale``, into :attr:`flat`. Return why that is impossible, or None.
+
+        Gradients of parameters with an id in ``resting`` count as zero.
+        """
+        error, takes_sparse = None, self.keeps_gradient()
+        sparse = None if takes_sparse else next((each for each in self.layout.parameters if is_sparse(each.grad)), None)
+        if sparse is not None and sparse.grad is not None:
+            error = ConfigurationError(sparse_error(self.name_of(sparse), sparse.grad))
+        else:
+            try:
+                self.layout.read_gradients(self.flat, sparse=takes_sparse)
+            except ConfigurationError as reason:
+                error = reason
+        for parameter, part in zip(self.layout.parameters, self.layout.parts(self.flat), strict=True):
+            if id(parameter) in resting:
+                part.zero_()
+        if scale != 1.0:
+            self.flat.mul_(1.0 / scale)
+        return error
+
     def write(self, mean: SparseVector) -> torch.Tensor:
         """Write ``mean`` into :attr:`flat` and return it."""
         return mean.write_to(self.flat, workspace=self.feedback.workspace)
@@ -340,6 +362,27 @@ class VectorExchange:
             **{f"seconds_{phase.replace(' ', '_')}": seconds for phase, seconds in times.meter.seconds.items()},
             **self.feedback.algorithm.report,
         }
+
+
+def write_means(
+    vectors: Sequence[VectorExchange],
+    means: list[Delivered],
+    kept: Sequence[bool],
+    scale: float,
+    left: Container[int],
+) -> list[Delivered]:
+    """Write the ``means`` into every ``.grad``, and return them. What is ``kept`` is the mean, except for ``scale``.
+
+    The ``.grad`` of parameters with an id in ``left`` becomes None.
+    """
+    for vector, delivered, keeps in zip(vectors, means, kept, strict=True):
+        if delivered.is_flat:  # only the GPU knows the number of entries of each parameter
+            delivered.layout.scatter_flat(vector.write(delivered.mean), left)
+        elif not keeps:
+            delivered.layout.scatter(delivered.entries, left)
+        elif scale != 1.0:
+            delivered.layout.multiply(1.0 / scale)
+    return means
 
 
 def noting(

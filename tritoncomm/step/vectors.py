@@ -1,0 +1,156 @@
+"""The flat vectors that the parameters of a wrapped optimizer form."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from tritoncomm.algorithms import Recipe
+from tritoncomm.errors import ConfigurationError
+from tritoncomm.scheduler.ranks import global_ranks
+from tritoncomm.step import agree
+from tritoncomm.step import options as defaults
+from tritoncomm.step.exchange import GradientExchange
+from tritoncomm.step.names import label
+from tritoncomm.step.options import WrapOptions
+from tritoncomm.step.private_group import scheduler_of_all_shards
+from tritoncomm.step.rules import selects_by_update
+from tritoncomm.step.shards import by_split, local, mesh_ranks
+from tritoncomm.step.vector import ExchangeOptions, VectorExchange
+
+
+class Part(NamedTuple):
+    """An optimizer whose gradients are exchanged, and how.
+
+    Attributes:
+        optimizer: The optimizer.
+        recipe: The recipe of the exchange.
+        is_anchor: Whether it steps the anchor of local steps (:class:`~tritoncomm.step.updates.LocalSteps`). Its
+            gradients are then updates, which are not clipped, and of which nothing travels dense.
+    """
+
+    optimizer: torch.optim.Optimizer
+    recipe: Recipe
+    is_anchor: bool = False
+
+
+def exchange_of(
+    optimizer: torch.optim.Optimizer,
+    parts: Sequence[Part],
+    trained: Sequence[tuple[torch.Tensor, str]],
+    options: WrapOptions,
+    group: dist.ProcessGroup | None,
+    *,
+    dense: Collection[int],
+    before: GradientExchange | None,
+) -> GradientExchange:
+    """Return an exchange of the gradients of the parameters ``trained``, each given with its name.
+
+    Args:
+        optimizer: All optimizers that are stepped together.
+        parts: Each of them, and its recipe.
+        trained: Their parameters that require gradients, in the order of ``parts``.
+        options: The options of ``wrap``.
+        group: Process group of the exchange. None is the default group.
+        dense: Ids of the parameters that travel dense, whatever their size.
+        before: The exchange that this one replaces, if any.
+    """
+    parameters = [parameter for parameter, _ in trained]
+    flattened = all(parameter.dim() <= 1 for parameter in parameters)
+    vectors: list[VectorExchange] = []
+    for part in parts:
+        held = agree.parameter_ids(part.optimizer)
+        own = [(parameter, name) for parameter, name in trained if id(parameter) in held]
+        if own or not trained:
+            vectors += _vectors(own, _options_of(part, options, group, flattened=flattened, dense=frozenset(dense)))
+    all_shards = None
+    if check_shards(trained, group):
+        all_shards = None if before is None else before.all_shards
+        name = vectors[0].recipe.name
+        all_shards = all_shards or scheduler_of_all_shards(name, options.timeout, local(parameters[0]).device)
+    exchange = GradientExchange(optimizer, vectors[-1].options, all_shards=all_shards)
+    exchange.trained = parameters
+    exchange.vectors = vectors
+    return exchange
+
+
+def _options_of(
+    part: Part, options: WrapOptions, group: dist.ProcessGroup | None, *, flattened: bool, dense: frozenset[int]
+) -> ExchangeOptions:
+    """Return the settings of the vectors of ``part``."""
+    optimizer, recipe, is_anchor = part
+    common: dict[str, Any] = {"recipe": recipe, "group": group, "timeout": options.timeout, "flattened": flattened}
+    common |= {"dense": dense, "small": options.small}
+    common["single_worker_selects"] = defaults.SINGLE_WORKER_SELECTS
+    if is_anchor:
+        return ExchangeOptions(**common, is_anchor=True, matches_length=options.matches_length)
+    return ExchangeOptions(
+        **common,
+        dense_below=options.dense_below,
+        max_gradient_norm=options.max_grad_norm,
+        by_update=selects_by_update(optimizer, recipe, options),
+        epsilon=min((float(each["eps"]) for each in optimizer.param_groups if _has_epsilon(each)), default=0.0),
+    )
+
+
+def _has_epsilon(group: Mapping[str, Any]) -> bool:
+    """Return True if ``eps`` is a number. Adafactor has two."""
+    return isinstance(group.get("eps"), (int, float, torch.Tensor))
+
+
+def dense_ids(optimizer: torch.optim.Optimizer) -> set[int]:
+    """Return the ids of the parameters whose group says ``dense=True``.
+
+    Raises:
+        ConfigurationError: A group says something else than True or False.
+    """
+    found: set[int] = set()
+    for group in optimizer.param_groups:
+        chosen = group.get("dense", False)
+        if not isinstance(chosen, bool):
+            raise ConfigurationError(f"a parameter group has dense={chosen!r}: it must be True or False")
+        found.update(map(id, group["params"]) if chosen else ())
+    return found
+
+
+def _vectors(trained: Sequence[tuple[torch.Tensor, str]], options: ExchangeOptions) -> list[VectorExchange]:
+    """Return the flat vectors of the parameters ``trained``, each given with its name.
+
+    Selection depends on the whole vector. Parameters that tensor parallelism replicates have a vector of their own, so
+    that the ranks with copies of them select the same entries. Otherwise there is one vector.
+    """
+    parameters = [parameter for parameter, _ in trained]
+    groups = by_split(parameters)
+    if len(groups) <= 1:
+        return [VectorExchange(parameters, [name for _, name in trained], options)]
+    # A vector counts its own parameters. Errors count those of the optimizer.
+    names = [label(name, i, p) for i, (p, name) in enumerate(trained)]
+    return [VectorExchange([parameters[i] for i in own], [names[i] for i in own], options) for own in groups]
+
+
+def check_shards(trained: Sequence[tuple[torch.Tensor, str]], group: dist.ProcessGroup | None) -> bool:
+    """Return whether any parameter is a DTensor, whose shard is exchanged with the ranks of ``group``.
+
+    ``trained`` are the parameters, each given with its name.
+
+    Raises:
+        ConfigurationError: Ranks of ``group`` hold other shards, or average the gradient already.
+    """
+    found = False
+    for position, (parameter, name) in enumerate(trained):
+        if not hasattr(parameter, "device_mesh"):
+            continue
+        found = True
+        mesh = mesh_ranks(parameter)
+        ranks = set(global_ranks(group))
+        if mesh & ranks != {dist.get_rank()}:
+            raise ConfigurationError(
+                f"{label(name, position, parameter)} is a DTensor over ranks {sorted(mesh)}, and the exchange is over "
+                f"ranks {sorted(ranks)}: pass process_group=, the ranks that hold the same shard "
+                '(mesh["replicate"].get_group()), and apply fully_shard() or parallelize_module() with the other '
+                "dimensions of the mesh; with a single copy of the model there is nothing to exchange"
+            )
+    return found
