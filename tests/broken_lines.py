@@ -193,8 +193,8 @@ BROKEN = [
     BrokenLine(
         "options may differ between ranks",
         "step/claim.py",
-        "self.presence.kinds(self.parameters), option_numbers(self.optimizer), compared)",
-        "self.presence.kinds(self.parameters), compared)",
+        "state = (self.presence.kinds(self.parameters), option_numbers(self.optimizer), compared)",
+        "state = (self.presence.kinds(self.parameters), compared)",
         "exchange test_options_that_differ_are_refused_in_the_step",
     ),
     BrokenLine(

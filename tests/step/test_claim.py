@@ -35,20 +35,19 @@ def test_ranks_agree_on_whether_their_updates_are_alike(updates: list[int], alik
     """Otherwise some would wait for the others, to name the difference."""
     found = votes([*map(str, updates)])
     assert found == found[:1] * len(updates)
-    assert (found[0].updates == 0) == alike
+    assert (found[0].claim == 0) == alike
 
 
 def test_one_rank_counts() -> None:
     """So does a step that one rank rejected, a flag of one, and an update that stopped on one."""
     assert votes(["4", "4", "4"], rejected=1) == [Vote(rejects=1)] * 3
     assert votes(["4", "4", "4"], raising=1) == [Vote(raises=1)] * 3
-    assert all(found.updates for found in votes(["4", "4", "4, and one that stopped"]))
+    assert all(found.claim for found in votes(["4", "4", "4, and one that stopped"]))
 
 
 def test_groups_that_differ_in_the_same_way() -> None:
     """In each of two groups, one rank has another number, and the groups' numbers do not cancel each other."""
     for odd in ((0, 3), (0, 2), (1, 2), (1,)):
-        own = [Vote(state=lead(rank % 2, 2) * number_of_text(f"shard {rank // 2} {rank in odd}")) for rank in range(4)]
-        assert all(
-            found.state for found in SimulatedScheduler(4).run([vote(each, torch.device("cpu")) for each in own])
-        )
+        own = [Vote(claim=lead(rank % 2, 2) * number_of_text(f"shard {rank // 2} {rank in odd}")) for rank in range(4)]
+        found = SimulatedScheduler(4).run([vote(each, torch.device("cpu")) for each in own])
+        assert all(each.claim for each in found)

@@ -37,6 +37,8 @@ _SAME_OPTIONS = (
     "over ranks. Then repeat the step"
 )
 
+_HALF = 32  # bits
+
 
 class Claim(NamedTuple):
     """What this rank says of a step.
@@ -82,22 +84,20 @@ class Claim(NamedTuple):
 
         Raises:
             ProtocolMismatchError: Ranks with the same shard differ, or have received a wrong message; or not all have
-                completed the same updates, or one has stopped. All ranks raise it.
+                completed the same updates, or one has stopped. All ranks raise it, also if some have rejected the step.
         """
         scheduler, last = self._scheduler, self.vectors[-1]
         total = Vote(int(self.rejects), int(self.presence.is_new))
         if scheduler is not None and scheduler.world_size > 1:
             schedulers = [vector.scheduler for vector in self.vectors if vector.scheduler is not None]
-            compared = None if self.replica is None else self.replica.digest()
-            state = (self.shard, self.presence.kinds(self.parameters), option_numbers(self.optimizer), compared)
-            number = number_of_text(repr((state, [(each.step, each.stamp) for each in schedulers])))
-            own = total._replace(
-                updates=lead(scheduler.rank, scheduler.world_size) * number_of_text(repr(self._updates)),
-                state=lead(last.rank, last.world_size) * number,
-            )
-            found = vote(own, scheduler.device, list(dict.fromkeys((scheduler, *schedulers))))
+            compared = None if self.replica is None or self.rejects else self.replica.digest()
+            places = [(each.step, each.stamp) for each in schedulers]
+            state = (self.presence.kinds(self.parameters), option_numbers(self.optimizer), compared)
+            claim = lead(scheduler.rank, scheduler.world_size) * number_of_text(repr(self._updates))
+            claim += lead(last.rank, last.world_size) * number_of_text(repr((self.shard, places, state)))
+            found = vote(total._replace(claim=claim), scheduler.device, [*dict.fromkeys((scheduler, *schedulers))])
             total = last.run(found) if self.all_shards is None else self.all_shards.run(found)
-        if self.is_stopped or total.updates or (total.state and not total.rejects):
+        if self.is_stopped or total.claim:
             raise self._error()
         if self.replica is not None and not total.rejects:
             self.replica.agreed = self.steps
@@ -142,14 +142,12 @@ class Vote(NamedTuple):
     Attributes:
         rejects: 1 if it has rejected the step.
         raises: 1 if it raises a flag.
-        updates: A number of its updates, times :func:`lead`. The sum is zero if all ranks have the same.
-        state: A number of what ranks with the same shard must have in common, times :func:`lead` among these.
+        claim: The sum of numbers of what it has in common with others, each times :func:`lead` among these.
     """
 
     rejects: int = 0
     raises: int = 0
-    updates: int = 0
-    state: int = 0
+    claim: int = 0
 
 
 def lead(rank: int, world_size: int) -> int:
@@ -164,13 +162,14 @@ def vote(own: Vote, device: torch.device, schedulers: Sequence[ProcessGroupSched
         ProtocolMismatchError: A GPU has received a wrong header. All ranks raise it.
     """
     # Each word is filled by a kernel, because the host would wait for a GPU to copy them.
-    words = [torch.full((1,), each, dtype=torch.int64, device=device) for each in own]
+    told = ((own.rejects << _HALF) + own.raises, own.claim)
+    words = [torch.full((1,), each, dtype=torch.int64, device=device) for each in told]
     if is_asynchronous(device):  # headers are counted on GPUs only, and all ranks have the same kind of device
         words += take_suspects(schedulers) or [torch.zeros_like(words[0])]
-    counts = (yield AllReduce("confirm", torch.cat(words))).tolist()
-    if any(counts[len(own) :]):
+    flags, claim, *suspects = (yield AllReduce("confirm", torch.cat(words))).tolist()
+    if any(suspects):
         raise schedulers[0].suspicion()
-    return Vote(*counts[: len(own)])
+    return Vote(flags >> _HALF, flags % (1 << _HALF), claim)
 
 
 _NONE: frozenset[int] = frozenset()
