@@ -96,11 +96,19 @@ class WorkingVector(ABC):
     ) -> Pattern[tuple[SparseVector, int, int, dict[str, float]]]:
         """Return the mean, its number of entries, that of ``union``, and figures. All ranks reject NaN and Inf."""
 
+    @abstractmethod
+    def _values_at(self, indices: torch.Tensor) -> torch.Tensor:
+        """Return W at the ``indices`` of a list."""
+
+    @abstractmethod
+    def _set(self, entries: Padded) -> None:
+        """Overwrite W at ``entries``."""
+
     def _check_residual(self, left: torch.Tensor) -> None:  # noqa: B027 - exact lengths check each change
         """Check the values that W holds at the entries of the result."""
 
     def _note(self, indices: torch.Tensor) -> None:
-        self._log.append(Padded(indices, self.acc.values_at(indices)))
+        self._log.append(Padded(indices, self._values_at(indices)))
 
     def collect_residuals(self, residuals: str, final: torch.Tensor) -> None:
         """Write the new residual. ``final`` are the indices of the result.
@@ -108,12 +116,12 @@ class WorkingVector(ABC):
         GRES keeps the accumulator, and W where the result has an entry. LRES clears every entry that this rank sent.
         PRES clears the sent entries that the result contains.
         """
-        left = self.acc.values_at(final)
+        left = self._values_at(final)
         for before in reversed(self._log):
-            self.acc.replace_padded(before)
+            self._set(before)
         if residuals == "global":
             self._check_residual(left)
-            self.acc.replace_padded(Padded(final, left))
+            self._set(Padded(final, left))
             return
         kept = ascending(final, self.acc.numel)
         for sent in self._taken:
@@ -226,7 +234,13 @@ class ExactVector(WorkingVector):
         """Add ``share`` times ``cut``, which this rank truncated, to W. Return False if a sum there is not finite."""
         self._note(cut.indices)
         self.acc.add(cut.indices, cut.values * share)
-        return not kernels.has_non_finite(self.acc.values_at(cut.indices))
+        return not kernels.has_non_finite(self._values_at(cut.indices))
+
+    def _values_at(self, indices: torch.Tensor) -> torch.Tensor:
+        return self.acc.dense().index_select(0, indices)  # without padding, torch is faster than the kernels
+
+    def _set(self, entries: Padded) -> None:
+        self.acc.replace(entries.indices, entries.values)
 
 
 class StaticVector(WorkingVector):
@@ -270,10 +284,10 @@ class StaticVector(WorkingVector):
         if rows.rounds:
             self._note(entries.indices)
             held = self._log[-1].values
-            self.acc.replace_padded(entries)
+            self._set(entries)
             self.acc.add_rows(sent, scale=-1.0)
-            rest = self.acc.values_at(entries.indices)
-            self.acc.replace_padded(entries._replace(values=held + (rest if share == 1.0 else share * rest)))
+            rest = self._values_at(entries.indices)
+            self._set(entries._replace(values=held + (rest if share == 1.0 else share * rest)))
         return message.reshape(-1), sent
 
     def add(self, message: torch.Tensor, blocks: Sequence[int]) -> None:
@@ -299,9 +313,9 @@ class StaticVector(WorkingVector):
         )
         if share is not None:
             self._note(union.indices)
-            before = self.acc.values_at(kept.indices)
+            before = self._values_at(kept.indices)
             self.acc.add_rows(union, scale=share)
-            self.acc.replace_padded(kept._replace(values=before))
+            self._set(kept._replace(values=before))
         return kept
 
     def all_gather(self, message: torch.Tensor) -> Pattern[Padded]:
@@ -330,6 +344,12 @@ class StaticVector(WorkingVector):
         rows = yield from self.verdict.settle(self.place.world_size, [kernels.count_entries(delivered), *further])
         found, *unions = rows[self.place.rank]
         return SparseVector.padded(delivered, self.acc.numel), found, sum(unions), {}
+
+    def _values_at(self, indices: torch.Tensor) -> torch.Tensor:
+        return self.acc.values_at(indices)
+
+    def _set(self, entries: Padded) -> None:
+        self.acc.replace_padded(entries)
 
     def _check_residual(self, left: torch.Tensor) -> None:
         self.verdict.check_sums(left)  # what several ranks truncate at one coordinate can overflow
