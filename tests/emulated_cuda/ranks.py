@@ -21,7 +21,7 @@ from tritoncomm.step import private_group
 from emulated_cuda import kernel_costs, nccl, streams
 from emulated_cuda.device import CudaTensor, Gpu, current_gpu, parse_to, upload, written
 from emulated_cuda.network import Network, Turn
-from tritoncomm_kernels import padded
+from tritoncomm_kernels import entries
 
 # Factories that take ``device=``. The last ones copy from the host.
 _FACTORIES = (
@@ -38,7 +38,7 @@ _STATE = (
     (private_group, "_free"),
     (tracing, "_tracers"),
     (watcher, "_last"),
-    (padded, "_constants"),
+    (entries, "_constants"),
 )
 _installing = threading.RLock()
 

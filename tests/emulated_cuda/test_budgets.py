@@ -243,7 +243,7 @@ def counts_of_steps(
     return syncs, launches
 
 
-PASS = 45  # launches of a backward pass, some more than counted
+PASS = 55  # launches of a backward pass and of root mean squares, some more than counted
 # What the optimizer does with a NaN, and how often the host waits to look for one.
 POLICIES = {"skip": 0, "zero": 1}
 

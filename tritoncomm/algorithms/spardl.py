@@ -40,7 +40,7 @@ from tritoncomm.scheduler.cost import Forecast, both
 from tritoncomm.scheduler.rounds import Inbox, Pattern, Round
 from tritoncomm.scheduler.wire import Sections
 from tritoncomm_kernels import Selection
-from tritoncomm_kernels.compact import SparseList
+from tritoncomm_kernels.select import SparseList
 
 
 @dataclass(frozen=True, kw_only=True)
