@@ -125,7 +125,10 @@ def test_broken_parameters_are_not_folded() -> None:
     workers.each[1].parameters[0].data[0] = torch.nan
     before, deltas = workers.world.residuals, workers.deltas
     deltas[1] = 0.0
-    found = [torch.cat(state["residuals"]) for state in reshard(list(map(workers.state_of, range(3))), 3)]
+    found = [
+        torch.cat(state["before"]["states"][0]["residuals"])
+        for state in reshard(list(map(workers.state_of, range(3))), 3)
+    ]
     update_laws.fold(workers)
     assert torch.equal(torch.stack(found), before + deltas)
     assert torch.equal(workers.world.residuals, before + deltas)

@@ -302,7 +302,8 @@ def folding(recipe: Recipe, case: laws.Case, setting: Setting) -> None:
         owed, steps = workers.world.residuals + workers.deltas, [own.taken for own in workers.each]
         for size in (1, case.world_size, case.world_size + 1):
             converted = reshard(list(map(workers.state_of, range(case.world_size))), size)
-            found = sum(torch.cat(state["residuals"]).double() for state in converted) / size
+            parts = [own for state in converted for own in state["before"]["states"]]
+            found = sum(torch.cat(own["residuals"]).double() for own in parts) / case.world_size
             error = found - owed.double().mean(0)
             assert (error.abs() <= 1e-6 * owed.double().abs().mean(0)).all()
             assert not any(state["local"]["taken"] or state["local"]["parameters"] for state in converted)

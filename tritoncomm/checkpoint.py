@@ -344,7 +344,7 @@ class ResidualState:
                 state = joined(Parts(own, state_dict[_replica(here.first_rank)], common))
             elif self._saved is not None:
                 replicas = [state_dict[key] for key in self._saved.replicas_for(here)]
-                state = resharded(states, replicas, common, here, optimizer.state_dict()["tritoncomm"])
+                state = resharded(states, replicas, common, here)
             else:
                 raise ConfigurationError(f"this checkpoint was saved with another sharding: {_HINT}")
         # set_optimizer_state_dict loads the state of the original optimizer, before or after this.

@@ -314,9 +314,9 @@ def test_moment_survives_changes() -> None:
     assert loaded.steps == 25
     assert torch.equal(loaded.rows, before.rows)
     assert torch.equal(loaded.columns, before.columns)
-    half = reshard([exchange_state.saved(optimizer._exchange)], 2)[0]["migrated"]
-    ((state,),), (common,) = half["states"], half["common"]
-    optimizer._vector.feedback.algorithm.migrate([state], half["share"], common)
+    half = reshard([exchange_state.saved(optimizer._exchange)], 2)[0]
+    states, share = half["before"]["states"], half["before"]["share"]
+    optimizer._exchange.restore(exchange_state.carry_over(optimizer._exchange, states, share, half["algorithm"]))
     assert moment_of(optimizer) == before
     optimizer.add_param_group({"params": list(more.parameters())})
     after = moment_of(optimizer)

@@ -115,7 +115,6 @@ def resharded(
     replicas: Sequence[Mapping[str, torch.Tensor]],
     shared: Mapping[str, Mapping[str, torch.Tensor]],
     here: ShardOfReplica,
-    present: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Return the state of a rank that takes over the residuals of other ranks.
 
@@ -125,35 +124,16 @@ def resharded(
         replicas: The residuals of the replicas that this rank takes over. The list may be empty.
         shared: What all replicas have in common.
         here: What this rank holds.
-        present: The present state of this rank.
     """
-    common, methods = states[0]["algorithm"], []
-    is_whole = here.is_whole and held_by(states[0]).is_whole
-    if is_whole:
-        methods = [state["algorithm"] for state in states if held_by(state).replica % here.replicas == here.replica]
-    else:
-        common = [_without_entries(each) for each in common]
-    return exchange_state.taken_over(
-        {**states[0], "local": _local_of(states[0]["local"], shared)},
-        rank=here.replica,
-        world_size=here.replicas,
-        saved_by=held_by(states[0]).replicas,
-        residuals=[_flat(each) for each in replicas],
-        like=present["residuals"],
-        methods=methods,
-        common=common,
-    )
-
-
-def _without_entries(method: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state of a method without what belongs to entries of other shards: second moments and momentum."""
-    found: dict[str, Any] = {}
-    for key, value in method.items():
-        if key == "moment" or isinstance(value, torch.Tensor):
-            found[key] = None
-        else:
-            found[key] = _without_entries(value) if isinstance(value, Mapping) else value
-    return found
+    first = {**states[0], "local": _local_of(states[0]["local"], shared)}
+    held = {held_by(state).replica: state["algorithm"] for state in states}
+    methods = [held[number] for number in sorted(held) if number % here.replicas == here.replica]
+    if not (here.is_whole and held_by(first).is_whole):
+        first["algorithm"] = [exchange_state.without_entries(method) for method in first["algorithm"]]
+        methods = [[] for _ in replicas]
+    old = [{"residuals": _flat(each), "algorithm": method} for each, method in zip(replicas, methods, strict=True)]
+    share = here.replicas / held_by(first).replicas
+    return exchange_state.taken_over(first, old, rank=here.replica, world_size=here.replicas, share=share)
 
 
 def _flat(residuals: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
