@@ -14,7 +14,6 @@ from typing import Any, ClassVar
 
 import torch
 from tritoncomm.algorithms.base import (
-    Algorithm,
     Bounds,
     BudgetedAlgorithm,
     EntryRecipe,

@@ -14,16 +14,14 @@ from tritoncomm.algorithms import Recipe
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.scheduler.process_group import is_distributed
 from tritoncomm.step import agree
-from tritoncomm.step.anchors import all_finite, delta_of
 from tritoncomm.step.exchange import GradientExchange
 from tritoncomm.step.feedback import ErrorFeedback
 from tritoncomm.step.shards import bytes_of, local
 from tritoncomm.step.updates import LocalSteps
-from tritoncomm.step.vector import VectorExchange
 
 logger = logging.getLogger("tritoncomm")
 
-SCHEMA = 7
+SCHEMA = 8
 State = Mapping[str, Any]  # what saved() returns, or a part of it
 _FIELDS = (
     "schema",
@@ -89,52 +87,16 @@ def check(state: Mapping[str, Any], **here: Any) -> None:
     for field, value in here.items():
         if state[field] != value:
             fix = {
-                "rank": ": load the file of this rank (tritoncomm.checkpoint.save() writes one per rank), or discard "
+                "rank": ": load the state of this rank (tritoncomm.checkpoint.save() saves those of all), or discard "
                 'the residuals with load_state_dict(state, residuals="reset")',
                 "recipe": ": use the algo that it was saved with",
-                "world_size": ": convert the states of all its ranks with tritoncomm.checkpoint.reshard()",
+                "world_size": ": save with tritoncomm.checkpoint.save(), whose checkpoints any number of ranks loads",
             }
             raise ConfigurationError(
                 f"this checkpoint was written with {field}={state[field]!r}, here it is {value!r}{fix.get(field, '')}"
             )
     if "before" not in state and checksum(state) != state["checksum"]:  # what was converted has been checked
         raise ConfigurationError("this checkpoint is corrupt: its checksum does not match its content")
-
-
-def reshard(states: Sequence[Mapping[str, Any]], world_size: int) -> list[dict[str, Any]]:
-    """Convert the states of all ranks to another world size.
-
-    The residuals of P ranks reach the mean divided by P. The conversion keeps the pending update, which is
-    ``sum(residual) / world_size``: the residual of old rank r is multiplied by ``world_size / P`` and added to that of
-    new rank ``r % world_size``.
-
-    Args:
-        states: The states of all P old ranks, in order: the entry ``"tritoncomm"`` of
-            :meth:`tritoncomm.SparseOptimizer.state_dict`.
-        world_size: The new number of ranks.
-
-    Returns:
-        The states of the new ranks, in order.
-
-    Raises:
-        ConfigurationError: The states do not belong together, are damaged, or have been converted before and not been
-            loaded since.
-    """
-    size = len(states)
-    if any("before" in state for state in states):
-        raise ConfigurationError("these states were converted to another world size before: load and save them first")
-    for rank, state in enumerate(states):
-        check(state, rank=rank, world_size=size, recipe=states[0]["recipe"])
-        if state["steps"] != states[0]["steps"]:
-            steps = f"{states[0]['steps']} and {state['steps']}"
-            raise ConfigurationError(f"the states of ranks 0 and {rank} are from steps {steps}: a save was interrupted")
-        if [len(each) for each in state["residuals"]] != [len(each) for each in states[0]["residuals"]]:
-            raise ConfigurationError(f"the states of ranks 0 and {rank} belong to models with other parameters")
-    states = [folded(state) for state in states]
-    return [
-        taken_over(states[0], states[rank::world_size], rank=rank, world_size=world_size, share=world_size / size)
-        for rank in range(world_size)
-    ]
 
 
 def taken_over(
@@ -159,18 +121,6 @@ def taken_over(
         "local": None if local_state is None else local_state | {"parameters": [], "taken": 0, "pending": False},
         "before": {"states": list(states), "share": share},
     }
-
-
-def folded(state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return ``state`` as if its worker had called :meth:`LocalSteps.fold` before it was saved."""
-    own = state["local"]
-    if own is None or not own["parameters"]:
-        return state
-    deltas = [delta_of(anchor, each) for anchor, each in zip(own["anchors"], own["parameters"], strict=True)]
-    residuals = state["residuals"]
-    if all_finite(deltas):
-        residuals = [residual + delta for residual, delta in zip(residuals, deltas, strict=True)]
-    return {**state, "residuals": residuals, "local": own | {"parameters": [], "taken": 0, "pending": False}}
 
 
 def saved(exchange: GradientExchange, local_steps: LocalSteps | None = None) -> dict[str, Any]:
