@@ -1,111 +1,128 @@
-"""Checkpoints of the optimizer state and the residuals of all ranks.
+"""Checkpoints of the optimizer state and the residuals of all ranks, by ``torch.distributed.checkpoint``.
 
 Residuals differ between ranks. A checkpoint of the optimizer on rank 0 alone loses the residuals of all other ranks.
-:func:`save` and :func:`load` use a file per rank, and support a change of the world size. :class:`ResidualState` is a
-part of a checkpoint of ``torch.distributed.checkpoint``. :mod:`tritoncomm.step.state` defines the state of
-one rank.
+:func:`save` and :func:`load` keep them, on any mesh and any number of ranks. :class:`ResidualState` is a part of a
+larger checkpoint. :mod:`tritoncomm.step.state` defines the state of one rank.
 """
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import logging
-import re
+import os
 import secrets
+import shutil
+import warnings
 import weakref
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from tritoncomm.errors import ConfigMismatchError, ConfigurationError
 from tritoncomm.optimizer import SparseOptimizer
-from tritoncomm.scheduler.process_group import is_distributed
+from tritoncomm.scheduler.process_group import is_distributed, reporting
 from tritoncomm.scheduler.ranks import global_ranks
 from tritoncomm.step import agree
 from tritoncomm.step import state as exchange_state
 from tritoncomm.step.optimizer_list import parts_of
-from tritoncomm.step.portable_state import ANCHORS, MOMENTUM, Parts, ShardOfReplica, held_by, joined, resharded, split
-from tritoncomm.step.state import reshard
+from tritoncomm.step.portable_state import (
+    COMMON,
+    Parts,
+    Saved,
+    ShardOfReplica,
+    inner_of,
+    joined,
+    key_of_replica,
+    resharded,
+    split,
+)
+from tritoncomm_kernels import devices
 
-__all__ = ["ResidualState", "load", "reshard", "save"]
+__all__ = ["ResidualState", "load", "save"]
 
 logger = logging.getLogger("tritoncomm")
 
+_POINTER = "checkpoint.json"  # names the folder of the last complete save
+_DATA = "data-"  # begins the names of such folders
+
 
 def save(optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
-    """Save the state of a wrapped optimizer: one file per rank, ``rank-r-of-P.pt``.
+    """Save the state of a wrapped optimizer, with the residuals of all ranks, by ``torch.distributed.checkpoint``.
 
-    Each file holds the complete state of the original optimizer, and the residual and method state of its rank. All
-    ranks must call this. It returns when all files are written. A file is written completely or not at all.
+    The state of the optimizer is written once, a part by each rank. Between two exchanges of updates, they are merged
+    first. All ranks must call this. It returns when all is written. An interrupted save into a used folder leaves the
+    state that was there, which is removed when the new one is complete.
 
-    Use a new folder for each checkpoint, and for each optimizer. If a save into a used folder is interrupted, the
-    folder contains files of two saves, which :func:`load` rejects. Process groups without a common rank, such as the
-    replicas of each stage of a pipeline, need a folder each, too.
+    Use a folder for each optimizer. Process groups without a common rank, such as the replicas of each stage of a
+    pipeline, need a folder each, too.
 
     Args:
         optimizer: The optimizer that :func:`tritoncomm.wrap` returned, or a trainer's wrapper of it.
         folder: Folder to write to. It is created if needed. All ranks must be able to read it when they load.
 
     Raises:
-        ConfigurationError: This rank cannot write its file, ``optimizer`` is not wrapped, or the folder holds files of
-            another group.
-        ConfigMismatchError: Another rank cannot write its file, has not completed the same updates, or holds other
-            parameters or another state.
+        ConfigurationError: A rank cannot write, ``optimizer`` is not wrapped, or the folder has the state of another
+            group.
+        ConfigMismatchError: Another rank cannot write. Or ranks have not completed the same updates, or hold other
+            parameters or another state: one rank writes each tensor, and the others must have the same.
         RuntimeError: ``optimizer.synchronize()`` was called without ``optimizer.step()``, or an error has stopped an
             update.
     """
-    optimizer = _one_group(_sparse(optimizer))
-    folder = Path(folder)
-    group, device = optimizer.process_group, optimizer._device  # noqa: SLF001 - of the exchange, no setting
+    optimizer, folder = _sparse(optimizer), Path(folder)
+    exchange, group, device = optimizer._exchange, optimizer._everybody, optimizer._device  # noqa: SLF001 - as below
     with agree.propagate_errors(group, device):
-        state = optimizer.state_dict()
-        checksum = exchange_state.checksum(_original_state(state))
+        optimizer._check_saveable("save()")  # noqa: SLF001 - this is a part of the optimizer
+    _compare({agree.UPDATES: exchange.updates}, optimizer)
+    optimizer.merge()
     if is_distributed():
-        exchange = optimizer._exchange  # noqa: SLF001 - as above
-        agree.compare({agree.UPDATES: exchange.updates}, group, device)
-        difference = exchange.replica.difference(group, device, exchange.steps)
+        difference = exchange.replica.difference(group, device, exchange.steps, exchange.shard)
         if difference:
             raise ConfigMismatchError(f"nothing was saved, because {difference}")
-    rank, size = state["tritoncomm"]["rank"], state["tritoncomm"]["world_size"]
-    mark: dict[str, Any] = {"id": secrets.token_hex(8), "optimizer": _kind(optimizer)}
-    if is_distributed():
-        mark["id"] = agree.all_gather(mark, group, device)[global_ranks(group)[0]]["id"]
-    mark["checksum"] = checksum
-    file = _file(folder, rank, size)
     with agree.propagate_errors(group, device):
-        _check_owner(optimizer, folder, file)
-    if is_distributed():
-        agree.compare({"folder": "is free"}, group, device)  # before a rank writes
-    with agree.propagate_errors(group, device):
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            unfinished = file.with_suffix(".unfinished")
-            torch.save(state | {"saved": mark}, unfinished)
-            unfinished.replace(file)
-            _saved_into[folder.resolve()] = weakref.ref(optimizer)
-        except Exception as error:  # torch.save raises RuntimeError when the disk is full
-            raise ConfigurationError(f"{file} cannot be written: {error}") from error
-    if is_distributed():
-        agree.compare({"checkpoint": mark["id"]}, group, device)
-    if rank == 0:  # remove older files of another world size
-        for other in folder.glob("rank-*-of-*.pt"):
-            if other.stem.rpartition("-of-")[2] != str(size):
-                other.unlink(missing_ok=True)
+        content = _RankState(optimizer, None).content(whole=True)
+        _check_owner(optimizer, folder)
+    _compare({"folder": "is free"}, optimizer)  # before a rank writes
+    (name, *_) = (told["name"] for told in _gathered({"name": _DATA + secrets.token_hex(8)}, optimizer))
+    files = _write(content, folder / name, optimizer)
+    with agree.propagate_errors(group, device), _named(f"{folder} cannot be written"):
+        if _place_in(group)[0] == 0:
+            _replace(folder / _POINTER, {"data": name, "optimizer": _kind(optimizer), "files": files})
+            for old in folder.glob(f"{_DATA}*"):
+                if old.name != name:
+                    shutil.rmtree(old, ignore_errors=True)
+    _compare({"checkpoint": name}, optimizer)
+    _saved_into[folder.resolve()] = weakref.ref(optimizer)
+
+
+def _write(content: dict[str, Any], data: Path, optimizer: SparseOptimizer) -> dict[str, str]:
+    """Write the ``content`` of each rank into the folder ``data``. Return the checksums of all files, by name."""
+    from torch.distributed.checkpoint import state_dict_saver  # noqa: PLC0415 - importing it takes a while
+
+    group, device = optimizer._everybody, optimizer._device  # noqa: SLF001 - of the exchange, no setting
+    (rank, _), failed = _place_in(group), f"{data.parent} cannot be written"
+    with _all_or_none(optimizer, failed):
+        state_dict_saver.save({"optimizer": content}, checkpoint_id=data, process_group=group)
+    with agree.propagate_errors(group, device), _named(failed):
+        own = [*data.glob(f"__{rank}_*"), *(data.glob(".metadata") if rank == 0 else ())]
+        digests = {file.name: _digest(file) for file in own}
+    _compare({"checkpoint": data.name}, optimizer)
+    return {name: digest for told in _gathered(digests, optimizer) for name, digest in told.items()}
 
 
 # The optimizer that this process has saved last into a folder.
 _saved_into: dict[Path, weakref.ref[SparseOptimizer]] = {}
 
 
-def _check_owner(optimizer: SparseOptimizer, folder: Path, file: Path) -> None:
-    """Raise :class:`~tritoncomm.ConfigurationError` if ``folder`` holds files of another group.
+def _check_owner(optimizer: SparseOptimizer, folder: Path) -> None:
+    """Raise :class:`~tritoncomm.ConfigurationError` if ``folder`` has the state of another group.
 
-    If they are of another optimizer of this process, log a warning. It may be one of an earlier run in a notebook.
+    If it is of another optimizer of this process, log a warning. It may be one of an earlier run in a notebook.
 
     The first rank of a group that is not the whole world leaves a file with the group's ranks in the folder. Each group
     writes its own before it looks for others, so that of two groups that save at the same time, at least one sees the
@@ -113,24 +130,24 @@ def _check_owner(optimizer: SparseOptimizer, folder: Path, file: Path) -> None:
     """
     reference = _saved_into.get(folder.resolve())
     other = None if reference is None else reference()
-    if other is not None and file.exists() and not (agree.parameter_ids(other) & agree.parameter_ids(optimizer)):
+    if (
+        other is not None
+        and (folder / _POINTER).exists()
+        and not (agree.parameter_ids(other) & agree.parameter_ids(optimizer))
+    ):
         logger.warning(
             "%s held the state of another optimizer of this process, which is overwritten: save each optimizer into a "
             "folder of its own",
             folder,
         )
-    ranks = global_ranks(optimizer.process_group) if is_distributed() else [0]
+    ranks = global_ranks(optimizer._everybody) if is_distributed() else [0]  # noqa: SLF001 - of this library
     if not is_distributed() or len(ranks) == dist.get_world_size() or dist.get_rank() != ranks[0]:
         return
     own = folder / f"group-of-rank-{ranks[0]}.json"
-    try:
+    with _named(f"{folder} cannot be used"):
         folder.mkdir(parents=True, exist_ok=True)
-        unfinished = own.with_suffix(".unfinished")
-        unfinished.write_text(json.dumps(ranks))
-        unfinished.replace(own)
+        _replace(own, ranks)
         others = {each: json.loads(each.read_text()) for each in folder.glob("group-of-rank-*.json") if each != own}
-    except (OSError, ValueError) as error:
-        raise ConfigurationError(f"{folder} cannot be used: {error}") from error
     for each, found in others.items():
         if not set(found) & set(ranks):
             own.unlink()
@@ -142,16 +159,15 @@ def _check_owner(optimizer: SparseOptimizer, folder: Path, file: Path) -> None:
 
 
 def load(optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
-    """Load what :func:`save` wrote, with the same or another number of ranks. All ranks must call this.
+    """Load what :func:`save` wrote, with the same or another number of ranks, replicas and shards, on all ranks.
 
-    With the same number of ranks, each reads its own file, and training continues bit-identically. With another number,
-    every rank reads all files. The pending update ``sum(residual) / world_size`` is then kept, and methods determine
-    thresholds and partitions from scratch. So they do with another ``node_group``, or with None. If a rank cannot load
-    its state, nothing changes on any rank.
+    With the same ones, training continues bit-identically. Otherwise the pending update, ``sum(residual) / replicas``,
+    is kept, and methods determine thresholds and partitions from scratch. So they do with another ``node_group``, or
+    with None. If a rank cannot load its state, nothing changes on any rank.
 
     Args:
         optimizer: The optimizer that :func:`tritoncomm.wrap` returned, or a trainer's wrapper of it. The original
-            optimizer's class, the model and the method must be those of the save.
+            optimizer's class, the model and the method must be those of the save. The model may be wrapped otherwise.
         folder: Folder that :func:`save` wrote.
 
     Raises:
@@ -164,34 +180,133 @@ def load(optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
 
 def state_of_rank(optimizer: SparseOptimizer, folder: Path) -> dict[str, Any]:
     """Return the state that :func:`load` loads on this rank, after all ranks have checked theirs. Nothing changes."""
-    group, device = optimizer.process_group, optimizer._device  # noqa: SLF001 - of the exchange, no setting
-    rank, size = (dist.get_rank(group), dist.get_world_size(group)) if is_distributed() else (0, 1)
+    from torch.distributed.checkpoint import state_dict_loader  # noqa: PLC0415 - importing it takes a while
+
+    group, device = optimizer._everybody, optimizer._device  # noqa: SLF001 - of the exchange, no setting
+    rank, size = _place_in(group)
+    failed = f"{folder} cannot be loaded"
     with agree.propagate_errors(group, device):
-        saved_by = _saved_by(folder)
-        if saved_by == size:
-            file = _file(folder, rank, size)
-            state = _read(file)
-        else:  # every rank reads all states, to check that they belong together
-            file = folder
-            state = _resharded([_read(_file(folder, r, saved_by)) for r in range(saved_by)], folder, rank, size)
-        mark, name = state.pop("saved"), _kind(optimizer)
-        with _name_in_errors(file):
-            if mark["optimizer"] != name:
-                raise ConfigurationError(f"it was written for {mark['optimizer']}, this optimizer is {name}")
-            optimizer.loadable(state)
-    if is_distributed():
-        agree.compare({"id of the checkpoint": mark["id"]}, group, device)
+        mark = _mark_in(folder)
+        with _named(failed):
+            if mark["optimizer"] != _kind(optimizer):
+                raise ConfigurationError(
+                    f"it was written for {mark['optimizer']}, this optimizer is {_kind(optimizer)}"
+                )
+            data = folder / mark["data"]
+        for name in sorted(mark["files"])[rank::size]:
+            with _named(f"{data / name} cannot be loaded"):
+                if _digest(data / name) != mark["files"][name]:
+                    raise ConfigurationError("it is corrupt: its checksum does not match its content")
+    _compare({"id of the checkpoint": mark["data"]}, optimizer)
+    with agree.propagate_errors(group, device), _named(failed):
+        own = _RankState(optimizer, Saved.by(_reader(data), data))
+        content = own.rooms()
+    _compare({"parameters": "fit"}, optimizer)
+    with _all_or_none(optimizer, failed):
+        state_dict_loader.load({"optimizer": content}, checkpoint_id=data, process_group=group, planner=_planner())
+    state = own.read(content)
+    with agree.propagate_errors(group, device), _named(failed):
+        optimizer.loadable(state)
+    _compare({"state": "can be loaded"}, optimizer)
     return state
 
 
-def _one_group(optimizer: SparseOptimizer) -> SparseOptimizer:
-    """Return ``optimizer``. Raise if several groups of ranks would write the same files."""
-    if optimizer.has_shards:
+def _place_in(group: dist.ProcessGroup | None) -> tuple[int, int]:
+    """Return the rank in ``group``, and its number of ranks."""
+    return (dist.get_rank(group), dist.get_world_size(group)) if is_distributed() else (0, 1)
+
+
+def _compare(fields: dict[str, Any], optimizer: SparseOptimizer) -> None:
+    """Raise on all ranks if one has other ``fields``, or has reported an error."""
+    if is_distributed():
+        agree.compare(fields, optimizer._everybody, optimizer._device)  # noqa: SLF001 - of this library
+
+
+def _gathered(fields: dict[str, Any], optimizer: SparseOptimizer) -> list[dict[str, Any]]:
+    """Return the ``fields`` of all ranks."""
+    if not is_distributed():
+        return [fields]
+    return list(agree.all_gather(fields, optimizer._everybody, optimizer._device).values())  # noqa: SLF001 - as above
+
+
+@contextmanager
+def _all_or_none(optimizer: SparseOptimizer, failed: str) -> Iterator[None]:
+    """Let ``torch.distributed.checkpoint`` write or read in the body. All ranks raise an error if it fails on one.
+
+    The error begins with the text ``failed``.
+    """
+    from torch.distributed.checkpoint.api import CheckpointException  # noqa: PLC0415 - importing it takes a while
+
+    group, device = optimizer._everybody, optimizer._device  # noqa: SLF001 - of the exchange, no setting
+    together = reporting(group, device, "checkpoint") if is_distributed() else nullcontext()
+    with together, devices.on(device), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        try:
+            yield
+        except CheckpointException as error:
+            ranks = global_ranks(group) if is_distributed() else [0]
+            reasons = [f"rank {ranks[each]}: {reason}" for each, (reason, _) in error.failures.items()]
+            raise ConfigurationError(f"{failed}: {'; '.join(reasons)}") from error
+
+
+@contextmanager
+def _named(failed: str) -> Iterator[None]:
+    """Turn any error of the body into a ConfigurationError that begins with the text ``failed``.
+
+    Damaged files raise many types.
+    """
+    try:
+        yield
+    except Exception as error:
+        raise ConfigurationError(f"{failed}: {error}") from error
+
+
+def _reader(folder: Any) -> Any:
+    from torch.distributed.checkpoint.filesystem import FileSystemReader  # noqa: PLC0415 - importing it takes a while
+
+    return FileSystemReader(folder)
+
+
+def _planner() -> Any:
+    """Return a planner that reads plain data only, as ``torch.load(weights_only=True)`` does."""
+    from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner  # noqa: PLC0415 - importing it takes a while
+
+    class PlainData(DefaultLoadPlanner):
+        def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
+            torch.load(value, weights_only=True)  # raises an error if there is anything else
+            value.seek(0)
+            super().load_bytes(read_item, value)
+
+    return PlainData()
+
+
+def _mark_in(folder: Path) -> dict[str, Any]:
+    """Return what :func:`save` has written last, when all else was complete."""
+    if not (folder / _POINTER).exists():
         raise ConfigurationError(
-            "the parameters are sharded, and the ranks of several groups would write the same files: save with "
-            "torch.distributed.checkpoint, see tritoncomm.checkpoint.ResidualState"
+            f"{folder} contains no checkpoint: pass a folder that tritoncomm.checkpoint.save() wrote"
         )
-    return optimizer
+    with _named(f"{folder / _POINTER} cannot be loaded"):
+        mark: dict[str, Any] = json.loads((folder / _POINTER).read_text())
+        return mark | {"data": mark["data"], "files": dict(mark["files"])}
+
+
+def _digest(file: Path) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    with file.open("rb") as content:
+        while block := content.read(2**24):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _replace(file: Path, content: Any) -> None:
+    """Write ``content`` into ``file``: all of it, or nothing."""
+    unfinished = file.with_suffix(".unfinished")
+    with unfinished.open("w") as stream:
+        json.dump(content, stream)
+        stream.flush()
+        os.fsync(stream.fileno())
+    unfinished.replace(file)
 
 
 def _kind(optimizer: SparseOptimizer) -> str:
@@ -214,55 +329,6 @@ def _sparse(optimizer: torch.optim.Optimizer) -> SparseOptimizer:
     return found
 
 
-def _original_state(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state of the original optimizer."""
-    return {key: value for key, value in state.items() if key not in ("tritoncomm", "saved")}
-
-
-def _file(folder: Path, rank: int, size: int) -> Path:
-    return folder / f"rank-{rank}-of-{size}.pt"
-
-
-def _saved_by(folder: Path) -> int:
-    sizes = sorted({file.stem.rpartition("-of-")[2] for file in folder.glob("rank-*-of-*.pt")})
-    if len(sizes) != 1 or not sizes[0].isdigit():
-        found = "no checkpoint" if not sizes else f"checkpoints of {' and of '.join(sizes)} ranks"
-        raise ConfigurationError(f"{folder} contains {found}: pass a folder that tritoncomm.checkpoint.save() wrote")
-    return int(sizes[0])
-
-
-def _resharded(states: list[dict[str, Any]], folder: Path, rank: int, size: int) -> dict[str, Any]:
-    """Return the state of ``rank`` of ``size``, converted from the ``states`` of another number of ranks."""
-    if len({state["saved"]["id"] for state in states}) > 1:
-        raise ConfigurationError(f"{folder} contains files of several saves: a save was interrupted")
-    with _name_in_errors(folder):
-        return states[0] | {"tritoncomm": reshard([state["tritoncomm"] for state in states], size)[rank]}
-
-
-@contextmanager
-def _name_in_errors(file: Path) -> Iterator[None]:
-    """Turn any error of the body into a ConfigurationError that names ``file``. Damaged files raise many types."""
-    try:
-        yield
-    except Exception as error:
-        raise ConfigurationError(f"{file} cannot be loaded: {error}") from error
-
-
-def _read(file: Path) -> dict[str, Any]:
-    with _name_in_errors(file):
-        state: dict[str, Any] = torch.load(file, weights_only=True, map_location="cpu")
-        _check(state)
-    return state
-
-
-def _check(state: Any) -> None:
-    if not (isinstance(state, dict) and isinstance(state.get("tritoncomm"), dict)):
-        raise ConfigurationError("it is not the state of a wrapped optimizer")
-    exchange_state.check(state["tritoncomm"])
-    if exchange_state.checksum(_original_state(state)) != state["saved"]["checksum"]:
-        raise ConfigurationError("it is corrupt: the checksum of the optimizer's state does not match")
-
-
 class ResidualState:
     """The residuals and method states of all ranks, as a part of a ``torch.distributed.checkpoint`` checkpoint.
 
@@ -278,10 +344,9 @@ class ResidualState:
     the same sharding, training continues to the bit. Otherwise the pending update, ``sum(residual) / replicas``, is
     kept, and methods determine thresholds and partitions from scratch. Without sharding, every rank is a replica.
 
-    Where updates are exchanged, a save may come between two exchanges. The model and ``get_optimizer_state_dict`` then
-    have what one rank holds. This object has the parameters and the optimizer's state of each rank. They take effect
-    when the next step begins, or inside ``optimizer.averaged()``, whatever is loaded into the model until then. With
-    other ranks or shards, training continues from the common parameters, and residuals have what was not exchanged.
+    Where updates are exchanged, it also has the common parameters, and the state of each replica's optimizer. They take
+    effect when the next step begins, or inside ``optimizer.averaged()``, whatever is loaded into the model until then.
+    Between two exchanges, it cannot be saved: call ``optimizer.merge()`` first.
 
     ``torch.distributed.checkpoint`` would treat the tensors of one rank as those of all ranks. The state of each rank
     is therefore stored under its rank, and the residuals of a replica under its first rank.
@@ -300,140 +365,142 @@ class ResidualState:
         self, optimizer: torch.optim.Optimizer, checkpoint_id: str | Path | None = None, *, storage_reader: Any = None
     ) -> None:
         self.optimizer = _sparse(optimizer)
-        self._saved: _Saved | None = None
+        self._saved: Saved | None = None
         if checkpoint_id is not None or storage_reader is not None:
-            from torch.distributed.checkpoint.filesystem import FileSystemReader  # noqa: PLC0415 - importing it takes a while
-
             where = storage_reader if checkpoint_id is None else checkpoint_id
-            self._saved = _Saved.by(storage_reader or FileSystemReader(where), where)
-            self._check_step()
+            self._saved = Saved.by(storage_reader or _reader(where), where)
+            self._check_step(self._saved)
+
+    @property
+    def _state(self) -> _RankState:
+        """The state now: parameters may be added."""
+        return _RankState(self.optimizer, self._saved)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's state. ``dcp.save`` writes it, and ``dcp.load`` replaces its content."""
-        parts = self._parts()
-        here, (rank, size) = self._here, _rank()
-        if self._saved is None:
-            key = f"rank {rank} of {size}, replica {here.replica} of {here.replicas} ({_HINT})"
-            return {key: _pack(parts.rest), _replica(here.first_rank): parts.residuals, **parts.common}
-        like = dict.fromkeys(self._saved.replicas_for(here), parts.residuals)
-        if parts.common:
-            like |= {key: parts.common.get(key, parts.common[ANCHORS]) for key in self._saved.common}
-        zeros = {key: {number: torch.zeros_like(own) for number, own in each.items()} for key, each in like.items()}
-        return dict.fromkeys(self._saved.ranks_for(here, rank, size), b"") | zeros
+        """Return this rank's state. ``dcp.save`` writes it, and ``dcp.load`` replaces its content.
 
-    def _parts(self) -> Parts:
-        """Return the present state of this rank."""
-        optimizer, inner = self.optimizer, self.optimizer._local  # noqa: SLF001 - no setting
-        state = optimizer.state_dict()["tritoncomm"]
-        own = [] if inner is None else inner.inner_states()
-        return split(state, optimizer._exchange.parameters, self._here, own)  # noqa: SLF001 - no setting
+        Raises:
+            RuntimeError: This is between two exchanges of updates, and nothing says that a checkpoint is loaded.
+        """
+        if self._saved is not None:
+            return self._state.rooms()
+        local_steps = self.optimizer._local  # noqa: SLF001 - of this library
+        if local_steps is not None and local_steps.taken:
+            raise RuntimeError(
+                f"{local_steps.taken} local steps were not exchanged: call merge() before you save with "
+                "torch.distributed.checkpoint, or save with tritoncomm.checkpoint.save(), which does"
+            )
+        content = self._state.content()
+        for tensors in content.values():
+            if isinstance(tensors, dict):  # dcp.load may read into them before all ranks have agreed to load
+                tensors |= {name: each.clone() for name, each in tensors.items()}
+        return content
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load this rank's state, for ``dcp.load``. If a rank cannot load its state, nothing changes on any rank."""
-        optimizer, here = self.optimizer, self._here
-        group, device = optimizer._everybody, optimizer._device  # noqa: SLF001 - of the exchange, no setting
-        with agree.propagate_errors(group, device):
-            states = [_unpack(content) for content in state_dict.values() if isinstance(content, bytes)]
-            own = next((state for state in states if held_by(state) == here), None)
-        # All ranks or none, because ranks with the same shards continue with the same state of the method.
-        if is_distributed() and agree.differences({"has its own state": own is not None}, group, device):
-            own = None
-        with agree.propagate_errors(group, device):
-            common = {key: state_dict[key] for key in (ANCHORS, MOMENTUM) if key in state_dict}
-            if own is not None:
-                state = joined(Parts(own, state_dict[_replica(here.first_rank)], common))
-            elif self._saved is not None:
-                replicas = [state_dict[key] for key in self._saved.replicas_for(here)]
-                state = resharded(states, replicas, common, here, optimizer.state_dict()["tritoncomm"])
-            else:
-                raise ConfigurationError(f"this checkpoint was saved with another sharding: {_HINT}")
+        optimizer, state = self.optimizer, self._state.read(state_dict)
         # set_optimizer_state_dict loads the state of the original optimizer, before or after this.
-        optimizer.load_state_dict(optimizer.optimizer.state_dict() | {"tritoncomm": state})
-        if optimizer._local is not None:  # noqa: SLF001 - as above
-            optimizer._local.load_later(state["local"], [] if own is None else own["inner"])  # noqa: SLF001
+        optimizer.load_state_dict(optimizer.optimizer.state_dict() | {"tritoncomm": state["tritoncomm"]})
+        if optimizer._local is not None:  # noqa: SLF001 - of this library
+            every = self._state.every
+            own = {every[number]: each for number, each in state["state"].items()}
+            optimizer._local.load_later(state["tritoncomm"]["local"], own)  # noqa: SLF001 - as above
 
-    def _check_step(self) -> None:
+    def _check_step(self, saved: Saved) -> None:
         """Raise if a single worker, which takes the optimizer's own steps, has saved what this optimizer needs."""
-        assert self._saved
-        if self._saved.replicas == 1 and self.optimizer._optimizer_step.takes_aware_step:  # noqa: SLF001 - no setting
+        if len(saved.replicas) == 1 and self.optimizer._optimizer_step.takes_aware_step:  # noqa: SLF001 - no setting
             raise ConfigurationError(
                 "a single worker or replica has saved this checkpoint, so it has no residuals, and no state of the "
                 "staleness-aware step: load it into model and optimizer before wrap(), without ResidualState"
             )
 
+
+class _RankState:
+    """The state of a wrapped optimizer on this rank, as ``torch.distributed.checkpoint`` saves it, or has saved it.
+
+    Args:
+        optimizer: The wrapped optimizer.
+        saved: What a checkpoint has. None to save, or to read what the same ranks with the same sharding have saved.
+    """
+
+    def __init__(self, optimizer: SparseOptimizer, saved: Saved | None) -> None:
+        self.optimizer, self.saved = optimizer, saved
+        self.every = [parameter for parameter, _ in agree.named_parameters(optimizer)]
+        self._parameters = optimizer._exchange.parameters  # noqa: SLF001 - of the exchange, no setting
+        self._here = ShardOfReplica.here(self._parameters, optimizer.process_group)
+
+    def content(self, *, whole: bool = False) -> dict[str, Any]:
+        """Return what is saved: with ``whole``, the state of the original optimizer, too."""
+        optimizer, here, (rank, size) = self.optimizer, self._here, _place_in(None)
+        state, own = optimizer.state_dict(), self._own
+        states = {n: state["state"][key] for n, key in enumerate(_keys(state)) if key in state["state"]}
+        inner = {number: each for number, each in states.items() if whole or number in own}
+        parts = split(state["tritoncomm"], inner, own, self._parameters, here)
+        others = {key: value for key, value in state.items() if whole and key not in ("state", "tritoncomm")}
+        rest = io.BytesIO()
+        torch.save({**parts.rest, "others": others}, rest)
+        key = f"rank {rank} of {size}, replica {here.replica} of {here.replicas} ({_HINT})"
+        return {key: rest.getvalue(), key_of_replica(self._parameters): parts.replica, COMMON: parts.common}
+
+    def rooms(self) -> dict[str, Any]:
+        """Return zeros for what this rank reads of the checkpoint that it was given."""
+        assert self.saved is not None
+        return self.saved.rooms(self._here, self._parameters, self.every)
+
+    def read(self, content: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the state of this rank, for ``load_state_dict()``. All ranks call this together.
+
+        ``content`` is what :meth:`content` or :meth:`rooms` has returned, as it was read.
+        """
+        optimizer, here, saved = self.optimizer, self._here, self.saved
+        group, device = optimizer._everybody, optimizer._device  # noqa: SLF001 - of the exchange, no setting
+        with agree.propagate_errors(group, device):
+            packed = {key: io.BytesIO(value) for key, value in content.items() if isinstance(value, bytes)}
+            rests = {key: torch.load(value, weights_only=True, map_location="cpu") for key, value in packed.items()}
+            for each in rests.values():
+                exchange_state.check_schema(each)
+            rest = next((each for each in rests.values() if ShardOfReplica.of(each) == here), None)
+        # All ranks or none, because ranks with the same shards continue with the same state of the method.
+        if is_distributed() and agree.differences({"has its own state": rest is not None}, group, device):
+            rest = None
+        with agree.propagate_errors(group, device):
+            common = content[COMMON]
+            if rest is not None:
+                key = key_of_replica(self._parameters) if saved is None else saved.replicas[saved.source(here)]
+                parts = Parts(rest, content[key], common)
+                state = joined(parts)
+            elif saved is not None:
+                old = {
+                    number: Parts(rests[saved.ranks_of(number)[0]], content[saved.replicas[number]], common)
+                    for number in (*saved.taken(here), saved.source(here))
+                }
+                parts = old[saved.source(here)]
+                state = resharded(rests[saved.ranks[0][0]], [old[n] for n in saved.taken(here)], common, here)
+            else:
+                raise ConfigurationError(f"this checkpoint was saved with another sharding: {_HINT}")
+            try:
+                inner = inner_of(parts)
+            except KeyError as error:
+                raise ConfigurationError(f"this optimizer has no state into which {error} is read: {_HINT}") from error
+            others = parts.rest["others"]
+            keys = _keys(others) if others else range(len(self.every))
+            return {**others, "state": {keys[number]: each for number, each in inner.items()}, "tritoncomm": state}
+
     @property
-    def _here(self) -> ShardOfReplica:
-        exchange = self.optimizer._exchange  # noqa: SLF001 - of the exchange, no setting
-        return ShardOfReplica.here(exchange.parameters, exchange.options.group)
+    def _own(self) -> set[int]:
+        """The numbers of parameters whose states differ between replicas.
+
+        They belong to optimizers that exchange updates, or are ignored.
+        """
+        stepped, ignored = self.optimizer._stepped, self.optimizer._parameters.ignored  # noqa: SLF001 - of this library
+        every = [(id(group), id(each)) for group in self.optimizer.param_groups for each in group["params"]]
+        return {number for number, (group, each) in enumerate(every) if group in stepped or each in ignored}
 
 
 # Part of the keys, because torch.distributed.checkpoint names a key that it does not find. Part of the format, too.
 _HINT = "for other ranks, replicas or shards than those of the save: ResidualState(optimizer, checkpoint_id=path)"
 
 
-class _Saved(NamedTuple):
-    """The keys of a checkpoint: of the state of each rank, and of the residuals of each replica.
-
-    Attributes:
-        ranks: The key of each rank.
-        first_ranks: The first rank of each replica, in ascending order.
-        replicas: The number of replicas.
-        common: The keys of what all replicas have in common.
-    """
-
-    ranks: list[str]
-    first_ranks: list[int]
-    replicas: int
-    common: list[str]
-
-    @classmethod
-    def by(cls, reader: Any, where: object) -> _Saved:
-        """Return who has saved the checkpoint of ``reader``."""
-        try:
-            names = list(reader.read_metadata().state_dict_metadata)
-        except Exception as error:  # each storage has its own
-            raise ConfigurationError(f"checkpoint_id={where}: no checkpoint can be read: {error}") from error
-        pattern = re.compile(r"\.(rank (\d+) of \d+, replica \d+ of (\d+) .*)$")
-        states = [found for name in names if (found := pattern.search(name))]
-        ranks = {int(found[2]): found[1] for found in states}
-        replicas = {int(found[3]) for found in states}
-        first = {int(found[1]) for name in names if (found := re.search(r"\.replica at rank (\d+)\.\d+$", name))}
-        if sorted(ranks) != list(range(len(ranks))) or len(replicas) != 1 or len(first) > max(replicas):
-            raise ConfigurationError(
-                f"checkpoint_id={where}: this checkpoint has no ResidualState, or those of several runs or stages of a "
-                "pipeline: pass a folder into which dcp.save() has written one"
-            )
-        common = [key for key in (ANCHORS, MOMENTUM) if any(f".{key}." in name for name in names)]
-        return cls([ranks[rank] for rank in sorted(ranks)], sorted(first), replicas.pop(), common)
-
-    def ranks_for(self, here: ShardOfReplica, rank: int, size: int) -> list[str]:
-        """Return the keys of the states that ``rank`` of ``size`` reads: of rank 0, and what may be its own."""
-        wanted = [0, *([rank] if len(self.ranks) == size else [])]
-        if len(self.ranks) == self.replicas:  # each rank held a whole replica
-            wanted += range(here.replica, self.replicas, here.replicas)
-        return [self.ranks[each] for each in dict.fromkeys(wanted)]
-
-    def replicas_for(self, here: ShardOfReplica) -> list[str]:
-        """Return the keys of the residuals that this rank takes over."""
-        return [_replica(first_rank) for first_rank in self.first_ranks[here.replica :: here.replicas]]
-
-
-def _replica(first_rank: int) -> str:
-    return f"replica at rank {first_rank}"
-
-
-def _rank() -> tuple[int, int]:
-    """Return the rank among all, because shards of one model are exchanged in several groups, and their number."""
-    return (dist.get_rank(), dist.get_world_size()) if is_distributed() else (0, 1)
-
-
-def _pack(state: Mapping[str, Any]) -> bytes:
-    content = io.BytesIO()
-    torch.save(state, content)
-    return content.getvalue()
-
-
-def _unpack(content: bytes) -> dict[str, Any]:
-    state: dict[str, Any] = torch.load(io.BytesIO(content), weights_only=True, map_location="cpu")
-    exchange_state.check_schema(state)
-    return state
+def _keys(state: Mapping[str, Any]) -> list[Any]:
+    """Return the keys of all parameters in the ``state`` of an optimizer, in their order."""
+    return [key for group in state["param_groups"] for key in group["params"]]

@@ -8,14 +8,12 @@ by default.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
 from tritoncomm.algorithms.base import (
-    Algorithm,
     Bounds,
     BudgetedAlgorithm,
     EntryRecipe,
@@ -170,13 +168,6 @@ class DGCAlgorithm(BudgetedAlgorithm):
         # A gradient that is not finite stays unchanged, so that the exchange rejects it.
         clips = torch.isfinite(norm) & (norm > limit)
         acc.replace_gradient(gradient * torch.where(clips, limit / norm, 1.0))
-
-    def adopt_across_layout(self, other: Algorithm) -> None:
-        """See :meth:`Algorithm.adopt_across_layout`.
-
-        Copies nothing, because momentum belongs to positions in the vector.
-        """
-        warnings.warn("the parameters have changed: dgc resets its momentum to zero", stacklevel=2)
 
     def migrate(self, states: Sequence[Mapping[str, Any]], share: float, common: Mapping[str, Any]) -> None:
         """See :meth:`Algorithm.migrate`. Momentum moves together with the residual.

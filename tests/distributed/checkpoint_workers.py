@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections.abc import Callable
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -136,25 +138,14 @@ class RunInNodes:
         )
 
     def load(self, folder: Path) -> list[list[float]]:
-        """Load in each of the three ways. Return the pending update after each of them."""
-        found = []
+        """Load in both ways. Return the pending update after each of them."""
         self.model.load_state_dict(torch.load(folder / "model.pt"))
         checkpoint.load(self.optimizer, folder)
-        found.append(self.pending())
-        files = sorted(folder.glob("rank-*.pt"))
-        states = [torch.load(file) for file in files]
-        own = states[dist.get_rank() % len(states)]
-        if len(files) != dist.get_world_size():
-            resharded = checkpoint.reshard([state["tritoncomm"] for state in states], dist.get_world_size())
-            own = own | {"tritoncomm": resharded[dist.get_rank()]}
-        self.forget()
-        own.pop("saved")
-        self.optimizer.load_state_dict(own)
-        found.append(self.pending())
+        found = self.pending()
         self.forget()
         path = folder / "dcp"
         dcp.load({"residuals": checkpoint.ResidualState(self.optimizer, path)}, checkpoint_id=path)
-        return [*found, self.pending()]
+        return [found, self.pending()]
 
     def forget(self) -> None:
         """Set residuals to zero."""
@@ -162,7 +153,7 @@ class RunInNodes:
         assert not any(self.pending())
 
     def save(self, folder: Path) -> None:
-        """Save for each of the three ways."""
+        """Save for both ways."""
         checkpoint.save(self.optimizer, folder)
         dcp.save({"residuals": checkpoint.ResidualState(self.optimizer)}, checkpoint_id=folder / "dcp")
         if dist.get_rank() == 0:
@@ -189,7 +180,7 @@ class RunInNodes:
 def in_nodes(rank: int, world_size: int, send, folder: str, chains: list[int], number: int) -> None:
     """Take up the runs of some ``chains`` where the runs before ``number`` have ended, and train and save.
 
-    The pending update is that of the save in each way of loading. At last nothing has been lost on the way.
+    The pending update is that of the save in both ways of loading. At last nothing has been lost on the way.
     """
     for chain, recipe in [(chain, recipe) for chain in chains for recipe in METHODS_IN_NODES]:
         run = RunInNodes(recipe, CHAINS[chain][number][1])
@@ -198,7 +189,7 @@ def in_nodes(rank: int, world_size: int, send, folder: str, chains: list[int], n
         before, given = torch.load(known) if known.exists() else ([], torch.zeros(60))
         if known.exists():
             assert any(before)
-            assert run.load(own / str(number - 1)) == [before] * 3
+            assert run.load(own / str(number - 1)) == [before] * 2
         first = number * STEPS_IN_NODES
         given += run.train(range(first, first + STEPS_IN_NODES))
         metrics = run.optimizer.metrics()
@@ -214,84 +205,220 @@ def in_nodes(rank: int, world_size: int, send, folder: str, chains: list[int], n
 
 
 class Attempts:
-    """A saved run. The file of rank 1 is damaged in different ways, and loading must fail and change nothing."""
+    """A saved run, of which loading must fail in different ways, and change nothing."""
 
-    def __init__(self, rank: int, world_size: int, folder: str) -> None:
-        self.rank, self.folder = rank, folder
+    def __init__(self, rank: int, folder: str) -> None:
+        self.rank, self.folder = rank, Path(folder)
         self.model = tiny_model()
         self.optimizer = wrap(self.model, density=0.1)
         train(self.model, self.optimizer, rank, range(3))
         checkpoint.save(self.optimizer, folder)
-        self.file = Path(folder) / f"rank-1-of-{world_size}.pt"
-        self.whole = self.file.read_bytes()
+        (self.data,) = self.folder.glob("data-*")
         train(self.model, self.optimizer, rank, range(3, 5))
-        self.before = self.now()
 
-    def now(self) -> tuple:
-        """Return everything that loading could change."""
-        return flat(self.model), residual(self.optimizer).tolist(), str(self.optimizer.state_dict()["state"])
-
-    def load(self, named: str) -> None:
-        """Assert that loading fails on all ranks and names the file and the reason."""
+    def refused(self, named: str, **fields) -> None:
+        """Assert that loading, with other ``fields`` of ``wrap`` if there are any, fails on all ranks."""
         dist.barrier()
-        error = ConfigurationError if self.rank == 1 else ConfigMismatchError
-        with pytest.raises(error, match=r"rank-1-of-3\.pt cannot be loaded: .*" + named):
-            checkpoint.load(self.optimizer, self.folder)
-        assert self.now() == self.before
+        optimizer = wrap(tiny_model(), **{"density": 0.1} | fields) if fields else self.optimizer
+        before = everything(self.model, optimizer)
+        with pytest.raises((ConfigurationError, ConfigMismatchError), match=named):
+            checkpoint.load(optimizer, self.folder)
+        assert everything(self.model, optimizer) == before
         dist.barrier()
 
-    def put(self, content: bytes) -> None:
-        """Replace the file."""
+    @contextmanager
+    def changed(self, name: str, change: Callable[[bytes], bytes | None]):
+        """Let a file be what ``change`` makes of it, or be missing if that is None."""
+        file = self.folder / name
+        whole = file.read_bytes()
+        dist.barrier()
+        content = change(whole)
         if self.rank == 1:
-            self.file.write_bytes(content)
+            file.unlink() if content is None else file.write_bytes(content)
+        yield
+        dist.barrier()
+        if self.rank == 1:
+            file.write_bytes(whole)
+        dist.barrier()
 
-    def take(self, of_rank: int, change: Callable[[dict], object]) -> None:
-        """Replace the file by that of a rank, after ``change``."""
-        self.put(self.whole)
-        if self.rank == 1:
-            state = torch.load(Path(self.folder) / f"rank-{of_rank}-of-3.pt")
-            change(state)
-            torch.save(state, self.file)
+
+def everything(model: nn.Module, optimizer: tritoncomm.SparseOptimizer) -> tuple:
+    """Return everything that loading could change."""
+    return flat(model), residual(optimizer).tolist(), str(optimizer.state_dict()["state"])
 
 
 def damaged(rank: int, world_size: int, send, folder: str) -> None:
-    """A corrupt or truncated file is rejected with its name and the reason, and nothing changes on any rank."""
-    attempts = Attempts(rank, world_size, folder)
-    attempts.put(attempts.whole[: len(attempts.whole) // 2])
-    attempts.load("")
-    attempts.put(b"nothing of the kind")
-    attempts.load("")
-    attempts.take(1, lambda state: state["tritoncomm"]["residuals"][0][0].add_(1))
-    attempts.load("corrupt: its checksum")
-    attempts.take(1, lambda state: state["param_groups"][0]["params"].pop())
-    attempts.load("corrupt: the checksum of the optimizer")
-    attempts.put(attempts.whole)
-    dist.barrier()
+    """A corrupt, truncated or missing file is rejected with its name, and nothing changes on any rank."""
+    attempts = Attempts(rank, folder)
+    before = everything(attempts.model, attempts.optimizer)
+    for number in range(world_size):
+        name = f"{attempts.data.name}/__{number}_0.distcp"
+        changes: list[Callable[[bytes], bytes | None]] = [
+            lambda whole: whole[: len(whole) // 2],
+            lambda whole: whole[:-300] + bytes([whole[-300] ^ 1]) + whole[-299:],
+            lambda whole: None,
+        ]
+        for change in changes:
+            with attempts.changed(name, change):
+                attempts.refused(rf"{name} cannot be loaded: .*(checksum does not match|No such file)")
+    with attempts.changed(f"{attempts.data.name}/.metadata", lambda whole: whole[:-1]):
+        attempts.refused(r"/\.metadata cannot be loaded")
+    with attempts.changed("checkpoint.json", lambda whole: whole[:-1]):
+        attempts.refused(r"checkpoint\.json cannot be loaded")
+    with attempts.changed("checkpoint.json", lambda whole: None):
+        attempts.refused("contains no checkpoint: pass a folder")
+    assert everything(attempts.model, attempts.optimizer) == before
     checkpoint.load(attempts.optimizer, folder)
-    assert attempts.now()[1] != attempts.before[1]
+    assert everything(attempts.model, attempts.optimizer) != before
 
 
 def foreign(rank: int, world_size: int, send, folder: str) -> None:
-    """A file of another rank, method, model or optimizer is rejected with its name and the reason."""
-    attempts = Attempts(rank, world_size, folder)
+    """A checkpoint of another method, model, optimizer or schema is rejected, and so is what is no plain data."""
+    attempts = Attempts(rank, folder)
+    attempts.refused("recipe='oktopk', here it is 'exdyna': use the algo that it was saved with", recipe="exdyna")
+    attempts.refused("written for AdamW, this optimizer is SGD", make="sgd")
+    optimizer = wrap(nn.Linear(6, 20), density=0.1)
+    with pytest.raises((ConfigurationError, ConfigMismatchError), match=r"a model with other parameters|groups of"):
+        checkpoint.load(optimizer, folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exchange_state, "SCHEMA", 4)
+        checkpoint.save(attempts.optimizer, Path(folder) / "old")
+    with pytest.raises((ConfigurationError, ConfigMismatchError), match=r"has schema=4, .* reads schema=\d"):
+        checkpoint.load(attempts.optimizer, Path(folder) / "old")
+    content = checkpoint._RankState.content
 
-    def signed(**fields) -> Callable[[dict], object]:
-        def change(state: dict) -> None:
-            ours = {name: value for name, value in (state["tritoncomm"] | fields).items() if name != "checksum"}
-            state["tritoncomm"] = ours | {"checksum": exchange_state.checksum(ours)}
+    def with_an_object(self: checkpoint._RankState, **fields) -> dict:
+        found = content(self, **fields)
+        return {key: Path(folder) if isinstance(value, bytes) else value for key, value in found.items()}
 
-        return change
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint._RankState, "content", with_an_object)
+        checkpoint.save(attempts.optimizer, Path(folder) / "objects")
+    with pytest.raises((ConfigurationError, ConfigMismatchError), match=r"weights_only|Weights only"):
+        checkpoint.load(attempts.optimizer, Path(folder) / "objects")
 
-    attempts.take(0, lambda state: None)
-    attempts.load("written with rank=0, here it is 1")
-    attempts.take(1, signed(recipe="exdyna"))
-    attempts.load("written with recipe='exdyna', here it is 'oktopk': use the algo that it was saved with")
-    attempts.take(1, signed(residuals=[torch.zeros(3)]))
-    attempts.load("a model with other parameters")
-    attempts.take(1, lambda state: state["saved"].update(optimizer="SGD"))
-    attempts.load("written for SGD, this optimizer is AdamW")
-    attempts.take(1, lambda state: state.clear())
-    attempts.load("not the state of a wrapped optimizer")
+
+# Where a save is killed: the rank, and how far it is with what it does in the folder.
+PLACES = [*((0, step / 8) for step in range(8)), (1, 0.0), (1, 0.6)]
+
+
+def saved_digest(optimizer: tritoncomm.SparseOptimizer) -> str:
+    """Return a digest of what a checkpoint holds."""
+    state = optimizer.state_dict()
+    return exchange_state.checksum({"state": state["state"], "residuals": state["tritoncomm"]["residuals"]})
+
+
+def killed(rank: int, world_size: int, send, folder: str, place: int) -> None:
+    """Save into a new folder twice, and then once more, in which one rank is killed at this ``place``."""
+    model = tiny_model()
+    optimizer = wrap(model, density=0.1)
+    digests, calls = [], []
+    at, share = PLACES[place]
+
+    def watch(event: str, args: tuple) -> None:
+        if any(isinstance(each, str | os.PathLike) and str(each).startswith(folder) for each in args):
+            calls.append(event)
+            if len(digests) == 3 and rank == at and len(calls) > share * count:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(watch)
+    for step in range(3):
+        train(model, optimizer, rank, range(step, step + 1))
+        digests.append(saved_digest(optimizer))
+        if step == 2:
+            send((place, rank, digests[1:]))
+        count, calls = len(calls), []
+        checkpoint.save(optimizer, folder)
+    raise AssertionError("not killed")
+
+
+def left_of_kills(rank: int, world_size: int, send, folder: str, expected: dict[int, list[list[str]]]) -> None:
+    """Load what each kill has left: the old state or the new one, of all ranks. Then save again."""
+    found = []
+    for place, digests in expected.items():
+        own = Path(folder) / str(place)
+        optimizer = wrap(tiny_model(), density=0.1)
+        checkpoint.load(optimizer, own)
+        found.append(digests[rank].index(saved_digest(optimizer)))
+        checkpoint.save(optimizer, own)
+        dist.barrier()  # rank 0 removes what is left of earlier saves
+        assert sorted(file.name.split("-")[0] for file in own.iterdir()) == ["checkpoint.json", "data"]
+    assert same_everywhere(found)
+    assert set(found) == {0, 1}, "no kill came before the end of a save, or none after it"
+
+
+def sizes(rank: int, world_size: int, send, folder: str) -> None:
+    """What four ranks save is about one state of Adam, and the residuals of all ranks."""
+    model = nn.Linear(300, 300, bias=False)
+    optimizer = wrap(model, density=0.1)
+    for step in range(2):
+        optimizer.zero_grad()
+        model(torch.full((1, 300), 1.0 + rank + step)).sum().backward()
+        optimizer.step()
+    checkpoint.save(optimizer, folder)
+    ages = sum("last_delivered" in state for state in optimizer.state.values())
+    needed = 4 * model.weight.numel() * (2 + ages + world_size)
+    written = sum(file.stat().st_size for file in Path(folder).rglob("*") if file.is_file())
+    assert needed < written < 1.1 * needed
+
+
+def drifted(rank: int, world_size: int, send, folder: str) -> None:
+    """A save refuses replicas of which one has another parameter, or another state, and names them."""
+    model = tiny_model()
+    optimizer = tritoncomm.wrap(MAKERS["adamw"](model.parameters()), model=model, density=0.1, dense_below=0)
+    train(model, optimizer, rank, range(3))
+    checkpoint.save(optimizer, folder)
+    before = sorted(Path(folder).rglob("*"))
+    state = optimizer.state[model[0].weight]
+    for tensor, named in ((state["exp_avg_sq"], "exp_avg_sq of 0.weight"), (model[2].bias.data, "2.bias")):
+        held = tensor.clone()
+        if rank == 1:
+            tensor.view(-1)[0] += 1
+        said = rf"nothing was saved, because {named} .*differs between ranks: ranks \[0, 2\] have .*, rank 1 has"
+        with pytest.raises(ConfigMismatchError, match=said):
+            checkpoint.save(optimizer, folder)
+        tensor.copy_(held)
+        dist.barrier()
+    assert sorted(Path(folder).rglob("*")) == before
+    checkpoint.save(optimizer, folder)
+
+
+def between_exchanges(rank: int, world_size: int, send, folder: str) -> None:
+    """A job that is preempted between two exchanges saves, and the next one, of any size, has lost nothing."""
+    model = tiny_model()
+    optimizer = wrap(model, density=None, local_steps=4, updates_algo=tritoncomm.OkTopk(density=0.1))
+    train(model, optimizer, rank, range(6))
+    with pytest.raises(RuntimeError, match=r"2 local steps were not exchanged: call merge\(\)"):
+        checkpoint.ResidualState(optimizer).state_dict()
+    owed = total(residual(optimizer) + torch.cat([each.reshape(-1) for each in optimizer._local._deltas()]))
+    anchors = torch.cat([each.detach().reshape(-1) for each in optimizer._local.anchors])
+    checkpoint.save(optimizer, folder)
+    assert optimizer.metrics()["steps_until_exchange"] == 4
+    assert same_everywhere(flat(model))
+    given = anchors - torch.cat([each.detach().reshape(-1) for each in optimizer._local.anchors])
+    torch.testing.assert_close(world_size * given + total(residual(optimizer)), owed)
+    pending = residual_mean(optimizer)
+    if rank == 0:
+        send((pending, flat(model)))
+
+
+def taken_up(rank: int, world_size: int, send, folder: str) -> None:
+    """Load what :func:`between_exchanges` has saved, and send the same."""
+    model = tiny_model(seed=9)
+    optimizer = wrap(model, density=None, local_steps=4, updates_algo=tritoncomm.OkTopk(density=0.1))
+    checkpoint.load(optimizer, folder)
+    state = optimizer._local._optimizers[0].state
+    assert all(own["exp_avg"].any() for own in state.values() if "exp_avg" in own)
+    pending = residual_mean(optimizer)
+    if rank == 0:
+        send((pending, flat(model)))
+    train(model, optimizer, rank, range(6, 10))
+    assert same_everywhere(flat(model))
+
+
+def residual_mean(optimizer: tritoncomm.SparseOptimizer) -> list[float]:
+    """Return the pending update."""
+    return (total(residual(optimizer)) / dist.get_world_size()).tolist()
 
 
 def all_used() -> nn.Module:

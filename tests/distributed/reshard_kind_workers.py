@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -53,6 +51,10 @@ class Run(SavedRun):
         own = self.optimizer._vector.feedback.residual
         own.copy_(torch.randint(-64, 65, own.shape, generator=generator) * 2.0**-5)
 
+    def state_bits(self) -> dict[str, list]:
+        """Return Adam's state, and the steps of the last deliveries unless there is a single replica."""
+        return lists(self.state(OF_ADAM if self.replicas == 1 else ENTRIES))
+
     def values(self, entries: tuple[str, ...]) -> dict[str, list]:
         """Return the whole parameters and entries of the optimizer's state."""
         parameters, state = self.parameters, self.state(entries)
@@ -67,6 +69,7 @@ def save(rank: int, world_size: int, send, folder: str, kinds: list[tuple[str, i
         train(run.model, run.optimizer, rank, range(STEPS))
         run.owe(rank)
         dcp.save(run.content(), checkpoint_id=f"{folder}/{kind}")
+        checkpoint.save(run.optimizer, f"{folder}/{kind}/own")
         found = lists(run.pending()), run.values(ENTRIES)
         if rank == 0:
             send((kind, *found))
@@ -80,6 +83,9 @@ def load(rank: int, world_size: int, send, folder: str, saved_by: list[str], kin
             run = Run(kind, shards, seed=1)
             run.load(path, checkpoint_id=path)
             alone = run.replicas == 1
+            own = Run(kind, shards, seed=2)
+            checkpoint.load(own.optimizer, f"{path}/own")
+            assert (lists(own.pending()), own.state_bits()) == (lists(run.pending()), run.state_bits())
             found = lists(run.pending()), run.values(OF_ADAM if alone else ENTRIES)
             assert run.optimizer.metrics()["steps"] == STEPS
             train(run.model, run.optimizer, rank, range(STEPS, STEPS + 2))
@@ -106,26 +112,6 @@ def momentum(rank: int, world_size: int, send, folder: str) -> None:
         other.load(folder, checkpoint_id=folder)
         train(other.model, other.optimizer, rank, range(1, 4))
         assert same_everywhere([local(p.detach()).tolist() for p in other.model.parameters()], other.group)
-
-
-def files(rank: int, world_size: int, send, folder: str, kind: str) -> None:
-    """Save with ``checkpoint.save``, and send the pending update."""
-    run = Run(kind)
-    train(run.model, run.optimizer, rank, range(STEPS))
-    run.owe(rank)
-    checkpoint.save(run.optimizer, Path(folder) / kind)
-    found = lists(run.pending())
-    if rank == 0:
-        send(found)
-
-
-def load_files(rank: int, world_size: int, send, folder: str, saver: str, kind: str) -> None:
-    """Load with another number of ranks, and send the pending update."""
-    run = Run(kind)
-    checkpoint.load(run.optimizer, Path(folder) / saver)
-    found = lists(run.pending())
-    if rank == 0:
-        send(found)
 
 
 def refused(rank: int, world_size: int, send, folder: str) -> None:

@@ -17,9 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from tritoncomm import ConfigMismatchError, ConfigurationError
-from tritoncomm.checkpoint import ResidualState, reshard
-from tritoncomm.step.state import with_checksum
+from tritoncomm import ConfigMismatchError, ConfigurationError, checkpoint
+from tritoncomm.step.state import taken_over, with_checksum
 
 
 class Block(nn.Module):
@@ -177,14 +176,18 @@ def states_of_replicated_parameters(rank: int, world_size: int, send) -> None:
     assert resumed.optimizer.metrics()["residual_norm"] == 0
     folder = [tempfile.mkdtemp() if rank == 0 else None]
     dist.broadcast_object_list(folder)
-    dcp.save({"residuals": ResidualState(run.optimizer)}, checkpoint_id=folder[0])
-    dcp.load({"residuals": ResidualState(moved.optimizer, checkpoint_id=folder[0])}, checkpoint_id=folder[0])
+    dcp.save({"residuals": checkpoint.ResidualState(run.optimizer)}, checkpoint_id=folder[0])
+    residuals = checkpoint.ResidualState(moved.optimizer, checkpoint_id=folder[0])
+    dcp.load({"residuals": residuals}, checkpoint_id=folder[0])
     assert moved.state()["tritoncomm"]["checksum"] == state["tritoncomm"]["checksum"]
+    checkpoint.save(run.optimizer, f"{folder[0]}/own")
+    saved = TensorParallel(grid, run)
+    checkpoint.load(saved.optimizer, f"{folder[0]}/own")
+    assert saved.state()["tritoncomm"]["checksum"] == state["tritoncomm"]["checksum"]
     resumed.optimizer.load_state_dict(state)
 
-    states = [None] * 2
-    dist.all_gather_object(states, state["tritoncomm"], group=grid["data"].get_group())
-    converted = reshard(states, 2)[grid["data"].get_local_rank()]
+    own = state["tritoncomm"]
+    converted = taken_over(own, [own], rank=grid["data"].get_local_rank(), world_size=2)
     moved.optimizer.load_state_dict(copy.deepcopy(state) | {"tritoncomm": converted})
     assert moved.optimizer.metrics()["residual_norm"] == norm
     moved.train(5, 7)
@@ -194,6 +197,6 @@ def states_of_replicated_parameters(rank: int, world_size: int, send) -> None:
     assert moved.optimizer.metrics()["residual_norm"] == norm
     moved.train(7, 9)
 
-    run.train(5, 8)
-    resumed.train(5, 8)
-    assert bits(resumed.model) == bits(run.model)
+    for each in (run, resumed, saved):
+        each.train(5, 8)
+    assert bits(resumed.model) == bits(saved.model) == bits(run.model)

@@ -2,66 +2,84 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import checkpoint_workers
 import pytest
 import torch
+import tritoncomm
 from helpers import run_workers
 from hypothesis import given
 from hypothesis import strategies as st
-from tritoncomm import ConfigurationError
-from tritoncomm.checkpoint import reshard
 from tritoncomm.demo.local_workers import WorkerError
 from tritoncomm.step import state as exchange_state
 
 from depth import DEEP
 
 
-def states(residuals: Sequence[torch.Tensor]) -> list[dict[str, object]]:
-    """Return the states that ranks with these residuals save."""
-    return [
-        exchange_state.with_checksum(
-            rank=rank,
-            world_size=len(residuals),
-            recipe="oktopk",
-            settings="",
-            residuals=[residual[:2], residual[2:]],
-            algorithm=[{"taken": 3}],
-            steps=5,
-            absent=[1],
-            local=None,
-        )
-        for rank, residual in enumerate(residuals)
-    ]
-
-
 @given(before=st.integers(1, 12), after=st.integers(1, 12), seed=st.integers(0, 1000))
 def test_pending_update_is_conserved(before: int, after: int, seed: int) -> None:
-    """reshard() conserves sum(residual) / world_size, exactly if both world sizes are powers of two."""
-    values = torch.randint(-64, 65, (before, 5), generator=torch.Generator().manual_seed(seed)).float() * before
-    pending = values.double().sum(0) / before
-    resharded = reshard(states(list(values)), after)
-    assert [state["rank"] for state in resharded] == list(range(after))
-    now = torch.stack([torch.cat(state["residuals"]) for state in resharded]).double().sum(0) / after
+    """Another number of ranks conserves sum(residual) / world_size, exactly if both numbers are powers of two."""
+    generator = torch.Generator().manual_seed(seed)
+    states = [
+        {"residuals": [torch.randint(-64, 65, (n,), generator=generator).float() * before for n in (2, 3)]}
+        for _ in range(before)
+    ]
+    pending = sum(torch.cat(state["residuals"]).double() for state in states) / before
+    parameters = [torch.nn.Parameter(torch.zeros(n)) for n in (3, 2)]
+    exchange = tritoncomm.wrap(torch.optim.SGD(parameters))._exchange
+    methods = [vector.feedback.algorithm.state_dict() for vector in exchange.vectors]
+    of_ranks = [
+        exchange_state.carry_over(
+            exchange,
+            [state | {"algorithm": methods} for state in states[rank::after]],
+            after / before,
+            methods,
+            parameters[::-1],
+        )
+        for rank in range(after)
+    ]
+    now = sum(feedback.residual.double() for (feedback,) in of_ranks) / after
+    now = torch.cat([now[3:], now[:3]])  # the states have the parameters in the other order
     exact = (before & (before - 1)) == 0 and (after & (after - 1)) == 0
     assert torch.equal(now, pending) if exact else torch.allclose(now, pending, rtol=1e-5, atol=1e-4)
-    for state in resharded:
-        exchange_state.check(state, world_size=after)
-        assert len(state["migrated"]["states"]) == len(range(state["rank"], before, after))
 
 
-def test_inconsistent_states_are_rejected() -> None:
-    """The error names a missing, duplicated or foreign rank."""
-    three = states([torch.ones(5)] * 3)
-    with pytest.raises(ConfigurationError, match="world_size=3"):
-        reshard(three[:2], 4)
-    with pytest.raises(ConfigurationError, match="rank=0, here it is 1"):
-        reshard([three[0], three[0], three[2]], 4)
-    other = states([torch.ones(6)] * 3)
-    with pytest.raises(ConfigurationError, match="ranks 0 and 1 belong to models with other parameters"):
-        reshard([three[0], other[1], three[2]], 4)
+def test_killed_saves(tmp_path: Path) -> None:
+    """A rank is killed at ten places of a save into a used folder, which then has the old state, or the new one."""
+    heard: list[tuple[int, int, list[str]]] = []
+    for place in range(len(checkpoint_workers.PLACES)):
+        with pytest.raises(WorkerError) as caught:
+            run_workers(checkpoint_workers.killed, 2, str(tmp_path / str(place)), place, listen=heard.append)
+        assert "not killed" not in str(caught.value)
+    expected = {
+        place: [digests for _, _, digests in sorted(each for each in heard if each[0] == place)] for place, *_ in heard
+    }
+    assert len(expected) == len(checkpoint_workers.PLACES) == 10
+    run_workers(checkpoint_workers.left_of_kills, 2, str(tmp_path), expected)
+
+
+def test_sizes(tmp_path: Path) -> None:
+    """The state of the optimizer is not written by every rank."""
+    run_workers(checkpoint_workers.sizes, 4, str(tmp_path))
+
+
+def test_drifted_replicas(tmp_path: Path) -> None:
+    """They are refused, not blended."""
+    run_workers(checkpoint_workers.drifted, 3, str(tmp_path))
+
+
+def test_save_between_exchanges(tmp_path: Path) -> None:
+    """Workers merge their local steps before they save. One, two or three workers go on from there."""
+    heard: list[tuple[list[float], list[int]]] = []
+    run_workers(checkpoint_workers.between_exchanges, 2, str(tmp_path), listen=heard.append)
+    for world_size in (1, 2, 3):
+        run_workers(checkpoint_workers.taken_up, world_size, str(tmp_path), listen=heard.append)
+    (pending, weights), *others = heard
+    assert any(pending)
+    for found, other_weights in others:
+        assert found == pytest.approx(pending, rel=1e-5, abs=1e-6)
+        assert other_weights == weights
 
 
 def test_killed_and_resumed_equals_gone_on(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Foun
     ],
 )
 def test_every_kind_loads_every_kind(saved, world_size: int, kinds: list[tuple[str, int]]) -> None:
-    """Parameters, Adam's state and the pending update are those of the save, to the bit."""
+    """Parameters, Adam's state and the pending update are those of the save, to the bit, in both ways of saving."""
     folder, before = saved
     assert set(before) == {kind for kind, _ in SAVED}
     found = _heard(workers.load, world_size, folder, list(before), kinds)
@@ -47,16 +47,6 @@ def test_every_kind_loads_every_kind(saved, world_size: int, kinds: list[tuple[s
         assert pending == pending_before, name  # exact, because all numbers of replicas are powers of two
         assert {key.split()[-1] for key in state} >= set(OF_ADAM)
         assert state == {key: state_before[key] for key in state}, name
-
-
-@pytest.mark.parametrize(("saver", "kind"), [("plain", "ddp"), ("ddp", "plain")])
-def test_files_of_another_number_of_ranks(saver: str, kind: str, tmp_path: Path) -> None:
-    """What four ranks save with ``checkpoint.save``, two load, with DDP or without it."""
-    pending: list[dict] = []
-    run_workers(workers.files, 4, str(tmp_path), saver, listen=pending.append)
-    run_workers(workers.load_files, 2, str(tmp_path), saver, kind, listen=pending.append)
-    assert pending[0] == pending[1]
-    assert all(any(update) for update in pending[0].values())
 
 
 @pytest.mark.parametrize("situation", [workers.refused, workers.stages])

@@ -233,7 +233,7 @@ class CudaTensor(torch.Tensor):
     def resize_(self, *sizes: Any, **_: Any) -> CudaTensor:
         self.inner.resize_(*sizes)
         with torch._C._DisableTorchDispatch():
-            super().resize_(*sizes)
+            super().set_(torch.empty(self.inner.shape, dtype=self.dtype))  # its own memory is none, and cannot grow
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CudaTensor:

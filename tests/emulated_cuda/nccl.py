@@ -103,6 +103,18 @@ class EmulatedNCCL(dist.ProcessGroup):
         _demand_sizes(outputs[0], [inputs[0].numel()] * self._size)
         return self._collective("all_gather", inputs, outputs[0], lambda found: [each[0] for each in found])
 
+    def gather(self, outputs: list[list[Any]], inputs: list[Any], opts: Any = None) -> Any:
+        root, received = opts.rootRank, outputs[0] if outputs else []
+        return self._collective(
+            f"gather to {root}", inputs, received, lambda found: [each[0] for each in found][: len(received)]
+        )
+
+    def scatter(self, outputs: list[Any], inputs: list[list[Any]], opts: Any = None) -> Any:
+        root, sent = opts.rootRank, inputs[0] if inputs else []
+        return self._collective(
+            f"scatter from {root}", sent, outputs, lambda found: [found[root][self._rank]], equal_shapes=False
+        )
+
     def all_gather_single(self, output: Any, source: Any, opts: Any = None) -> Any:
         return self.all_gather_single_coalesced([output], [source])
 

@@ -34,9 +34,9 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> list[torch.device | None]:
         finally:
             current.pop()
 
-    def spied(objects: list[object], own: object, group: dist.ProcessGroup | None = None) -> None:
+    def spied(object_list: list[object], obj: object, group: dist.ProcessGroup | None = None) -> None:
         seen.append(current[-1])
-        gather(objects, own, group=group)
+        gather(object_list, obj, group=group)
 
     monkeypatch.setattr(torch.cuda, "device", entered)
     monkeypatch.setattr(dist, "all_gather_object", spied)

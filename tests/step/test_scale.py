@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from tritoncomm import ConfigurationError, NonFiniteError, OkTopk, SimulatedWorld, SparseVector, TopkAllgather, Warmup
-from tritoncomm.checkpoint import reshard
 from tritoncomm.primitives.second_moment import FactoredSecondMoment, Moment
 from tritoncomm.step import state as exchange_state
 from tritoncomm.step.stages import Staged
@@ -272,17 +271,17 @@ def test_resume_across_a_renewal() -> None:
 
 
 @pytest.mark.parametrize("algo", ["oktopk", "exdyna", "spardl", "topk_allgather"])
-@pytest.mark.parametrize("resharded", [False, True])
+@pytest.mark.parametrize("carried", [False, True])
 @pytest.mark.parametrize(("saved_by", "loaded_by"), [("gradient", "update"), ("update", "gradient")])
-def test_checkpoint_with_another_select_by(saved_by: str, loaded_by: str, resharded: bool, algo: str) -> None:
+def test_checkpoint_with_another_select_by(saved_by: str, loaded_by: str, carried: bool, algo: str) -> None:
     """Warm-up and residuals continue, thresholds and moment restart, also with another world size."""
     net = model()
     optimizer = adamw(net, algo=algo, select_by=saved_by, warmup_steps=3)
     train(net, optimizer, 0, 25)
     loaded = adamw(copy.deepcopy(net), algo=algo, select_by=loaded_by, warmup_steps=3)
     state = exchange_state.saved(optimizer._exchange)
-    if resharded:
-        (state,) = reshard([state], 1)
+    if carried:
+        state = exchange_state.taken_over(state, [state], rank=0, world_size=1)
     (feedback,) = exchange_state.loaded(loaded._exchange, state)
     loaded._vector.feedback = feedback
     assert torch.equal(feedback.residual, optimizer._vector.feedback.residual)
@@ -314,9 +313,8 @@ def test_moment_survives_changes() -> None:
     assert loaded.steps == 25
     assert torch.equal(loaded.rows, before.rows)
     assert torch.equal(loaded.columns, before.columns)
-    half = reshard([exchange_state.saved(optimizer._exchange)], 2)[0]["migrated"]
-    ((state,),), (common,) = half["states"], half["common"]
-    optimizer._vector.feedback.algorithm.migrate([state], half["share"], common)
+    state = exchange_state.saved(optimizer._exchange)
+    optimizer._exchange.restore(exchange_state.carry_over(optimizer._exchange, [state], 2.0, state["algorithm"]))
     assert moment_of(optimizer) == before
     optimizer.add_param_group({"params": list(more.parameters())})
     after = moment_of(optimizer)

@@ -107,12 +107,6 @@ class Algorithm(ABC):
     def invalidate_thresholds(self) -> None:  # noqa: B027 - most keep no threshold, or correct it in each step
         """Discard remembered thresholds. The units of the vector change with the next step."""
 
-    def adopt_across_layout(self, other: Algorithm) -> None:  # noqa: B027 - most have no such state
-        """Copy from ``other`` the state that does not depend on the vector.
-
-        ``other`` has the same recipe and another vector.
-        """
-
     def migrate(  # noqa: B027 - the state of most methods depends on the world size
         self, states: Sequence[Mapping[str, Any]], share: float, common: Mapping[str, Any]
     ) -> None:

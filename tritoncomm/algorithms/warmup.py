@@ -143,12 +143,6 @@ class WarmupAlgorithm(WrapperAlgorithm):
         phases = traffic(self.numel, world_size, bits=bits, phase=_PHASE, collective=collective, is_midrise=is_midrise)
         return Forecast(phases)
 
-    def adopt_across_layout(self, other: Algorithm) -> None:
-        """See :meth:`Algorithm.adopt_across_layout`. Copies the number of completed steps."""
-        assert isinstance(other, WarmupAlgorithm)
-        self._taken = other._taken  # noqa: SLF001 - of the same class
-        super().adopt_across_layout(other)
-
     def migrate(self, states: Sequence[Mapping[str, Any]], share: float, common: Mapping[str, Any]) -> None:
         """See :meth:`Algorithm.migrate`. Copies the number of completed steps.
 

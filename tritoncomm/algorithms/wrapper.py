@@ -77,10 +77,6 @@ class WrapperAlgorithm(Algorithm):
     def invalidate_thresholds(self) -> None:
         self.inner.invalidate_thresholds()
 
-    def adopt_across_layout(self, other: Algorithm) -> None:
-        assert isinstance(other, WrapperAlgorithm)
-        self.inner.adopt_across_layout(other.inner)
-
     def migrate(self, states: Sequence[Mapping[str, Any]], share: float, common: Mapping[str, Any]) -> None:
         self.inner.migrate(states, share, common)
 

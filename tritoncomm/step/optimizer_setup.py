@@ -261,8 +261,7 @@ class OptimizerSetup(OptimizerProxy):
             self._local.forget_loading()
         exchange.restart()
         of_vectors = [recipes[vector.recipe] for vector in exchange.vectors]
-        for vector, before in exchange.replace_vectors(of_vectors, process_group):
-            exchange_state.across_groups(vector, before)
+        exchange_state.moved(exchange, of_vectors, process_group)
         self._replace_recipes(recipes)
 
     def _build(self, group: dist.ProcessGroup | None) -> GradientExchange:

@@ -1,21 +1,32 @@
-"""The state of one rank in a checkpoint of ``torch.distributed.checkpoint``, in parts that any model can load.
+"""The state of a rank as torch.distributed.checkpoint saves it: for any model, any mesh and any number of ranks.
 
-Every replica of the model has residuals of its own. They are stored as tensors with the shapes of the whole parameters:
-as DTensors by a sharded model, else as plain tensors. ``torch.distributed.checkpoint`` reads either into either. The
-rest of the state belongs to one rank.
+What is shaped like the parameters is saved as tensors with the shapes of the whole parameters: as DTensors by a sharded
+model, else as plain tensors. ``torch.distributed.checkpoint`` reads either into either. What all replicas have in
+common is written once, what differs between them once a replica. The rest, which is small, belongs to one rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from tritoncomm.errors import ConfigurationError
 from tritoncomm.scheduler.process_group import is_distributed
 from tritoncomm.step import state as exchange_state
-from tritoncomm.step.shards import like_parameter, local, mesh_ranks, place
+from tritoncomm.step.shards import like_parameter, local, mesh_ranks, one_per_shard, place
+
+Tensors = Mapping[str, torch.Tensor]
+
+COMMON = "common to all replicas"  # key of their tensors
+_OF_REPLICA = "replica at rank"  # begins the key of the tensors of one
+# Names of tensors begin with what they are, and the number of their parameter.
+_RESIDUALS, _OWN, _STATE = "residuals", "own", "state"
+_OF_LOCAL_STEPS = ("anchors", "momentum")
+_TENSOR = "the tensor"  # key of the name of a tensor, in its place
 
 
 class ShardOfReplica(NamedTuple):
@@ -24,13 +35,11 @@ class ShardOfReplica(NamedTuple):
     Attributes:
         replica: Number of its replica.
         replicas: Number of replicas.
-        first_rank: The lowest rank that holds a part of this replica.
         shards: The rank's shards of the parameters, as texts that can be compared. A whole parameter has the text "".
     """
 
     replica: int
     replicas: int
-    first_rank: int
     shards: list[str]
 
     @classmethod
@@ -38,9 +47,13 @@ class ShardOfReplica(NamedTuple):
         """Return what this rank holds. ``replicas`` are the ranks with the same shards of ``parameters``."""
         shards = sorted({place(parameter) for parameter in parameters})
         if not is_distributed():
-            return cls(0, 1, 0, shards)
-        first_rank = min({dist.get_rank()}.union(*map(mesh_ranks, parameters)))
-        return cls(dist.get_rank(replicas), dist.get_world_size(replicas), first_rank, shards)
+            return cls(0, 1, shards)
+        return cls(dist.get_rank(replicas), dist.get_world_size(replicas), shards)
+
+    @classmethod
+    def of(cls, rest: Mapping[str, Any]) -> ShardOfReplica:
+        """Return what the rank held that has saved ``rest``."""
+        return cls(*rest["held"])
 
     @property
     def is_whole(self) -> bool:
@@ -48,113 +61,203 @@ class ShardOfReplica(NamedTuple):
         return not any(self.shards)
 
 
+def key_of_replica(parameters: Sequence[torch.Tensor]) -> str:
+    """Return the key of the tensors of the replica of which this rank holds ``parameters``: by its lowest rank."""
+    first = min({dist.get_rank()}.union(*map(mesh_ranks, parameters))) if is_distributed() else 0
+    return f"{_OF_REPLICA} {first}"
+
+
 class Parts(NamedTuple):
-    """The state of a rank in parts. Tensors are given by number, and shaped and sharded like the parameters.
+    """The state of a rank in parts.
 
     Attributes:
         rest: What belongs to this rank alone.
-        residuals: The residuals of its replica, with what local steps have changed since the last exchange.
-        common: What all replicas have in common if updates are exchanged, by its key: the anchors and their momentum.
+        replica: Tensors of its replica.
+        common: Tensors of all replicas.
     """
 
-    rest: dict[str, Any]
-    residuals: dict[str, torch.Tensor]
-    common: dict[str, dict[str, torch.Tensor]]
-
-
-# Keys of what is common. torch.distributed.checkpoint names a key that it does not find.
-ANCHORS = "common parameters of the exchange of updates"
-MOMENTUM = "momentum of the common parameters, by outer_momentum"
-_FIELDS = {ANCHORS: "anchors", MOMENTUM: "momentum"}
+    rest: Mapping[str, Any]
+    replica: Tensors
+    common: Tensors
 
 
 def split(
-    state: Mapping[str, Any], parameters: Sequence[torch.Tensor], here: ShardOfReplica, inner: Sequence[Any]
+    state: Mapping[str, Any],
+    inner: Mapping[int, Any],
+    own: Collection[int],
+    parameters: Sequence[torch.Tensor],
+    here: ShardOfReplica,
 ) -> Parts:
-    """Return the ``state`` of this rank in parts.
+    """Return the state of this rank in parts. :func:`joined` and :func:`inner_of` return it again.
 
     Args:
-        state: The state.
+        state: What :func:`tritoncomm.step.state.saved` has returned, not between two exchanges of updates.
+        inner: States of parameters in the original optimizer, by number.
+        own: The numbers of parameters whose states differ between replicas.
         parameters: The parameters that are exchanged. Anchors come first.
         here: What this rank holds of the model.
-        inner: The states of the optimizers that step locally, of this rank alone.
     """
-    own: Mapping[str, Any] | None = state["local"]
-    rest = {key: value for key, value in state.items() if key != "residuals"} | {"held": list(here), "inner": inner}
-    common: dict[str, dict[str, torch.Tensor]] = {}
-    if own is not None:
-        rest["local"] = {**own, **{field: [] for field in _FIELDS.values()}}
-        common = {key: _shaped(own[field], parameters) for key, field in _FIELDS.items() if own[field]}
-        if own["parameters"]:  # the sum that other ranks would continue from is rounded
-            rest["residuals"] = state["residuals"]
-    return Parts(rest, _shaped(exchange_state.folded(state)["residuals"], parameters), common)
-
-
-def _shaped(values: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-    pairs = zip(values, parameters, strict=False)
-    return {str(number): like_parameter(parameter, own) for number, (own, parameter) in enumerate(pairs)}
-
-
-def held_by(rest: Mapping[str, Any]) -> ShardOfReplica:
-    """Return what the rank held whose state has the first part ``rest``."""
-    return ShardOfReplica(*rest["held"])
+    replica, common = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
+    rest = {key: value for key, value in state.items() if key != _RESIDUALS}
+    shaped = [(_RESIDUALS, state[_RESIDUALS], replica)]
+    if state["local"] is not None:
+        rest["local"] = {key: value for key, value in state["local"].items() if key not in _OF_LOCAL_STEPS}
+        shaped += [(field, state["local"][field], common) for field in _OF_LOCAL_STEPS]
+    for field, values, tensors in shaped:
+        for number, (parameter, value) in enumerate(zip(parameters, values, strict=False)):
+            tensors[f"{field}.{number}"] = like_parameter(parameter, value)
+    rest["inner"] = {
+        number: _taken_apart(each, f"{_OWN}.{number}", replica)
+        if number in own
+        else _taken_apart(each, f"{_STATE}.{number}", common)
+        for number, each in inner.items()
+    }
+    return Parts(rest | {"held": list(here)}, replica, common)
 
 
 def joined(parts: Parts) -> dict[str, Any]:
-    """Return the state of which :func:`split` returned the ``parts``."""
-    state = {key: value for key, value in parts.rest.items() if key not in ("held", "inner")}
-    return {"residuals": _flat(parts.residuals)} | state | {"local": _local_of(state["local"], parts.common)}
+    """Return the state of an exchange from ``parts``."""
+    rest, replica, common = parts
+    state = {key: value for key, value in rest.items() if key not in ("held", "inner", "others")}
+    if state["local"] is not None:
+        state["local"] = state["local"] | {field: _flat(field, common) for field in _OF_LOCAL_STEPS}
+    return state | {_RESIDUALS: _flat(_RESIDUALS, replica)}
 
 
-def _local_of(own: Mapping[str, Any] | None, common: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, Any] | None:
-    return None if own is None else {**own, **{_FIELDS[key]: _flat(tensors) for key, tensors in common.items()}}
-
-
-def resharded(
-    states: Sequence[Mapping[str, Any]],
-    replicas: Sequence[Mapping[str, torch.Tensor]],
-    shared: Mapping[str, Mapping[str, torch.Tensor]],
-    here: ShardOfReplica,
-    present: Mapping[str, Any],
-) -> dict[str, Any]:
-    """Return the state of a rank that takes over the residuals of other ranks.
-
-    Args:
-        states: First parts that :func:`split` returned: that of the first rank, and, if every rank held a whole
-            replica, those of the ranks whose residuals this rank takes over.
-        replicas: The residuals of the replicas that this rank takes over. The list may be empty.
-        shared: What all replicas have in common.
-        here: What this rank holds.
-        present: The present state of this rank.
-    """
-    common, methods = states[0]["algorithm"], []
-    is_whole = here.is_whole and held_by(states[0]).is_whole
-    if is_whole:
-        methods = [state["algorithm"] for state in states if held_by(state).replica % here.replicas == here.replica]
-    else:
-        common = [_without_entries(each) for each in common]
-    return exchange_state.taken_over(
-        {**states[0], "local": _local_of(states[0]["local"], shared)},
-        rank=here.replica,
-        world_size=here.replicas,
-        saved_by=held_by(states[0]).replicas,
-        residuals=[_flat(each) for each in replicas],
-        like=present["residuals"],
-        methods=methods,
-        common=common,
-    )
-
-
-def _without_entries(method: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state of a method without what belongs to entries of other shards: second moments and momentum."""
-    found: dict[str, Any] = {}
-    for key, value in method.items():
-        if key == "moment" or isinstance(value, torch.Tensor):
-            found[key] = None
-        else:
-            found[key] = _without_entries(value) if isinstance(value, Mapping) else value
+def inner_of(parts: Parts) -> dict[int, Any]:
+    """Return the states of parameters in the original optimizer from ``parts``."""
+    found: dict[int, Any] = _put_together(parts.rest["inner"], {**parts.replica, **parts.common})
     return found
 
 
-def _flat(residuals: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-    return [local(residuals[str(number)]).reshape(-1) for number in range(len(residuals))]
+def resharded(first: Mapping[str, Any], old: Sequence[Parts], common: Tensors, here: ShardOfReplica) -> dict[str, Any]:
+    """Return the state of the exchange of a rank that takes over the residuals of other ranks.
+
+    Args:
+        first: What belongs to the first rank alone.
+        old: The parts of a rank of each replica whose residuals this rank takes over. There may be none.
+        common: The tensors of all replicas.
+        here: What this rank holds.
+    """
+    state, before = joined(Parts(first, {}, common)), ShardOfReplica.of(first)
+    keeps_methods = here.is_whole and before.is_whole  # they belong to the entries of the vector
+    if not keeps_methods:
+        state["algorithm"] = [exchange_state.without_entries(method) for method in state["algorithm"]]
+    states = [
+        {_RESIDUALS: _flat(_RESIDUALS, parts.replica), "algorithm": parts.rest["algorithm"] if keeps_methods else []}
+        for parts in old
+    ]
+    share = here.replicas / before.replicas
+    return exchange_state.taken_over(state, states, rank=here.replica, world_size=here.replicas, share=share)
+
+
+def _flat(field: str, tensors: Tensors) -> list[torch.Tensor]:
+    """Return the local shards of what :func:`split` has named ``field``, flat."""
+    count = sum(name.startswith(f"{field}.") for name in tensors)
+    return [local(tensors[f"{field}.{number}"]).reshape(-1) for number in range(count)]
+
+
+def _taken_apart(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
+    """Return ``value`` with names instead of its tensors, which are added to ``tensors``. Single numbers stay."""
+    if isinstance(value, torch.Tensor) and (value.dim() or hasattr(value, "device_mesh")):
+        tensors[name] = value.detach()
+        return {_TENSOR: name}
+    if isinstance(value, Mapping):
+        return {key: _taken_apart(each, f"{name}.{key}", tensors) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_taken_apart(each, f"{name}.{number}", tensors) for number, each in enumerate(value))
+    return value
+
+
+def _put_together(value: Any, tensors: Tensors) -> Any:
+    """Return the value of which :func:`_taken_apart` has made ``value`` and ``tensors``."""
+    if isinstance(value, Mapping):
+        if _TENSOR in value:
+            return tensors[value[_TENSOR]]
+        return {key: _put_together(each, tensors) for key, each in value.items()}
+    return type(value)(_put_together(each, tensors) for each in value) if isinstance(value, (list, tuple)) else value
+
+
+class Saved(NamedTuple):
+    """What a checkpoint has.
+
+    Attributes:
+        ranks: The key of each rank, in ascending order, and the number of its replica.
+        replicas: The key of the tensors of each replica, in ascending order.
+        tensors: The metadata of the tensors of each replica, and of all replicas together, by key and name.
+    """
+
+    ranks: list[tuple[str, int]]
+    replicas: list[str]
+    tensors: dict[str, dict[str, Any]]
+
+    @classmethod
+    def by(cls, reader: Any, where: object) -> Saved:
+        """Return what the checkpoint of ``reader`` has. Errors call it ``where``."""
+        try:
+            stored = reader.read_metadata().state_dict_metadata
+        except Exception as error:  # each storage has its own
+            raise ConfigurationError(f"checkpoint_id={where}: no checkpoint can be read: {error}") from error
+        ranks, replicas, tensors = dict[int, tuple[str, int]](), set[int](), dict[str, dict[str, Any]]()
+        for name, metadata in stored.items():
+            if found := re.search(r"\.(rank (\d+) of \d+, replica (\d+) of (\d+) .*)$", name):
+                ranks[int(found[2])] = found[1], int(found[3])
+                replicas.add(int(found[4]))
+            elif found := re.search(rf"\.({_OF_REPLICA} \d+|{COMMON})\.(.*)$", name):
+                tensors.setdefault(found[1], {})[found[2]] = metadata
+        keys = sorted({*tensors} - {COMMON}, key=lambda key: int(key.rpartition(" ")[2]))
+        if replicas != {len(keys)}:
+            raise ConfigurationError(
+                f"checkpoint_id={where}: this checkpoint has no ResidualState, or those of several runs or stages of a "
+                "pipeline: pass a folder into which dcp.save() has written one"
+            )
+        return cls([ranks[rank] for rank in sorted(ranks)], keys, tensors)
+
+    def ranks_of(self, number: int) -> list[str]:
+        """Return the keys of the ranks of a replica."""
+        return [key for key, replica in self.ranks if replica == number]
+
+    def taken(self, here: ShardOfReplica) -> range:
+        """Return the numbers of the replicas whose residuals a rank takes over."""
+        return range(here.replica, len(self.replicas), here.replicas)
+
+    def source(self, here: ShardOfReplica) -> int:
+        """Return the number of the replica whose other states it takes over: its own if nothing has changed."""
+        return here.replica % len(self.replicas)
+
+    def rooms(
+        self, here: ShardOfReplica, parameters: Sequence[torch.Tensor], every: Sequence[torch.Tensor]
+    ) -> dict[str, Any]:
+        """Return zeros for what a rank reads.
+
+        Args:
+            here: What the rank holds.
+            parameters: The parameters that are exchanged.
+            every: All parameters of the original optimizer.
+        """
+        source, taken = self.source(here), self.taken(here)
+        ranks = [self.ranks[0][0], *(self.ranks_of(number)[0] for number in taken), *self.ranks_of(source)]
+        found: dict[str, Any] = dict.fromkeys(ranks, b"")
+        for key in {*(self.replicas[number] for number in taken), self.replicas[source], COMMON}:
+            found[key] = {
+                name: _room_for(name, stored, every if name.startswith((_OWN, _STATE)) else parameters)
+                for name, stored in self.tensors.get(key, {}).items()
+                if key in (self.replicas[source], COMMON) or not name.startswith(_OWN)
+            }
+        return found
+
+
+def _room_for(name: str, stored: Any, parameters: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return zeros for the tensor ``name`` with the metadata ``stored``, sharded like that of ``parameters``."""
+    field, digits, *_ = name.split(".")
+    number, size, dtype = int(digits), stored.size, stored.properties.dtype
+    if number >= len(parameters) or (size != parameters[number].shape and field not in (_OWN, _STATE)):
+        raise ConfigurationError("this checkpoint belongs to a model with other parameters")
+    parameter: Any = parameters[number]
+    if hasattr(parameter, "device_mesh"):
+        if size == parameter.shape:
+            return like_parameter(parameter, torch.zeros(local(parameter).numel(), dtype=dtype))
+        found = one_per_shard(parameter, torch.zeros((), dtype=dtype, device=local(parameter).device))
+        if size == found.shape:
+            return found
+    return torch.zeros(size, dtype=dtype)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -110,27 +110,6 @@ def like_parameter(parameter: Any, values: torch.Tensor) -> torch.Tensor:
 
     layout = {"shape": parameter.shape, "stride": parameter.stride()}
     return DTensor.from_local(own, parameter.device_mesh, parameter.placements, **layout)
-
-
-_SHARD = "local shard"  # key of a shard where there was a DTensor
-
-
-def without_shards(state: Any) -> Any:
-    """Return the ``state`` of a parameter with plain tensors instead of DTensors. See :func:`with_shards`."""
-    if isinstance(state, torch.Tensor):
-        return {_SHARD: local(state.detach())} if hasattr(state, "device_mesh") else state
-    if isinstance(state, Mapping):
-        return {key: without_shards(value) for key, value in state.items()}
-    return [without_shards(value) for value in state] if isinstance(state, (list, tuple)) else state
-
-
-def with_shards(parameter: Any, state: Any) -> Any:
-    """Return the ``state`` of ``parameter`` from which :func:`without_shards` has made the argument."""
-    if isinstance(state, Mapping):
-        if _SHARD in state:
-            return like_parameter(parameter, state[_SHARD].reshape(-1))
-        return {key: with_shards(parameter, value) for key, value in state.items()}
-    return [with_shards(parameter, value) for value in state] if isinstance(state, list) else state
 
 
 def mesh_ranks(parameter: Any) -> set[int]:

@@ -10,21 +10,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tritoncomm.algorithms import Recipe
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.scheduler.process_group import is_distributed
 from tritoncomm.step import agree
-from tritoncomm.step.anchors import delta_of
 from tritoncomm.step.exchange import GradientExchange
 from tritoncomm.step.feedback import ErrorFeedback
-from tritoncomm.step.shards import all_finite, bytes_of, local
-from tritoncomm.step.stages import Scale
+from tritoncomm.step.shards import bytes_of, local
 from tritoncomm.step.updates import LocalSteps
-from tritoncomm.step.vector import VectorExchange
 
 logger = logging.getLogger("tritoncomm")
 
-SCHEMA = 7
-_Methods = Sequence[Mapping[str, Any]]  # the state of the method of each vector
+SCHEMA = 8
+State = Mapping[str, Any]  # what saved() returns, or a part of it
 _FIELDS = (
     "schema",
     "rank",
@@ -89,116 +87,40 @@ def check(state: Mapping[str, Any], **here: Any) -> None:
     for field, value in here.items():
         if state[field] != value:
             fix = {
-                "rank": ": load the file of this rank (tritoncomm.checkpoint.save() writes one per rank), or discard "
+                "rank": ": load the state of this rank (tritoncomm.checkpoint.save() saves those of all), or discard "
                 'the residuals with load_state_dict(state, residuals="reset")',
                 "recipe": ": use the algo that it was saved with",
-                "world_size": ": convert the states of all its ranks with tritoncomm.checkpoint.reshard()",
+                "world_size": ": save with tritoncomm.checkpoint.save(), whose checkpoints any number of ranks loads",
             }
             raise ConfigurationError(
                 f"this checkpoint was written with {field}={state[field]!r}, here it is {value!r}{fix.get(field, '')}"
             )
-    if checksum(state) != state["checksum"]:
+    if "before" not in state and checksum(state) != state["checksum"]:  # what was converted has been checked
         raise ConfigurationError("this checkpoint is corrupt: its checksum does not match its content")
 
 
-def reshard(states: Sequence[Mapping[str, Any]], world_size: int) -> list[dict[str, Any]]:
-    """Convert the states of all ranks to another world size.
-
-    The residuals of P ranks reach the mean divided by P. The conversion keeps the pending update, which is
-    ``sum(residual) / world_size``: the residual of old rank r is multiplied by ``world_size / P`` and added to that of
-    new rank ``r % world_size``.
-
-    Args:
-        states: The states of all P old ranks, in order: the entry ``"tritoncomm"`` of
-            :meth:`tritoncomm.SparseOptimizer.state_dict`.
-        world_size: The new number of ranks.
-
-    Returns:
-        The states of the new ranks, in order.
-
-    Raises:
-        ConfigurationError: The states do not belong together, are damaged, or have been converted before and not been
-            loaded since.
-    """
-    size = len(states)
-    if any("migrated" in state for state in states):
-        raise ConfigurationError("these states were converted to another world size before: load and save them first")
-    for rank, state in enumerate(states):
-        check(state, rank=rank, world_size=size, recipe=states[0]["recipe"])
-        if state["steps"] != states[0]["steps"]:
-            steps = f"{states[0]['steps']} and {state['steps']}"
-            raise ConfigurationError(f"the states of ranks 0 and {rank} are from steps {steps}: a save was interrupted")
-        if [len(each) for each in state["residuals"]] != [len(each) for each in states[0]["residuals"]]:
-            raise ConfigurationError(f"the states of ranks 0 and {rank} belong to models with other parameters")
-    states = [folded(state) for state in states]
-    resharded = []
-    for rank in range(world_size):
-        own = states[rank::world_size]
-        resharded.append(
-            taken_over(
-                states[0],
-                rank=rank,
-                world_size=world_size,
-                saved_by=size,
-                residuals=[state["residuals"] for state in own],
-                like=states[0]["residuals"],
-                methods=[state["algorithm"] for state in own],
-                common=states[0]["algorithm"],
-            )
-        )
-    return resharded
-
-
 def taken_over(
-    first: Mapping[str, Any],
-    *,
-    rank: int,
-    world_size: int,
-    saved_by: int,
-    residuals: Sequence[Sequence[torch.Tensor]],
-    like: Sequence[torch.Tensor],
-    methods: Sequence[_Methods],
-    common: _Methods,
+    common: State, states: Sequence[State], *, rank: int, world_size: int, share: float = 1.0
 ) -> dict[str, Any]:
-    """Return the state of ``rank`` of ``world_size``, which takes over the residuals of some of ``saved_by`` ranks.
+    """Return the state of ``rank`` of ``world_size``, which takes over what some old ranks have, for :func:`loaded`.
 
     Args:
-        first: The state of one of these ranks, the same on all new ranks. Its residuals are not read.
+        common: The state of one old rank, the same on all new ranks. Its residuals are not read.
+        states: The states of the old ranks whose residuals this rank takes over. There may be none. Those of other
+            shards have no states of methods.
         rank: The new rank.
         world_size: The new number of ranks.
-        saved_by: The number of ranks that exchanged gradients before.
-        residuals: The residuals that this rank takes over, those of each old rank in a list. There may be none.
-        like: Residuals of the right lengths, on the device of the others.
-        methods: The states of the methods of these old ranks. None, if they belong to other shards.
-        common: Those of one old rank, the same on all new ranks.
+        share: By what residuals are multiplied, which keeps the pending update: the new number of ranks by the old one.
     """
-    share = world_size / saved_by
-    return with_checksum(
-        rank=rank,
-        world_size=world_size,
-        recipe=first["recipe"],
-        settings=first["settings"],
-        residuals=[
-            sum(parts, start=torch.zeros_like(own)) * share for own, *parts in zip(like, *residuals, strict=True)
-        ],
-        algorithm=[],
-        migrated={"states": list(methods), "share": share, "common": common},
-        steps=first["steps"],
-        absent=first["absent"],
-        local=None if first["local"] is None else first["local"] | {"parameters": [], "taken": 0, "pending": False},
-    )
-
-
-def folded(state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return ``state`` as if its worker had called :meth:`LocalSteps.fold` before it was saved."""
-    own = state["local"]
-    if own is None or not own["parameters"]:
-        return state
-    deltas = [delta_of(anchor, each) for anchor, each in zip(own["anchors"], own["parameters"], strict=True)]
-    residuals = state["residuals"]
-    if all_finite(deltas):
-        residuals = [residual + delta for residual, delta in zip(residuals, deltas, strict=True)]
-    return {**state, "residuals": residuals, "local": own | {"parameters": [], "taken": 0, "pending": False}}
+    local_state = common["local"]
+    return {
+        **common,
+        "rank": rank,
+        "world_size": world_size,
+        "residuals": [],
+        "local": None if local_state is None else local_state | {"parameters": [], "taken": 0, "pending": False},
+        "before": {"states": list(states), "share": share},
+    }
 
 
 def saved(exchange: GradientExchange, local_steps: LocalSteps | None = None) -> dict[str, Any]:
@@ -206,21 +128,29 @@ def saved(exchange: GradientExchange, local_steps: LocalSteps | None = None) -> 
 
     If updates are exchanged, the anchor and the parameters of this worker are a part of it.
     """
-    first = exchange.vectors[0]
-    residuals: dict[torch.Tensor, torch.Tensor] = {}
-    for vector in exchange.vectors:
-        residuals |= vector.residuals_by_parameter()
+    first, held = exchange.vectors[0], _held(exchange)
     return with_checksum(
         rank=first.rank,
         world_size=first.world_size,
         recipe=_names(exchange),
         settings=_settings_of_vectors(exchange),
-        residuals=[residuals[parameter].clone() for parameter in exchange.parameters],
-        algorithm=[vector.feedback.algorithm.state_dict() for vector in exchange.vectors],
+        residuals=[residual.clone() for residual in held["residuals"]],
+        algorithm=held["algorithm"],
         steps=exchange.steps,
         absent=exchange.presence.positions(exchange.parameters),
         local=None if local_steps is None else local_steps.saved(),
     )
+
+
+def _held(exchange: GradientExchange) -> dict[str, Any]:
+    """Return views of the residuals, in the order of the parameters, and the state of each vector's method."""
+    residuals: dict[torch.Tensor, torch.Tensor] = {}
+    for vector in exchange.vectors:
+        residuals |= vector.residuals_by_parameter()
+    return {
+        "residuals": [residuals[parameter] for parameter in exchange.parameters],
+        "algorithm": [vector.feedback.algorithm.state_dict() for vector in exchange.vectors],
+    }
 
 
 def _names(exchange: GradientExchange) -> str:
@@ -238,30 +168,59 @@ def loaded(exchange: GradientExchange, state: Mapping[str, Any]) -> list[ErrorFe
     """
     first = exchange.vectors[0]
     check(state, rank=first.rank, world_size=first.world_size, recipe=_names(exchange))
-    if [len(each) for each in state["residuals"]] != [local(parameter).numel() for parameter in exchange.parameters]:
+    before = state.get("before", {"states": [state], "share": 1.0})
+    lengths = [local(parameter).numel() for parameter in exchange.parameters]
+    if any([len(each) for each in old["residuals"]] != lengths for old in before["states"]):
         raise ConfigurationError("this checkpoint belongs to a model with other parameters")
-    residuals = dict(zip(exchange.parameters, state["residuals"], strict=True))
-    migrated = state.get("migrated")
-    if migrated is None:
-        other_settings = state["settings"] != _settings_of_vectors(exchange)
-        if other_settings:
-            logger.warning(
-                "the checkpoint was written with other settings, %s: the residual is loaded, and the state of the "
-                "method starts from scratch",
-                state["settings"],
-            )
-        if other_settings or len(state["algorithm"]) != len(exchange.vectors):
-            migrated = {"states": [], "share": 1.0, "common": state["algorithm"]}  # as the warm-up
-    feedbacks = []
-    for number, vector in enumerate(exchange.vectors):
+    if "before" in state:
+        return carry_over(exchange, before["states"], before["share"], state["algorithm"])
+    continues = len(state["algorithm"]) == len(exchange.vectors)
+    if state["settings"] != _settings_of_vectors(exchange):
+        continues = False
+        logger.warning(
+            "the checkpoint was written with other settings, %s: the residual is loaded, and the state of the "
+            "method starts from scratch",
+            state["settings"],
+        )
+    feedbacks = carry_over(exchange, [{**state, "algorithm": []}], 1.0, state["algorithm"])
+    if continues:
+        for feedback, method in zip(feedbacks, state["algorithm"], strict=True):
+            feedback.algorithm.load_state_dict(method)
+    return feedbacks
+
+
+def carry_over(
+    new: GradientExchange,
+    states: Sequence[State],
+    share: float,
+    common: Sequence[Mapping[str, Any]],
+    parameters: Sequence[torch.Tensor] | None = None,
+) -> list[ErrorFeedback]:
+    """Return error feedbacks for the vectors of ``new``, which go on from ``states``. Nothing changes.
+
+    This is every change of an exchange: of its parameters, of settings, of the number of ranks. The residual is the sum
+    of those of ``states``, times ``share``. Of methods, what does not depend on the change is kept.
+
+    Args:
+        new: The exchange after the change.
+        states: What is taken over, with ``"residuals"`` and ``"algorithm"`` as :func:`saved` returns them. Without
+            states of methods in ``"algorithm"``, or with another number of vectors, methods keep nothing of their own.
+        share: The factor of the residuals that keeps the pending update: the new number of ranks by the old one.
+        common: The state of each vector's method on one rank, the same on all ranks.
+        parameters: The parameters of ``states``. Those that ``new`` does not have are left out. Default: those of
+            ``new``.
+    """
+    positions = {id(each): number for number, each in enumerate(new.parameters if parameters is None else parameters)}
+    feedbacks, count = [], len(new.vectors)
+    for number, vector in enumerate(new.vectors):
         feedback = vector.new_feedback()
-        if migrated is None:
-            method = state["algorithm"][number]
-        else:
-            _migrate(feedback, migrated, number, len(exchange.vectors))
-            method = feedback.algorithm.state_dict()
-        parts = [residuals[parameter].to(vector.device) for parameter in vector.layout.parameters]
-        feedback.load_state_dict({"residual": torch.cat([vector.flat[:0], *parts]), "algorithm": method})
+        for parameter, residual in zip(vector.layout.parameters, vector.layout.parts(feedback.residual), strict=True):
+            for state in states if id(parameter) in positions else ():
+                residual.add_(state["residuals"][positions[id(parameter)]].to(vector.device))
+        feedback.residual.mul_(share)
+        if common:
+            methods = [state["algorithm"][number] for state in states if len(state["algorithm"]) == count]
+            feedback.algorithm.migrate(methods, share, common[number if len(common) == count else 0])
         feedbacks.append(feedback)
     return feedbacks
 
@@ -295,13 +254,6 @@ def resume(
 
 def _settings_of_vectors(exchange: GradientExchange) -> str:
     return "; ".join(vector.settings for vector in exchange.vectors)
-
-
-def _migrate(feedback: ErrorFeedback, migrated: Mapping[str, Any], number: int, count: int) -> None:
-    """Let the method of one of ``count`` vectors take over what it can of the states of other ranks or vectors."""
-    states = [methods[number] for methods in migrated["states"] if len(methods) == count]
-    common = migrated["common"]
-    feedback.algorithm.migrate(states, migrated["share"], common[number if len(common) == count else 0])
 
 
 def compare(
@@ -344,12 +296,15 @@ def for_this_rank(state_dict: dict[str, Any], group: dist.ProcessGroup | None, *
     saved: Any = state_dict.get("tritoncomm") if isinstance(state_dict, dict) else None
     rank, size = (dist.get_rank(group), dist.get_world_size(group)) if is_distributed() else (0, 1)
     intact = saved is not None and _is_intact(saved)
-    foreign = intact and "migrated" not in saved and (reset or _is_foreign(saved, rank, size))
+    foreign = intact and "before" not in saved and (reset or _is_foreign(saved, rank, size))
     if is_distributed():
         foreign = any(fields["foreign"] for fields in agree.all_gather({"foreign": foreign}, group).values())
     if not foreign or not intact:
         return state_dict
-    return state_dict | {"tritoncomm": _for_rank(saved, rank, size, reset=reset)}
+    if not reset and _has_residual(saved):
+        check(saved, rank=rank, world_size=size)
+    states = [] if reset else [{**saved, "algorithm": []}]
+    return state_dict | {"tritoncomm": taken_over(saved, states, rank=rank, world_size=size)}
 
 
 def _is_intact(state: Any) -> bool:
@@ -363,22 +318,6 @@ def _is_intact(state: Any) -> bool:
 def _is_foreign(state: Mapping[str, Any], rank: int, world_size: int) -> bool:
     """Return True if ``state`` belongs to another rank and has no residual."""
     return (state["rank"], state["world_size"]) != (rank, world_size) and not _has_residual(state)
-
-
-def _for_rank(state: Mapping[str, Any], rank: int, world_size: int, *, reset: bool) -> dict[str, Any]:
-    """Return ``state`` as the state of ``rank``, with the part of the method's state that all ranks have in common."""
-    if not reset and _has_residual(state):
-        check(state, rank=rank, world_size=world_size)
-    return taken_over(
-        state,
-        rank=rank,
-        world_size=world_size,
-        saved_by=world_size,
-        residuals=[] if reset else [state["residuals"]],
-        like=state["residuals"],
-        methods=[],
-        common=state["algorithm"],
-    )
 
 
 def _has_residual(state: Mapping[str, Any]) -> bool:
@@ -412,9 +351,22 @@ def check_state_dict(state: dict[str, Any], optimizer: torch.optim.Optimizer) ->
 
 
 def continued(new: GradientExchange, before: GradientExchange) -> GradientExchange:
-    """Return ``new`` with the residuals, methods' states and counters of ``before``, which it replaces."""
+    """Return ``new`` with other parameters and the residuals, methods' states and counters of ``before``."""
+    old = _held(before)
+    common = [without_entries(method) for method in old["algorithm"]]
+    if any(map(_has_tensors, old["algorithm"])):
+        logger.warning("the parameters have changed: the momentum of %s begins again", _names(before))
+    new.restore(carry_over(new, [{**old, "algorithm": []}], 1.0, common, before.parameters))
+    scales = [
+        (parameter, (vector.scale, position))
+        for vector in before.vectors
+        for position, parameter in enumerate(vector.large)
+        if vector.scale is not None
+    ]
+    sources = {id(parameter): source for parameter, source in scales}
     for vector in new.vectors:
-        across_layout(vector, before.vectors)
+        if vector.scale is not None:
+            vector.scale.adopt_tensors([sources.get(id(parameter)) for parameter in vector.large])
     new.state, new.steps, new.updates = before.state, before.steps, before.updates
     new.skipped, new.total = before.skipped, before.total
     new.gradient_norm, new.presence, new.inspection = before.gradient_norm, before.presence, before.inspection
@@ -422,43 +374,28 @@ def continued(new: GradientExchange, before: GradientExchange) -> GradientExchan
     return new
 
 
-def across_layout(new: VectorExchange, before: Sequence[VectorExchange]) -> None:
-    """Continue in ``new`` with other parameters, or with other bounds between the vectors.
+def without_entries(method: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the state of a method without what belongs to entries of its vector: second moments and momentum."""
+    found: dict[str, Any] = {}
+    for key, value in method.items():
+        if key == "moment" or isinstance(value, torch.Tensor):
+            found[key] = None
+        else:
+            found[key] = without_entries(value) if isinstance(value, Mapping) else value
+    return found
 
-    Residuals and second moments are those of the parameters that ``before`` has. State that does not depend on the
-    vector is that of the first vector of ``before``.
+
+def _has_tensors(method: Mapping[str, Any]) -> bool:
+    """Return True if the state of a method has a momentum."""
+    inner = [value for key, value in method.items() if key != "moment"]
+    return any(_has_tensors(each) if isinstance(each, Mapping) else isinstance(each, torch.Tensor) for each in inner)
+
+
+def moved(exchange: GradientExchange, recipes: Sequence[Recipe], group: dist.ProcessGroup | None) -> None:
+    """Continue ``exchange`` by ``recipes``, one for each vector, in ``group``, possibly of another size.
+
+    This rank's contribution to the mean stays the same. Recipes may differ only in :class:`~tritoncomm.Hierarchical`.
     """
-    adopt_residuals(new, before)
-    if not before:
-        return
-    new.feedback.algorithm.adopt_across_layout(before[0].feedback.algorithm)
-    own = new.scale
-    if own is None:
-        return
-    sources: dict[int, tuple[Scale, int]] = {}
-    for vector in before:
-        scale = vector.scale
-        if scale is not None:
-            sources |= {id(parameter): (scale, position) for position, parameter in enumerate(vector.large)}
-    own.adopt_tensors([sources.get(id(parameter)) for parameter in new.large])
-
-
-def adopt_residuals(new: VectorExchange, before: Sequence[VectorExchange]) -> None:
-    """Copy the residuals of the parameters that ``before`` has."""
-    own = new.residuals_by_parameter()
-    for vector in before:
-        for parameter, residual in vector.residuals_by_parameter().items():
-            if parameter in own:
-                own[parameter].copy_(residual)
-
-
-def across_groups(new: VectorExchange, before: VectorExchange) -> None:
-    """Continue in ``new`` in another process group, possibly of another size.
-
-    The residual is scaled by the ratio of world sizes. This rank's contribution to the mean stays the same. The recipe
-    may differ only in :class:`~tritoncomm.Hierarchical`.
-    """
-    share = new.world_size / before.world_size
-    torch.mul(before.feedback.residual, share, out=new.feedback.residual)
-    state = before.feedback.algorithm.state_dict()
-    new.feedback.algorithm.migrate([state], share, state)
+    old, size = _held(exchange), exchange.vectors[0].world_size
+    exchange.replace_vectors(recipes, group)
+    exchange.restore(carry_over(exchange, [old], exchange.vectors[0].world_size / size, old["algorithm"]))

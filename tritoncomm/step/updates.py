@@ -28,7 +28,7 @@ from tritoncomm.step.anchors import anchor_of, delta_of, flat, write
 from tritoncomm.step.ignored import ignored_of, non_finite
 from tritoncomm.step.options import WrapOptions
 from tritoncomm.step.parameters import KnownParameters
-from tritoncomm.step.shards import all_finite, like_parameter, local, with_shards, without_shards
+from tritoncomm.step.shards import all_finite, like_parameter, local
 from tritoncomm.step.torch_internals import version_of
 from tritoncomm.step.update import OptimizerStep, OptimizerSteps, gradients_of, limit_norm, norm_of
 from tritoncomm.step.vector import listed
@@ -92,7 +92,9 @@ class LocalSteps:
         self.taken = self.total = self.dropped = self.here = self._left_out = 0
         self.is_pending = False
         self.delta_norm = torch.zeros(())
-        self._later: tuple[Mapping[str, Any], Sequence[Any]] | None = None  # states that the next use loads
+        self._later: tuple[Mapping[str, Any], Mapping[torch.Tensor, Any]] | None = (
+            None  # states that the next use loads
+        )
         self._bad: dict[int, int] = {}  # numbers of NaN and Inf that the next exchange must be refused for
         self._bad_ignored: dict[str, int] = {}  # the same of parameters that are not exchanged, by name
         self.fault = ""
@@ -504,18 +506,10 @@ class LocalSteps:
         self.taken, self.total, self.is_pending = state["taken"], state["total"], state["pending"]
         self._note_versions()
 
-    def inner_states(self) -> list[dict[Any, Any]]:
-        """Return the states of the original optimizers, which differ between workers. Shards are plain tensors."""
-        return [
-            {key: without_shards(value) for key, value in each.state_dict()["state"].items()}
-            for each in self._optimizers
-        ]
+    def load_later(self, state: Mapping[str, Any], inner: Mapping[torch.Tensor, Any]) -> None:
+        """Load ``state``, and the ``inner`` state of each parameter, before the next step, exchange, save or context.
 
-    def load_later(self, state: Mapping[str, Any], inner: Sequence[Mapping[Any, Any]]) -> None:
-        """Load ``state``, and what :meth:`inner_states` returned, before the next step, exchange, save or context.
-
-        Until then, what one rank has saved may be loaded into the model and the optimizers. An empty ``inner`` leaves
-        the states of the optimizers as they are.
+        Until then, what one rank has saved may be loaded into the model and the optimizers.
         """
         self._later = state, inner
 
@@ -525,9 +519,9 @@ class LocalSteps:
             return
         state, inner = self._later
         self.load(state)
-        for optimizer, own in zip(self._optimizers, inner, strict=False):
+        for optimizer in self._optimizers:
             held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-            states = {key: with_shards(held[key], value) for key, value in own.items()}
+            states = {number: inner[parameter] for number, parameter in enumerate(held) if parameter in inner}
             optimizer.load_state_dict({"state": states, "param_groups": optimizer.state_dict()["param_groups"]})
 
     def renew(self) -> None:
