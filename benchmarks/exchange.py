@@ -32,8 +32,8 @@ from tritoncomm.demo.local_workers import Send, run_workers
 from tritoncomm.planning import planner
 from tritoncomm.planning.synthetic_gradients import LayeredGradients
 from tritoncomm.scheduler.process_group import ProcessGroupScheduler
-from tritoncomm.step.feedback import ErrorFeedback
-from tritoncomm.step.stages import Staged
+from tritoncomm.step.exchange.feedback import ErrorFeedback
+from tritoncomm.step.exchange.stages import Staged
 
 import baselines  # noqa: F401 - registers them
 from selection import machine

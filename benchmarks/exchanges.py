@@ -13,11 +13,11 @@ from torch import Tensor
 from tritoncomm.algorithms import at_density, field_names
 from tritoncomm.algorithms.base import StaticRecipe
 from tritoncomm.primitives.mean_norm import random_signs, sketch
-from tritoncomm.step.flat import BucketLayout, split_by_size
-from tritoncomm.step.options import DEFAULT_DENSITY, DEFAULT_SMALL, DEFAULT_VALUES, DENSE_BELOW, WrapOptions
-from tritoncomm.step.rules import find_rule
-from tritoncomm.step.stages import Staged
-from tritoncomm.step.update import coupled_decay
+from tritoncomm.step.exchange.layout import BucketLayout, split_by_size
+from tritoncomm.step.exchange.stages import Staged
+from tritoncomm.step.rules.choose import find_rule
+from tritoncomm.step.rules.step import coupled_decay
+from tritoncomm.step.settings import DEFAULT_DENSITY, DEFAULT_SMALL, DEFAULT_VALUES, DENSE_BELOW, WrapOptions
 
 import baselines  # noqa: F401 - registers them
 from demo_compressor import DeMoWorld

@@ -45,10 +45,10 @@ from tritoncomm.algorithms.base import StaticRecipe
 from tritoncomm.planning import planner
 from tritoncomm.planning.link import measure_link
 from tritoncomm.scheduler.process_group import ProcessGroupScheduler
-from tritoncomm.step import options as step_options
-from tritoncomm.step.claim import Vote, vote
-from tritoncomm.step.feedback import ErrorFeedback
-from tritoncomm.step.shards import local
+from tritoncomm.step import settings as step_options
+from tritoncomm.step.exchange.claim import Vote, vote
+from tritoncomm.step.exchange.feedback import ErrorFeedback
+from tritoncomm.step.tensors.shards import local
 
 import baselines  # noqa: F401 - registers them
 from selection import machine

@@ -15,7 +15,7 @@ from tritoncomm import ConfigurationError
 from tritoncomm.algorithms import Dense
 from tritoncomm.planning import planner
 from tritoncomm.scheduler.cost import Link
-from tritoncomm.step.options import DEFAULT_ALGO, DEFAULT_DENSITY, DEFAULT_VALUES
+from tritoncomm.step.settings import DEFAULT_ALGO, DEFAULT_DENSITY, DEFAULT_VALUES
 
 from race_methods import Contender
 from race_worker import PARTS, Cell

@@ -25,9 +25,9 @@ import torch
 import tritoncomm
 from torch import nn
 from tritoncomm.demo.model import ByteGPT, Shape
-from tritoncomm.step import options
-from tritoncomm.step.adam import StalenessAwareAdam
-from tritoncomm.step.options import DENSE_BELOW
+from tritoncomm.step import settings as options
+from tritoncomm.step.rules.adam import StalenessAwareAdam
+from tritoncomm.step.settings import DENSE_BELOW
 
 from selection import machine
 

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from tritoncomm.step.options import DEFAULT_DENSITY, DEFAULT_VALUES
+from tritoncomm.step.settings import DEFAULT_DENSITY, DEFAULT_VALUES
 
 from race_methods import Contender
 from race_results import Row, Rows

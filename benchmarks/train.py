@@ -37,7 +37,7 @@ from pathlib import Path
 
 import torch
 import tritoncomm
-from tritoncomm.step.options import DEFAULT_DENSITY, DEFAULT_START, DEFAULT_VALUES
+from tritoncomm.step.settings import DEFAULT_DENSITY, DEFAULT_START, DEFAULT_VALUES
 
 from exchanges import Sent, exchanges
 from peers import PEERS

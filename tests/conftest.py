@@ -16,7 +16,7 @@ import pytest
 import torch.distributed as dist
 import tritoncomm.__main__  # noqa: F401 - it reads the defaults, which tests/distributed/helpers.py changes
 from hypothesis import settings
-from tritoncomm.step import options
+from tritoncomm.step import settings as options
 
 import baselines  # noqa: F401 - every test knows their names
 from prepared_launcher import PreparedLauncher

@@ -24,7 +24,7 @@ from tritoncomm import (
 from tritoncomm.algorithms import Hierarchical, at_density
 from tritoncomm.algorithms.base import IndexRecipe
 from tritoncomm.primitives.packing import Encoding
-from tritoncomm.step.stages import Staged
+from tritoncomm.step.exchange.stages import Staged
 
 from baselines import DGC, TopkDSA
 from ok_topk_variants import OkTopkVariant

@@ -28,7 +28,7 @@ from tritoncomm.scheduler.rounds import (
     Ticket,
     Wait,
 )
-from tritoncomm.step.feedback import ErrorFeedback
+from tritoncomm.step.exchange.feedback import ErrorFeedback
 
 import laws
 

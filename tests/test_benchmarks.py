@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tritoncomm.step.feedback import ErrorFeedback
+from tritoncomm.step.exchange.feedback import ErrorFeedback
 
 from depth import DEEP
 from emulated_cuda import ranks

@@ -12,8 +12,8 @@ import torch
 import tritoncomm
 from tritoncomm import Warmup
 from tritoncomm.__main__ import main
-from tritoncomm.step import rules
-from tritoncomm.step.options import WrapOptions
+from tritoncomm.step.rules import choose as rules
+from tritoncomm.step.settings import WrapOptions
 
 import laws
 import recipes

@@ -12,7 +12,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tritoncomm import Recipe, Warmup, algorithms
-from tritoncomm.step.stages import Staged
+from tritoncomm.step.exchange.stages import Staged
 
 import depth
 import laws

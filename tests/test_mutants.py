@@ -18,7 +18,7 @@ from tritoncomm.primitives.selection import entries_to_keep
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.scheduler.cost import Forecast
 from tritoncomm.scheduler.rounds import AllGather, AllReduce
-from tritoncomm.step.stages import Staged, StagedAlgorithm
+from tritoncomm.step.exchange.stages import Staged, StagedAlgorithm
 
 import laws
 import tritoncomm_kernels as kernels

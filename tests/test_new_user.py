@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim.lr_scheduler import CyclicLR, LRScheduler, OneCycleLR
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from tritoncomm import ConfigurationError
-from tritoncomm.step import options
+from tritoncomm.step import settings as options
 
 
 def net(dtype: torch.dtype = torch.float32) -> nn.Module:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 from tritoncomm import ConfigurationError
-from tritoncomm.step import options
+from tritoncomm.step import settings as options
 
 from small_model import model, sparse_wrap
 

@@ -10,7 +10,7 @@ import torch
 import tritoncomm
 from torch import nn
 from tritoncomm import ConfigurationError, NonFiniteError
-from tritoncomm.step.flat import BucketLayout
+from tritoncomm.step.exchange.layout import BucketLayout
 
 from small_model import backward, model, sgd, sparse_wrap
 

@@ -6,8 +6,8 @@ import re
 
 import torch
 from tritoncomm import ConfigurationError
-from tritoncomm.step.options import WrapOptions, check_optimizer
-from tritoncomm.step.rules import RULES, exchanges_updates
+from tritoncomm.step.rules.choose import RULES, exchanges_updates
+from tritoncomm.step.settings import WrapOptions, check_optimizer
 
 from pages import ROOT
 

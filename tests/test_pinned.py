@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 import tritoncomm
 from tritoncomm.algorithms import takes_density
-from tritoncomm.step.chosen_recipe import default_fields
+from tritoncomm.step.recipes import default_fields
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))  # of the baselines, where pytest has not done so
 

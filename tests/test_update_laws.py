@@ -10,8 +10,8 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from tritoncomm import Dense, algorithms
-from tritoncomm.step import anchors
-from tritoncomm.step.updates import LocalSteps
+from tritoncomm.step.local import anchor as anchors
+from tritoncomm.step.local.steps import LocalSteps
 
 import laws
 import update_laws

@@ -1,9 +1,9 @@
 """The laws of the exchange of updates, one function each, and the simulated workers that they check.
 
-Every worker has parameters and an optimizer of its own in :class:`~tritoncomm.step.updates.LocalSteps`, as in training.
-Between them is a :class:`~tritoncomm.SimulatedWorld`. Numbers are as in :mod:`laws`, and the optimizer is SGD at the
-rate 1, so that all sums are exact. What travels obeys the laws of every exchange, where what a worker has changed takes
-the place of its gradient: :func:`recorded` returns a run for them.
+Every worker has parameters and an optimizer of its own in :class:`~tritoncomm.step.local.steps.LocalSteps`, as in
+training. Between them is a :class:`~tritoncomm.SimulatedWorld`. Numbers are as in :mod:`laws`, and the optimizer is SGD
+at the rate 1, so that all sums are exact. What travels obeys the laws of every exchange, where what a worker has
+changed takes the place of its gradient: :func:`recorded` returns a run for them.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from hypothesis import strategies as st
 from tritoncomm import Dense, NonFiniteError, Recipe
 from tritoncomm.primitives.mean_norm import gain_of_mean, random_signs, sketch
 from tritoncomm.scheduler.simulated import BeforeRound, SimulatedScheduler
-from tritoncomm.step.flat import BucketLayout
-from tritoncomm.step.options import WrapOptions
-from tritoncomm.step.updates import LocalSteps
+from tritoncomm.step.exchange.layout import BucketLayout
+from tritoncomm.step.local.steps import LocalSteps
+from tritoncomm.step.settings import WrapOptions
 
 import laws
 

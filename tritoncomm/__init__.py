@@ -32,9 +32,9 @@ from tritoncomm.errors import (
 from tritoncomm.optimizer import SparseOptimizer
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.simulation import SimulatedWorld
-from tritoncomm.step.late import LateRule
 from tritoncomm.step.optimizer_list import OptimizerList
-from tritoncomm.step.rules import add_rule
+from tritoncomm.step.rules.choose import add_rule
+from tritoncomm.step.rules.late import LateRule
 from tritoncomm.version import __version__
 from tritoncomm.wrapping import wrap
 

@@ -2,7 +2,7 @@
 
 Residuals differ between ranks. A checkpoint of the optimizer on rank 0 alone loses the residuals of all other ranks.
 :func:`save` and :func:`load` keep them, on any mesh and any number of ranks. :class:`ResidualState` is a part of a
-larger checkpoint. :mod:`tritoncomm.step.state` defines the state of one rank.
+larger checkpoint. :mod:`tritoncomm.step.saved.state` defines the state of one rank.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from tritoncomm.optimizer import SparseOptimizer
 from tritoncomm.scheduler.process_group import is_distributed, reporting
 from tritoncomm.scheduler.ranks import global_ranks
 from tritoncomm.step import agree
-from tritoncomm.step import state as exchange_state
 from tritoncomm.step.optimizer_list import parts_of
-from tritoncomm.step.portable_state import (
+from tritoncomm.step.saved import state as exchange_state
+from tritoncomm.step.saved.portable import (
     COMMON,
     Parts,
     Saved,

@@ -14,22 +14,23 @@ from torch import nn
 
 from tritoncomm.errors import ConfigurationError, NonFiniteError
 from tritoncomm.scheduler.process_group import is_distributed
-from tritoncomm.step import agree, ignored
-from tritoncomm.step import state as exchange_state
-from tritoncomm.step.chosen_recipe import never_delays
-from tritoncomm.step.clipping import sketch_of_owners
-from tritoncomm.step.exchange import State
-from tritoncomm.step.feedback import ErrorFeedback
+from tritoncomm.step import agree
+from tritoncomm.step.exchange.feedback import ErrorFeedback
+from tritoncomm.step.exchange.limit import sketch_of_owners
+from tritoncomm.step.exchange.machine import State
+from tritoncomm.step.exchange.vector import listed
 from tritoncomm.step.figures import figures_of
-from tritoncomm.step.model import checked_module, group_of
+from tritoncomm.step.local.steps import LocalSteps
+from tritoncomm.step.model import ignored
+from tritoncomm.step.model.module import checked_module, group_of
 from tritoncomm.step.optimizer_list import join, parts_of, split
 from tritoncomm.step.optimizer_setup import OptimizerSetup
-from tritoncomm.step.options import check_group, check_outer_lr, one_of
-from tritoncomm.step.rules import exchanges_updates
+from tritoncomm.step.recipes import never_delays
+from tritoncomm.step.rules.choose import exchanges_updates
+from tritoncomm.step.rules.step import coupled_decay, restore_rules, saved_state
+from tritoncomm.step.saved import state as exchange_state
+from tritoncomm.step.settings import check_group, check_outer_lr, one_of
 from tritoncomm.step.torch_internals import creates_state, without_compile
-from tritoncomm.step.update import coupled_decay, restore_rules, saved_state
-from tritoncomm.step.updates import LocalSteps
-from tritoncomm.step.vector import listed
 
 __all__ = ["SparseOptimizer"]
 
@@ -269,7 +270,7 @@ class SparseOptimizer(OptimizerSetup):
 
     @property
     def _decays_in_vector(self) -> bool:
-        """True if coupled weight decay is added to what is exchanged, see :mod:`tritoncomm.step.decay`.
+        """True if coupled weight decay is added to what is exchanged, see :mod:`tritoncomm.step.exchange.decay`.
 
         A single worker and a dense exchange leave it to the optimizer.
         """

@@ -14,7 +14,7 @@ from tritoncomm.scheduler.clock import VirtualClock
 from tritoncomm.scheduler.cost import Forecast, Link, Traffic
 from tritoncomm.scheduler.faults import Faults
 from tritoncomm.scheduler.simulated import BeforeRound, SimulatedScheduler
-from tritoncomm.step.feedback import ErrorFeedback
+from tritoncomm.step.exchange.feedback import ErrorFeedback
 
 
 class SimulatedWorld:

@@ -15,8 +15,8 @@ from tritoncomm.errors import ConfigurationError
 from tritoncomm.optimizer import SparseOptimizer
 from tritoncomm.scheduler.process_group import is_distributed
 from tritoncomm.step import agree
-from tritoncomm.step.chosen_recipe import resolve_recipe
-from tritoncomm.step.model import (
+from tritoncomm.step.agree.private_group import numbered_groups
+from tritoncomm.step.model.module import (
     check_held,
     check_model,
     checked_module,
@@ -27,7 +27,9 @@ from tritoncomm.step.model import (
     names_of,
 )
 from tritoncomm.step.optimizer_list import parts_of, whole_of
-from tritoncomm.step.options import (
+from tritoncomm.step.recipes import resolve_recipe
+from tritoncomm.step.rules.choose import check_exchange, delivers_at_once, exchanges_updates, keeps_points
+from tritoncomm.step.settings import (
     DEFAULT_ALGO,
     DEFAULT_UPDATES,
     DENSE_BELOW,
@@ -39,8 +41,6 @@ from tritoncomm.step.options import (
     is_alone,
     resolved_small,
 )
-from tritoncomm.step.private_group import numbered_groups
-from tritoncomm.step.rules import check_exchange, delivers_at_once, exchanges_updates, keeps_points
 
 __all__ = ["wrap"]
 

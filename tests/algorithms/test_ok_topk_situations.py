@@ -15,7 +15,7 @@ from tritoncomm.primitives.region_cuts import consensus_cuts, propose_cuts
 from tritoncomm.scheduler.cost import HEADER_WORDS, WORD
 from tritoncomm.scheduler.rounds import Post, Wait
 from tritoncomm.scheduler.simulated import SimulatedScheduler
-from tritoncomm.step.feedback import ErrorFeedback
+from tritoncomm.step.exchange.feedback import ErrorFeedback
 
 import laws
 from ok_topk_variants import OkTopkVariant

@@ -19,7 +19,7 @@ from helpers import flat, loss_of, possible, residual, same_everywhere, tiny_mod
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from tritoncomm import ConfigMismatchError, ConfigurationError, checkpoint
-from tritoncomm.step import state as exchange_state
+from tritoncomm.step.saved import state as exchange_state
 
 import laws
 from baselines import DGC

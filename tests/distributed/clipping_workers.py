@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from tritoncomm import NonFiniteError
-from tritoncomm.step.shards import local
+from tritoncomm.step.tensors.shards import local
 
 SETTINGS = {"density": 0.1, "dense_below": 0, "warmup_steps": 0}
 

@@ -15,7 +15,7 @@ import tritoncomm
 from ddp_models import net
 from helpers import loss_of, total
 from model_kinds import KINDS, opened
-from tritoncomm.step.shards import local
+from tritoncomm.step.tensors.shards import local
 
 LR = 0.05
 SETTINGS = {"density": 0.1, "dense_below": 0, "warmup_steps": 0, "select_by": "gradient"}

@@ -10,7 +10,7 @@ from helpers import loss_of, same_everywhere
 from model_kinds import KINDS, SETTINGS, adamw, bits, opened, sgd, wrapped
 from torch import nn
 from tritoncomm import SparseOptimizer, wrap
-from tritoncomm.step.shards import local
+from tritoncomm.step.tensors.shards import local
 
 import laws
 

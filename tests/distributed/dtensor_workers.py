@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from tritoncomm.step.adam import StalenessAwareAdam
+from tritoncomm.step.rules.adam import StalenessAwareAdam
 
 # Rows of 5 are sharded unevenly, one row leaves the second of two ranks without any, and columns may be sharded, too.
 SHAPES = [(6, 4), (5, 3), (1, 7), (9,), (3, 8)]

@@ -16,7 +16,7 @@ from helpers import adamw, flat, log_lines, loss_of, residual, same_everywhere, 
 from torch import nn
 from tritoncomm import ConfigMismatchError, ConfigurationError, ProtocolMismatchError, checkpoint
 from tritoncomm.step.agree import replica
-from tritoncomm.step.shards import local
+from tritoncomm.step.tensors.shards import local
 
 
 def flip(tensor: torch.Tensor, place: int = 0) -> None:

@@ -20,7 +20,7 @@ from tritoncomm import ExchangeError, PeerLostError, ProtocolMismatchError
 from tritoncomm.scheduler import failure_report
 from tritoncomm.scheduler.process_group import ProcessGroupScheduler
 from tritoncomm.scheduler.rounds import AllReduce, InSubgroup, Post, Round, Wait
-from tritoncomm.step.vector import VectorExchange
+from tritoncomm.step.exchange.vector import VectorExchange
 
 import laws
 

@@ -11,7 +11,7 @@ from helpers import adamw
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from tritoncomm.step.shards import local
+from tritoncomm.step.tensors.shards import local
 
 import laws
 

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from tritoncomm.amp import GradScaler
-from tritoncomm.step.shards import local
+from tritoncomm.step.tensors.shards import local
 
 import laws
 

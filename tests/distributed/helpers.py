@@ -15,7 +15,7 @@ import tritoncomm
 from torch import nn
 from tritoncomm import ConfigurationError, Recipe, algorithms
 from tritoncomm.demo import local_workers
-from tritoncomm.step import options
+from tritoncomm.step import settings as options
 
 from depth import DEEP
 from recipes import under_test

@@ -22,7 +22,7 @@ from helpers import FailingSGD, adamw, flat, loss_of, residual, same_everywhere,
 from torch import nn
 from tritoncomm import ConfigMismatchError, ExchangeError, ProtocolMismatchError, checkpoint
 from tritoncomm.amp import GradScaler
-from tritoncomm.step.exchange import State
+from tritoncomm.step.exchange.machine import State
 
 KINDS = ("plain", "ddp")
 

@@ -15,7 +15,7 @@ from helpers import adamw, log_lines, loss_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from tritoncomm.step.shards import local
+from tritoncomm.step.tensors.shards import local
 
 SETTINGS = {"density": 0.2, "dense_below": 0}
 SEEN = "this looks like clip_grad_norm_ between backward() and step()"

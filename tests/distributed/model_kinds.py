@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from tritoncomm.step.shards import local
+from tritoncomm.step.tensors.shards import local
 
 KINDS = ("plain", "ddp", "fsdp")
 SETTINGS = {"density": 0.1, "dense_below": 0, "warmup_steps": 2}

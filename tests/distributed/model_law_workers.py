@@ -16,9 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 from tritoncomm import Recipe, SparseVector
 from tritoncomm.scheduler.cost import Forecast
 from tritoncomm.scheduler.meter import Meter
-from tritoncomm.step import options
-from tritoncomm.step.shards import local
-from tritoncomm.step.stages import Staged
+from tritoncomm.step import settings as options
+from tritoncomm.step.exchange.stages import Staged
+from tritoncomm.step.tensors.shards import local
 
 import laws
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from helpers import same_everywhere, sparse_wrap, total
 from torch import nn
 from tritoncomm import NonFiniteError, PeerLostError
-from tritoncomm.step.exchange import State
+from tritoncomm.step.exchange.machine import State
 
 SHAPES = [(16, 16), (40,), (8, 8, 2), (24, 12)]
 DECAY = 0.5

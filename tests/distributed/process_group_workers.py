@@ -31,7 +31,7 @@ from tritoncomm.scheduler.group_collectives import SMALL
 from tritoncomm.scheduler.process_group import ProcessGroupScheduler
 from tritoncomm.scheduler.rounds import AllGather, AllReduce, AllToAll, Pattern, Post, Round
 from tritoncomm.scheduler.simulated import SimulatedScheduler
-from tritoncomm.step.feedback import ErrorFeedback
+from tritoncomm.step.exchange.feedback import ErrorFeedback
 
 import laws
 

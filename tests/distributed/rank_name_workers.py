@@ -39,7 +39,7 @@ from tritoncomm.primitives.verdict import Verdict
 from tritoncomm.scheduler import failure_report
 from tritoncomm.scheduler.process_group import ProcessGroupScheduler
 from tritoncomm.scheduler.rounds import AllReduce, InSubgroup, Round
-from tritoncomm.step.feedback import ErrorFeedback
+from tritoncomm.step.exchange.feedback import ErrorFeedback
 
 from baselines import TopkDSA
 from tritoncomm_kernels import Selection

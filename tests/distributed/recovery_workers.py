@@ -13,7 +13,7 @@ import tritoncomm
 from helpers import flat, loss_of, same_everywhere, tiny_model
 from tritoncomm import ConfigMismatchError, PeerLostError
 from tritoncomm.scheduler import failure_report
-from tritoncomm.step.exchange import GradientExchange
+from tritoncomm.step.exchange.machine import GradientExchange
 
 TIMEOUT = timedelta(seconds=5)
 LOST, BEHIND = 2, 1

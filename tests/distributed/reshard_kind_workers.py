@@ -16,8 +16,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from tritoncomm import ConfigMismatchError, ConfigurationError, checkpoint
 from tritoncomm.checkpoint import ResidualState
-from tritoncomm.step import state as exchange_state
-from tritoncomm.step.shards import local
+from tritoncomm.step.saved import state as exchange_state
+from tritoncomm.step.tensors.shards import local
 
 import laws
 

@@ -12,7 +12,7 @@ from helpers import flat, loss_of, residual, tiny_model
 from torch import nn
 from tritoncomm import ConfigurationError, NonFiniteError, OkTopk, Recipe, SparDL, TopkAllgather
 from tritoncomm.algorithms import Hierarchical, Warmup
-from tritoncomm.step.chosen_recipe import with_form
+from tritoncomm.step.recipes import with_form
 
 STEPS = 8
 

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from tritoncomm import ConfigMismatchError, ConfigurationError, checkpoint
-from tritoncomm.step.state import taken_over, with_checksum
+from tritoncomm.step.saved.state import taken_over, with_checksum
 
 
 class Block(nn.Module):

@@ -12,7 +12,7 @@ from helpers import run_workers
 from hypothesis import given
 from hypothesis import strategies as st
 from tritoncomm.demo.local_workers import WorkerError
-from tritoncomm.step import state as exchange_state
+from tritoncomm.step.saved import state as exchange_state
 
 from depth import DEEP
 

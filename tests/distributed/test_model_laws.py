@@ -13,7 +13,7 @@ from model_law_workers import Seen, Setup, record
 from tritoncomm import algorithms
 from tritoncomm.algorithms import takes_density
 from tritoncomm.scheduler.cost import Forecast, all_gather, all_reduce, both
-from tritoncomm.step.stages import Staged
+from tritoncomm.step.exchange.stages import Staged
 
 import laws
 from depth import DEEP

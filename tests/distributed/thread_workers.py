@@ -13,7 +13,7 @@ from helpers import same_everywhere
 from optimizer_list_workers import Lion
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from tritoncomm.step.shards import local
+from tritoncomm.step.tensors.shards import local
 
 Made = torch.optim.Optimizer | list[torch.optim.Optimizer]
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 import tritoncomm  # noqa: F401 - its modules are patched
 from tritoncomm.scheduler import failure_report, process_group, watcher
-from tritoncomm.step import private_group
+from tritoncomm.step.agree import private_group
 
 from emulated_cuda import kernel_costs, nccl, streams
 from emulated_cuda.device import CudaTensor, Gpu, current_gpu, parse_to, upload, written

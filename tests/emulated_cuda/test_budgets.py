@@ -16,8 +16,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from tritoncomm.algorithms import algorithms, takes_density
 from tritoncomm.algorithms.base import StaticRecipe
 from tritoncomm.planning import planner
-from tritoncomm.step import adam
 from tritoncomm.step.agree import replica
+from tritoncomm.step.rules import adam
 
 from depth import DEEP
 from emulated_cuda import doors, ranks

@@ -17,7 +17,7 @@ from torch import nn
 from tritoncomm import NonFiniteError, SimulatedWorld, algorithms, checkpoint
 from tritoncomm.algorithms import field_names, takes_density
 from tritoncomm.planning.doctor import diagnose
-from tritoncomm.step.shards import local
+from tritoncomm.step.tensors.shards import local
 
 from depth import DEEP
 from emulated_cuda import doors, ranks

@@ -14,7 +14,7 @@ from tritoncomm.scheduler import wire
 from tritoncomm.scheduler.messages import Messages
 from tritoncomm.scheduler.process_group import ProcessGroupScheduler
 from tritoncomm.scheduler.rounds import AllGather, AllReduce
-from tritoncomm.step.feedback import ErrorFeedback
+from tritoncomm.step.exchange.feedback import ErrorFeedback
 
 from emulated_cuda import exchanges, ranks
 from emulated_cuda.device import current_gpu, to_gpu, values_of

@@ -13,8 +13,8 @@ from tritoncomm import ExDyna, SimulatedWorld
 from tritoncomm.algorithms.exdyna import ExDynaState, MiCRO
 from tritoncomm.errors import NonFiniteError
 from tritoncomm.scheduler.process_group import ProcessGroupScheduler
-from tritoncomm.step.claim import Vote, vote
-from tritoncomm.step.feedback import ErrorFeedback
+from tritoncomm.step.exchange.claim import Vote, vote
+from tritoncomm.step.exchange.feedback import ErrorFeedback
 
 from emulated_cuda import ranks
 from emulated_cuda.device import current_gpu, to_gpu, values_of

@@ -9,7 +9,7 @@ import torch
 from tritoncomm import NonFiniteError
 from tritoncomm.scheduler.process_group import ProcessGroupScheduler
 from tritoncomm.scheduler.together import run_together
-from tritoncomm.step.feedback import ErrorFeedback
+from tritoncomm.step.exchange.feedback import ErrorFeedback
 
 import laws
 import recipes

@@ -10,8 +10,9 @@ import torch.distributed as dist
 from tritoncomm import ConfigurationError, Hierarchical, TopkAllgather
 from tritoncomm.scheduler import process_group
 from tritoncomm.scheduler.process_group import ProcessGroupScheduler
-from tritoncomm.step import agree, private_group
-from tritoncomm.step.feedback import ErrorFeedback
+from tritoncomm.step import agree
+from tritoncomm.step.agree import private_group
+from tritoncomm.step.exchange.feedback import ErrorFeedback
 
 from emulated_cuda import ranks
 from emulated_cuda.device import to_gpu

@@ -10,9 +10,9 @@ from tritoncomm import TopkAllgather
 from tritoncomm.planning.link import measure_link
 from tritoncomm.scheduler.meter import Meter
 from tritoncomm.scheduler.span import Span
-from tritoncomm.step.exchange import GradientExchange
+from tritoncomm.step.exchange.machine import GradientExchange
+from tritoncomm.step.exchange.vector import ExchangeOptions, VectorExchange
 from tritoncomm.step.figures import figures_of
-from tritoncomm.step.vector import ExchangeOptions, VectorExchange
 
 from emulated_cuda import ranks, streams
 from emulated_cuda.device import current_gpu, to_gpu

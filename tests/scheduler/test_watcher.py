@@ -19,8 +19,8 @@ from tritoncomm.scheduler import failure_report, watcher
 from tritoncomm.scheduler.process_group import ProcessGroupScheduler
 from tritoncomm.scheduler.rounds import AllReduce, Op, Pattern, Round
 from tritoncomm.step import agree
-from tritoncomm.step.claim import Vote, vote
-from tritoncomm.step.feedback import ErrorFeedback
+from tritoncomm.step.exchange.claim import Vote, vote
+from tritoncomm.step.exchange.feedback import ErrorFeedback
 
 import recipes
 from emulated_cuda import ranks

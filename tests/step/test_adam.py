@@ -12,10 +12,10 @@ import torch
 import tritoncomm
 from torch import nn
 from tritoncomm import ConfigurationError
-from tritoncomm.step.adam import StalenessAwareAdam
-from tritoncomm.step.options import WrapOptions
-from tritoncomm.step.shared_buffer import StepCounts
-from tritoncomm.step.update import coupled_decay
+from tritoncomm.step.rules.adam import StalenessAwareAdam
+from tritoncomm.step.rules.step import coupled_decay
+from tritoncomm.step.settings import WrapOptions
+from tritoncomm.step.tensors.shared_buffer import StepCounts
 
 from emulated_cuda import ranks
 from emulated_cuda.device import to_gpu, values_of

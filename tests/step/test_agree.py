@@ -14,7 +14,8 @@ import torch.distributed as dist
 import tritoncomm
 from tritoncomm import ConfigurationError, checkpoint
 from tritoncomm.scheduler.span import Span
-from tritoncomm.step import agree, exchange
+from tritoncomm.step import agree
+from tritoncomm.step.exchange import machine as exchange
 
 GPU = torch.device("cuda", 3)
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from tritoncomm.scheduler.simulated import SimulatedScheduler
 from tritoncomm.step.agree.number import number_of_text
-from tritoncomm.step.claim import Vote, lead, vote
+from tritoncomm.step.exchange.claim import Vote, lead, vote
 
 
 def votes(updates: list[str], rejected: int = -1, raising: int = -1) -> list[Vote]:

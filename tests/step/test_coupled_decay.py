@@ -8,7 +8,7 @@ import pytest
 import torch
 import tritoncomm
 from torch.nn import Parameter
-from tritoncomm.step.update import coupled_decay
+from tritoncomm.step.rules.step import coupled_decay
 
 KINDS = {
     "Adam": (torch.optim.Adam, {"lr": 0.01}),

@@ -7,7 +7,7 @@ import torch
 import tritoncomm
 from torch import nn
 from tritoncomm.primitives.sparse_vector import SparseVector
-from tritoncomm.step.flat import BucketLayout
+from tritoncomm.step.exchange.layout import BucketLayout
 
 import tritoncomm_kernels as kernels
 

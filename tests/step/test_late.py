@@ -11,12 +11,12 @@ import tritoncomm
 from optimizer_list_workers import Lion as PlainLion
 from torch import nn
 from tritoncomm.primitives.sparse_vector import SparseVector
-from tritoncomm.step.flat import BucketLayout, Delivered
-from tritoncomm.step.late import LateRule
-from tritoncomm.step.lion import LateLion
-from tritoncomm.step.options import WrapOptions
-from tritoncomm.step.rules import exchanges_updates, find_rule
-from tritoncomm.step.sgd import LateSGD
+from tritoncomm.step.exchange.layout import BucketLayout, Delivered
+from tritoncomm.step.rules.choose import exchanges_updates, find_rule
+from tritoncomm.step.rules.late import LateRule
+from tritoncomm.step.rules.lion import LateLion
+from tritoncomm.step.rules.sgd import LateSGD
+from tritoncomm.step.settings import WrapOptions
 
 from tritoncomm_kernels import Padded
 

@@ -14,9 +14,9 @@ from tritoncomm import ConfigurationError, Dense, ExDyna, OkTopk, Recipe, TopkAl
 from tritoncomm.algorithms import Hierarchical, algorithms, field_names
 from tritoncomm.algorithms.base import StaticRecipe
 from tritoncomm.planning import planner
-from tritoncomm.step import options
-from tritoncomm.step.chosen_recipe import log_choice, readable_size, resolve_recipe, with_form
-from tritoncomm.step.options import DEFAULT_ALGO, DEFAULT_DENSITY
+from tritoncomm.step import settings as options
+from tritoncomm.step.recipes import log_choice, readable_size, resolve_recipe, with_form
+from tritoncomm.step.settings import DEFAULT_ALGO, DEFAULT_DENSITY
 
 from emulated_cuda import ranks
 from emulated_cuda.device import to_gpu

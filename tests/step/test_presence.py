@@ -220,7 +220,7 @@ def test_a_rate_of_zero_without_delays(algo: str) -> None:
 
 def test_one_worker_is_the_bare_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
     """A single worker takes torch's own steps, and None is None."""
-    monkeypatch.setattr("tritoncomm.step.options.SINGLE_WORKER_SELECTS", False)
+    monkeypatch.setattr("tritoncomm.step.settings.SINGLE_WORKER_SELECTS", False)
     found = []
     for wrapped in (False, True):
         p, q = pair()

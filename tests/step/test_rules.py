@@ -10,10 +10,10 @@ import torch
 import tritoncomm
 from torch import nn
 from tritoncomm import ConfigurationError
-from tritoncomm.step.adam import StalenessAwareAdam
-from tritoncomm.step.aware import AwareStep
-from tritoncomm.step.options import WrapOptions
-from tritoncomm.step.rules import RULES, exchanges_updates, find_rule
+from tritoncomm.step.rules.adam import StalenessAwareAdam
+from tritoncomm.step.rules.aware import AwareStep
+from tritoncomm.step.rules.choose import RULES, exchanges_updates, find_rule
+from tritoncomm.step.settings import WrapOptions
 
 from baselines import DGC
 from prepared_launcher import PreparedLauncher
@@ -71,8 +71,8 @@ def test_subclass_is_found_before_and_after_torch_wraps_its_step(launcher: Prepa
     script.write_text("""
 import os
 import torch
-from tritoncomm.step.options import WrapOptions
-from tritoncomm.step.rules import find_rule
+from tritoncomm.step.settings import WrapOptions
+from tritoncomm.step.rules.choose import find_rule
 class Renamed(torch.optim.AdamW): pass
 class Overriding(torch.optim.AdamW):
     def step(self, closure=None): return super().step(closure)

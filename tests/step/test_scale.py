@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from torch import nn
 from tritoncomm import ConfigurationError, NonFiniteError, OkTopk, SimulatedWorld, SparseVector, TopkAllgather, Warmup
 from tritoncomm.primitives.second_moment import FactoredSecondMoment, Moment
-from tritoncomm.step import state as exchange_state
-from tritoncomm.step.stages import Staged
-from tritoncomm.step.state import with_checksum
+from tritoncomm.step.exchange.stages import Staged
+from tritoncomm.step.saved import state as exchange_state
+from tritoncomm.step.saved.state import with_checksum
 
 from baselines import RandomK
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard
-from tritoncomm.step.shards import by_split
+from tritoncomm.step.tensors.shards import by_split
 
 
 def test_a_cached_mesh_of_an_earlier_process_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from tritoncomm.step import adam
-from tritoncomm.step.adam import StalenessAwareAdam
-from tritoncomm.step.shared_buffer import share_buffers
+from tritoncomm.step.rules import adam
+from tritoncomm.step.rules.adam import StalenessAwareAdam
+from tritoncomm.step.tensors.shared_buffer import share_buffers
 
 SHAPES = [(40, 50), (7,), (200, 100), (), (30, 20)]
 NAMES = ("exp_avg", "exp_avg_sq", "last_delivered")

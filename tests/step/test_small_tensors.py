@@ -9,8 +9,8 @@ from torch import nn
 from tritoncomm import ConfigurationError, OkTopk, SimulatedWorld, Warmup
 from tritoncomm.algorithms import Dense
 from tritoncomm.scheduler.cost import HEADER_WORDS, WORD
-from tritoncomm.step.flat import split_by_size
-from tritoncomm.step.stages import Staged
+from tritoncomm.step.exchange.layout import split_by_size
+from tritoncomm.step.exchange.stages import Staged
 
 import laws
 from small_model import backward, sgd

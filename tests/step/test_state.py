@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import tritoncomm
-from tritoncomm.step import state as exchange_state
+from tritoncomm.step.saved import state as exchange_state
 
 from small_model import model
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import tritoncomm
 from torch import nn
-from tritoncomm.step.adam import StalenessAwareAdam
+from tritoncomm.step.rules.adam import StalenessAwareAdam
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 SHAPES = [(40, 50), (7,), (30, 20), ()]

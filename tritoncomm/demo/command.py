@@ -12,7 +12,7 @@ from tritoncomm.demo.local_workers import WorkerError, run_workers
 from tritoncomm.demo.train import Run, Settings, compare
 from tritoncomm.planning import arguments
 from tritoncomm.primitives.quantized_mean import DENSE_FORMATS
-from tritoncomm.step.chosen_recipe import default_fields
+from tritoncomm.step.recipes import default_fields
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -15,7 +15,7 @@ from tritoncomm.algorithms import field_names, takes_density
 from tritoncomm.demo.local_workers import Send
 from tritoncomm.demo.model import ByteGPT, Shape
 from tritoncomm.demo.text import Text, batch, standard_library, validation_batches
-from tritoncomm.step.options import DEFAULT_DENSITY, DEFAULT_SMALL, DEFAULT_VALUES
+from tritoncomm.step.settings import DEFAULT_DENSITY, DEFAULT_SMALL, DEFAULT_VALUES
 
 ROWS = 8
 LEARNING_RATE, BETAS, WEIGHT_DECAY = 1e-3, (0.9, 0.95), 0.1

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tritoncomm.errors import ConfigMismatchError, ConfigurationError
-from tritoncomm.step.options import one_of
+from tritoncomm.step.settings import one_of
 
 # Name of the folder, inside the trainer's checkpoint or after its name, that holds a file of each rank.
 FOLDER = "tritoncomm"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.scheduler.cost import Link
-from tritoncomm.step.options import DEFAULT_VALUES
+from tritoncomm.step.settings import DEFAULT_VALUES
 from tritoncomm_kernels.section_layout import VALUE_BITS
 
 LINK = "10gbit,30us"

@@ -20,7 +20,7 @@ from tritoncomm.planning import arguments, planner
 from tritoncomm.planning.comparison import STEPS, Row, compare_methods, picture, table
 from tritoncomm.planning.doctor import diagnose
 from tritoncomm.planning.synthetic_gradients import SOURCES
-from tritoncomm.step.options import DEFAULT_DENSITY, DEFAULT_VALUES
+from tritoncomm.step.settings import DEFAULT_DENSITY, DEFAULT_VALUES
 from tritoncomm_kernels import devices
 
 _MOST_WORKERS = 1_000_000  # for which a plan takes some seconds

@@ -19,8 +19,8 @@ from tritoncomm.planning.synthetic_gradients import LayeredGradients
 from tritoncomm.scheduler.cost import Link
 from tritoncomm.scheduler.process_group import ProcessGroupScheduler, is_distributed
 from tritoncomm.simulation import SimulatedWorld
-from tritoncomm.step.chosen_recipe import with_form
-from tritoncomm.step.feedback import ErrorFeedback
+from tritoncomm.step.exchange.feedback import ErrorFeedback
+from tritoncomm.step.recipes import with_form
 from tritoncomm_kernels import devices
 
 DENSITIES = (0.001, 0.01, 0.05, 0.2)

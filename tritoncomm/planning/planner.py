@@ -16,8 +16,8 @@ from tritoncomm.algorithms import Dense, Quantized, RandomBlock, Recipe, Warmup,
 from tritoncomm.algorithms.base import EntryRecipe
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.scheduler.cost import Link
-from tritoncomm.step.chosen_recipe import with_form
-from tritoncomm.step.options import DEFAULT_ALGO, DEFAULT_DENSITY, DEFAULT_START, DEFAULT_WARMUP
+from tritoncomm.step.recipes import with_form
+from tritoncomm.step.settings import DEFAULT_ALGO, DEFAULT_DENSITY, DEFAULT_START, DEFAULT_WARMUP
 
 DENSITIES = (0.001, 0.01, 0.05)
 # The methods that are recommended, because they are known to train well: benchmarks/results/training.json

@@ -7,8 +7,8 @@ import math
 import torch
 
 from tritoncomm.scheduler.meter import of_all
-from tritoncomm.step.exchange import GradientExchange
-from tritoncomm.step.shards import local
+from tritoncomm.step.exchange.machine import GradientExchange
+from tritoncomm.step.tensors.shards import local
 
 
 def figures_of(exchange: GradientExchange) -> dict[str, float]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from tritoncomm.errors import ConfigurationError
-from tritoncomm.step.names import label_of
+from tritoncomm.step.tensors.names import label_of
 from tritoncomm.step.torch_internals import explain_cycles
 
 __all__ = ["OptimizerList", "parts_of", "whole_of"]

@@ -16,20 +16,20 @@ from tritoncomm.algorithms import Hierarchical, Recipe
 from tritoncomm.errors import ConfigMismatchError
 from tritoncomm.scheduler.process_group import is_distributed
 from tritoncomm.step import agree
-from tritoncomm.step import state as exchange_state
 from tritoncomm.step.agree.replica import Replica, let_differ
-from tritoncomm.step.chosen_recipe import log_choice, never_delays, with_warmup_and_nodes
-from tritoncomm.step.exchange import GradientExchange, State
-from tritoncomm.step.misuse import LocalClipping
-from tritoncomm.step.model import Named, check_model, ignored_ids, keep_gradients_local, names_of, rest_of
+from tritoncomm.step.exchange.machine import GradientExchange, State
+from tritoncomm.step.exchange.vector import VectorExchange
+from tritoncomm.step.local.steps import LocalSteps
+from tritoncomm.step.model.misuse import LocalClipping
+from tritoncomm.step.model.module import Named, check_model, ignored_ids, keep_gradients_local, names_of, rest_of
+from tritoncomm.step.model.parameters import KnownParameters
+from tritoncomm.step.model.proxy import OptimizerProxy
 from tritoncomm.step.optimizer_list import OptimizerList, parts_of
-from tritoncomm.step.optimizer_proxy import OptimizerProxy
-from tritoncomm.step.options import WrapOptions, check_optimizer, is_alone
-from tritoncomm.step.parameters import KnownParameters
-from tritoncomm.step.rules import exchanges_updates
-from tritoncomm.step.update import OptimizerStep, OptimizerSteps, StepState
-from tritoncomm.step.updates import LocalSteps
-from tritoncomm.step.vector import VectorExchange
+from tritoncomm.step.recipes import log_choice, never_delays, with_warmup_and_nodes
+from tritoncomm.step.rules.choose import exchanges_updates
+from tritoncomm.step.rules.step import OptimizerStep, OptimizerSteps, StepState
+from tritoncomm.step.saved import state as exchange_state
+from tritoncomm.step.settings import WrapOptions, check_optimizer, is_alone
 from tritoncomm.step.vectors import Part, dense_ids, exchange_of
 from tritoncomm_kernels.devices import is_asynchronous
 

@@ -12,14 +12,14 @@ from tritoncomm.algorithms import Recipe
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.scheduler.ranks import global_ranks
 from tritoncomm.step import agree
-from tritoncomm.step import options as defaults
-from tritoncomm.step.exchange import GradientExchange
-from tritoncomm.step.names import label
-from tritoncomm.step.options import WrapOptions
-from tritoncomm.step.private_group import scheduler_of_all_shards
-from tritoncomm.step.rules import selects_by_update
-from tritoncomm.step.shards import by_split, local, mesh_ranks
-from tritoncomm.step.vector import ExchangeOptions, VectorExchange
+from tritoncomm.step import settings as defaults
+from tritoncomm.step.agree.private_group import scheduler_of_all_shards
+from tritoncomm.step.exchange.machine import GradientExchange
+from tritoncomm.step.exchange.vector import ExchangeOptions, VectorExchange
+from tritoncomm.step.rules.choose import selects_by_update
+from tritoncomm.step.settings import WrapOptions
+from tritoncomm.step.tensors.names import label
+from tritoncomm.step.tensors.shards import by_split, local, mesh_ranks
 
 
 class Part(NamedTuple):
@@ -28,7 +28,7 @@ class Part(NamedTuple):
     Attributes:
         optimizer: The optimizer.
         recipe: The recipe of the exchange.
-        is_anchor: Whether it steps the anchor of local steps (:class:`~tritoncomm.step.updates.LocalSteps`). Its
+        is_anchor: Whether it steps the anchor of local steps (:class:`~tritoncomm.step.local.steps.LocalSteps`). Its
             gradients are then updates, which are not clipped, and of which nothing travels dense.
     """
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tritoncomm.step.shards import local
+from tritoncomm.step.tensors.shards import local
 
 _COLUMNS = 16  # words in a row
 _FACTOR = 0x1E3779B97F4A7C15  # odd, so that a multiplication by it modulo 2**64 loses no bit

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from tritoncomm.step.agree.compare import differences
 from tritoncomm.step.agree.number import number_of_text, numbers
 from tritoncomm.step.agree.setup import labelled, named_parameters
-from tritoncomm.step.names import label
-from tritoncomm.step.shards import has_bits
+from tritoncomm.step.tensors.names import label
+from tritoncomm.step.tensors.shards import has_bits
 
 EVERY = 100  # updates from one comparison to the next
 EARLY = (1, 10)  # and some before: what makes replicas differ usually does so in the first step
@@ -38,7 +38,8 @@ class Replica:
         optimizer: The original optimizer.
         names: The name of each parameter of the optimizer that is not ``ignored``, or ``""``. Default: none has a name.
         others: Parameters of the module that the optimizer does not hold, each with its name.
-        ignored: Ids of the parameters that are this rank's own, see :mod:`tritoncomm.step.ignored`. Default: none.
+        ignored: Ids of the parameters that are this rank's own, see :mod:`tritoncomm.step.model.ignored`. Default:
+            none.
 
     Attributes:
         agreed: The number of steps after which all ranks had equal values, when they were compared last.

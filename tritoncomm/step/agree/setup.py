@@ -17,7 +17,7 @@ from tritoncomm.scheduler.process_group import is_distributed, reporting
 from tritoncomm.scheduler.ranks import global_ranks
 from tritoncomm.step.agree.compare import LOADED, STATE, VALUES, compare
 from tritoncomm.step.agree.number import numbers
-from tritoncomm.step.shards import local
+from tritoncomm.step.tensors.shards import local
 from tritoncomm.step.torch_internals import is_interruption
 from tritoncomm.version import __version__
 from tritoncomm_kernels import devices
@@ -63,7 +63,7 @@ def compare_setup(
             options may differ. The next step compares them.
         stepped: Ids of parameter groups by which ranks have stepped alone. An optimizer may keep numbers in them, such
             as an estimated rate, which then differ.
-        ignored: Ids of parameters that are this rank's own, see :mod:`tritoncomm.step.ignored`.
+        ignored: Ids of parameters that are this rank's own, see :mod:`tritoncomm.step.model.ignored`.
 
     Raises:
         ConfigMismatchError: Anything differs. All ranks raise it.

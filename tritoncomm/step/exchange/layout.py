@@ -12,8 +12,8 @@ import torch
 
 from tritoncomm.errors import ConfigurationError, NonFiniteError
 from tritoncomm.primitives.sparse_vector import SparseVector
-from tritoncomm.step.names import label
-from tritoncomm.step.shards import local, local_gradient
+from tritoncomm.step.tensors.names import label
+from tritoncomm.step.tensors.shards import local, local_gradient
 from tritoncomm.step.torch_internals import gradient_dtype
 from tritoncomm_kernels import constant
 from tritoncomm_kernels.devices import is_asynchronous

@@ -12,13 +12,13 @@ import torch.distributed as dist
 from tritoncomm.algorithms import Dense, Recipe, takes_density, takes_updates
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.scheduler.process_group import is_distributed
-from tritoncomm.step.adam import StalenessAwareAdam
-from tritoncomm.step.aware import AwareStep
-from tritoncomm.step.chosen_recipe import never_delays
-from tritoncomm.step.lion import LateLion
 from tritoncomm.step.optimizer_list import parts_of
-from tritoncomm.step.options import DEFAULT_ALGO, WrapOptions
-from tritoncomm.step.sgd import LateSGD
+from tritoncomm.step.recipes import never_delays
+from tritoncomm.step.rules.adam import StalenessAwareAdam
+from tritoncomm.step.rules.aware import AwareStep
+from tritoncomm.step.rules.lion import LateLion
+from tritoncomm.step.rules.sgd import LateSGD
+from tritoncomm.step.settings import DEFAULT_ALGO, WrapOptions
 from tritoncomm.step.torch_internals import has_own_step, steps_as
 
 logger = logging.getLogger("tritoncomm")

@@ -8,9 +8,9 @@ import torch
 
 from tritoncomm.primitives.mean_norm import WIDTH, norm_of_mean
 from tritoncomm.scheduler.rounds import Pattern
-from tritoncomm.step.flat import BucketLayout
-from tritoncomm.step.shards import pieces
-from tritoncomm.step.vector import VectorExchange
+from tritoncomm.step.exchange.layout import BucketLayout
+from tritoncomm.step.exchange.vector import VectorExchange
+from tritoncomm.step.tensors.shards import pieces
 
 
 def clipped(

@@ -31,8 +31,8 @@ from tritoncomm.errors import ConfigurationError
 from tritoncomm.scheduler import cost
 from tritoncomm.scheduler.ranks import global_ranks
 from tritoncomm.step import agree
-from tritoncomm.step import options as defaults
-from tritoncomm.step.options import check_group
+from tritoncomm.step import settings as defaults
+from tritoncomm.step.settings import check_group
 from tritoncomm_kernels.devices import is_asynchronous
 from tritoncomm_kernels.section_layout import VALUE_BITS
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tritoncomm.step.shards import like_parameter, local
+from tritoncomm.step.tensors.shards import like_parameter, local
 
 
 def anchor_of(parameter: torch.Tensor) -> torch.Tensor:

@@ -21,10 +21,10 @@ from tritoncomm.scheduler.process_group import is_distributed
 from tritoncomm.scheduler.ranks import global_ranks
 from tritoncomm.step import agree
 from tritoncomm.step.agree.number import numbers
-from tritoncomm.step.guard import is_stepping, is_wrapped
-from tritoncomm.step.ignored import AliveIds
-from tritoncomm.step.optimizer_proxy import OptimizerProxy
-from tritoncomm.step.shards import has_bits
+from tritoncomm.step.model.ignored import AliveIds
+from tritoncomm.step.model.proxy import OptimizerProxy
+from tritoncomm.step.model.refuse import is_stepping, is_wrapped
+from tritoncomm.step.tensors.shards import has_bits
 from tritoncomm.step.torch_internals import (
     check_new_joins,
     comm_hooks,

@@ -16,8 +16,8 @@ from collections.abc import Container, Mapping
 import torch
 
 from tritoncomm.primitives.sparse_vector import SparseVector
-from tritoncomm.step.shards import local
-from tritoncomm.step.vector import VectorExchange
+from tritoncomm.step.exchange.vector import VectorExchange
+from tritoncomm.step.tensors.shards import local
 from tritoncomm_kernels import Padded
 
 

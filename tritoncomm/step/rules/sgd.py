@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 
 from tritoncomm.errors import ConfigurationError
-from tritoncomm.step.late import Held, LateRule
+from tritoncomm.step.rules.late import Held, LateRule
 from tritoncomm.step.torch_internals import steps_as
 
 
@@ -22,7 +22,7 @@ class LateSGD(LateRule):
     """The rule for ``torch.optim.SGD`` that was made with momentum and without dampening. It may be ``nesterov``.
 
     A group may have another momentum, which may change, also to 0. SGD that was made without momentum has no rule.
-    Coupled weight decay is not added: ``.grad`` must contain it, see :func:`~tritoncomm.step.update.coupled_decay`.
+    Coupled weight decay is not added: ``.grad`` must contain it, see :func:`~tritoncomm.step.rules.step.coupled_decay`.
     """
 
     held: ClassVar[tuple[str, ...]] = ("momentum_buffer",)

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from tritoncomm.step.late import Held, LateRule
+from tritoncomm.step.rules.late import Held, LateRule
 
 # Options of public implementations, with the values at which their step is that of the paper.
 _PLAIN = {

@@ -14,10 +14,10 @@ from tritoncomm.algorithms import Recipe
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.scheduler.process_group import is_distributed
 from tritoncomm.step import agree
-from tritoncomm.step.exchange import GradientExchange
-from tritoncomm.step.feedback import ErrorFeedback
-from tritoncomm.step.shards import bytes_of, local
-from tritoncomm.step.updates import LocalSteps
+from tritoncomm.step.exchange.feedback import ErrorFeedback
+from tritoncomm.step.exchange.machine import GradientExchange
+from tritoncomm.step.local.steps import LocalSteps
+from tritoncomm.step.tensors.shards import bytes_of, local
 
 logger = logging.getLogger("tritoncomm")
 

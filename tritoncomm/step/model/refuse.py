@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from tritoncomm.step.shards import local
+from tritoncomm.step.tensors.shards import local
 from tritoncomm.step.torch_internals import creates_state, has_hooks, hooks_key, step_hooks
 
 # Attributes of every optimizer. They hold no other one.

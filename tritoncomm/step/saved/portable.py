@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.scheduler.process_group import is_distributed
-from tritoncomm.step import state as exchange_state
-from tritoncomm.step.shards import like_parameter, local, mesh_ranks, one_per_shard, place
+from tritoncomm.step.saved import state as exchange_state
+from tritoncomm.step.tensors.shards import like_parameter, local, mesh_ranks, one_per_shard, place
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -91,7 +91,7 @@ def split(
     """Return the state of this rank in parts. :func:`joined` and :func:`inner_of` return it again.
 
     Args:
-        state: What :func:`tritoncomm.step.state.saved` has returned, not between two exchanges of updates.
+        state: What :func:`tritoncomm.step.saved.state.saved` has returned, not between two exchanges of updates.
         inner: States of parameters in the original optimizer, by number.
         own: The numbers of parameters whose states differ between replicas.
         parameters: The parameters that are exchanged. Anchors come first.

@@ -19,11 +19,11 @@ from typing import Any, ClassVar
 import torch
 
 from tritoncomm.errors import ConfigurationError
-from tritoncomm.step.aware import EXACT, RENEW_RMS_EVERY, AwareStep
-from tritoncomm.step.flat import Delivered
-from tritoncomm.step.options import MAX_CATCH_UP, MAX_RELATIVE_UPDATE, WrapOptions
-from tritoncomm.step.shards import local, local_gradient, local_shards, one_of_shard
-from tritoncomm.step.shared_buffer import StepCounts, share_buffers
+from tritoncomm.step.exchange.layout import Delivered
+from tritoncomm.step.rules.aware import EXACT, RENEW_RMS_EVERY, AwareStep
+from tritoncomm.step.settings import MAX_CATCH_UP, MAX_RELATIVE_UPDATE, WrapOptions
+from tritoncomm.step.tensors.shards import local, local_gradient, local_shards, one_of_shard
+from tritoncomm.step.tensors.shared_buffer import StepCounts, share_buffers
 from tritoncomm.step.torch_internals import written_step
 from tritoncomm_kernels import AdamControl, AdamFlat, AdamMany, AdamStates, Padded, root_mean_squares
 
@@ -49,7 +49,7 @@ class StalenessAwareAdam(AwareStep):
     If every coordinate is delivered in every step, the result is torch's own up to rounding. The cost is proportional
     to the number of delivered entries, except for weight decay and ``param_rms``. ``foreach`` and ``fused`` only select
     among torch's loops and have no effect. Coupled weight decay is not added: ``.grad`` must contain it, see
-    :func:`~tritoncomm.step.update.coupled_decay`.
+    :func:`~tritoncomm.step.rules.step.coupled_decay`.
 
     Attributes:
         optimizer: The Adam or AdamW optimizer.

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from tritoncomm.step import agree
-from tritoncomm.step.shards import all_finite, local
+from tritoncomm.step.tensors.shards import all_finite, local
 
 
 class AliveIds(Collection[int]):

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tritoncomm.step.guard import SWAPS, forwarded
+from tritoncomm.step.model.refuse import SWAPS, forwarded
 
 __all__ = ["OptimizerProxy"]
 

@@ -17,7 +17,7 @@ from torch.nn.parameter import is_lazy
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.primitives.quantized_mean import DENSE_FORMATS
 from tritoncomm.scheduler.process_group import is_distributed
-from tritoncomm.step.names import label_of
+from tritoncomm.step.tensors.names import label_of
 from tritoncomm.step.torch_internals import has_hooks, has_own_step, is_flattened, is_zero
 
 logger = logging.getLogger("tritoncomm")

@@ -25,15 +25,15 @@ from tritoncomm.scheduler.rounds import Pattern
 from tritoncomm.scheduler.span import Span
 from tritoncomm.scheduler.together import run_together
 from tritoncomm.step import agree
+from tritoncomm.step.agree.inspection import Inspection
 from tritoncomm.step.agree.replica import Replica
-from tritoncomm.step.chosen_recipe import never_delays
-from tritoncomm.step.claim import Claim, Presence, resting
-from tritoncomm.step.clipping import clipped
-from tritoncomm.step.decay import add_decay, show_decay, with_decay
-from tritoncomm.step.feedback import ErrorFeedback
-from tritoncomm.step.flat import Delivered, check_range, scattered
-from tritoncomm.step.inspection import Inspection
-from tritoncomm.step.vector import ExchangeOptions, VectorExchange, listed, noting, write_means
+from tritoncomm.step.exchange.claim import Claim, Presence, resting
+from tritoncomm.step.exchange.decay import add_decay, show_decay, with_decay
+from tritoncomm.step.exchange.feedback import ErrorFeedback
+from tritoncomm.step.exchange.layout import Delivered, check_range, scattered
+from tritoncomm.step.exchange.limit import clipped
+from tritoncomm.step.exchange.vector import ExchangeOptions, VectorExchange, listed, noting, write_means
+from tritoncomm.step.recipes import never_delays
 
 logger = logging.getLogger("tritoncomm")
 
@@ -456,7 +456,7 @@ class GradientExchange:
         return True
 
     def _clip(self, limit: float, vectors: Sequence[VectorExchange]) -> Pattern[None]:
-        """Scale the gradients to this norm at most, see :func:`~tritoncomm.step.clipping.clipped`."""
+        """Scale the gradients to this norm at most, see :func:`~tritoncomm.step.exchange.limit.clipped`."""
         size = vectors[0].world_size
         self.gradient_norm = yield from clipped(vectors, limit, self.shard, self.shards, size, self.counted)
 

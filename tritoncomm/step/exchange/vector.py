@@ -23,11 +23,11 @@ from tritoncomm.scheduler.rounds import AllGather, Pattern, Result
 from tritoncomm.scheduler.simulated import SimulatedScheduler
 from tritoncomm.scheduler.span import Span
 from tritoncomm.scheduler.together import Running
-from tritoncomm.step.chosen_recipe import rounds, with_form, without_encoding
-from tritoncomm.step.feedback import ErrorFeedback
-from tritoncomm.step.flat import BucketLayout, Delivered, is_sparse, sparse_error, split_by_size
-from tritoncomm.step.names import label
-from tritoncomm.step.stages import Scale, Staged, StagedAlgorithm
+from tritoncomm.step.exchange.feedback import ErrorFeedback
+from tritoncomm.step.exchange.layout import BucketLayout, Delivered, is_sparse, sparse_error, split_by_size
+from tritoncomm.step.exchange.stages import Scale, Staged, StagedAlgorithm
+from tritoncomm.step.recipes import rounds, with_form, without_encoding
+from tritoncomm.step.tensors.names import label
 from tritoncomm.step.torch_internals import is_interruption
 from tritoncomm_kernels import has_non_finite
 from tritoncomm_kernels.devices import is_asynchronous
@@ -44,9 +44,9 @@ class ExchangeOptions:
         group: Process group of the exchange. None is the default group.
         timeout: Maximum time of each wait for a peer. None uses the time-out of the process group.
         dense_below: Number of elements below which a tensor is small. See
-            :func:`~tritoncomm.step.flat.split_by_size`.
+            :func:`~tritoncomm.step.exchange.layout.split_by_size`.
         small: Format in which small tensors travel, ``"fp32"`` or ``"8bit"``. See
-            :class:`~tritoncomm.step.stages.Staged`.
+            :class:`~tritoncomm.step.exchange.stages.Staged`.
         dense: Ids of parameters that travel dense, whatever their size.
         flattened: Whether the model has one-dimensional shards only. None decides this for each vector.
         max_gradient_norm: Maximum norm of the mean of the gradients of all vectors, before they are added to the
@@ -86,8 +86,9 @@ class VectorExchange:
     """One rank's exchange of the gradients of ``parameters`` as one flat vector.
 
     Small tensors are sent dense, at the end of the vector. Without an initialized process group, this is the exchange
-    of a single worker. A :class:`~tritoncomm.step.exchange.GradientExchange` decides when the steps of an exchange
-    happen. Settings of a vector never change: its successor is a new object, see :mod:`tritoncomm.step.state`.
+    of a single worker. A :class:`~tritoncomm.step.exchange.machine.GradientExchange` decides when the steps of an
+    exchange happen. Settings of a vector never change: its successor is a new object, see
+    :mod:`tritoncomm.step.saved.state`.
 
     Args:
         parameters: Parameters whose gradients are exchanged. Of a DTensor, the local shard is exchanged.

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from tritoncomm.step.agree.number import number_of
-from tritoncomm.step.shards import local
+from tritoncomm.step.tensors.shards import local
 
 logger = logging.getLogger("tritoncomm")
 

@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 
 import torch
 
-from tritoncomm.step.flat import Delivered
-from tritoncomm.step.options import WrapOptions
-from tritoncomm.step.shards import one_of_shard, one_per_shard
+from tritoncomm.step.exchange.layout import Delivered
+from tritoncomm.step.settings import WrapOptions
+from tritoncomm.step.tensors.shards import one_of_shard, one_per_shard
 
 __all__ = ["AwareStep"]
 

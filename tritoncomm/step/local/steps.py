@@ -24,14 +24,14 @@ from tritoncomm.errors import ConfigurationError
 from tritoncomm.scheduler.ranks import own_rank
 from tritoncomm.step.agree import LOADED
 from tritoncomm.step.agree.number import number_of_text, numbers
-from tritoncomm.step.anchors import anchor_of, delta_of, flat, write
-from tritoncomm.step.ignored import ignored_of, non_finite
-from tritoncomm.step.options import WrapOptions
-from tritoncomm.step.parameters import KnownParameters
-from tritoncomm.step.shards import all_finite, like_parameter, local
+from tritoncomm.step.exchange.vector import listed
+from tritoncomm.step.local.anchor import anchor_of, delta_of, flat, write
+from tritoncomm.step.model.ignored import ignored_of, non_finite
+from tritoncomm.step.model.parameters import KnownParameters
+from tritoncomm.step.rules.step import OptimizerStep, OptimizerSteps, gradients_of, limit_norm, norm_of
+from tritoncomm.step.settings import WrapOptions
+from tritoncomm.step.tensors.shards import all_finite, like_parameter, local
 from tritoncomm.step.torch_internals import version_of
-from tritoncomm.step.update import OptimizerStep, OptimizerSteps, gradients_of, limit_norm, norm_of
-from tritoncomm.step.vector import listed
 
 logger = logging.getLogger("tritoncomm")
 
@@ -46,7 +46,7 @@ class LocalSteps:
         optimizers: The original optimizers.
         options: The options of ``wrap``.
         names: Names of parameters by their ids, for those to which the optimizers give none.
-        ignored: Ids of parameters that are this rank's own, see :mod:`tritoncomm.step.ignored`. Default: none.
+        ignored: Ids of parameters that are this rank's own, see :mod:`tritoncomm.step.model.ignored`. Default: none.
         alone: Whether there is a single worker.
 
     Attributes:

@@ -15,15 +15,15 @@ from torch.utils.hooks import RemovableHandle
 
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.scheduler.ranks import own_rank
-from tritoncomm.step.aware import AwareStep
-from tritoncomm.step.flat import Delivered
-from tritoncomm.step.guard import optimizers_inside, refuse, stepping
-from tritoncomm.step.ignored import hidden, ignored_of, present
-from tritoncomm.step.misuse import LateBackward
+from tritoncomm.step.exchange.layout import Delivered
+from tritoncomm.step.model.ignored import hidden, ignored_of, present
+from tritoncomm.step.model.misuse import LateBackward
+from tritoncomm.step.model.refuse import optimizers_inside, refuse, stepping
 from tritoncomm.step.optimizer_list import join, parts_of, split
-from tritoncomm.step.options import WrapOptions
-from tritoncomm.step.rules import find_rule
-from tritoncomm.step.shards import local
+from tritoncomm.step.rules.aware import AwareStep
+from tritoncomm.step.rules.choose import find_rule
+from tritoncomm.step.settings import WrapOptions
+from tritoncomm.step.tensors.shards import local
 from tritoncomm.step.torch_internals import (
     has_own_step,
     mark_stepped,
@@ -174,7 +174,7 @@ class OptimizerStep:
         delayed: Whether the recipe delivers entries with a delay.
         alone: Whether there is a single worker. It takes the optimizer's own step.
         is_anchor: Whether it steps by updates, which are not clipped, and of which no sum is too long.
-        ignored: Ids of parameters that are this rank's own, see :mod:`tritoncomm.step.ignored`. Default: none.
+        ignored: Ids of parameters that are this rank's own, see :mod:`tritoncomm.step.model.ignored`. Default: none.
 
     Attributes:
         alone: See above. It may change between steps.

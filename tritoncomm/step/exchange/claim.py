@@ -16,7 +16,7 @@ from tritoncomm.step.agree import LOADED, UPDATES, UPDATES_ADVICE, differences, 
 from tritoncomm.step.agree.number import number_of_text
 from tritoncomm.step.agree.replica import Replica
 from tritoncomm.step.agree.setup import labelled
-from tritoncomm.step.vector import VectorExchange
+from tritoncomm.step.exchange.vector import VectorExchange
 from tritoncomm_kernels.devices import is_asynchronous
 
 logger = logging.getLogger("tritoncomm")

@@ -8,7 +8,7 @@ import torch
 
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.step import agree
-from tritoncomm.step.names import label_of
+from tritoncomm.step.tensors.names import label_of
 
 
 class KnownParameters:
@@ -17,7 +17,8 @@ class KnownParameters:
     Args:
         optimizer: The original optimizer.
         names: Names of parameters by their ids, for those to which the optimizer gives none.
-        ignored: Ids of the parameters that are this rank's own, see :mod:`tritoncomm.step.ignored`. Default: none.
+        ignored: Ids of the parameters that are this rank's own, see :mod:`tritoncomm.step.model.ignored`. Default:
+            none.
 
     Attributes:
         ignored: See above.

@@ -1,7 +1,8 @@
 """What rules for late gradients have in common: ages of coordinates, limits on catching up, ways of delivery.
 
 A rule is a subclass of :class:`LateRule` in a file of its own. It says what a step does with a gradient that stands for
-several steps. :mod:`tritoncomm.step.lion` is an example. Adam's rule has kernels instead (:mod:`tritoncomm.step.adam`).
+several steps. :mod:`tritoncomm.step.rules.lion` is an example. Adam's rule has kernels instead
+(:mod:`tritoncomm.step.rules.adam`).
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from tritoncomm.step.aware import EXACT, RENEW_RMS_EVERY, AwareStep
-from tritoncomm.step.flat import Delivered
-from tritoncomm.step.options import MAX_CATCH_UP, MAX_RELATIVE_UPDATE, WrapOptions
-from tritoncomm.step.shards import local, local_gradient, one_of_shard
+from tritoncomm.step.exchange.layout import Delivered
+from tritoncomm.step.rules.aware import EXACT, RENEW_RMS_EVERY, AwareStep
+from tritoncomm.step.settings import MAX_CATCH_UP, MAX_RELATIVE_UPDATE, WrapOptions
+from tritoncomm.step.tensors.shards import local, local_gradient, one_of_shard
 from tritoncomm.step.torch_internals import version_of
 from tritoncomm_kernels import root_mean_square
 from tritoncomm_kernels.adam import beta_tables, decays

@@ -1,0 +1,1 @@
+"""From ``.grad`` to a mean that all ranks have confirmed."""

@@ -1,0 +1,1 @@
+"""Workers that step alone between two exchanges."""

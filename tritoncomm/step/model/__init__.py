@@ -1,0 +1,1 @@
+"""Modules and parameters, and what is refused."""

@@ -1,0 +1,1 @@
+"""What an optimizer does with a delivery: its own step, or a rule for late gradients."""

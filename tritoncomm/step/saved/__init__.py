@@ -1,0 +1,1 @@
+"""What is saved of an exchange, and loaded, also by other ranks."""

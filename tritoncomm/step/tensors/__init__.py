@@ -1,0 +1,1 @@
+"""Names, shards and buffers of tensors."""
