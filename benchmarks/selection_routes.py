@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +10,7 @@ import torch
 
 import tritoncomm_kernels as kernels
 from tritoncomm_kernels.section_layout import Layout
-from tritoncomm_kernels.section_rows import read_rows, write_rows
+from tritoncomm_kernels.sections import read_rows, write_rows
 
 Found = tuple[torch.Tensor, ...]  # indices, values, and the count if the kernel returns one
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -89,23 +87,13 @@ def problem(n: int, density: float, dtype: str, distribution: str, device: str) 
         return values
 
     residual, gradient = noise().to(device), noise().to(DTYPES[dtype]).to(device)
-    with forced("torch"):
-        total = kernels.accumulate(residual, gradient, torch.empty_like(residual))
-        largest = kernels.top_k(total, max(1, round(density * n)))
-        threshold = kernels.smallest_magnitude(largest.values)
-        reaching = kernels.select(total, threshold)
-    return Problem(n, density, dtype, residual, gradient, total, threshold, reaching[:2], largest[:2])
-
-
-@contextmanager
-def forced(choice: str) -> Iterator[None]:
-    """Force the implementation of the kernels, ``"torch"`` or ``"triton"``, inside the block."""
-    before = os.environ.pop("TRITONCOMM_KERNELS", None)
-    os.environ["TRITONCOMM_KERNELS"] = choice
-    yield
-    del os.environ["TRITONCOMM_KERNELS"]
-    if before is not None:
-        os.environ["TRITONCOMM_KERNELS"] = before
+    total = torch.add(residual, gradient)
+    # The references compute on a CPU.
+    largest = kernels.top_k(total.cpu(), max(1, round(density * n)))
+    threshold = kernels.smallest_magnitude(largest.values)
+    reaching = kernels.select(total.cpu(), threshold)
+    entries = [tuple(part.to(device) for part in found[:2]) for found in (reaching, largest)]
+    return Problem(n, density, dtype, residual, gradient, total, threshold, *entries)
 
 
 def routes(p: Problem, *, compile_peers: bool) -> list[Route]:
@@ -179,7 +167,7 @@ def _cleared(residual: torch.Tensor, found: Found) -> Found:
 
 
 def _fused(p: Problem, *, clear: bool = True) -> Callable[[torch.Tensor], Found]:
-    workspace, done = kernels.Workspace(), _cleared if clear else lambda residual, found: found
+    done = _cleared if clear else lambda residual, found: found
     if p.residual.device.type == "cpu":
 
         def run(residual: torch.Tensor) -> Found:
@@ -194,7 +182,7 @@ def _fused(p: Problem, *, clear: bool = True) -> Callable[[torch.Tensor], Found]
 
     def launch(residual: torch.Tensor) -> Found:
         kernels.mark(residual, p.gradient, residual, limit, marks)
-        kernels.expand(residual, marks, indices, values, found, workspace=workspace)
+        kernels.expand(residual, marks, indices, values, found)
         return done(residual, (indices, values, found))
 
     return launch
@@ -220,7 +208,7 @@ def _two_steps(p: Problem) -> Callable[[torch.Tensor], Found]:
     workspace = kernels.Workspace()
 
     def run(residual: torch.Tensor) -> Found:
-        kernels.accumulate(residual, p.gradient, residual)
+        residual.add_(p.gradient)
         return _cleared(residual, kernels.select(residual, p.threshold, workspace=workspace)[:2])
 
     return run
@@ -238,12 +226,10 @@ def _apart(p: Problem) -> Callable[[torch.Tensor], Found]:
 
 def _exact(p: Problem) -> Callable[[torch.Tensor], Found]:
     workspace = kernels.Workspace()
-    indices, values = (torch.empty_like(t) for t in p.largest)
-    taken = torch.zeros(1, dtype=torch.int64, device=p.residual.device)
 
     def run(residual: torch.Tensor) -> Found:
-        kernels.top_k_into(residual, p.gradient, residual, indices, values, taken, workspace=workspace)
-        return _cleared(residual, (indices, values))
+        found = kernels.top_k_padded(residual, p.gradient, residual, p.k, workspace=workspace)
+        return _cleared(residual, tuple(found))
 
     return run
 
@@ -282,12 +268,11 @@ def parts(p: Problem) -> list[Route]:
     out = torch.empty_like(dense)
     rows = tuple(t.expand(LISTS, -1).contiguous() for t in p.largest)
     lists = list(zip(*rows, strict=True))
-    with forced("torch"):
-        merged = kernels.merge(lists, p.n)
+    merged = [part.to(device) for part in kernels.merge([(at.cpu(), x.cpu()) for at, x in lists], p.n)]
     marks, limit = kernels.Marks.empty(p.n, device), torch.tensor([p.threshold], device=device)
     made = [
         Route(
-            "accumulate", p.pass_bytes, lambda r: kernels.accumulate(r, p.gradient, r),
+            "accumulate", p.pass_bytes, lambda r: r.add_(p.gradient),
             lambda found, left: torch.equal(found, p.total),
         ),
         Route(
@@ -326,17 +311,19 @@ def static_parts(p: Problem) -> list[Route]:
     rows = kernels.Padded(*(t.expand(LISTS, -1).contiguous() for t in p.largest))
     layout, lows = Layout.of(p.k, p.n, SECTION_BITS), torch.zeros_like(budgets)
 
-    def packed() -> Found:
+    def packed(lows: torch.Tensor, rows: kernels.Padded) -> Found:
         words, sent = write_rows(layout, lows, rows, workspace=workspace)
         found, malformed = read_rows(layout, lows, words, workspace=workspace)
         return words, *sent, *found, malformed
 
-    with forced("torch"):
-        segments = kernels.top_k_rows(p.total, bounds, budgets, room, workspace=workspace)
-        union = kernels.merge_rows(rows, p.n, workspace=workspace)
-        added = p.residual.clone()
-        kernels.add_rows(added, rows, workspace=workspace)
-        written = packed()
+    # The references compute on a CPU.
+    own, host = kernels.Padded(rows.indices.cpu(), rows.values.cpu()), kernels.Workspace()
+    segments = kernels.top_k_rows(p.total.cpu(), bounds.cpu(), budgets.cpu(), room, workspace=host)
+    union = kernels.merge_rows(own, p.n, workspace=host)
+    summed = p.residual.cpu().clone()
+    kernels.add_rows(summed, own, workspace=host)
+    added, written = summed.to(device), [part.to(device) for part in packed(lows.cpu(), own)]
+    segments, union = (kernels.Padded(*(part.to(device) for part in found)) for found in (segments, union))
 
     def same(expected: Found) -> Callable[[Found, torch.Tensor], bool]:
         return lambda found, left: all(map(torch.equal, found, expected))
@@ -356,7 +343,7 @@ def static_parts(p: Problem) -> list[Route]:
         ),
         Route(
             f"{LISTS} sections of {SECTION_BITS} bits", 8 * LISTS * (2 * layout.words + p.k),
-            lambda r: packed(), same(written),
+            lambda r: packed(lows, rows), same(written),
         ),
     ]  # fmt: skip
 

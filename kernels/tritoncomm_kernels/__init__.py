@@ -1,56 +1,53 @@
 """Operations on one device: accumulate, select, compact, scatter, rebalance, Adam update. Nothing communicates."""
 
-from tritoncomm_kernels.accumulate import accumulate
 from tritoncomm_kernels.adam import AdamControl, AdamState, adam_update
 from tritoncomm_kernels.adam_flat import AdamFlat
 from tritoncomm_kernels.adam_many import AdamMany, AdamStates
 from tritoncomm_kernels.block_float import dequantize_parts, quantize_mean, quantize_parts
-from tritoncomm_kernels.compact import (
-    Selection,
-    accumulate_and_select,
-    has_non_finite,
-    select,
-    threshold_key,
-)
-from tritoncomm_kernels.expand import expand
-from tritoncomm_kernels.mark import Marks, mark
-from tritoncomm_kernels.midrise import read_parts, round_mean, round_parts
-from tritoncomm_kernels.padded import (
+from tritoncomm_kernels.entries import (
     Padded,
     add_rows,
+    common_positions,
     constant,
     count_entries,
     count_inside,
     count_reaching,
+    decompress,
     decompress_padded,
+    find,
     joined,
-    largest_padded,
+    merge,
     merge_rows,
     reaching,
-    set_at,
-    top_k_padded,
-    top_k_rows,
-    values_at,
-)
-from tritoncomm_kernels.rebalance import rebalance
-from tritoncomm_kernels.rms import root_mean_square, root_mean_squares
-from tritoncomm_kernels.scatter import (
-    common_positions,
-    decompress,
-    find,
-    merge,
     scatter_add,
     scatter_add_lists,
+    set_at,
+    values_at,
 )
-from tritoncomm_kernels.threshold import (
+from tritoncomm_kernels.midrise import read_parts, round_mean, round_parts
+from tritoncomm_kernels.rebalance import rebalance
+from tritoncomm_kernels.rms import root_mean_square, root_mean_squares
+from tritoncomm_kernels.select import (
+    Marks,
+    Selection,
+    accumulate_and_select,
+    expand,
+    has_non_finite,
+    magnitude_keys,
+    mark,
+    select,
+    threshold_key,
+)
+from tritoncomm_kernels.top_k import (
     accumulate_top_k,
     accumulate_top_k_segments,
     kth_magnitude,
     largest,
-    magnitude_keys,
+    largest_padded,
     smallest_magnitude,
     top_k,
-    top_k_into,
+    top_k_padded,
+    top_k_rows,
     top_k_segments,
 )
 from tritoncomm_kernels.workspace import Workspace, copied_to
@@ -65,7 +62,6 @@ __all__ = [
     "Padded",
     "Selection",
     "Workspace",
-    "accumulate",
     "accumulate_and_select",
     "accumulate_top_k",
     "accumulate_top_k_segments",
@@ -107,7 +103,6 @@ __all__ = [
     "smallest_magnitude",
     "threshold_key",
     "top_k",
-    "top_k_into",
     "top_k_padded",
     "top_k_rows",
     "top_k_segments",

@@ -13,7 +13,7 @@ from tritoncomm_kernels.adam_layout import Row
 from tritoncomm_kernels.adam_many import AdamStates, alike, decay
 from tritoncomm_kernels.checks import channels_last
 from tritoncomm_kernels.dispatch import kernel, triton_runs
-from tritoncomm_kernels.padded import Padded
+from tritoncomm_kernels.entries import Padded
 from tritoncomm_kernels.workspace import copied_to
 
 logger = logging.getLogger("tritoncomm")

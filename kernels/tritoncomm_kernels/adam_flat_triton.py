@@ -1,3 +1,4 @@
+# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators, allow-incomplete-defs
 """Kernels of :mod:`tritoncomm_kernels.adam_flat`: an entry of a flat list finds its parameter by halving.
 
 Like the kernels in :mod:`tritoncomm_kernels.adam_triton`, the first computes two sums for each tensor, and the second
@@ -28,7 +29,7 @@ from tritoncomm_kernels.adam_triton import (
     _widened,
     _write,
 )
-from tritoncomm_kernels.dispatch import on_device_of
+from tritoncomm_kernels.devices import on
 
 BLOCK, WARPS = 128, 4
 # Further columns in a table of tensors.
@@ -158,6 +159,6 @@ def update(
         "num_warps": WARPS,
         "enable_fp_fusion": False,
     }
-    with on_device_of(indices):
+    with on(indices.device):
         sums_flat_kernel[grid](*arguments, LARGEST_SQUARE=LARGEST_SQUARE, **options)
         adam_flat_kernel[grid](*arguments, FINE=FINE, **options)

@@ -1,3 +1,4 @@
+# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators, allow-incomplete-defs
 """Kernels of :mod:`tritoncomm_kernels.adam_many`: gather, update and scatter over the delivered coordinates.
 
 There are two kernels, because how far one coordinate moves depends on its whole tensor: on the distance that the tensor
@@ -16,7 +17,7 @@ import triton.language as tl
 from tritoncomm_kernels import adam
 from tritoncomm_kernels.adam import DISAGREES, FINE, LARGEST_SQUARE, OUTLIER
 from tritoncomm_kernels.adam_layout import Row, Scalars
-from tritoncomm_kernels.dispatch import on_device_of
+from tritoncomm_kernels.devices import on
 from tritoncomm_kernels.workspace import copied_to
 
 BLOCK, WARPS = 128, 4  # 256 spills on sm_90 in bf16 with Triton 3.6, and 512 on sm_80
@@ -313,7 +314,7 @@ def update_many(
     total = torch.zeros(SUMS.value * len(parameters), dtype=torch.int64, device=device)
     arguments = on_device, on_device[table.size :], control, tables, total
     dtype = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[parameters[0].dtype]
-    with on_device_of(parameters[0]):
+    with on(parameters[0].device):
         sums_many_kernel[(len(blocks),)](
             *arguments, DTYPE=dtype, AMSGRAD=maximum is not None, MAXIMIZE=maximize,
             POWERS=tables.numel() // 4, LARGEST_SQUARE=LARGEST_SQUARE, DISAGREES=DISAGREES, BLOCK=BLOCK,

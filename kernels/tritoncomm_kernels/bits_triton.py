@@ -1,3 +1,4 @@
+# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators, allow-incomplete-defs
 """Keys and bit masks for the selection kernels. They use plain arithmetic, which Triton's interpreter supports."""
 
 import triton

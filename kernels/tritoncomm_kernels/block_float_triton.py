@@ -1,3 +1,4 @@
+# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators, allow-incomplete-defs
 """Kernels of :mod:`tritoncomm_kernels.block_float`: one launch for each step of a quantized mean over ranks.
 
 A program handles one block. Sums and scales are in fp64, as in the reference. A scale is a power of two, so that every
@@ -10,7 +11,7 @@ import triton
 import triton.language as tl
 
 from tritoncomm_kernels import block_float
-from tritoncomm_kernels.dispatch import on_device_of
+from tritoncomm_kernels.dispatch import launch
 
 WARPS = 4
 WIDTH = tl.constexpr(block_float.BLOCK)
@@ -123,11 +124,11 @@ def dequantize_parts_kernel(bytes_ptr, values_ptr, count, length, held, size, BI
 
 def quantize_parts(values: torch.Tensor, messages: torch.Tensor, left: torch.Tensor, length: int, bits: int) -> None:
     """Launch the kernel on checked arguments: write all words of ``messages``, and ``left``."""
-    with on_device_of(values):
-        quantize_parts_kernel[(triton.cdiv(length, block_float.BLOCK), len(messages))](
-            values, messages.view(torch.int8), left, values.numel(), *_layout(messages, length, bits),
-            BITS=bits, num_warps=WARPS, enable_fp_fusion=False,
-        )  # fmt: skip
+    launch(
+        quantize_parts_kernel, (triton.cdiv(length, block_float.BLOCK), len(messages)),
+        values, messages.view(torch.int8), left, values.numel(), *_layout(messages, length, bits),
+        like=values, warps=WARPS, BITS=bits,
+    )  # fmt: skip
 
 
 def quantize_mean(
@@ -140,21 +141,21 @@ def quantize_mean(
     bits: int,
 ) -> None:
     """Launch the kernel on checked arguments: write all words of ``block``, and the owner's part of ``left``."""
-    with on_device_of(values):
-        quantize_mean_kernel[(triton.cdiv(length, block_float.BLOCK),)](
-            messages.view(torch.int8), values, block.view(torch.int8), left, values.numel(),
-            *_layout(messages, length, bits), part, len(messages),
-            BITS=bits, num_warps=WARPS, enable_fp_fusion=False,
-        )  # fmt: skip
+    launch(
+        quantize_mean_kernel, (triton.cdiv(length, block_float.BLOCK),),
+        messages.view(torch.int8), values, block.view(torch.int8), left, values.numel(),
+        *_layout(messages, length, bits), part, len(messages),
+        like=values, warps=WARPS, BITS=bits,
+    )  # fmt: skip
 
 
 def dequantize_parts(messages: torch.Tensor, values: torch.Tensor, length: int, bits: int) -> None:
     """Launch the kernel on checked arguments: write all ``values``."""
-    with on_device_of(messages):
-        dequantize_parts_kernel[(triton.cdiv(length, block_float.BLOCK), len(messages))](
-            messages.view(torch.int8), values, values.numel(), *_layout(messages, length, bits),
-            BITS=bits, num_warps=WARPS, enable_fp_fusion=False,
-        )  # fmt: skip
+    launch(
+        dequantize_parts_kernel, (triton.cdiv(length, block_float.BLOCK), len(messages)),
+        messages.view(torch.int8), values, values.numel(), *_layout(messages, length, bits),
+        like=messages, warps=WARPS, BITS=bits,
+    )  # fmt: skip
 
 
 def _layout(messages: torch.Tensor, length: int, bits: int) -> tuple[int, int, int]:

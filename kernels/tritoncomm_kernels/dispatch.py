@@ -1,12 +1,10 @@
-"""Dispatch rule: CUDA tensors use the Triton kernel if Triton 3.6 or newer is installed, others the torch reference."""
+"""Dispatch rule: operations on GPU tensors launch Triton kernels, and those on CPU tensors run their reference."""
 
 from __future__ import annotations
 
 import importlib
 import os
 import re
-import warnings
-from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any
 
@@ -15,29 +13,35 @@ import torch
 from tritoncomm_kernels import devices
 
 VARIABLE = "TRITONCOMM_KERNELS"
-CHOICES = ("auto", "torch", "triton")
+CHOICES = ("auto", "triton")
 OLDEST_TRITON = (3, 6)
 
 
 def triton_runs(tensor: torch.Tensor) -> bool:
-    """Return True if operations on ``tensor`` launch a Triton kernel.
+    """Return True if operations on ``tensor`` launch a Triton kernel, which those on a GPU do.
 
-    The environment variable ``TRITONCOMM_KERNELS`` is read at every call. ``torch`` forces the reference. ``triton``
-    forces the kernel, which needs Triton's interpreter on CPU tensors. ``auto`` is the default. It warns once if a GPU
-    tensor takes the reference because Triton is missing or too old. Raises ``ValueError`` for any other value, and
-    ``RuntimeError`` if ``triton`` is set but the kernel cannot run.
+    Kernels also run on CPU tensors, in Triton's interpreter, if the environment variable ``TRITONCOMM_KERNELS`` is
+    ``triton``. It is read at every call, and ``auto`` is the default. Raises ``ValueError`` for any other value, and
+    ``RuntimeError`` if a kernel is needed and cannot run.
     """
     choice = os.environ.get(VARIABLE) or "auto"
     if choice not in CHOICES:
         raise ValueError(f"{VARIABLE}={choice!r}: set it to one of {', '.join(CHOICES)}")
-    if choice == "triton":
-        _demand(tensor)
-        return True
-    if choice == "torch" or not devices.runs_triton(tensor):
+    on_gpu = devices.runs_triton(tensor)
+    if not on_gpu and choice == "auto":
         return False
     if not _installed():
-        _warn_about_reference()
-        return False
+        found = _version()
+        state = "is not installed" if found is None else f"is version {found}"
+        raise RuntimeError(
+            f"Triton {state}, and operations on a GPU need Triton {'.'.join(map(str, OLDEST_TRITON))} or newer, which "
+            "comes with torch 2.11: install it, or move the model to a CPU"
+        )
+    if not on_gpu and not interpreted():
+        raise RuntimeError(
+            f"{VARIABLE}=triton, but the tensor is on {tensor.device}: move it to a GPU, set TRITON_INTERPRET=1 "
+            f"before the first import to run the kernels in Triton's interpreter, or unset {VARIABLE}"
+        )
     return True
 
 
@@ -46,9 +50,15 @@ def kernel(module: str) -> Any:
     return importlib.import_module(f"tritoncomm_kernels.{module}")
 
 
-def on_device_of(tensor: torch.Tensor) -> AbstractContextManager[Any]:
-    """Return a context in which the device of ``tensor`` is current. Triton launches on the current device."""
-    return devices.on(tensor.device)
+def launch(
+    function: Any, grid: tuple[int, ...], *arguments: Any, like: torch.Tensor, warps: int, **constants: Any
+) -> None:
+    """Launch the kernel ``function`` on the device of ``like``, with ``warps`` warps per program.
+
+    Triton launches on the current device. Products and sums are rounded separately.
+    """
+    with devices.on(like.device):
+        function[grid](*arguments, num_warps=warps, enable_fp_fusion=False, **constants)
 
 
 def interpreted() -> bool:
@@ -58,7 +68,7 @@ def interpreted() -> bool:
 
 @cache
 def _installed() -> bool:
-    """Return True if a Triton version is installed that the kernels support. Older ones use the reference."""
+    """Return True if a Triton version is installed that the kernels support."""
     found = _version()
     return found is not None and tuple(int(part) for part in re.findall(r"\d+", found)[:2]) >= OLDEST_TRITON
 
@@ -69,28 +79,3 @@ def _version() -> str | None:
     except ImportError:
         return None
     return found
-
-
-@cache
-def _warn_about_reference() -> None:
-    """Warn, once per process, that operations on GPU tensors run without Triton kernels."""
-    found = _version()
-    state = "is not installed" if found is None else f"is version {found}"
-    warnings.warn(
-        f"Triton {state}: operations on GPU tensors run as several PyTorch operations, which is slower. To launch "
-        f"Triton kernels, install Triton {'.'.join(map(str, OLDEST_TRITON))} or newer. To silence this, set "
-        f"{VARIABLE}=torch",
-        RuntimeWarning,
-        stacklevel=3,
-    )
-
-
-def _demand(tensor: torch.Tensor) -> None:
-    if not _installed():
-        needed = ".".join(map(str, OLDEST_TRITON))
-        raise RuntimeError(f"{VARIABLE}=triton needs Triton {needed} or newer: install it, or unset {VARIABLE}")
-    if not devices.runs_triton(tensor) and not interpreted():
-        raise RuntimeError(
-            f"{VARIABLE}=triton, but the tensor is on {tensor.device}: move it to a GPU, set TRITON_INTERPRET=1 "
-            f"before the first import to run the kernels in Triton's interpreter, or unset {VARIABLE}"
-        )

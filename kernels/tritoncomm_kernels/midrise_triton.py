@@ -1,3 +1,4 @@
+# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators, allow-incomplete-defs
 """Kernels of :mod:`tritoncomm_kernels.midrise`: one launch for each step of a mean over ranks.
 
 A program handles ``TILE`` blocks. Sums over ranks are in fp64, as in the reference. Scales have few significant bits,
@@ -11,7 +12,7 @@ import triton.language as tl
 
 from tritoncomm_kernels import midrise
 from tritoncomm_kernels.bits_triton import key_of, pack_words
-from tritoncomm_kernels.dispatch import on_device_of
+from tritoncomm_kernels.dispatch import launch
 from tritoncomm_kernels.quantize import scale_bits
 
 TILE, WARPS = 16, 4
@@ -159,32 +160,32 @@ def read_parts_kernel(
 
 def round_parts(values: torch.Tensor, messages: torch.Tensor, part: int, length: int, bits: int) -> None:
     """Launch the kernel on checked arguments: write all words of ``messages``, and the parts of ``values`` but one."""
-    with on_device_of(values):
-        round_parts_kernel[(_tiles(length), len(messages))](
-            values, messages, messages.view(torch.int16), values.numel(), *_layout(messages, length, bits), part,
-            24 - scale_bits(1), BITS=bits, TILE=TILE, num_warps=WARPS, enable_fp_fusion=False,
-        )  # fmt: skip
+    launch(
+        round_parts_kernel, (_tiles(length), len(messages)),
+        values, messages, messages.view(torch.int16), values.numel(), *_layout(messages, length, bits), part,
+        24 - scale_bits(1), like=values, warps=WARPS, BITS=bits, TILE=TILE,
+    )  # fmt: skip
 
 
 def round_mean(
     messages: torch.Tensor, values: torch.Tensor, block: torch.Tensor, part: int, length: int, bits: int
 ) -> None:
     """Launch the kernel on checked arguments: write all words of ``block``, and the owner's part of ``values``."""
-    with on_device_of(values):
-        round_mean_kernel[(_tiles(length),)](
-            messages, messages.view(torch.int16), values, block, block.view(torch.int16), values.numel(),
-            *_layout(messages, length, bits), part, len(messages), 24 - scale_bits(len(messages)),
-            BITS=bits, TILE=TILE, num_warps=WARPS, enable_fp_fusion=False,
-        )  # fmt: skip
+    launch(
+        round_mean_kernel, (_tiles(length),),
+        messages, messages.view(torch.int16), values, block, block.view(torch.int16), values.numel(),
+        *_layout(messages, length, bits), part, len(messages), 24 - scale_bits(len(messages)),
+        like=values, warps=WARPS, BITS=bits, TILE=TILE,
+    )  # fmt: skip
 
 
 def read_parts(messages: torch.Tensor, values: torch.Tensor, length: int, bits: int) -> None:
     """Launch the kernel on checked arguments: write all ``values``."""
-    with on_device_of(messages):
-        read_parts_kernel[(_tiles(length), len(messages))](
-            messages, messages.view(torch.int16), values, values.numel(), *_layout(messages, length, bits),
-            BITS=bits, TILE=TILE, num_warps=WARPS, enable_fp_fusion=False,
-        )  # fmt: skip
+    launch(
+        read_parts_kernel, (_tiles(length), len(messages)),
+        messages, messages.view(torch.int16), values, values.numel(), *_layout(messages, length, bits),
+        like=messages, warps=WARPS, BITS=bits, TILE=TILE,
+    )  # fmt: skip
 
 
 def _tiles(length: int) -> int:

@@ -1,10 +1,11 @@
+# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators, allow-incomplete-defs
 """Kernel of :mod:`tritoncomm_kernels.rebalance`: one program with one lane per partition, without host access."""
 
 import torch
 import triton
 import triton.language as tl
 
-from tritoncomm_kernels.dispatch import on_device_of
+from tritoncomm_kernels.dispatch import launch
 
 
 @triton.jit
@@ -107,20 +108,8 @@ def rebalance(
     """Launch the kernel on checked arguments."""
     partitions = blocks.numel()
     lanes = max(2, triton.next_power_of_2(partitions))
-    with on_device_of(blocks):
-        rebalance_kernel[(1,)](
-            blocks,
-            bounds,
-            counts,
-            partitions,
-            rotation,
-            block,
-            numel,
-            min_blocks,
-            max_step,
-            PARTITIONS=lanes,
-            PREFIX=rule == "prefix",
-            RATIO=rule == "pair_ratio",
-            num_warps=warps(lanes),
-            enable_fp_fusion=False,
-        )
+    launch(
+        rebalance_kernel, (1,), blocks, bounds, counts, partitions, rotation, block, numel, min_blocks, max_step,
+        like=blocks, warps=warps(lanes),
+        PARTITIONS=lanes, PREFIX=rule == "prefix", RATIO=rule == "pair_ratio",
+    )  # fmt: skip

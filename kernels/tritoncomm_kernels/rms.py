@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import accumulate
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from tritoncomm_kernels.checks import GRADIENT_DTYPES, channels_last
-from tritoncomm_kernels.dispatch import kernel, triton_runs
+from tritoncomm_kernels.checks import channels_last
+from tritoncomm_kernels.devices import is_asynchronous
+from tritoncomm_kernels.workspace import copied_to
 
 _PART, _LONG = 1 << 16, 1 << 22  # elements whose squares are in memory at a time, of a CPU (its cache) and a GPU
-_SMALL = 1 << 14  # elements below which tensors on the CPU are computed together, and how many together
+_SMALL, _SHORT = 1 << 11, 1 << 20  # elements below which tensors are computed together, on a CPU and on a GPU
 UNIT = 2.0**24  # squares are rounded down to multiples of 1 / UNIT of the largest one
 
 
@@ -39,40 +37,22 @@ def root_mean_square(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def root_mean_squares(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return :func:`root_mean_square` of each tensor.
+    """Return :func:`root_mean_square` of each tensor. Small ones of one dtype and device are computed together.
 
-    On a GPU, tensors of one dtype (fp32, bf16 or fp16) that are contiguous or in ``torch.channels_last`` take four
-    launches, and the host does not wait.
+    The host does not wait for a GPU.
     """
     # In the order of memory, which changes no bit.
     tensors = [tensor if channels_last(tensor) is None else tensor.movedim(1, -1) for tensor in tensors]
     alike: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for position, tensor in enumerate(tensors):
-        if tensor.dtype in GRADIENT_DTYPES and tensor.is_contiguous():
+        if tensor.numel() < (_SHORT if is_asynchronous(tensor.device) else _SMALL):
             alike.setdefault((tensor.device, tensor.dtype), []).append(position)
     found: dict[int, torch.Tensor] = {}
     for positions in alike.values():
-        found.update(zip(positions, together([tensors[i] for i in positions]).unbind(), strict=True))
+        for part in consecutive([tensors[i].numel() for i in positions], _PART):
+            own = positions[part]
+            found.update(zip(own, _together([tensors[i] for i in own]).unbind(), strict=True))
     return [found[i] if i in found else root_mean_square(tensor) for i, tensor in enumerate(tensors)]
-
-
-def together(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return :func:`root_mean_square` of contiguous tensors of one dtype and device, fp32 ``[tensors]``."""
-    if triton_runs(tensors[0]):
-        launched: torch.Tensor = kernel("rms_triton").root_mean_squares(tensors)
-        return launched
-    found = torch.empty(len(tensors), dtype=torch.float32, device=tensors[0].device)
-    small = [
-        i
-        for i, tensor in enumerate(tensors)
-        if tensor.numel() < _SMALL and tensor.dtype == torch.float32 and tensor.device.type == "cpu"
-    ]
-    for part in consecutive([tensors[i].numel() for i in small], _SMALL):
-        results = _of_arrays([tensors[i].numpy(force=True).reshape(-1) for i in small[part]])
-        found[small[part]] = torch.from_numpy(results)
-    for i in {*range(len(tensors))}.difference(small):
-        found[i] = root_mean_square(tensors[i])
-    return found
 
 
 def consecutive(counts: Sequence[int], size: int) -> list[slice]:
@@ -94,16 +74,15 @@ def square_root(values: torch.Tensor) -> torch.Tensor:
     return values.sqrt()
 
 
-def _of_arrays(arrays: list[npt.NDArray[Any]]) -> npt.NDArray[Any]:
-    """Return :func:`root_mean_square` of fp32 ``arrays``, none of which is empty."""
-    sizes = [array.size for array in arrays]
-    starts, flat = [0, *accumulate(sizes[:-1])], np.concatenate(arrays)
-    with np.errstate(all="ignore"):
-        top = np.maximum(np.maximum.reduceat(np.abs(flat), starts), np.finfo(np.float32).tiny)
-        flat /= np.repeat(top, sizes)
-        flat *= flat
-        flat *= np.float32(UNIT)
-        totals = np.add.reduceat(flat.astype(np.int32), starts, dtype=np.int64)
-        mean = totals.astype(np.float32) / np.array([size * UNIT for size in sizes], np.float32)
-        found: npt.NDArray[Any] = np.where(np.isfinite(top), top * np.sqrt(mean), np.float32(math.nan))
-        return found
+def _together(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return :func:`root_mean_square` of non-empty tensors of one dtype and device, fp32 ``[tensors]``."""
+    wide, device = torch.promote_types(tensors[0].dtype, torch.float32), tensors[0].device
+    counts = torch.tensor(list(map(torch.Tensor.numel, tensors)))
+    sizes, units = copied_to(counts, device), copied_to((counts.double() * UNIT).to(wide), device)
+    flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors]).to(wide)
+    top = torch.segment_reduce(flat.abs(), "max", lengths=sizes, unsafe=True).clamp_(min=torch.finfo(wide).tiny)
+    flat = flat.div_(torch.repeat_interleave(top, sizes, output_size=flat.numel()))
+    squares = flat.square_().mul_(UNIT).trunc_().double()
+    # Sums of so few integers are exact in fp64. If an element is not finite, its square is NaN, and so is the result.
+    totals = torch.segment_reduce(squares, "sum", lengths=sizes, unsafe=True)
+    return (top * square_root(totals.to(wide) / units)).to(torch.float32)

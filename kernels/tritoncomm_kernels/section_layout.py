@@ -10,8 +10,6 @@ from numpy.typing import NDArray
 
 # Bits of a value by the name of its format. A section of indices alone has values of 0 bits.
 VALUE_BITS = {"fp32": 32, "bf16": 16, "8bit": 8, "4bit": 4, "3bit": 3, "2bit": 2, "1bit": 1}
-FEW_GROUPS = 128  # of a short section
-_EXACT_BITS = 24  # of an integer in fp32: the low bits of a short section
 
 
 class Layout(NamedTuple):
@@ -84,7 +82,7 @@ class Places(NamedTuple):
 
     Positions of its parts are in words: planes start at ``planes``, and values at ``values``. ``high_words``,
     ``groups`` and ``depth`` are the words of the high part, the groups of 32 entries, and their planes. ``shift`` is
-    ``low_bits`` as an array, which numpy need not convert. ``short`` sections are written and read all at once.
+    ``low_bits`` as an array, which numpy need not convert.
     """
 
     heads: int
@@ -96,7 +94,6 @@ class Places(NamedTuple):
     depth: int
     quantized: bool
     shift: NDArray[np.int32]
-    short: bool
 
 
 @functools.lru_cache(maxsize=1024)
@@ -104,5 +101,6 @@ def places_of(layout: Layout) -> Places:
     """Return the places of the parts."""
     planes, values = layout.heads + layout.high_words, layout.words - layout.value_words
     sizes = layout.high_words, layout.groups, layout.planes
-    shift, short = np.array(layout.low_bits, np.int32), layout.groups <= FEW_GROUPS and layout.low_bits <= _EXACT_BITS
-    return Places(layout.heads, planes, values, layout.words, *sizes, layout.quantized, shift, short)
+    return Places(
+        layout.heads, planes, values, layout.words, *sizes, layout.quantized, np.array(layout.low_bits, np.int32)
+    )

@@ -3,32 +3,142 @@
 Indices are coded by Elias-Fano. The low bits are stored in planes of 32 entries, together with the codes of the values.
 The length of a section depends on its layout alone, so both ends of a message know it.
 
-This is the reference, in numpy. On a GPU, :mod:`tritoncomm_kernels.section_rows` does the same.
+Many sections with one layout are rows of messages, whose numbers of entries may be on the device. On a GPU, only
+:func:`write_one` and :func:`read_one` wait for the host, and the number of launches does not depend on the number of
+rows. The reference, in numpy, writes and reads one section after the other.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from tritoncomm_kernels import quantize
-from tritoncomm_kernels.compact import Selection
+from tritoncomm_kernels.dispatch import kernel, triton_runs
+from tritoncomm_kernels.entries import PADDING, Padded, check_launch, stacked
 from tritoncomm_kernels.section_layout import VALUE_BITS, Layout, Places, places_of
-from tritoncomm_kernels.short_sections import read_high, read_planes, write_short
+from tritoncomm_kernels.select import Selection
+from tritoncomm_kernels.workspace import Workspace
 
 _FP32, _BF16 = VALUE_BITS["fp32"], VALUE_BITS["bf16"]
+_EXACT = 0, _FP32  # bits of values that are not rounded
 _INFINITY, _MAGNITUDE, _UPPER_HALF = 0x7F800000, 0x7FFFFFFF, 0xFFFF0000
 _BF16_ZERO = 0x8000  # the largest bits of a magnitude that becomes 0 in bf16
 BF16_NAN = 0x7FC0  # as torch and numpy make it
 _ZERO_IN_BF16 = 2.0**-134  # this magnitude
-_GROUPS_AT_ONCE = 1 << 12  # 131072 entries. Larger chunks leave the second-level cache, smaller ones take more calls.
+# Chunks stay in the second-level cache. Most sections of an exchange are short, and are one chunk.
+_GROUPS_AT_ONCE = 1 << 9  # 16384 entries, whose bits are numbers in fp32
 _WORDS_AT_ONCE = 1 << 13  # of the high part: 262144 bits
 _VALUES_AT_ONCE = 1 << 16
+_OCTET = 8
+_BITS_OF_OCTET = np.left_shift(1, np.arange(_OCTET)).astype(np.uint8)[:, None]
+# The bits of each octet as eight numbers in fp32, taken together as one element.
+_OCTETS = np.unpackbits(np.arange(256, dtype=np.uint8), bitorder="little").astype(np.float32).view("V32")
+_EXACT_BITS = 24  # of an integer in fp32
 _DESCENDING = "its indices do not ascend inside the range"
+
+
+def write_one(
+    layout: Layout, low: int, indices: torch.Tensor, values: torch.Tensor, *, divisor: int = 1
+) -> tuple[torch.Tensor, Selection]:
+    """Return one section (int32 ``[layout.words]``) of ``indices`` (int32 ``[m]``) and ``values`` (fp32 ``[m]``).
+
+    Also returns the entries as they are read, see :func:`write_rows`. On a GPU, the host waits once for their number,
+    if values are rounded.
+    """
+    if indices.is_cpu and not triton_runs(indices):
+        return write_sendable(layout, low, indices, values, divisor=divisor)
+    sent_values = values if layout.bits else torch.zeros(indices.shape, device=indices.device)
+    entries = Padded(indices[None], sent_values[None])
+    messages, sent = write_rows(layout, indices.new_full((1,), low), entries, divisor=divisor, workspace=Workspace())
+    return messages[0], sent.row(0).trimmed() if layout.bits not in _EXACT else Selection.of(indices, values)
+
+
+def read_one(layout: Layout, low: int, section: torch.Tensor, *, divisor: int = 1) -> Selection:
+    """Return the entries of ``section`` (int32 ``[layout.words]``), or raise ``ValueError`` if it is malformed.
+
+    See :func:`read_section`. On a GPU, the host waits once, for the checks and the number
+    of entries.
+    """
+    if section.is_cpu and not triton_runs(section):
+        return read_section(layout, low, section, divisor=divisor)
+    lows = section.new_full((1,), low)
+    found, malformed = read_rows(layout, lows, section[None], divisor=divisor, workspace=Workspace())
+    count, wrong = torch.stack([(found.indices[0] != PADDING).sum(), malformed[0]]).tolist()
+    if wrong:
+        raise ValueError("its counts differ, its indices do not ascend inside the range, or its header is invalid")
+    return Selection.of(found.indices[0, :count], found.values[0, : count if layout.bits else 0])
+
+
+def write_rows(
+    layout: Layout, lows: torch.Tensor, entries: Padded, *, divisor: int = 1, workspace: Workspace
+) -> tuple[torch.Tensor, Padded]:
+    """Return one section per row of ``entries`` (int32 ``[rows, layout.words]``), and the entries as they are read.
+
+    Indices of row r start at ``lows[r]`` (int32 ``[rows]``, on the device). Entries that are too small beside the
+    largest one of their row are left out (:func:`sendable_together`). The values of the
+    returned entries are those that :func:`read_rows` returns, times ``divisor``. Values of 0 bits are returned as they
+    are.
+    """
+    messages = entries.indices.new_empty((len(lows), layout.words))
+    if not layout.room or not entries.values.numel():
+        return messages.zero_(), entries
+    if triton_runs(entries.values):
+        sent_rows: Padded = _on_gpu(len(lows)).write_rows(layout, lows, entries, messages, divisor, workspace)
+        return messages, sent_rows
+    sent = []
+    for row, low in enumerate(lows.tolist()):
+        part = entries.row(row).trimmed()
+        messages[row], found = write_sendable(layout, low, part.indices, part.values, divisor=divisor)
+        sent.append(Padded.of(found, entries.room))
+    return messages, stacked(sent)
+
+
+def read_rows(
+    layout: Layout, lows: torch.Tensor, messages: torch.Tensor, *, divisor: int = 1, workspace: Workspace
+) -> tuple[Padded, torch.Tensor]:
+    """Return the entries of ``messages`` (int32 ``[rows, layout.words]``), and how many are malformed (int32 ``[1]``).
+
+    A malformed row (see :func:`read_section`) has no entries. Indices are therefore always
+    ascending and inside their range.
+    """
+    shape = len(lows), layout.room
+    if not layout.room or not len(lows):
+        return Padded(messages.new_empty(shape), messages.new_empty(shape, dtype=torch.float32)), messages.new_zeros(1)
+    if triton_runs(messages):
+        found_rows: tuple[Padded, torch.Tensor] = _on_gpu(len(lows)).read_rows(
+            layout, lows, messages, divisor, workspace
+        )
+        return found_rows
+    rows, malformed = [], 0
+    nothing = Selection.of(messages.new_empty(0), messages.new_empty(0, dtype=torch.float32))
+    for row, low in enumerate(lows.tolist()):
+        try:
+            found = read_section(layout, low, messages[row], divisor=divisor)
+        except ValueError:
+            found, malformed = nothing, malformed + 1
+        rows.append(Padded.of(found, layout.room))
+    return stacked(rows), messages.new_full((1,), malformed)
+
+
+def check_rows(rows: Padded, lows: torch.Tensor, span: int) -> tuple[Padded, torch.Tensor]:
+    """Return ``rows`` (plain, as received) without malformed ones, and how many are malformed (int32 ``[1]``).
+
+    A row is malformed unless its indices ascend inside ``[lows[r], lows[r] + span)`` and its padding stands at the end.
+    """
+    indices, used = rows.indices, rows.indices != PADDING
+    low = lows[:, None]
+    bad = used & ((indices < low) | (indices - low >= span))  # low + span may overflow
+    bad[:, 1:] |= used[:, 1:] & ((indices[:, 1:] <= indices[:, :-1]) | ~used[:, :-1])
+    wrong = bad.any(1)
+    keep = used & ~wrong[:, None]
+    clean = Padded(torch.where(keep, indices, PADDING), torch.where(keep, rows.values, 0.0))
+    return clean, wrong.sum(dtype=torch.int32).reshape(1)
 
 
 def sendable_together(values: torch.Tensor, bits: int, divisor: int = 1) -> torch.Tensor | None:
@@ -95,8 +205,7 @@ def _write_host(
     elif layout.bits:
         half, rounded = _round_bf16(values, divisor)
         words[places.values :].view(np.uint16)[:count] = half
-    write = write_short if places.short else _write_indices
-    write(layout, low, indices, codes, words)
+    _write_indices(layout, low, indices, codes, words)
     if rounded is not None and divisor > 1:
         rounded *= np.float32(divisor)
     return rounded
@@ -111,9 +220,9 @@ def read_section(layout: Layout, low: int, section: torch.Tensor, *, divisor: in
     """
     if not layout.room:
         return Selection.of(section[:0], section[:0].view(torch.float32))
-    words = (section if section.is_cpu else section.cpu()).numpy()
+    words = section.numpy()
     count, places = int(words[0]), places_of(layout)
-    offsets, codes = (_read_short if places.short else _read_indices)(layout, places, words, count)
+    offsets, codes = _read_indices(layout, places, words, count)
     if places.quantized:
         values = quantize.dequantize(codes, int(words[1]) & 0xFFFFFFFF, layout.bits, divisor)
     elif layout.bits == _FP32:
@@ -122,14 +231,7 @@ def read_section(layout: Layout, low: int, section: torch.Tensor, *, divisor: in
         values = _from_bf16(words[places.values :].view(np.uint16)[:count])
     if low:
         offsets += np.int32(low)
-    indices, numbers = torch.from_numpy(offsets), torch.from_numpy(values)
-    if not section.is_cpu:
-        indices, numbers = indices.to(section.device), numbers.to(section.device)
-    return Selection(indices, numbers, len(offsets))
-
-
-def _miscounted(layout: Layout, count: int, ones: int) -> str:
-    return f"it reports {count} entries and holds {ones}, with room for {layout.room}"
+    return Selection(torch.from_numpy(offsets), torch.from_numpy(values), len(offsets))
 
 
 def _sendable_bf16(values: NDArray[np.float32], divisor: int) -> NDArray[np.bool_] | None:
@@ -150,70 +252,58 @@ def _write_indices(
     codes: NDArray[np.uint8] | None,
     words: NDArray[np.int32],
 ) -> None:
-    """Write the high part and the planes of the section ``words``, which holds zeros there. Chunks stay in cache."""
-    string = np.zeros(32 * layout.high_words, np.bool_)
-    places = places_of(layout)
+    """Write the high part and the planes of the section ``words``, which holds zeros there."""
+    places, low_bits = places_of(layout), layout.low_bits
+    string = np.zeros(32 * places.high_words, np.uint8)
+    offsets = indices - np.int32(low) if low else indices
     rows = words[places.planes : places.values].reshape(places.groups, places.depth)
-    for start in range(0, len(indices), 32 * _GROUPS_AT_ONCE):
-        stop = start + 32 * _GROUPS_AT_ONCE
-        part = indices[start:stop] - np.int32(low)
+    for start in range(0, len(offsets), 32 * _GROUPS_AT_ONCE):
+        part = offsets[start : start + 32 * _GROUPS_AT_ONCE]
         # Indexing with int64 is faster than with int32.
-        string[part if layout.plain else (part >> layout.low_bits) + np.arange(start, start + len(part))] = True
-        into = rows[start // 32 : stop // 32]
-        for shift in range(0, layout.low_bits, 8):
-            _write_planes((part >> shift).astype(np.uint8), into[:, shift : min(shift + 8, layout.low_bits)])
+        string[part if layout.plain else (part >> places.shift) + np.arange(start, start + len(part))] = 1
+        if not places.depth:
+            continue
+        groups = -(-len(part) // 32)
+        bits = np.zeros((places.depth, 32 * groups), np.uint8)  # of which all but 0 count as 1
+        for shift in range(0, low_bits, _OCTET):
+            stop = min(shift + _OCTET, low_bits)
+            octets = (part >> shift if shift else part).astype(np.uint8)
+            np.bitwise_and(octets, _BITS_OF_OCTET[: stop - shift], bits[shift:stop, : len(part)])
         if codes is not None:
-            _write_planes(codes[start:stop], into[:, layout.low_bits :])
-    words[layout.heads : layout.heads + layout.high_words] = np.packbits(string, bitorder="little").view(np.int32)
-
-
-def _write_planes(octets: NDArray[np.uint8], planes: NDArray[np.int32]) -> None:
-    """Write bit j of ``octets`` (``[m]``) to column j of ``planes`` (``[groups, bits]``, zero), 32 entries per word."""
-    groups = -(-len(octets) // 32)
-    if len(octets) % 32:
-        octets = np.concatenate([octets, np.zeros(-len(octets) % 32, np.uint8)])
-    for bit in range(planes.shape[1]):
-        planes[:groups, bit] = np.packbits(octets & np.uint8(1 << bit), bitorder="little").view(np.int32)
-
-
-def _read_short(
-    layout: Layout, places: Places, words: NDArray[np.int32], count: int
-) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """Do the same as :func:`_read_indices` with few calls of numpy."""
-    offsets = read_high(places, words, plain=layout.plain)
-    if len(offsets) != count or count > layout.room:
-        raise ValueError(_miscounted(layout, count, len(offsets)))
-    if count and offsets[-1] > (layout.span - 1) >> layout.low_bits:  # would overflow when shifted
-        raise ValueError(_DESCENDING)
-    if not places.depth:
-        return offsets, offsets[:0]
-    numbers = read_planes(places, words, layout.low_bits, count)
-    if layout.low_bits:
-        offsets <<= places.shift
-        offsets |= numbers[0]
-        _check_offsets(layout, offsets)
-    return offsets, numbers[-1]
+            own = codes[start : start + len(part)]
+            np.bitwise_and(own, _BITS_OF_OCTET[: layout.bits], bits[low_bits:, : len(part)])
+        packed = np.packbits(bits, None, "little").view(np.int32).reshape(places.depth, groups)
+        rows[start // 32 : start // 32 + groups] = packed.T
+    words[places.heads : places.planes] = np.packbits(string, None, "little").view(np.int32)
 
 
 def _read_indices(
     layout: Layout, places: Places, words: NDArray[np.int32], count: int
-) -> tuple[NDArray[np.int32], NDArray[np.uint8]]:
-    """Return the offsets of the entries (int32 ``[count]``), and their codes if there are such (uint8).
+) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """Return the offsets of the entries (int32 ``[count]``), and their codes if there are such.
 
     Raises ``ValueError`` unless the offsets ascend inside the range.
     """
     offsets = _read_high(layout, words[places.heads : places.planes], count)
-    codes = _read_planes(layout, words, offsets)
-    if layout.low_bits:
-        _check_offsets(layout, offsets)
-    return offsets, codes
-
-
-def _check_offsets(layout: Layout, offsets: NDArray[np.int32]) -> None:
-    """Raise ``ValueError`` unless ``offsets``, none of which is negative, ascend inside the range."""
-    count = len(offsets)
+    if not places.depth:
+        return offsets, offsets[:0]
+    weights = _weights(layout.low_bits, places.depth - layout.low_bits)
+    codes = np.empty(count if places.quantized else 0, np.int32)
+    rows = words[places.planes : places.values].reshape(places.groups, places.depth)
+    for start in range(0, count, 32 * _GROUPS_AT_ONCE):
+        part = slice(start, min(start + 32 * _GROUPS_AT_ONCE, count))
+        planes = rows[start // 32 : -(-part.stop // 32)].T.copy()
+        bits = _OCTETS.take(planes.view(np.uint8), mode="wrap").view(np.float32)
+        # A product is the fastest way to put the bits of an entry together. Numbers of so few bits are exact in fp32.
+        numbers = np.dot(weights, bits)[:, : part.stop - start].astype(np.int32)
+        if layout.low_bits:
+            offsets[part] <<= places.shift
+            offsets[part] |= numbers[0]
+        if places.quantized:
+            codes[part] = numbers[-1]
     if count and not (offsets[-1] < layout.span and np.count_nonzero(offsets[1:] > offsets[:-1]) == count - 1):
         raise ValueError(_DESCENDING)
+    return offsets, codes
 
 
 def _read_high(layout: Layout, words: NDArray[np.int32], count: int) -> NDArray[np.int32]:
@@ -221,44 +311,32 @@ def _read_high(layout: Layout, words: NDArray[np.int32], count: int) -> NDArray[
     offsets = np.empty(count if 0 <= count <= layout.room else 0, np.int32)
     found = 0
     for start in range(0, len(words), _WORDS_AT_ONCE):
-        octets = words[start : start + _WORDS_AT_ONCE].view(np.uint8)
-        places = np.flatnonzero(np.unpackbits(octets, bitorder="little").view(np.bool_))
-        stop, before = found + len(places), 32 * start - found
+        bits = np.unpackbits(words[start : start + _WORDS_AT_ONCE].view(np.uint8), None, None, "little")
+        at = bits.view(np.bool_).nonzero()[0]
+        stop, before = found + len(at), 32 * start - found
         if stop <= len(offsets):
-            places += 32 * start if layout.plain else np.arange(before, before - len(places), -1)
-            offsets[found:stop] = places
+            at += 32 * start if layout.plain else np.arange(before, before - len(at), -1)
+            offsets[found:stop] = at
         found = stop
     if len(offsets) != count or found != count:
-        raise ValueError(_miscounted(layout, count, found))
+        raise ValueError(f"it reports {count} entries and holds {found}, with room for {layout.room}")
     if count and offsets[-1] > (layout.span - 1) >> layout.low_bits:  # would overflow when shifted
         raise ValueError(_DESCENDING)
     return offsets
 
 
-def _read_planes(layout: Layout, words: NDArray[np.int32], offsets: NDArray[np.int32]) -> NDArray[np.uint8]:
-    """Append the low bits to ``offsets`` (int32 ``[count]``, in place), and return the codes (uint8 ``[count]``)."""
-    places = places_of(layout)
-    codes = np.zeros(len(offsets) if layout.quantized else 0, np.uint8)
-    rows = words[places.planes : places.values].reshape(places.groups, places.depth)
-    for start in range(0, len(offsets), 32 * _GROUPS_AT_ONCE):
-        stop = min(start + 32 * _GROUPS_AT_ONCE, len(offsets))
-        part, planes = offsets[start:stop], rows[start // 32 : -(-stop // 32)]
-        part <<= layout.low_bits
-        for shift in range(0, layout.low_bits, 8):
-            octets = _octets(planes[:, shift : min(shift + 8, layout.low_bits)])[: len(part)]
-            part |= octets if not shift else octets.astype(np.int32) << shift
-        if layout.quantized:
-            codes[start:stop] = _octets(planes[:, layout.low_bits :])[: len(part)]
-    return codes
+@functools.cache
+def _weights(*lengths: int) -> NDArray[Any]:
+    """Return what each plane adds to each number: the numbers have ``lengths`` planes, one after the other, or none.
 
-
-def _octets(planes: NDArray[np.int32]) -> NDArray[np.uint8]:
-    """Return the entries (uint8 ``[32 * groups]``) whose bit j is in column j of ``planes`` (``[groups, bits]``)."""
-    found = np.zeros(32 * len(planes), np.uint8)
-    for bit in reversed(range(planes.shape[1])):
-        found += found  # shifts of bytes are slower
-        found |= np.unpackbits(np.ascontiguousarray(planes[:, bit]).view(np.uint8), bitorder="little")
-    return found
+    The numbers are exact in the type of the result, fp32 or fp64.
+    """
+    weights = np.zeros((len(lengths), sum(lengths)), np.float32 if max(lengths) <= _EXACT_BITS else np.float64)
+    start = 0
+    for row, length in zip(weights, lengths, strict=True):
+        row[start : start + length] = 2.0 ** np.arange(length)
+        start += length
+    return weights[[length > 0 for length in lengths]]
 
 
 def _round_bf16(values: NDArray[np.float32], divisor: int) -> tuple[NDArray[np.uint16], NDArray[np.float32]]:
@@ -286,9 +364,14 @@ def _round_bf16(values: NDArray[np.float32], divisor: int) -> tuple[NDArray[np.u
     return rounded.view(np.uint16)[1::2], rounded.view(np.float32)
 
 
-def least_sendable(bits: int) -> int:
-    """Return the least key of a magnitude that can be sent beside any other, or 0 if it depends on the others."""
-    return _BF16_ZERO + 1 if bits == _BF16 else 0
+def send_rule(bits: int) -> tuple[float, float, int]:
+    """Return what says which values can be sent beside others: ``cover``, ``half_least``, and a fixed least key, or 0.
+
+    The first two are those of :class:`tritoncomm_kernels.quantize.Lookup`. A fixed least key needs no tables.
+    """
+    if bits == _BF16:
+        return 1.0, 1.0, _BF16_ZERO + 1
+    return float(quantize.lookup(bits).cover), float(quantize.lookup(bits).half_least), 0
 
 
 def delivered_limit(layout: Layout, divisor: int) -> float:
@@ -308,3 +391,8 @@ def _from_bf16(half: NDArray[np.uint16]) -> NDArray[np.float32]:
     bits = np.zeros(len(half), np.uint32)
     bits.view(np.uint16)[1::2] = half
     return bits.view(np.float32)
+
+
+def _on_gpu(rows: int) -> Any:
+    check_launch(rows)
+    return kernel("sections_triton")

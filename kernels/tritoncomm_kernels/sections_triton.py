@@ -1,26 +1,163 @@
-"""Parts of the kernels in :mod:`tritoncomm_kernels.section_rows_triton`: what is done to one section.
+# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators, allow-incomplete-defs
+"""Kernels of :mod:`tritoncomm_kernels.sections`: sections of many rows at once, with one layout.
 
-Writing needs no atomics and no memory set to zero, because every word has one program that writes it. Reading never
-trusts the words: loops are bounded by the layout, and stores by its room. What is wrong is counted in a verdict, which
-the host reads once.
+The second dimension of a grid is the row. Writing needs no atomics and no memory set to zero for the words, because
+every word has one program that writes it. Reading never trusts the words: loops are bounded by the layout, and stores
+by its room. What is wrong is counted in a verdict.
+
+The squared errors of the tables are summed in fp64 in one program. The order of the sum differs from the reference, and
+could only matter for tables whose errors agree to 15 digits. Everything else is one rounding, or integer.
 """
 
+from functools import cache
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from tritoncomm_kernels import sections
-from tritoncomm_kernels.bits_triton import bits_in, lowest_bit, pack_words
-from tritoncomm_kernels.quantize_triton import NAN_HEADER, TABLES, level_of, menu
+from tritoncomm_kernels import quantize, sections
+from tritoncomm_kernels.bits_triton import key_of, pack_words
+from tritoncomm_kernels.dispatch import launch
+from tritoncomm_kernels.entries import Padded
+from tritoncomm_kernels.entries_triton import MOVE, count_used_kernel, moved
+from tritoncomm_kernels.section_layout import VALUE_BITS
+from tritoncomm_kernels.select_triton import CHUNK, GROUP, GROUP_WARPS, count_bits_kernel, expand_kernel, sum_before
+from tritoncomm_kernels.workspace import Workspace
 
-BLOCK, WARPS = 1024, 8  # entries per program
-WORDS = 1024  # words of the high part per program when reading
+BLOCK, WARPS = MOVE, 8  # entries per program, as where they are moved
 # Words per program when writing. Each lane reads up to 32 entries, so few words keep many processors busy.
 HIGH_WORDS, HIGH_WARPS = 128, 4
+CHOOSE_WARPS = 8  # with 4, Triton 3.6 spills a register at 8 bits
 BF16_NAN = tl.constexpr(sections.BF16_NAN)
-VERDICT = 3  # words before the counts of bad entries: count, header, bits in the high part
+NAN_HEADER = tl.constexpr(quantize.NAN_HEADER)
+INFINITY_KEY = tl.constexpr(0x7F800000)
+TABLES = tl.constexpr(quantize.TABLES)
+REACH = tl.constexpr(quantize.REACH)
+LEAST_SCALE = tl.constexpr(quantize.LEAST_SCALE)
+SAMPLE = tl.constexpr(quantize.SAMPLE)
+EXTENT = tl.constexpr(2)  # numbers of a row: the largest key subtracted from 2**31 - 1 or not, both raised from 0
+VERDICT = tl.constexpr(2)  # numbers of a row: set bits of the high part, entries that do not ascend inside the range
+
+
+@triton.jit
+def _extent(extents_ptr, divisor):
+    """Return the smallest and the largest magnitude of a row divided by ``divisor``, and the largest key."""
+    own_ptr = extents_ptr + EXTENT * tl.program_id(1).to(tl.int64)
+    smallest = (0x7FFFFFFF - tl.load(own_ptr)).to(tl.int32).to(tl.float32, bitcast=True)
+    key = tl.load(own_ptr + 1).to(tl.int32)
+    return tl.div_rn(smallest, divisor), tl.div_rn(key.to(tl.float32, bitcast=True), divisor), key
+
+
+@triton.jit
+def _raise_extent(extents_ptr, keys, held):
+    """Let the extent of this program's row include the ``keys`` that are ``held``. The order does not matter."""
+    own_ptr = extents_ptr + EXTENT * tl.program_id(1).to(tl.int64)
+    smallest = tl.max(tl.where(held, 0x7FFFFFFF - keys, 0), axis=0).to(tl.int64)
+    tl.atomic_max(own_ptr, smallest, sem="relaxed")
+    tl.atomic_max(own_ptr + 1, tl.max(tl.where(held, keys, 0), axis=0).to(tl.int64), sem="relaxed")
+
+
+@triton.jit
+def _scale(smallest, largest, cover, KEPT: tl.constexpr):
+    """Return the scale: about the smallest magnitude, rounded towards zero to the bits of the mask ``KEPT``."""
+    covered = tl.maximum(tl.maximum(smallest, tl.div_rn(largest, cover)), LEAST_SCALE)
+    return (covered.to(tl.int32, bitcast=True) & KEPT).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _level_of(ratio, menu_ptr, table, inside, HALVINGS: tl.constexpr):
+    """Return the level of each ratio: the number of midpoints below the centre of its bf16 cell."""
+    centre = ((ratio.to(tl.int32, bitcast=True) & -65536) | 0x8000).to(tl.float32, bitcast=True)
+    midpoints_ptr = menu_ptr + ((TABLES + table) << HALVINGS)
+    level = tl.zeros_like(centre).to(tl.int32)
+    for step in tl.static_range(HALVINGS):
+        probe = level + (1 << (HALVINGS - 1 - step))
+        midpoint = tl.load(midpoints_ptr + probe - 1, mask=inside, other=0.0)
+        level = tl.where(midpoint < centre, probe, level)
+    return level
+
+
+@triton.jit
+def _entries(indices_ptr, values_ptr, stride, BLOCK: tl.constexpr):
+    """Return positions, indices and values of a block of entries, and which of them are no padding."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    place = tl.program_id(1).to(tl.int64) * stride + at
+    index = tl.load(indices_ptr + place, mask=at < stride, other=-1)
+    return at, index, tl.load(values_ptr + place, mask=index >= 0, other=0.0), index >= 0
+
+
+@triton.jit(do_not_specialize=["stride"], do_not_specialize_on_alignment=["indices_ptr", "values_ptr"])
+def row_extents_kernel(indices_ptr, values_ptr, extents_ptr, stride, BLOCK: tl.constexpr):
+    """Find the smallest and the largest magnitude of each row, as integer keys."""
+    _, _, value, used = _entries(indices_ptr, values_ptr, stride, BLOCK)
+    _raise_extent(extents_ptr, key_of(value), used)
+
+
+@triton.jit(
+    do_not_specialize=["stride", "divisor", "cover", "half", "fixed"],
+    do_not_specialize_on_alignment=["indices_ptr", "values_ptr"],
+)
+def drop_rows_kernel(
+    indices_ptr, values_ptr, extents_ptr, kept_ptr, counts_ptr, out_indices_ptr, out_values_ptr,
+    stride, divisor, cover, half, fixed, KEPT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Replace entries that cannot be sent beside the largest one of their row by padding, and count the others.
+
+    ``fixed`` is the least key of what can be sent, or 0. Then the least magnitude is the scale times ``half``.
+    """
+    at, index, value, used = _entries(indices_ptr, values_ptr, stride, BLOCK)
+    smallest, largest, key = _extent(extents_ptr, divisor)
+    least = tl.where(fixed != 0, fixed, (_scale(smallest, largest, cover, KEPT) * half).to(tl.int32, bitcast=True))
+    least = tl.where((key < INFINITY_KEY) & (smallest.to(tl.int32, bitcast=True) < least), least, 0)
+    keep = used & (key_of(tl.div_rn(value, divisor)) >= least)
+    _raise_extent(kept_ptr, key_of(value), keep)
+    row = tl.program_id(1).to(tl.int64)
+    tl.store(counts_ptr + row * tl.num_programs(0) + tl.program_id(0), tl.sum(keep.to(tl.int32), axis=0))
+    tl.store(out_indices_ptr + row * stride + at, tl.where(keep, index, -1), mask=at < stride)
+    tl.store(out_values_ptr + row * stride + at, tl.where(keep, value, 0.0), mask=at < stride)
+
+
+@triton.jit(do_not_specialize=["stride", "blocks", "words", "divisor", "cover"])
+def choose_rows_kernel(
+    values_ptr, extents_ptr, menu_ptr, counts_ptr, words_ptr, stride, blocks, words, divisor, cover,
+    KEPT: tl.constexpr, HALVINGS: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write the header of each row: the scale, and the table with the least squared error over a sample of the values.
+
+    The header of a row without entries is 0.
+    """
+    row = tl.program_id(1).to(tl.int64)
+    count = sum_before(counts_ptr + row * blocks, blocks, CHUNK)
+    values_ptr += row * stride
+    smallest, most, largest = _extent(extents_ptr, divisor)
+    scale = _scale(smallest, most, cover, KEPT)
+    stride_of_sample = tl.maximum(tl.cdiv(count, SAMPLE), 1)
+    samples = tl.cdiv(count, stride_of_sample)
+    table = 0
+    least = tl.full([], float("inf"), tl.float64)
+    candidate = 0
+    while candidate < TABLES:
+        errors = tl.zeros([BLOCK], tl.float64)
+        start = 0
+        while start < samples:
+            at = start + tl.arange(0, BLOCK)
+            held = at < samples
+            value = tl.load(values_ptr + at.to(tl.int64) * stride_of_sample, mask=held, other=0.0)
+            ratio = tl.div_rn(tl.div_rn(tl.abs(value), divisor), scale)
+            level = _level_of(ratio, menu_ptr, candidate, held, HALVINGS)
+            miss = ratio - tl.load(menu_ptr + (candidate << HALVINGS) + level, mask=held, other=0.0)
+            errors += tl.where(held, miss * miss, 0.0).to(tl.float64)
+            start += BLOCK
+        total = tl.sum(errors, axis=0)
+        top = tl.load(menu_ptr + ((candidate + 1) << HALVINGS) - 1)
+        better = (total < least) & (tl.div_rn(most, scale) <= REACH * top)
+        table = tl.where(better, candidate, table)
+        least = tl.where(better, total, least)
+        candidate += 1
+    header = scale.to(tl.int32, bitcast=True) | table
+    header = tl.where(largest >= INFINITY_KEY, NAN_HEADER, header)
+    tl.store(words_ptr + row * words + 1, tl.where(count > 0, header, 0))
 
 
 @triton.jit
@@ -30,12 +167,19 @@ def _place(indices_ptr, at, inside, low, LOW_BITS: tl.constexpr, PLAIN: tl.const
     return offset if PLAIN else (offset >> LOW_BITS) + at
 
 
-@triton.jit
-def write_high(
-    indices_ptr, words_ptr, count, low, words, steps,
-    LOW_BITS: tl.constexpr, PLAIN: tl.constexpr, BLOCK: tl.constexpr,
+@triton.jit(
+    do_not_specialize=["stride", "blocks", "words", "heads", "high_words", "steps"],
+    do_not_specialize_on_alignment=["indices_ptr"],
+)
+def high_rows_kernel(
+    indices_ptr, counts_ptr, lows_ptr, words_ptr, stride, blocks, words, heads, high_words, steps,
+    LOW_BITS: tl.constexpr, PLAIN: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write the high part. Each lane finds the first entry of its word by halving, and reads on from there."""
+    """Write the high part of each row. Each lane finds the first entry of its word by halving, and reads on."""
+    row = tl.program_id(1).to(tl.int64)
+    count = sum_before(counts_ptr + row * blocks, blocks, CHUNK)
+    low = tl.load(lows_ptr + row)
+    indices_ptr += row * stride
     word = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     start = word * 32
     first = tl.zeros([BLOCK], tl.int32)
@@ -53,7 +197,7 @@ def write_high(
         inside = at < count
         shift = _place(indices_ptr, at, inside, low, LOW_BITS, PLAIN) - start
         bits = bits | tl.where(inside & (shift < 32), 1 << (shift & 31).to(tl.int32), 0)
-    tl.store(words_ptr + word, bits, mask=word < words)
+    tl.store(words_ptr + row * words + heads + word, bits, mask=word < high_words)
 
 
 @triton.jit
@@ -72,7 +216,7 @@ def _half(value, limit):
 
 @triton.jit
 def _decode(code, header, menu_ptr, limit, inside, BITS: tl.constexpr):
-    """Return the values of codes. A table outside the menu is refused by the host, and reads the last one here."""
+    """Return the values of codes. A table outside the menu is refused later, and reads the last one here."""
     table = tl.minimum(header & 0xFFFF, TABLES - 1)
     scale = (header & -65536).to(tl.float32, bitcast=True)
     level = code & ((1 << (BITS - 1)) - 1)
@@ -82,12 +226,22 @@ def _decode(code, header, menu_ptr, limit, inside, BITS: tl.constexpr):
     return tl.where(header == NAN_HEADER, float("nan"), value)
 
 
-@triton.jit
-def write_planes(
-    indices_ptr, values_ptr, words_ptr, menu_ptr, out_values_ptr, count, low, room, first, divisor, limit,
-    LOW_BITS: tl.constexpr, BITS: tl.constexpr, PLANES: tl.constexpr, BLOCK: tl.constexpr,
+@triton.jit(
+    do_not_specialize=["stride", "blocks", "words", "room", "first", "divisor", "limit"],
+    do_not_specialize_on_alignment=["indices_ptr", "values_ptr"],
+)
+def planes_rows_kernel(
+    indices_ptr, values_ptr, counts_ptr, lows_ptr, words_ptr, menu_ptr,
+    stride, blocks, words, room, first, divisor, limit,
+    LOW_BITS: tl.constexpr, BITS: tl.constexpr, PLANES: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write the count, the planes and the values. Also write what the receiver decodes, unless that is the value."""
+    """Write count, planes and values of each row. Rounded values are replaced by what the receiver decodes."""
+    row = tl.program_id(1).to(tl.int64)
+    count = sum_before(counts_ptr + row * blocks, blocks, CHUNK)
+    low = tl.load(lows_ptr + row)
+    indices_ptr += row * stride
+    values_ptr += row * stride
+    words_ptr += row * words
     program = tl.program_id(0).to(tl.int64)
     at = program * BLOCK + tl.arange(0, BLOCK)
     held = at < count
@@ -108,42 +262,23 @@ def write_planes(
         header = tl.load(words_ptr + 1)
         scale = (header & -65536).to(tl.float32, bitcast=True)
         ratio = tl.div_rn(tl.div_rn(tl.abs(value), divisor), scale)
-        level = level_of(ratio, menu_ptr, header & 0xFFFF, held, BITS - 1)
+        level = _level_of(ratio, menu_ptr, header & 0xFFFF, held, BITS - 1)
         code = level | (((value.to(tl.int32, bitcast=True) >> 31) & 1) << (BITS - 1))
         code = tl.where(held & (header != NAN_HEADER), code, 0)
         for bit in tl.static_range(BITS):
             tl.store(row_ptr + LOW_BITS + bit, pack_words((code >> bit) & 1, BLOCK), mask=group < groups)
-        tl.store(out_values_ptr + at, _decode(code, header, menu_ptr, limit, held, BITS) * divisor, mask=held)
+        tl.debug_barrier()  # the stores may use other threads than the loads
+        tl.store(values_ptr + at, _decode(code, header, menu_ptr, limit, held, BITS) * divisor, mask=held)
     elif BITS == 16:
         half = tl.where(held, _half(tl.div_rn(value, divisor), limit), 0)
         pair = program * (BLOCK // 2) + tl.arange(0, BLOCK // 2)
         pairs = tl.sum(tl.reshape(half, (BLOCK // 2, 2)) << (16 * tl.arange(0, 2))[None, :], axis=1)
         tl.store(behind_ptr + pair, pairs, mask=pair < tl.cdiv(room, 2))
-        tl.store(out_values_ptr + at, (half << 16).to(tl.float32, bitcast=True) * divisor, mask=held)
+        tl.debug_barrier()
+        tl.store(values_ptr + at, (half << 16).to(tl.float32, bitcast=True) * divisor, mask=held)
     else:
         bits = tl.where(held, value.to(tl.int32, bitcast=True), 0)
         tl.store(behind_ptr + at, bits, mask=at < room)
-
-
-@triton.jit
-def write_positions(words_ptr, slots_ptr, verdict_ptr, before, words, room, WORDS: tl.constexpr):
-    """Write the ascending positions of the first ``room`` set bits, and their number to the verdict.
-
-    ``before`` is the number of bits in earlier blocks.
-    """
-    program = tl.program_id(0)
-    at = program * WORDS + tl.arange(0, WORDS)
-    mask = tl.load(words_ptr + at, mask=at < words, other=0)
-    counts = bits_in(mask)
-    rank = before + tl.cumsum(counts, axis=0) - counts
-    if program == tl.num_programs(0) - 1:
-        tl.store(verdict_ptr + 2, before + tl.sum(counts, axis=0))
-    left = tl.max(counts, axis=0)
-    while left > 0:  # at most 32, whatever the words are
-        tl.store(slots_ptr + rank, at * 32 + lowest_bit(mask), mask=(mask != 0) & (rank < room))
-        rank += 1
-        mask = mask & (mask - 1)
-        left -= 1
 
 
 @triton.jit
@@ -165,28 +300,35 @@ def _offset(slots_ptr, planes_ptr, at, inside, LOW_BITS: tl.constexpr, PLANES: t
     return high, (high << LOW_BITS) | low
 
 
-@triton.jit
-def join_entries(
-    slots_ptr, words_ptr, menu_ptr, out_indices_ptr, out_values_ptr, verdict_ptr, low, room, span, first, limit,
+@triton.jit(do_not_specialize=["words", "room", "span", "first", "limit"])
+def join_sections_kernel(
+    slots_ptr, lows_ptr, words_ptr, menu_ptr, out_indices_ptr, out_values_ptr, verdict_ptr,
+    words, room, span, first, limit,
     LOW_BITS: tl.constexpr, BITS: tl.constexpr, PLANES: tl.constexpr, PLAIN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write indices and values of a block, and count its entries that do not ascend inside the range."""
-    program = tl.program_id(0).to(tl.int64)
-    at = program * BLOCK + tl.arange(0, BLOCK)
+    """Write the entries of each row, and padding behind them. Count entries that do not ascend inside the range."""
+    row = tl.program_id(1).to(tl.int64)
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    low = tl.load(lows_ptr + row)
+    words_ptr += row * words
+    slots_ptr += row * room
+    out_indices_ptr += row * room
+    out_values_ptr += row * room
+    verdict_ptr += VERDICT * row
+    padding = (at >= tl.load(words_ptr)) & (at < room)
+    tl.store(out_indices_ptr + at, -1, mask=padding)
+    tl.store(out_values_ptr + at, 0.0, mask=padding)
     count = tl.load(words_ptr)
     header = tl.load(words_ptr + 1)
-    if program == 0:
-        tl.store(verdict_ptr, count)
-        tl.store(verdict_ptr + 1, header)
     # A section with fewer set bits than entries is refused later. Behind them, nobody has written a position.
-    held = at < tl.minimum(tl.minimum(count, room), tl.load(verdict_ptr + 2))
+    held = at < tl.minimum(tl.minimum(count, room), tl.load(verdict_ptr))
     planes_ptr = words_ptr + first
     high, offset = _offset(slots_ptr, planes_ptr, at, held, LOW_BITS, PLANES, PLAIN)
     _, before = _offset(slots_ptr, planes_ptr, at - 1, held & (at > 0), LOW_BITS, PLANES, PLAIN)
     # The comparison of the high bits comes first, because larger ones overflow when they are shifted.
     inside = (high >= 0) & (high <= ((span - 1) >> LOW_BITS)) & (offset < span) & ((at == 0) | (before < offset))
     bad = tl.sum((held & (inside == 0)).to(tl.int32), axis=0)
-    tl.store(verdict_ptr + 3 + program, bad)
+    tl.atomic_add(verdict_ptr + 1, bad, sem="relaxed")
     tl.store(out_indices_ptr + at, low + offset, mask=held)
     behind_ptr = planes_ptr + tl.cdiv(room, 32).to(tl.int64) * PLANES
     if BITS == 0:
@@ -203,11 +345,122 @@ def join_entries(
     tl.store(out_values_ptr + at, value, mask=held)
 
 
-def shape(layout: Any) -> dict[str, Any]:
+@triton.jit(do_not_specialize=["words", "room", "quantized"])
+def refuse_rows_kernel(
+    words_ptr, verdict_ptr, out_indices_ptr, out_values_ptr, malformed_ptr, words, room, quantized,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Count the malformed rows, and replace their entries by padding."""
+    program, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    count = tl.load(words_ptr + row * words)
+    wrong = (count < 0) | (count > room) | (tl.load(verdict_ptr + VERDICT * row) != count)
+    wrong = wrong | (tl.load(verdict_ptr + VERDICT * row + 1) != 0)
+    header = tl.load(words_ptr + row * words + 1)
+    scale = header & -65536
+    known = (header == NAN_HEADER) | (((header & 0xFFFF) < TABLES) & (scale > 0) & (scale < 0x7F800000))
+    wrong = wrong | ((quantized != 0) & (count > 0) & (known == 0))
+    if wrong:
+        at = program.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        tl.store(out_indices_ptr + row * room + at, -1, mask=at < room)
+        tl.store(out_values_ptr + row * room + at, 0.0, mask=at < room)
+        if program == 0:
+            tl.atomic_add(malformed_ptr, 1, sem="relaxed")
+
+
+@cache
+def menu(bits: int, device: torch.device) -> torch.Tensor | None:
+    """Return levels and midpoints of the tables (fp32 ``[2, tables, levels]``) on ``device``. The last is infinity.
+
+    Values that are no codes have no tables.
+    """
+    if not 0 < bits < VALUE_BITS["bf16"]:
+        return None
+    levels = torch.tensor(quantize.menu(bits), dtype=torch.float64)
+    midpoints = torch.full_like(levels, torch.inf)
+    midpoints[:, :-1] = (levels[:, 1:] + levels[:, :-1]) / 2
+    return torch.stack([levels, midpoints]).float().to(device)
+
+
+def write_rows(
+    layout: Any, lows: torch.Tensor, entries: Padded, messages: torch.Tensor, divisor: int, workspace: Workspace
+) -> Padded:
+    """Launch the kernels on checked arguments with at least one row and slot. ``messages`` are overwritten."""
+    sent = Padded(entries.indices.contiguous(), entries.values.contiguous())
+    rows, stride = sent.indices.shape
+    grid = blocks, _ = triton.cdiv(stride, BLOCK), rows
+    counts = workspace.buffer("rows counts", rows * blocks, torch.int32, messages.device)
+    tables = menu(layout.bits, messages.device)
+    size: dict[str, Any] = {"like": messages, "warps": WARPS, "BLOCK": BLOCK}
+    if layout.bits in (0, 32):
+        launch(count_used_kernel, grid, sent.indices, counts, stride, **size)
+    else:
+        extents = workspace.buffer("rows extents", 2 * rows * EXTENT.value, torch.int64, messages.device).zero_()
+        found, kept = extents.view(2, -1)
+        held = Padded(
+            workspace.buffer("rows indices", rows * stride, torch.int32, messages.device).view(rows, stride),
+            workspace.buffer("rows values", rows * stride, torch.float32, messages.device).view(rows, stride),
+        )
+        scale_mask = -1 << (24 - quantize.scale_bits(divisor))  # of the bits of a scale that are kept, signed
+        cover, half, fixed = sections.send_rule(layout.bits)
+        launch(row_extents_kernel, grid, *sent, found, stride, **size)
+        launch(
+            drop_rows_kernel, grid, *sent, found, kept, counts, *held, stride, float(divisor), cover, half, fixed,
+            KEPT=scale_mask, **size,
+        )  # fmt: skip
+        sent = moved(held, counts)
+        if layout.quantized:
+            launch(
+                choose_rows_kernel, (1, rows), sent.values, kept, tables, counts, messages, stride, blocks,
+                layout.words, float(divisor), cover, like=messages, warps=CHOOSE_WARPS,
+                KEPT=scale_mask, HALVINGS=layout.bits - 1, CHUNK=CHUNK, BLOCK=BLOCK,
+            )  # fmt: skip
+    lengths, first = (stride, blocks, layout.words), layout.heads + layout.high_words
+    launch(
+        high_rows_kernel, (triton.cdiv(layout.high_words, HIGH_WORDS), rows), sent.indices, counts, lows, messages,
+        *lengths, layout.heads, layout.high_words, layout.room.bit_length(), like=messages, warps=HIGH_WARPS,
+        LOW_BITS=layout.low_bits, PLAIN=layout.plain, CHUNK=CHUNK, BLOCK=HIGH_WORDS,
+    )  # fmt: skip
+    launch(
+        planes_rows_kernel, (triton.cdiv(layout.room, BLOCK), rows), *sent, counts, lows, messages, tables,
+        *lengths, layout.room, first, float(divisor), sections.delivered_limit(layout, divisor),
+        **_shape(layout), CHUNK=CHUNK, **size,
+    )  # fmt: skip
+    return sent
+
+
+def read_rows(
+    layout: Any, lows: torch.Tensor, messages: torch.Tensor, divisor: int, workspace: Workspace
+) -> tuple[Padded, torch.Tensor]:
+    """Launch the kernels on checked arguments with at least one row and slot."""
+    messages, rows, room = messages.contiguous(), len(lows), layout.room
+    words, heads, high_words = layout.words, layout.heads, layout.high_words
+    tiles, blocks = triton.cdiv(high_words, GROUP), triton.cdiv(room, BLOCK)
+    counts, slots = (
+        workspace.buffer(f"rows {name}", rows * size, torch.int32, messages.device)
+        for name, size in (("bits", tiles), ("slots", room))
+    )
+    checks = messages.new_zeros(rows * VERDICT.value + 1)
+    verdict, malformed = checks[:-1], checks[-1:]
+    found = Padded(messages.new_empty((rows, room)), messages.new_empty((rows, room), dtype=torch.float32))
+    groups: dict[str, Any] = {"like": messages, "warps": GROUP_WARPS, "WORDS": GROUP}
+    size: dict[str, Any] = {"like": messages, "warps": WARPS, "BLOCK": BLOCK}
+    launch(count_bits_kernel, (tiles, rows), messages, counts, high_words, words, heads, **groups)
+    launch(
+        expand_kernel, (tiles, rows), None, messages, counts, slots, None, None, verdict, high_words, room,
+        32 * high_words, words, heads, VERDICT.value, TILES=1, CHUNK=CHUNK, SUMMED=False, ROWS=True, **groups,
+    )  # fmt: skip
+    launch(
+        join_sections_kernel, (blocks, rows), slots, lows, messages, menu(layout.bits, messages.device), *found,
+        verdict, words, room, layout.span, heads + high_words, quantize.limit(divisor),
+        **_shape(layout), PLAIN=layout.plain, **size,
+    )  # fmt: skip
+    launch(
+        refuse_rows_kernel, (blocks, rows), messages, verdict, *found, malformed, words, room, int(layout.quantized),
+        **size,
+    )  # fmt: skip
+    return found, malformed
+
+
+def _shape(layout: Any) -> dict[str, Any]:
     """Return the constants of a layout."""
-    return {"LOW_BITS": layout.low_bits, "BITS": layout.bits, "PLANES": layout.planes, "BLOCK": BLOCK}
-
-
-def menu_of(layout: Any, device: torch.device) -> torch.Tensor | None:
-    """Return the tables of a layout with quantized values on ``device``, or None."""
-    return menu(layout.bits, device) if layout.quantized else None
+    return {"LOW_BITS": layout.low_bits, "BITS": layout.bits, "PLANES": layout.planes}

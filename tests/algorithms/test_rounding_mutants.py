@@ -102,8 +102,7 @@ def low_bits_off_by_one(patch: Patch) -> None:
 
 def planes_in_the_wrong_order(patch: Patch) -> None:
     """Store the highest bit of every entry first."""
-    for name in ("_write_indices", "write_short"):  # of long sections, and of short ones
-        patch.setattr(sections, name, _with_planes_reversed(getattr(sections, name)))
+    patch.setattr(sections, "_write_indices", _with_planes_reversed(sections._write_indices))
 
 
 def _with_planes_reversed(right: Callable[..., None]) -> Callable[..., None]:

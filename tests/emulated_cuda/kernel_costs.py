@@ -22,10 +22,10 @@ import torch
 import tritoncomm_kernels
 from emulated_cuda.device import CudaTensor, Gpu, check_devices, extent, wrapped
 from emulated_cuda.streams import current_stream
-from tritoncomm_kernels import rms, section_rows
+from tritoncomm_kernels import sections
 
 SCANNED_FROM = 8192 * 4096  # elements from which on the counts of the tiles are summed by a kernel of their own
-_RADIX = 1 + 2 * 4 + 2  # begin, histogram and pick for each of 4 digits, count, emit
+_RADIX = 1 + 4 + 2  # the histograms are cleared; a histogram for each of 4 digits, count, emit
 
 
 class Cost(NamedTuple):
@@ -43,48 +43,44 @@ def _expand(numel: int) -> int:
 
 
 def _mark_and_expand(numel: int) -> int:
-    """Flags to 0, mark, expand."""
-    return 2 + _expand(numel)
+    """Mark, expand."""
+    return 1 + _expand(numel)
 
 
 def _select(out: torch.Tensor, found: int) -> Cost:
-    """The key, flags, mark, the sum of the counts, expand. The host reads the sum to allocate the entries."""
+    """The key, mark, the sum of the counts, expand. The host reads the sum to allocate the entries."""
     return Cost(2 + _mark_and_expand(out.numel()), 1) if out.numel() else FREE
 
 
 def _top_k(numel: int, k: int, *, adds: bool) -> Cost:
-    """Mark and expand the candidates, radix select. The host reads the number of entries, which zeros make smaller."""
+    """Mark and expand the candidates, radix select, a new guess. The host reads the number of entries."""
     if not numel:
         return FREE
-    return Cost(_mark_and_expand(numel) + _RADIX, 1) if k else Cost(int(adds))
+    return Cost(_mark_and_expand(numel) + _RADIX + 1, 1) if k else Cost(int(adds))
 
 
 def _largest(selected: Any, k: int) -> Cost:
-    """Radix select over the entries. The host reads their number, then two index operations gather the indices."""
-    return Cost(_RADIX + 1, 1) if len(selected.values) > k > 0 else FREE
+    """Radix select over the entries, a count that the host reads, then two index operations and a conversion."""
+    return Cost(_RADIX + 2 + 3, 1) if len(selected.values) > k > 0 else FREE
 
 
 def _merge(lists: Sequence[Any], numel: int) -> Cost:
-    """Two clears, a mark per list, count, scan, zeros, union, an addition per list. The host reads the union's size."""
-    return Cost(6 + 2 * sum(indices.numel() > 0 for indices, _ in lists), 1) if numel else FREE
+    """Padding for each list, two stacks, a merge of rows, the check of indices. The host reads the union's size."""
+    if not numel:
+        return FREE
+    return Cost(2 * len(lists) + 2 + (8 if any(at.numel() for at, _ in lists) else 0) + 8, 1)
 
 
 def _kth(values: torch.Tensor, k: int) -> Cost:
-    """A top-k with 13 new buffers and a guess to fill in, then the smallest key of its values. The host reads both."""
+    """A top-k with new buffers and a guess to fill in, then the smallest key of its values. The host reads both."""
     if not values.numel() or not k:
         return FREE
-    return Cost(13 + 1 + _top_k(values.numel(), k, adds=False).launches + 2, 2)
+    return Cost(11 + 1 + _top_k(values.numel(), k, adds=False).launches + 2, 2)
 
 
-def _segments(bounds: Sequence[int], budgets: Sequence[int]) -> Cost:
-    """A top-k and a shift of the indices per segment, and two concatenations. The host reads each number of entries."""
-    parts = [_top_k(b - a, k, adds=False) for a, b, k in zip(bounds, bounds[1:], budgets, strict=False)]
-    return Cost(sum(part.launches for part in parts) + len(parts) + 2, sum(part.syncs for part in parts))
-
-
-def _top_k_padded(numel: int, k: int) -> Cost:
-    """Padding for indices and values, and :func:`_top_k` without a read."""
-    return Cost(2 + _top_k(numel, k, adds=True).launches) if numel else Cost(4)
+def _segments(values: torch.Tensor, budgets: Sequence[int]) -> Cost:
+    """A top-k of all segments, and compaction. The host reads the number of entries."""
+    return Cost(_RADIX + 2 + 2, 1) if values.numel() and max(budgets, default=0) else FREE
 
 
 def _add_rows(out: torch.Tensor, indices: torch.Tensor) -> Cost:
@@ -95,10 +91,10 @@ def _add_rows(out: torch.Tensor, indices: torch.Tensor) -> Cost:
 
 
 def _write_rows(layout: Any, values: torch.Tensor) -> Cost:
-    """The counts, of rounded values after extents and with what is kept; the header of codes; high part and planes."""
+    """The counts, or of rounded values extents (cleared first), what is kept, compaction; header, high part, planes."""
     if not values.numel() or not layout.room:
         return Cost(1)
-    return Cost((1 if layout.bits in {0, 32} else 3) + layout.quantized + 2)
+    return Cost((1 if layout.bits in {0, 32} else 4) + layout.quantized + 2)
 
 
 # By operation: the cost of a call from its arguments (positional) and its result, and the names of tensors it writes.
@@ -106,11 +102,10 @@ def _write_rows(layout: Any, values: torch.Tensor) -> Cost:
 _N = tritoncomm_kernels
 _TABLE: dict[Callable[..., Any], tuple[Callable[..., Cost], tuple[str, ...]]] = {
     # One kernel.
-    _N.accumulate: (lambda result, a: Cost(int(a["out"].numel() > 0)), ("out",)),
     _N.mark: (lambda result, a: Cost(1 if a["out"].numel() else 2), ("out", "marks")),
     _N.expand: (
         lambda result, a: Cost(_expand(a["values"].numel())),
-        ("values", "indices", "out", "found", "clear_also"),
+        ("values", "indices", "out", "found"),
     ),
     _N.rebalance: (lambda result, a: Cost(1), ("blocks", "bounds")),
     # Selection.
@@ -118,18 +113,13 @@ _TABLE: dict[Callable[..., Any], tuple[Callable[..., Cost], tuple[str, ...]]] = 
     _N.accumulate_and_select: (lambda result, a: _select(a["out"], result.found), ("out",)),
     _N.top_k: (lambda result, a: _top_k(a["values"].numel(), a["k"], adds=False), ()),
     _N.accumulate_top_k: (lambda result, a: _top_k(a["out"].numel(), a["k"], adds=True), ("out",)),
-    _N.top_k_into: (
-        # The host reads nothing.
-        lambda result, a: Cost(_top_k(a["out"].numel(), a["indices"].numel(), adds=True).launches),
-        ("out", "indices", "values", "taken"),
-    ),
-    _N.top_k_segments: (lambda result, a: _segments(a["bounds"], a["budgets"]), ()),
+    _N.top_k_segments: (lambda result, a: _segments(a["values"], a["budgets"]), ()),
     _N.kth_magnitude: (lambda result, a: _kth(a["values"], a["k"]), ()),
     _N.largest: (lambda result, a: _largest(a["selected"], a["k"]), ()),
     # Lists.
     _N.merge: (lambda result, a: _merge(a["lists"], a["numel"]), ()),
     # Lists and messages of a fixed length. The host reads nothing.
-    _N.top_k_padded: (lambda result, a: _top_k_padded(a["out"].numel(), a["k"]), ("out",)),
+    _N.top_k_padded: (lambda result, a: Cost(_top_k(a["out"].numel(), a["k"], adds=True).launches or 2), ("out",)),
     _N.top_k_rows: (
         # The histograms are cleared; a histogram for each of 4 digits, count, emit.
         lambda result, a: Cost(7 if result.indices.numel() else 0),
@@ -151,14 +141,12 @@ _TABLE: dict[Callable[..., Any], tuple[Callable[..., Cost], tuple[str, ...]]] = 
     _N.round_parts: (lambda result, a: Cost(1), ("values",)),
     _N.round_mean: (lambda result, a: Cost(1), ("values",)),
     _N.read_parts: (lambda result, a: Cost(1), ()),
-    section_rows.write_rows: (lambda result, a: _write_rows(a["layout"], a["entries"].values), ()),
-    section_rows.read_rows: (
-        # Counts, positions, join, refusal.
-        lambda result, a: Cost(4 if a["messages"].numel() and a["layout"].room else 1),
+    sections.write_rows: (lambda result, a: _write_rows(a["layout"], a["entries"].values), ()),
+    sections.read_rows: (
+        # The verdicts are cleared; counts, positions, join, refusal.
+        lambda result, a: Cost(5 if a["messages"].numel() and a["layout"].room else 1),
         (),
     ),
-    # Adam.
-    rms.together: (lambda result, a: Cost(4), ()),  # maxima and sums are cleared, then set; roots
 }
 
 

@@ -21,7 +21,7 @@ from tritoncomm.step import private_group
 from emulated_cuda import kernel_costs, nccl, streams
 from emulated_cuda.device import CudaTensor, Gpu, current_gpu, parse_to, upload, written
 from emulated_cuda.network import Network, Turn
-from tritoncomm_kernels import padded
+from tritoncomm_kernels import entries
 
 # Factories that take ``device=``. The last ones copy from the host.
 _FACTORIES = (
@@ -37,7 +37,7 @@ _STATE = (
     (process_group, "_subgroups"),
     (private_group, "_free"),
     (watcher, "_last"),
-    (padded, "_constants"),
+    (entries, "_constants"),
 )
 _installing = threading.RLock()
 

@@ -10,31 +10,24 @@ import triton
 import triton.language as tl
 
 from tritoncomm_kernels import (
-    accumulate_triton,
     adam_flat_triton,
     adam_triton,
     block_float,
     block_float_triton,
-    expand_triton,
-    mark_triton,
+    entries_triton,
     midrise,
     midrise_triton,
-    padded_triton,
-    quantize_triton,
     rebalance_triton,
-    rms_triton,
-    scatter_triton,
-    section_rows_triton,
     sections_triton,
-    threshold_triton,
+    select_triton,
+    top_k_triton,
 )
-from tritoncomm_kernels.accumulate_triton import add_tile
 from tritoncomm_kernels.adam import DISAGREES, FINE, LARGEST_SQUARE
 from tritoncomm_kernels.bits_triton import key_of
-from tritoncomm_kernels.mark_triton import write_marks
+from tritoncomm_kernels.select import TILE
+from tritoncomm_kernels.select_triton import add_tile, write_marks
 
 GRADIENTS = ("fp32", "bf16", "fp16")
-TILE = accumulate_triton.TILE
 
 # All other pointers are to int32, and all other numbers are int32.
 FLOATS = ("scale", "slack", "divisor", "cover", "half", "limit")
@@ -55,7 +48,8 @@ FLOAT_POINTERS = (
 TYPES = {
     **dict.fromkeys(FLOATS, "fp32"),
     **dict.fromkeys(FLOAT_POINTERS, "*fp32"),
-    **dict.fromkeys(("found_ptr", "taken_ptr", "count_ptr", "total_ptr", "table_ptr", "places_ptr"), "*i64"),
+    **dict.fromkeys(("found_ptr", "taken_ptr", "total_ptr", "table_ptr", "places_ptr"), "*i64"),
+    **dict.fromkeys(("extents_ptr", "kept_ptr"), "*i64"),
     "control_ptr": "*fp64",
 }
 
@@ -87,101 +81,80 @@ class Case:
 
 
 @triton.jit
-def whole_add(residual_ptr, gradient_ptr, out_ptr, n, TILE: tl.constexpr):
-    """``accumulate`` without the code for a partial tile."""
-    at = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    add_tile(residual_ptr, gradient_ptr, out_ptr, at, n, ADD=True, WHOLE=True)
-
-
-@triton.jit
 def whole_mark(
-    residual_ptr, gradient_ptr, out_ptr, threshold_ptr, span_ptr, bits_ptr, counts_ptr, flags_ptr, n,
+    residual_ptr, gradient_ptr, out_ptr, threshold_ptr, span_ptr, bits_ptr, counts_ptr, n,
     TILE: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
     """``mark`` without the code for a partial tile."""
     at = tl.program_id(0) * TILE + tl.arange(0, TILE)
     keys = key_of(add_tile(residual_ptr, gradient_ptr, out_ptr, at, n, ADD=ADD, WHOLE=True))
-    write_marks(keys, at, threshold_ptr, span_ptr, bits_ptr, counts_ptr, flags_ptr, TILE, False, False)
+    write_marks(keys, at, threshold_ptr, span_ptr, bits_ptr, counts_ptr, TILE, False, False)
 
 
 def streaming(gradient: str) -> list[Case]:
     """Return the cases of passes over the whole vector."""
-    size = {"warps": accumulate_triton.WARPS, "elements": TILE, "types": {"gradient_ptr": f"*{gradient}"}}
+    size = {"warps": select_triton.WARPS, "elements": TILE, "types": {"gradient_ptr": f"*{gradient}"}}
     choice = {"TILE": TILE, "ADD": True, "SPAN": False, "IS_KEY": False}
     keyed = size | {"types": size["types"] | {"threshold_ptr": "*i32"}}
     return [
-        Case(f"accumulate {gradient}", accumulate_triton.accumulate_kernel, {"TILE": TILE}, **size),
-        Case(f"accumulate {gradient}, whole", whole_add, {"TILE": TILE}, **size, budget=8),
-        Case(f"mark {gradient}", mark_triton.mark_kernel, choice, **size),
+        Case(f"mark {gradient}", select_triton.mark_kernel, choice, **size),
         Case(f"mark {gradient}, whole", whole_mark, {"TILE": TILE, "ADD": True}, **size, budget=22),
-        Case(f"mark {gradient}, key", mark_triton.mark_kernel, choice | {"IS_KEY": True}, **keyed),
+        Case(f"mark {gradient}, key", select_triton.mark_kernel, choice | {"IS_KEY": True}, **keyed),
     ]
 
 
 def selecting() -> list[Case]:
-    """Return the cases that mark an existing vector and compact it."""
-    words = expand_triton.WORDS
+    """Return the cases that mark an existing vector, and that count and expand bits: of marks, unions and sections."""
+    own, words, group = select_triton, select_triton.WORDS, select_triton.GROUP
     choice = {"TILE": TILE, "ADD": False, "SPAN": False, "IS_KEY": True}
-    turn = {"TILES": words * 32 // TILE, "WORDS": words, "CHUNK": expand_triton.CHUNK, "OFFSETS": False}
-    size = {"warps": expand_triton.WARPS, "elements": words * 32}
-    size_of_tile = {"warps": accumulate_triton.WARPS, "elements": TILE}
+    turn = {"TILES": words * 32 // TILE, "WORDS": words, "CHUNK": own.CHUNK, "SUMMED": False, "ROWS": False}
+    turn |= {"ranks_ptr": None}
+    size = {"warps": own.EXPAND_WARPS, "elements": words * 32}
+    size_of_tile = {"warps": own.WARPS, "elements": TILE}
     key = size_of_tile | {"types": {"threshold_ptr": "*i32"}}
+    groups = {"warps": own.GROUP_WARPS, "types": {"found_ptr": "*i32"}}
+    union = turn | {"TILES": 1, "WORDS": group, "values_ptr": None, "out_values_ptr": None}
+    rows = union | {"ROWS": True}
+    del union["ranks_ptr"]
     return [
-        Case("mark only", mark_triton.mark_kernel, choice, **key),
-        Case("mark only, in a span", mark_triton.mark_kernel, choice | {"SPAN": True, "IS_KEY": False}, **size_of_tile),
-        Case("mark only, whole", whole_mark, {"TILE": TILE, "ADD": False}, accumulate_triton.WARPS, {}, TILE, 22),
-        Case("expand", expand_triton.expand_kernel, turn, **size, budget=5),
-        Case("expand, scanned", expand_triton.expand_kernel, turn | {"OFFSETS": True}, **size),
-        Case("expand, unaligned", expand_triton.expand_kernel, turn, **size, aligned=False),
-        Case("mark, unaligned", mark_triton.mark_kernel, choice | {"ADD": True}, **key, aligned=False),
-        Case(
-            "scan counts",
-            expand_triton.scan_counts_kernel,
-            {"CHUNK": expand_triton.SCAN_CHUNK},
-            expand_triton.SCAN_WARPS,
-        ),
+        Case("mark only", own.mark_kernel, choice, **key),
+        Case("mark only, in a span", own.mark_kernel, choice | {"SPAN": True, "IS_KEY": False}, **size_of_tile),
+        Case("mark only, whole", whole_mark, {"TILE": TILE, "ADD": False}, own.WARPS, {}, TILE, 22),
+        Case("expand", own.expand_kernel, turn, **size, budget=5),
+        Case("expand, summed", own.expand_kernel, turn | {"SUMMED": True}, **size),
+        Case("expand, unaligned", own.expand_kernel, turn, **size, aligned=False),
+        Case("expand a union", own.expand_kernel, union | {"SUMMED": True}, **groups),
+        Case("expand rows", own.expand_kernel, rows, **groups),
+        Case("count bits", own.count_bits_kernel, {"WORDS": group}, own.GROUP_WARPS),
+        Case("mark, unaligned", own.mark_kernel, choice | {"ADD": True}, **key, aligned=False),
     ]
 
 
 def exact() -> list[Case]:
-    """Return the cases of the radix select."""
-    radix = threshold_triton
-    block = {"BLOCK": radix.BLOCK}
+    """Return the cases of the radix select: of segments, of their named entries, and of candidates."""
+    radix = top_k_triton
     size = {"warps": radix.WARPS, "elements": radix.BLOCK}
+    block = {"BLOCK": radix.BLOCK}
     emit = block | {"PROGRAMS": radix.PROGRAMS}
-    digits = [
-        Case(f"top-k histogram {shift}", radix.histogram_kernel, block | {"SHIFT": shift, "BITS": bits}, **size)
-        for shift, bits in radix.DIGITS
-    ]
-    guess = {"guess_ptr": "*i32"}
+    segments = dict.fromkeys(("candidates_ptr", "found_ptr", "guess_ptr"))
+    whole = dict.fromkeys(("bounds_ptr", "budgets_ptr"))
+    listed = emit | segments | dict.fromkeys(("taken_ptr", "next_ptr"))
+    passed = {"types": {"guess_ptr": "*i32"}}
     return [
-        Case("top-k begin", radix.begin_kernel, {"WHOLE_ONLY": False}, 1, guess),
-        Case("top-k begin without candidates", radix.begin_kernel, {"WHOLE_ONLY": True}, 1, guess),
-        *digits,
-        Case("top-k pick 23", radix.pick_kernel, {"SHIFT": 23, "FIRST": True}, 1),
-        *(Case(f"top-k pick {shift}", radix.pick_kernel, {"SHIFT": shift, "FIRST": False}, 1) for shift in (15, 7, 0)),
-        Case("top-k count", radix.count_kernel, block, **size),
-        Case("top-k emit", radix.emit_kernel, emit, **size, types=guess),
-    ]
-
-
-def scattering() -> list[Case]:
-    """Return the cases of unions."""
-    scatter = scatter_triton
-    block = {"warps": 4, "elements": scatter.BLOCK}
-    words = {"WORDS": scatter.WORDS}
-    union = {"out_ptr": "*i32"}
-    return [
-        Case("mark indices", scatter.mark_indices_kernel, {"COUNT": True, "BLOCK": scatter.BLOCK}, **block),
-        Case(
-            "mark indices of rows",
-            scatter.mark_indices_kernel,
-            {"COUNT": False, "BLOCK": scatter.BLOCK, "invalid_ptr": None},
-            **block,
+        Case("segment histogram", radix.histogram_kernel, block | segments, **size),
+        Case("segment count", radix.count_kernel, block | segments, **size),
+        Case("segment emit", radix.emit_kernel, listed, **size),
+        Case("segment emit, positions", radix.emit_kernel, listed | {"indices_ptr": None}, **size),
+        *(
+            Case(f"{name} of {source}", kernel, own | given, **size, **types)
+            for name, kernel, own in (
+                ("histogram", radix.histogram_kernel, block),
+                ("count", radix.count_kernel, block),
+            )
+            for source, given, types in (("candidates", whole, passed), ("a vector", whole | segments, {}))
         ),
-        Case("count words", scatter.count_words_kernel, words, scatter.WARPS),
-        Case("union", scatter.union_kernel, words, scatter.WARPS, union),
-        Case("add list", scatter.add_list_kernel, {"BLOCK": scatter.BLOCK}, **block),
+        Case("emit of candidates", radix.emit_kernel, emit | whole, **size, **passed),
+        Case("emit of a vector", radix.emit_kernel, listed | whole | {"indices_ptr": None}, **size),
     ]
 
 
@@ -214,99 +187,69 @@ def midrise_mean() -> list[Case]:
     ]
 
 
-def padding() -> list[Case]:
-    """Return the cases of lists with padding: top-k per segment, compaction, sums of rows, and single entries."""
-    padded = padded_triton
-    size = {"warps": padded.WARPS, "elements": padded.BLOCK}
-    flat = {"warps": padded.FLAT_WARPS, "elements": padded.FLAT}
-    block = {"BLOCK": padded.BLOCK}
-    emit = block | {"PROGRAMS": padded.PROGRAMS}
-    moved = {"warps": padded.WARPS, "elements": padded.MOVE, "aligned": False}
-    dense = {"TILE": padded.DENSE_TILE, "UNION": False}
-    union = {"TILE": padded.UNION_TILE, "UNION": True}
+def listing() -> list[Case]:
+    """Return the cases of lists of entries: compaction, unions, sums of rows, and single entries."""
+    own = entries_triton
+    flat = {"warps": own.FLAT_WARPS, "elements": own.FLAT}
+    moved = {"warps": own.WARPS, "elements": own.MOVE, "aligned": False}
+    dense = {"TILE": own.DENSE_TILE, "UNION": False}
+    union = {"TILE": own.UNION_TILE, "UNION": True}
     none = {"bits_ptr": None, "ranks_ptr": None}
-    place = {"ADD": False, "CLEAR": False, "BLOCK": padded.FLAT}
+    place = {"ADD": False, "CLEAR": False, "BLOCK": own.FLAT}
     return [
-        Case("segment histogram", padded.segment_histogram_kernel, block, **size),
-        Case("segment count", padded.segment_count_kernel, block, **size),
-        Case("segment emit", padded.segment_emit_kernel, emit | {"NAMED": True}, **size),
-        Case(
-            "segment emit, positions",
-            padded.segment_emit_kernel,
-            emit | {"NAMED": False, "indices_ptr": None},
-            **size,
-        ),
-        Case("count used", padded.count_used_kernel, {"BLOCK": padded.MOVE}, **moved),
-        Case("join rows", padded.join_rows_kernel, {"BLOCK": padded.MOVE, "CHUNK": expand_triton.CHUNK}, **moved),
-        Case("row borders", padded.row_borders_kernel, dense | {"BORDERS": padded.BORDERS, "union_ptr": None}, 1),
-        Case("row borders, union", padded.row_borders_kernel, union | {"BORDERS": padded.BORDERS}, 1),
-        Case("add rows", padded.add_rows_kernel, dense | none | {"ENTRIES": padded.ENTRIES}, padded.WARPS),
-        Case("add rows, union", padded.add_rows_kernel, union | {"ENTRIES": padded.ENTRIES}, padded.WARPS),
-        Case("place", padded.place_kernel, place, **flat),
-        Case("place, add", padded.place_kernel, place | {"ADD": True}, **flat),
-        Case("place, clear", padded.place_kernel, place | {"CLEAR": True, "values_ptr": None}, **flat),
-        Case("pick values", padded.pick_values_kernel, {"BLOCK": padded.FLAT}, **flat),
-    ]
-
-
-def root_mean_squares() -> list[Case]:
-    """Return the cases of root mean squares of many tensors."""
-    size = {"warps": rms_triton.WARPS, "types": {"table_ptr": "*i64", "found_ptr": "*i64"}}
-    types = (("", tl.float32), (", bf16", tl.bfloat16), (", fp16", tl.float16))
-    kernels = {"largest of many": rms_triton.largest_kernel, "squares of many": rms_triton.squares_kernel}
-    return [
-        *(
-            Case(f"{name}{suffix}", it, {"DTYPE": dtype, "BLOCK": rms_triton.BLOCK}, **size)
-            for name, it in kernels.items()
-            for suffix, dtype in types
-        ),
-        Case("roots", rms_triton.root_kernel, {"ENDS": rms_triton.ENDS}, **size),
+        Case("mark indices", own.mark_indices_kernel, {"BLOCK": own.FLAT}, **flat),
+        Case("count used", own.count_used_kernel, {"BLOCK": own.MOVE}, **moved),
+        Case("join rows", own.join_rows_kernel, {"BLOCK": own.MOVE, "CHUNK": select_triton.CHUNK}, **moved),
+        Case("row borders", own.row_borders_kernel, dense | {"BORDERS": own.BORDERS, "union_ptr": None}, 1),
+        Case("row borders, union", own.row_borders_kernel, union | {"BORDERS": own.BORDERS}, 1),
+        Case("add rows", own.add_rows_kernel, dense | none | {"ENTRIES": own.ENTRIES}, own.WARPS),
+        Case("add rows, union", own.add_rows_kernel, union | {"ENTRIES": own.ENTRIES}, own.WARPS),
+        Case("place", own.place_kernel, place, **flat),
+        Case("place, add", own.place_kernel, place | {"ADD": True}, **flat),
+        Case("place, clear", own.place_kernel, place | {"CLEAR": True, "values_ptr": None}, **flat),
+        Case("pick values", own.pick_values_kernel, {"BLOCK": own.FLAT}, **flat),
     ]
 
 
 def packing() -> list[Case]:
     """Return the cases of packed sections: fp32, bf16, and coded values with short, long and no low bits."""
-    rows = section_rows_triton
-    block, turn = {"BLOCK": rows.BLOCK}, {"BLOCK": rows.BLOCK, "CHUNK": expand_triton.CHUNK}
-    size = {"warps": rows.WARPS, "elements": rows.BLOCK, "aligned": False}
+    own = sections_triton
+    block, turn = {"BLOCK": own.BLOCK}, {"BLOCK": own.BLOCK, "CHUNK": select_triton.CHUNK}
+    size = {"warps": own.WARPS, "elements": own.BLOCK, "aligned": False}
     kept = {"KEPT": -65536}
-    high = {"BLOCK": rows.HIGH_WORDS, "CHUNK": expand_triton.CHUNK}
-    words = {"WORDS": rows.WORDS}
+    high = {"BLOCK": own.HIGH_WORDS, "CHUNK": select_triton.CHUNK}
     both: list[Case] = []
     for low, bits in ((6, 32), (6, 16), (6, 8), (6, 4), (6, 1), (6, 0), (30, 32), (30, 8), (0, 4)):
         shape, without = _section(low, bits)
         name, joined = f"{low} + {bits} bits", shape | without | {"PLAIN": low == 0}
         both += [
-            Case(f"planes of rows, {name}", rows.planes_rows_kernel, shape | without | turn, **size),
-            Case(f"join sections, {name}", rows.join_sections_kernel, joined, **size),
+            Case(f"planes of rows, {name}", own.planes_rows_kernel, shape | without | turn, **size),
+            Case(f"join sections, {name}", own.join_sections_kernel, joined, **size),
         ]
     return [
         *both,
-        Case("row extents", rows.row_extents_kernel, block, **size),
-        Case("count rows", rows.count_rows_kernel, kept | block, **size),
-        Case("keep rows", rows.keep_rows_kernel, kept | turn, **size),
+        Case("row extents", own.row_extents_kernel, block, **size),
+        Case("drop rows", own.drop_rows_kernel, kept | block, **size),
         *(
             Case(
                 f"choose rows, {bits} bits",
-                rows.choose_rows_kernel,
+                own.choose_rows_kernel,
                 kept | {"HALVINGS": bits - 1} | turn,
-                quantize_triton.CHOOSE_WARPS,
+                own.CHOOSE_WARPS,
             )
             for bits in (1, 4, 8)
         ),
         *(
             Case(
                 f"high of rows, {low}",
-                rows.high_rows_kernel,
+                own.high_rows_kernel,
                 high | {"LOW_BITS": low, "PLAIN": low == 0},
-                rows.HIGH_WARPS,
+                own.HIGH_WARPS,
                 aligned=False,
             )
             for low in (0, 6)
         ),
-        Case("count high", rows.count_high_kernel, words, rows.WARPS),
-        Case("positions of rows", rows.position_rows_kernel, words | {"CHUNK": expand_triton.CHUNK}, rows.WARPS),
-        Case("refuse rows", rows.refuse_rows_kernel, turn, **size),
+        Case("refuse rows", own.refuse_rows_kernel, block, **size),
     ]
 
 
@@ -390,12 +333,10 @@ def cases() -> list[Case]:
         *(c for g in GRADIENTS for c in streaming(g)),
         *selecting(),
         *exact(),
-        *scattering(),
-        *padding(),
+        *listing(),
         *packing(),
         *quantized_mean(),
         *midrise_mean(),
-        *root_mean_squares(),
         *rebalancing(),
         *adam_of_many(),
         *adam_of_a_list(),

@@ -21,13 +21,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from depth import DEEP
+from ptx import launch
 
-TARGETS = {
-    "sm_80": ("cuda", 80, 32),
-    "sm_90": ("cuda", 90, 32),
-    "sm_100": ("cuda", 100, 32),
-    "gfx942": ("hip", "gfx942", 64),
-}
+TARGETS = {name: ("cuda", number, 32) for name, number in launch.TARGETS.items()} | {"gfx942": ("hip", "gfx942", 64)}
 
 
 @dataclass(frozen=True)

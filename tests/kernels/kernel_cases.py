@@ -193,7 +193,7 @@ def key_to_reach(limit: float) -> int:
 
 @contextmanager
 def kernels_from(choice: str) -> Iterator[None]:
-    """Force the reference (``torch``) or the kernel (``triton``). Memory that either allocates is filled."""
+    """Let tensors on a CPU take the reference (``auto``) or the kernel (``triton``). New memory is filled."""
     before = os.environ.get("TRITONCOMM_KERNELS")
     os.environ["TRITONCOMM_KERNELS"] = choice
     try:
@@ -209,11 +209,19 @@ def kernels_from(choice: str) -> Iterator[None]:
             os.environ["TRITONCOMM_KERNELS"] = before
 
 
+def routes(device: str) -> list[tuple[str, str]]:
+    """Return how both implementations are chosen, and where they run: first the reference, then the kernel."""
+    return [("auto", "cpu"), ("triton", device)]
+
+
 def agree(call: Callable[[Guarded], Result], device: str) -> Result:
-    """Run ``call`` on kernel and reference; assert equal results and intact guards; return the result."""
+    """Run ``call`` on kernel and reference; assert equal results and intact guards; return the result.
+
+    The reference runs on a CPU.
+    """
     results = []
-    for choice in ("torch", "triton"):
-        guarded = Guarded(device)
+    for choice, where in routes(device):
+        guarded = Guarded(where)
         with kernels_from(choice):
             results.append(call(guarded))
         guarded.check()

@@ -104,7 +104,7 @@ def test_equals_one_by_one(
     values = [values_at(gradient, at) for gradient, at in zip(gradients, delivered, strict=True)]
     given = data.draw(st.sampled_from([None, values]))
     results = []
-    with kernels_from("torch"), pytest.MonkeyPatch.context() as patch:
+    with kernels_from("auto"), pytest.MonkeyPatch.context() as patch:
         patch.setattr(adam_numpy, "_PART", data.draw(st.sampled_from([adam_numpy._PART, 1000])))
         patch.setattr(adam_numpy, "_CHUNK", data.draw(st.sampled_from([adam_numpy._CHUNK, 100])))
         for together in (False, True):
@@ -133,7 +133,7 @@ def test_whole_tensors_with_gaps_between_their_states(part: int, monkeypatch: py
     )
     gradients = [tensor("fp32", n, 10 * j + 5) for j, n in enumerate(sizes)]
     results = []
-    with kernels_from("torch"):
+    with kernels_from("auto"):
         for together in (False, True):
             parameters = [tensor("fp32", n, 10 * j + 1) for j, n in enumerate(sizes)]
             state = in_buffers(states(sizes, ["fp32"] * 3, 1, amsgrad=False, steps=9), 3)
@@ -208,7 +208,7 @@ def test_given_values_replace_gradients(at: list[int] | None) -> None:
     for values in (None, [values_at(gradient, indices)]):
         parameter, state = torch.ones(4), states([4], ["fp32"], 1, amsgrad=False, steps=3)
         read = gradient if values is None else torch.full((4,), math.nan)
-        with kernels_from("torch"):
+        with kernels_from("auto"):
             kernels.AdamMany([parameter], state).update([read], control, [indices], values=values)
         results.append([bits(tensor) for tensor in (parameter, *(column[0] for column in state.columns()))])
     assert results[0] == results[1]
@@ -242,7 +242,7 @@ def test_wrong_indices_change_nothing(at: list[int]) -> None:
         steps=1, learning_rate=0.1, betas=(0.9, 0.99), epsilon=1e-8, max_catch_up=20, device=torch.device("cpu")
     )
     many, before = kernels.AdamMany(parameters, state), [bits(parameter) for parameter in parameters]
-    with kernels_from("torch"), pytest.raises(ValueError, match=r"indices\[1\] has an index outside \[0, 3\)"):
+    with kernels_from("auto"), pytest.raises(ValueError, match=r"indices\[1\] has an index outside \[0, 3\)"):
         many.update([torch.ones(4), torch.ones(3)], control, [None, torch.tensor(at)], keep=0.5)
     assert [bits(parameter) for parameter in parameters] == before
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from kernel_cases import DEVICES, FAMILIES, Guarded, cases, drawn, kernels_from, seeds
+from kernel_cases import DEVICES, FAMILIES, Guarded, cases, drawn, kernels_from, routes, seeds
 from kernel_cases import bits as bits_of
 
 import tritoncomm_kernels as kernels
@@ -35,7 +35,7 @@ def check_steps(device: str, bits: int, parts: int, values: torch.Tensor, seed: 
     words = block_float.words(length, bits)
     generator = torch.Generator().manual_seed(seed)
     arrived = torch.randint(-(2**31), 2**31, (parts, words), generator=generator).to(torch.int32)
-    with kernels_from("torch"):
+    with kernels_from("auto"):
         messages, left = kernels.quantize_parts(values, parts, bits)
         first_left = left.clone()
         block = kernels.quantize_mean(arrived, values, left, part, bits)
@@ -80,9 +80,9 @@ def test_ties(device: str, bits: int) -> None:
 @pytest.mark.parametrize("size", [2, 5])
 def test_public_functions_launch_the_kernels(device: str, bits: int, size: int) -> None:
     """A mean over ranks has the same bits on both routes."""
-    values = [drawn("normal", 700, rank).to(device) for rank in range(size)]
     found = []
-    for choice in ("torch", "triton"):
+    for choice, where in routes(device):
+        values = [drawn("normal", 700, rank).to(where) for rank in range(size)]
         with kernels_from(choice):
             sent, left = zip(*(kernels.quantize_parts(own, size, bits) for own in values), strict=True)
             blocks = [

@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable
-from functools import cache
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+import tritoncomm
 
 import tritoncomm_kernels as kernels
 from tritoncomm_kernels import checks, dispatch
 
 X = torch.ones(8)
 I8 = torch.zeros(8, dtype=torch.int32)
+
+
+def test_kernels_are_reached_through_dispatch_alone() -> None:
+    """Only files of kernels import Triton, and each other. So everything else can be imported without Triton."""
+    roots = [Path(package.__file__).parent for package in (tritoncomm, kernels)]
+    sources = [file for root in roots for file in root.rglob("*.py")]
+    pattern = r"^\s*(?:import|from) (?:triton\b|tritoncomm_kernels(?:\.| import .*)\w+_triton\b)"
+    importing = [file for file in sources if re.search(pattern, file.read_text(), re.MULTILINE)]
+    assert importing == [file for file in sources if file.name.endswith("_triton.py")]
 
 
 def test_cpu_tensors_take_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -33,46 +44,36 @@ def test_force_needs_a_gpu_or_the_interpreter(monkeypatch: pytest.MonkeyPatch) -
     assert dispatch.triton_runs(X)
 
 
-@pytest.mark.parametrize("found", [None, "3.5.1"])
-def test_force_needs_triton(monkeypatch: pytest.MonkeyPatch, found: str | None) -> None:
-    """Forcing a missing or too old Triton raises an error. By default, the reference runs instead."""
+@pytest.mark.parametrize(("found", "said"), [(None, "is not installed"), ("3.5.1", "is version 3.5.1")])
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_kernels_need_triton(monkeypatch: pytest.MonkeyPatch, found: str | None, said: str, on_gpu: bool) -> None:
+    """A missing or too old Triton is an error where a kernel is needed: on a GPU, or if the variable says so."""
     module = SimpleNamespace(__version__=found) if found else None  # None makes the import fail
     monkeypatch.setitem(sys.modules, "triton", module)
     monkeypatch.setattr(dispatch, "_installed", dispatch._installed.__wrapped__)
-    assert not dispatch._installed()
-    monkeypatch.setenv("TRITONCOMM_KERNELS", "triton")
-    with pytest.raises(RuntimeError, match=r"needs Triton 3\.6 or newer"):
-        kernels.select(X, 1.0)
-
-
-@pytest.mark.parametrize(("found", "said"), [(None, "is not installed"), ("3.5.1", "is version 3.5.1")])
-def test_a_gpu_without_triton_warns_once(monkeypatch: pytest.MonkeyPatch, found: str | None, said: str) -> None:
-    """The reference on a GPU tensor warns once, with the fix. A forced reference does not warn."""
-    module = SimpleNamespace(__version__=found) if found else None  # None makes the import fail
-    monkeypatch.setitem(sys.modules, "triton", module)
-    for cached in ("_installed", "_warn_about_reference"):
-        monkeypatch.setattr(dispatch, cached, cache(getattr(dispatch, cached).__wrapped__))
-    on_gpu = SimpleNamespace(device=torch.device("cuda", 0), is_cuda=True)
-    monkeypatch.setenv("TRITONCOMM_KERNELS", "torch")
-    assert not dispatch.triton_runs(on_gpu)
+    monkeypatch.setenv("TRITONCOMM_KERNELS", "auto" if on_gpu else "triton")
+    tensor = SimpleNamespace(device=torch.device("cuda", 0), is_cuda=True) if on_gpu else X
+    with pytest.raises(RuntimeError, match=rf"Triton {said}.* need Triton 3\.6 or newer, which comes with torch 2\.11"):
+        dispatch.triton_runs(tensor)
     monkeypatch.setenv("TRITONCOMM_KERNELS", "auto")
     assert not dispatch.triton_runs(X)
-    with pytest.warns(RuntimeWarning, match=rf"Triton {said}.*install Triton 3\.6 or newer") as caught:
-        taken = [dispatch.triton_runs(on_gpu) for _ in range(2)]
-    assert taken == [False, False]
-    assert len(caught) == 1
 
 
 def test_unknown_choice_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """The error lists the valid choices."""
     monkeypatch.setenv("TRITONCOMM_KERNELS", "cuda")
-    with pytest.raises(ValueError, match=r"TRITONCOMM_KERNELS='cuda': set it to one of auto, torch, triton"):
+    with pytest.raises(ValueError, match=r"TRITONCOMM_KERNELS='cuda': set it to one of auto, triton"):
         kernels.select(X, 1.0)
 
 
 def marks(numel: int = 8) -> kernels.Marks:
     """Return empty marks for a vector."""
     return kernels.Marks.empty(numel, X.device)
+
+
+def added(residual: torch.Tensor, gradient: torch.Tensor, out: torch.Tensor) -> None:
+    """Call mark() with valid arguments, except for these."""
+    kernels.mark(residual, gradient, out, ONE, marks(out.numel()))
 
 
 def rebalanced(**changes: object) -> None:
@@ -94,13 +95,13 @@ def stepped(**changes: torch.Tensor) -> None:
 ONE, LONG = torch.ones(1), torch.ones(9000)
 COUNT = torch.zeros(1, dtype=torch.int64)
 REJECTED: dict[str, Callable[[], object]] = {
-    "gradient has dtype torch.float64": lambda: kernels.accumulate(X, X.double(), X.clone()),
+    "gradient has dtype torch.float64": lambda: added(X, X.double(), X.clone()),
     "param_rms has 8 elements, expected 1": lambda: stepped(param_rms=X),
-    "gradient has 4 elements, expected 8": lambda: kernels.accumulate(X, X[:4], X.clone()),
-    "gradient is on meta: move it to cpu": lambda: kernels.accumulate(X, X.to("meta"), X.clone()),
-    "out is on meta: move it to cpu": lambda: kernels.accumulate(X, X, X.to("meta")),
-    "gradient shares memory with out": lambda: kernels.accumulate(X, X, X),
-    "residual shares memory with out": lambda: kernels.accumulate(X[:6], X[:6].clone(), X[2:]),
+    "gradient has 4 elements, expected 8": lambda: added(X, X[:4], X.clone()),
+    "gradient is on meta: move it to cpu": lambda: added(X, X.to("meta"), X.clone()),
+    "out is on meta: move it to cpu": lambda: added(X, X, X.to("meta")),
+    "gradient shares memory with out": lambda: added(X, X, X),
+    "residual shares memory with out": lambda: added(X[:6], X[:6].clone(), X[2:]),
     "values starts at an address": lambda: kernels.select(
         torch.frombuffer(bytearray(33), dtype=torch.float32, offset=1, count=8), 1.0
     ),
@@ -111,21 +112,16 @@ REJECTED: dict[str, Callable[[], object]] = {
     "residual and out are different tensors: without a gradient": lambda: kernels.mark(
         X, None, X.clone(), ONE, marks()
     ),
-    "residual and out are different tensors: without a gradient, pass": lambda: kernels.top_k_into(
-        X, None, X.clone(), I8, X.clone(), COUNT, workspace=kernels.Workspace()
-    ),
-    "values shares memory with out": lambda: kernels.top_k_into(
-        X, None, X, I8, X, COUNT, workspace=kernels.Workspace()
+    "residual and out are different tensors: without a gradient, pass": lambda: kernels.top_k_padded(
+        X, None, X.clone(), 3, workspace=kernels.Workspace()
     ),
     "which do not fit 8 elements": lambda: kernels.expand(X, marks(9000), I8, X.clone(), COUNT),
-    "0 words in 0 tiles": lambda: kernels.expand(X, kernels.Marks(I8[:0], I8[:0], I8[:1]), I8, X.clone(), COUNT),
+    "0 words in 0 tiles": lambda: kernels.expand(X, kernels.Marks(I8[:0], I8[:0]), I8, X.clone(), COUNT),
     "found has dtype torch.int32": lambda: kernels.expand(X, marks(), I8, X.clone(), COUNT.int()),
     "out has 8 elements, expected 3": lambda: kernels.expand(X, marks(), I8[:3], X.clone(), COUNT),
     "out shares memory with values": lambda: kernels.expand(X, marks(), I8, X, COUNT),
     "k=-1 is negative": lambda: kernels.top_k(X, -1),
-    "indices has no elements: k must be": lambda: kernels.top_k_into(
-        X, None, X, I8[:0], X[:0], COUNT, workspace=kernels.Workspace()
-    ),
+    "k=0: must be at least 1": lambda: kernels.top_k_padded(X, None, X, 0, workspace=kernels.Workspace()),
     r"lists\[0\].indices has 8 elements, expected 4": lambda: kernels.merge([(I8, X[:4])], 8),
     r"lists\[1\].values has dtype torch.bfloat16": lambda: kernels.merge([(I8, X), (I8, X.bfloat16())], 8),
     r"lists\[0\].indices is not contiguous": lambda: kernels.merge([(I8[::2], X[:4])], 8),

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from kernel_cases import DEVICES, FAMILIES, Guarded, cases, drawn, kernels_from, seeds
+from kernel_cases import DEVICES, FAMILIES, Guarded, cases, drawn, kernels_from, routes, seeds
 from kernel_cases import bits as bits_of
 
 import tritoncomm_kernels as kernels
@@ -38,7 +38,7 @@ def values_of(family: str, numel: int, seed: int, scale: float, bits: int) -> to
 
 def arrived_at(part: int, values: torch.Tensor, parts: int, bits: int, seed: int) -> torch.Tensor:
     """Return what arrives at the owner of a part. With two bits or more, the last message has random words."""
-    with kernels_from("torch"):
+    with kernels_from("auto"):
         sent = [
             kernels.round_parts(values.flip(0).roll(rank), parts, (part + 1) % parts, bits) for rank in range(parts)
         ]
@@ -54,7 +54,7 @@ def check_steps(device: str, bits: int, parts: int, values: torch.Tensor, seed: 
     length, part = midrise.part_length(values.numel(), parts), seed % parts
     words = midrise.words(length, bits)
     arrived = arrived_at(part, values, parts, bits, seed)
-    with kernels_from("torch"):
+    with kernels_from("auto"):
         left = values.clone()
         messages = kernels.round_parts(left, parts, part, bits)
         first_left = left.clone()
@@ -104,9 +104,9 @@ def test_public_functions_launch_the_kernels(device: str, bits: int, size: int) 
     """A mean over ranks has the same bits on both routes."""
     start = [torch.randint(-6, 7, (700,), generator=torch.Generator().manual_seed(rank)) for rank in range(size)]
     found = []
-    for choice in ("torch", "triton"):
+    for choice, where in routes(device):
         with kernels_from(choice):
-            values = [each.float().to(device) for each in start]
+            values = [each.float().to(where) for each in start]
             sent = [kernels.round_parts(own, size, rank, bits) for rank, own in enumerate(values)]
             blocks = [
                 kernels.round_mean(torch.stack([each[rank] for each in sent]), own, rank, bits)
@@ -120,9 +120,9 @@ def test_public_functions_launch_the_kernels(device: str, bits: int, size: int) 
 def test_ordinary_floats_with_one_bit(device: str) -> None:
     """Whatever the order of a sum, the rest is the value minus what is read, and scales differ by one bit at most."""
     values, scales = drawn("heavy", 5000, 3), []
-    for choice in ("torch", "triton"):
+    for choice, where in routes(device):
         with kernels_from(choice):
-            left = values.clone().to(device)
+            left = values.clone().to(where)
             messages = kernels.round_parts(left, 4, 1, 1)
             read = kernels.read_parts(messages, 5000, 1)
         length = midrise.part_length(5000, 4)

@@ -15,7 +15,7 @@ import tritoncomm_kernels as kernels
 from depth import examples
 from tritoncomm_kernels import Padded, Workspace
 from tritoncomm_kernels.section_layout import Layout
-from tritoncomm_kernels.section_rows import check_rows, read_rows, write_rows
+from tritoncomm_kernels.sections import check_rows, read_rows, write_rows
 
 families = st.sampled_from(FAMILIES)
 rows_drawn = st.lists(st.tuples(st.floats(0, 1), seeds), min_size=1, max_size=5)

@@ -25,12 +25,13 @@ from kernel_cases import (
 import tritoncomm_kernels as kernels
 from tritoncomm_kernels import Padded, Workspace
 from tritoncomm_kernels.dispatch import kernel
-from tritoncomm_kernels.padded import check_launch
+from tritoncomm_kernels.entries import check_launch
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 rows_drawn = st.lists(st.tuples(st.floats(0, 1), seeds), min_size=1, max_size=4)
 lengths = st.sampled_from([1, 33, 500, 1100])
-JUNK = torch.tensor([-(2**31), -2, -1, 599, 600, 601, 2**31 - 1], dtype=torch.int32)
+LENGTH = 608  # the bits of a union fill their words
+JUNK = torch.tensor([-(2**31), -2, -1, LENGTH - 1, LENGTH, LENGTH + 1, 2**31 - 1], dtype=torch.int32)
 
 
 def guarded_rows(guarded: Guarded, rows: Padded) -> Padded:
@@ -84,7 +85,10 @@ def test_top_k_rows(
         x, bounds, budgets = guarded.of(values), guarded.of(cuts), guarded.of(limits)
         at = guarded.of(names) if named else None
         if small:
-            return contents(kernel("padded_triton").top_k_rows(x, bounds, budgets, room, at, Dirty(guarded), **small))
+            shape = len(segments), room
+            found = Padded(*(guarded.poison(shape[0] * room, d).view(shape) for d in (torch.int32, torch.float32)))
+            kernel("top_k_triton").top_k_rows(x, bounds, budgets, at, found, Dirty(guarded), **small)
+            return contents(found)
         return contents(kernels.top_k_rows(x, bounds, budgets, room, indices=at, workspace=Dirty(guarded)))
 
     expected = agree(call, device)
@@ -134,8 +138,8 @@ def test_joined(device: str, n: int, drawn_rows: list[tuple[float, int]], family
     def call(guarded: Guarded, **small: int) -> tuple[list[int], list[int]]:
         entries = guarded_rows(guarded, holes)
         if small:
-            flat = [part.view(-1) for part in entries]
-            return contents(kernel("padded_triton").joined(*flat, Dirty(guarded), **small))
+            flat = Padded(*(part.view(1, -1) for part in entries))
+            return contents(kernel("entries_triton").joined(flat, Dirty(guarded), **small))
         return contents(kernels.joined(entries, workspace=Dirty(guarded)))
 
     expected = agree(call, device)
@@ -157,7 +161,7 @@ def test_merge_rows(device: str, n: int, drawn_rows: list[tuple[float, int]], fa
         entries, held = guarded_rows(guarded, rows), Dirty(guarded)
         if small:
             capacity = min(rows.indices.numel(), n)
-            return contents(kernel("padded_triton").merge_rows(entries, n, capacity, held, **small))
+            return contents(kernel("entries_triton").merge_rows(entries, n, capacity, held, **small))
         return contents(kernels.merge_rows(entries, n, workspace=held))
 
     expected = agree(call, device)
@@ -181,7 +185,7 @@ def test_add_rows(
     def call(guarded: Guarded, **small: int) -> list[int]:
         out, entries, held = guarded.of(drawn(family, n, 0)), guarded_rows(guarded, moved), Dirty(guarded)
         if small:
-            kernel("padded_triton").add_rows(out, entries, offset, scale, held, **small)
+            kernel("entries_triton").add_rows(out, entries, offset, scale, held, **small)
         else:
             kernels.add_rows(out, entries, offset=offset, scale=scale, workspace=held)
         return bits(out)
@@ -211,11 +215,12 @@ def test_single_entries(device: str, n: int, share: float, seed: int, family: st
 @pytest.mark.parametrize("count", [1, 2])
 def test_bad_indices_never_write_outside(device: str, count: int) -> None:
     """An index outside of the vector is skipped, or reads 0."""
-    guarded, held = Guarded(device), Dirty(Guarded(device))
+    guarded = Guarded(device)
+    held = Dirty(guarded)
     rows = Padded(JUNK.repeat(count, 1), torch.ones(count, JUNK.numel()))
     with kernels_from("triton"):
-        entries, out = guarded_rows(guarded, rows), guarded.of(torch.zeros(600))
-        kernels.merge_rows(entries, 600, workspace=held)
+        entries, out = guarded_rows(guarded, rows), guarded.of(torch.zeros(LENGTH))
+        kernels.merge_rows(entries, LENGTH, workspace=held)
         for offset in (0, 5, 2**31 - 1):
             kernels.add_rows(out, entries, offset=offset, workspace=held)
         kernels.set_at(out, entries)

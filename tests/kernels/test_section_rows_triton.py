@@ -7,11 +7,11 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
-from kernel_cases import DEVICES, Dirty, Guarded, agree, bits, cases, drawn, kernels_from, seeds
+from kernel_cases import DEVICES, Dirty, Guarded, agree, bits, cases, drawn, kernels_from, routes, seeds
 
 from tritoncomm_kernels import Padded, Workspace, quantize
 from tritoncomm_kernels.section_layout import VALUE_BITS, Layout
-from tritoncomm_kernels.section_rows import read_one, read_rows, write_one, write_rows
+from tritoncomm_kernels.sections import read_one, read_rows, write_one, write_rows
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 KINDS = ("normal", "heavy", "equal", "special", "tail", "outlier", "huge")
@@ -111,7 +111,7 @@ def test_hostile_words(device: str, shape: tuple[int, int], width: int, seed: in
     """Random words and flipped bits are refused by both, or give the same entries. Other rows keep theirs."""
     layout, rng = Layout.of(*shape, width), np.random.default_rng(seed)
     lows, rows = rows_of(layout, [("tail", 1), ("tail", 0.5), ("tail", 1)], seed, 0)
-    with kernels_from("torch"):
+    with kernels_from("auto"):
         words, _ = write_rows(layout, lows, rows, workspace=Workspace())
     if flips == 0:
         words[1] = torch.from_numpy(rng.integers(-(2**31), 2**31, layout.words, dtype=np.int64)).int()
@@ -133,7 +133,7 @@ def test_each_kind_of_malformed_row(device: str, width: int) -> None:
     low = layout.heads + layout.high_words
     lows = torch.zeros(8, dtype=torch.int32)
     rows = Padded(torch.tensor([[16, 17, 18]] * 8, dtype=torch.int32), torch.ones(8, 3))
-    with kernels_from("torch"):
+    with kernels_from("auto"):
         words, _ = write_rows(layout, lows, rows, workspace=Workspace())
     words[1, 0] = 2
     words[2, 0] = -1
@@ -242,11 +242,11 @@ def test_long_samples(device: str) -> None:
 def test_offsets_that_overflow(device: str) -> None:
     """High bits beyond the range, whose shift would overflow int32, are refused."""
     layout = Layout.of(2, 2**31 - 1, 32)
-    words = torch.zeros(layout.words, dtype=torch.int32, device=device)
+    words = torch.zeros(layout.words, dtype=torch.int32)
     words[0], words[1] = 1, 1 << (layout.high_bits - 1)
-    for choice in ("torch", "triton"):
+    for choice, where in routes(device):
         with kernels_from(choice):
-            assert "do not ascend inside" in refusal(layout, words)
+            assert "do not ascend inside" in refusal(layout, words.to(where))
 
 
 def test_more_bits_than_room(device: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from unittest.mock import patch
 
@@ -14,8 +15,10 @@ from kernel_cases import key_of
 
 import tritoncomm_kernels as kernels
 from depth import examples
-from tritoncomm_kernels import compact, threshold
+from tritoncomm_kernels.select import HOST_CHUNK, true_positions
 
+# The functions of these names hide the modules in the package.
+select, top_k = (importlib.import_module(f"tritoncomm_kernels.{name}") for name in ("select", "top_k"))
 SPECIAL = [0.0, -0.0, 1.0, -1.0, 1.0, 5e-324, 1e-45, -1e-45, 1e-40, math.inf, -math.inf, math.nan, 3.4e38, -2.5, 2.5]
 floats = st.one_of(st.sampled_from(SPECIAL), st.floats(width=32))
 vectors = st.lists(floats, max_size=70)
@@ -128,8 +131,8 @@ def test_top_k_of_long_vectors(kind: str, k: int) -> None:
         x[: n // 2] = 0.0
     elif kind == "sampled lines only":  # all large values lie where the sample reads
         x = torch.zeros(n)
-        for start in range(0, n - threshold.SAMPLE_LINE, threshold.SAMPLE_STRIDE):
-            x[start : start + threshold.SAMPLE_LINE] = 1.0
+        for start in range(0, n - top_k.SAMPLE_LINE, top_k.SAMPLE_STRIDE):
+            x[start : start + top_k.SAMPLE_LINE] = 1.0
         x[1::2] += 0.25
     got = kernels.top_k(x, k)
     keys = kernels.magnitude_keys(x).numpy()
@@ -149,8 +152,8 @@ def test_sample_does_not_alias_with_matrix_widths(width: int, factor: float, mon
     x = torch.randn(1 << 21, generator=torch.Generator().manual_seed(0))
     x.view(-1, width)[:, :32] *= factor
     admitted = []
-    select = threshold.select_keys
-    monkeypatch.setattr(threshold, "select_keys", lambda *args: admitted.append(found := select(*args)) or found)
+    keys = select.select_keys
+    monkeypatch.setattr(top_k, "select_keys", lambda *args: admitted.append(found := keys(*args)) or found)
     k = x.numel() // 100
     assert kernels.top_k(x, k).found == k
     assert len(admitted) == 1
@@ -161,7 +164,7 @@ def test_sample_does_not_alias_with_matrix_widths(width: int, factor: float, mon
 @examples(100)
 def test_positions_of_flags(flags: list[bool], few: bool) -> None:
     """Both ways to find true flags give their ascending positions, whatever their number."""
-    found = compact.true_positions(np.array(flags, dtype=np.bool_), few=few)
+    found = true_positions(np.array(flags, dtype=np.bool_), few=few)
     assert found.tolist() == [i for i, flag in enumerate(flags) if flag]
 
 
@@ -170,7 +173,7 @@ def test_chunk_sizes_give_the_same_result(monkeypatch: pytest.MonkeyPatch) -> No
     x = torch.randn(1000, generator=torch.Generator().manual_seed(0))
     expected = kernels.select(x, 0.5)
     for chunk in (1, 7, 256, 999, 1000, 4096):
-        monkeypatch.setattr(compact, "HOST_CHUNK", chunk)
+        monkeypatch.setattr(select, "HOST_CHUNK", chunk)
         got = kernels.select(x, 0.5)
         assert got.found == expected.found
         assert torch.equal(got.indices, expected.indices)
@@ -203,20 +206,6 @@ def test_divisor(values: list[float], limit: float, k: int, added: bool) -> None
         assert bits(out + 0.0) == bits(x + 0.0)
 
 
-@given(vectors, thresholds)
-@examples(100)
-def test_device_path(values: list[float], limit: float) -> None:
-    """The implementation for other devices selects the same entries as the host's chunk loop."""
-    x = tensor(values)
-    if not values:
-        return
-    key = kernels.threshold_key(limit)
-    host, device = compact._scan_host(x, key, None), compact._scan_device(x, key, None)
-    assert host.found == device.found
-    assert host.indices.tolist() == device.indices.tolist()
-    assert bits(host.values) == bits(device.values)
-
-
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
@@ -231,7 +220,7 @@ def test_accumulate_names_bad_arguments(arguments: dict[str, object], named: str
     """The error names the wrong argument, before anything is written."""
     good = {"residual": torch.zeros(3), "gradient": torch.zeros(3), "out": torch.zeros(3)}
     with pytest.raises(ValueError, match=named):
-        kernels.accumulate(**(good | arguments))
+        kernels.accumulate_and_select(**(good | arguments), threshold=1.0)
 
 
 def test_bad_counts_are_named() -> None:
@@ -296,11 +285,11 @@ def test_accumulate_top_k_segments(drawn: Drawn, added: bool, chunk: int, short:
     ]
     out = plain.clone() if added else torch.full_like(plain, math.nan)
     with (
-        patch.object(compact, "HOST_CHUNK", chunk),
-        patch.object(threshold, "SHORT_SEGMENT", short),
-        patch.object(threshold, "SAMPLE_FROM", 20),
-        patch.object(threshold, "SAMPLE_LINE", 2),
-        patch.object(threshold, "SAMPLE_STRIDE", 5),
+        patch.object(select, "HOST_CHUNK", chunk),
+        patch.object(top_k, "SHORT_SEGMENT", short),
+        patch.object(top_k, "SAMPLE_FROM", 20),
+        patch.object(top_k, "SAMPLE_LINE", 2),
+        patch.object(top_k, "SAMPLE_STRIDE", 5),
     ):
         found = kernels.accumulate_top_k_segments(
             out if added else residual, None if added else gradient, out, bounds, budgets, lists
@@ -318,8 +307,8 @@ def test_accumulate_top_k_segments_samples_the_terms() -> None:
     indices = torch.randperm(1 << 19, generator=generator)[: 1 << 17].sort().values
     terms = [(indices.int(), 10 * torch.randn(1 << 17, generator=generator))]
     whole = (residual + gradient).index_add(0, *terms[0])
-    out, scan = torch.full_like(residual, math.nan), compact._scan
-    with patch.object(compact, "_scan", side_effect=scan) as scans, patch.object(threshold, "largest", lambda s, k: s):
+    out, keys = torch.full_like(residual, math.nan), select.select_keys
+    with patch.object(top_k, "select_keys", side_effect=keys) as scans, patch.object(top_k, "largest", lambda s, k: s):
         found = kernels.accumulate_top_k_segments(residual, gradient, out, [0, 1 << 19], [50_000], terms)
     assert scans.call_count == 1
     assert 50_000 <= found.found < 80_000
@@ -343,10 +332,10 @@ def test_bad_segments_are_rejected(bounds: list[int], budgets: list[int]) -> Non
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 3.4e38, None])
-@pytest.mark.parametrize("position", [0, compact.HOST_CHUNK - 1, compact.HOST_CHUNK, -1])
+@pytest.mark.parametrize("position", [0, HOST_CHUNK - 1, HOST_CHUNK, -1])
 def test_has_non_finite(value: float | None, position: int) -> None:
     """One NaN or Inf is found anywhere, and large finite values are not taken for one, whatever their sum."""
-    values = torch.full((2 * compact.HOST_CHUNK + 5,), 3.0e38)
+    values = torch.full((2 * HOST_CHUNK + 5,), 3.0e38)
     if value is not None:
         values[position] = value
     assert kernels.has_non_finite(values) == (value is not None and not math.isfinite(value))

@@ -94,7 +94,7 @@ def check(device: str, sizes: list[int], seed: int, amsgrad: bool, data: st.Data
                 kernels.adam_update(parameter, gradient, states.at(i), control, at)
         return [bits(tensor) for column in (parameters, first, second, maximum, last) for tensor in column]
 
-    with kernels_from("torch"):
+    with kernels_from("auto"):
         found = call(Guarded("cpu"))
         assert call(Guarded("cpu"), flat=False) == found
     if kernel:

@@ -20,9 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import tritoncomm_kernels as kernels
 from emulated_cuda import kernel_costs
 from emulated_cuda.device import operator_of
-from tritoncomm_kernels import rms
 from tritoncomm_kernels.section_layout import Layout
-from tritoncomm_kernels.section_rows import read_rows, write_rows
+from tritoncomm_kernels.sections import read_rows, write_rows
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1: tox -e interpreter")
 N = 9000
@@ -89,14 +88,6 @@ def _control(**fields: Any) -> kernels.AdamControl:
     return kernels.AdamControl.of(**settings, device=torch.device("cpu"), **fields)
 
 
-def _into(k: int = 90) -> dict[str, torch.Tensor]:
-    return {
-        "indices": torch.zeros(k, dtype=torch.int32),
-        "values": torch.zeros(k),
-        "taken": torch.zeros(1, dtype=torch.int64),
-    }
-
-
 def _rows() -> kernels.Padded:
     found = [kernels.Padded.of(kernels.Selection.of(*entries(count, count)), 60) for count in (60, 20)]
     return kernels.Padded(torch.stack([each.indices for each in found]), torch.stack([each.values for each in found]))
@@ -122,8 +113,6 @@ def _sections(bits: int) -> dict[str, Any]:
 LISTS = [entries(200, 1), entries(0, 2), entries(300, 3)]
 SHARED = vector()
 CASES: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]]]] = {
-    "accumulate": (kernels.accumulate, lambda: {"residual": vector(), "gradient": vector(), "out": vector()}),
-    "accumulate empty": (kernels.accumulate, lambda: dict.fromkeys(("residual", "gradient", "out"), vector(0))),
     "mark": (
         kernels.mark,
         lambda: {"residual": SHARED, "gradient": None, "out": SHARED, "threshold": torch.ones(1), "marks": _marks()},
@@ -160,10 +149,6 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]]]] = {
     "accumulate_top_k 0": (
         kernels.accumulate_top_k,
         lambda: {"residual": vector(), "gradient": vector(), "out": vector(), "k": 0},
-    ),
-    "top_k_into": (
-        kernels.top_k_into,
-        lambda: {"residual": vector(), "gradient": vector(), "out": vector(), **_into()},
     ),
     "top_k_segments": (
         kernels.top_k_segments,
@@ -207,7 +192,6 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]]]] = {
             "layout": (given := _sections(4))["layout"], "lows": given["lows"], "messages": write_rows(**given)[0],
         },
     ),
-    "root mean squares": (rms.together, lambda: {"tensors": [vector(), vector()[:7]]}),
 }  # fmt: skip
 
 

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
-import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import pytest
 import test_block_float_triton as block_float
 import test_midrise_triton as midrise
 import test_padded_triton as padded
-import test_rms_triton as rms
 import test_section_rows_triton as section_rows
 import test_triton_scatter as scatter
 import test_triton_select as select
@@ -43,51 +39,61 @@ class Mutant(NamedTuple):
 
 
 SELECTING = {
-    "off-by-one mask": Mutant("accumulate", "else at < n", "else at <= n", select.test_accumulate),
-    "tail taken for a whole tile": Mutant("accumulate", "TILE <= n:", "TILE <= n + 1:", select.test_accumulate),
-    "gradient forgotten": Mutant("accumulate", "total + gradient.to(tl.float32)", "total", select.test_accumulate),
+    "off-by-one mask": Mutant("select", "else at < n", "else at <= n", select.test_mark),
+    "tail taken for a whole tile": Mutant("select", "TILE <= n:", "TILE <= n + 1:", select.test_mark),
+    "gradient forgotten": Mutant("select", "total + gradient.to(tl.float32)", "total", select.test_mark),
     "float comparison instead of keys": Mutant(
-        "mark",
+        "select",
         "chosen = keys >= threshold_key(threshold_ptr, IS_KEY)",
         "floats = threshold_key(threshold_ptr, IS_KEY).to(tl.float32, bitcast=True)\n"
         "    chosen = keys.to(tl.float32, bitcast=True) >= floats",
         select.test_mark_by_hand,
         {"ranged": False},
     ),
-    "strictly above": Mutant("mark", "keys >= threshold_key", "keys > threshold_key", select.test_mark),
-    "span end included": Mutant("mark", "(at < tl.load(span_ptr", "(at <= tl.load(span_ptr", select.test_mark),
-    "infinity is finite": Mutant(
-        "mark",
-        "axis=0) >= 0x7F800000",
-        "axis=0) > 0x7F800000",
-        select.test_the_flag_of_one_value,
-        {"value": math.inf},
-    ),
+    "strictly above": Mutant("select", "keys >= threshold_key", "keys > threshold_key", select.test_mark),
+    "span end included": Mutant("select", "(at < tl.load(span_ptr", "(at <= tl.load(span_ptr", select.test_mark),
     # Not at capacity 0, where there is no memory with guards.
     "beyond the capacity": Mutant(
-        "expand", "position < capacity", "position < capacity + (capacity > 0)", select.test_expand
+        "select", "position < capacity", "position < capacity + (capacity > 0)", select.test_expand
     ),
     "count cut at the capacity": Mutant(
-        "expand",
-        "tl.store(found_ptr, (before + tl.sum(counts, axis=0)).to(tl.int64))",
-        "tl.store(found_ptr, tl.minimum(before + tl.sum(counts, axis=0), capacity).to(tl.int64))",
+        "select",
+        "(before + tl.sum(counts, axis=0)).to(found_ptr",
+        "tl.minimum(before + tl.sum(counts, axis=0), capacity).to(found_ptr",
         select.test_expand,
     ),
-    "one tie too few": Mutant("threshold", "equal_before < ties", "equal_before < ties - 1", select.test_top_k_ties),
+    "one tie too few": Mutant("top_k", "(tied_before < ties)", "(tied_before < ties - 1)", select.test_top_k_ties),
     "ties from the end": Mutant(
-        "threshold",
-        "equal + tl.cumsum(is_equal, axis=0) - is_equal",
-        "equal + tl.sum(is_equal, axis=0) - tl.cumsum(is_equal, axis=0)",
+        "top_k",
+        "equal + tl.cumsum(tied_here, axis=0) - tied_here",
+        "equal + tl.sum(tied_here, axis=0) - tl.cumsum(tied_here, axis=0)",
+        select.test_top_k_padded,
+    ),
+    "larger digits forgotten": Mutant(
+        "top_k",
+        "remaining -= tl.sum(tl.where(lane > value, counts, 0), axis=0)",
+        "remaining -= 0",
         select.test_top_k_ties,
     ),
-    "larger digits forgotten": Mutant("threshold", "remaining - above)", "remaining)", select.test_top_k_ties),
-    "too few candidates unnoticed": Mutant("threshold", "short | (found", "(found", select.test_top_k_into),
+    "too few candidates unnoticed": Mutant("top_k", "((short == 0) & (found", "((found", select.test_top_k_padded),
+    "positions among the candidates": Mutant(
+        "top_k", "index = tl.where(listed != 0, named, element)", "index = element", select.test_top_k_padded
+    ),
 }
 SCATTERING = {
     "sums in another order": Mutant(
-        "scatter", "for indices, values in lists:", "for indices, values in reversed(lists):", scatter.test_merge
+        "entries", "tl.cast(row, tl.int64)", "tl.cast(rows - 1 - row, tl.int64)", scatter.test_merge
     ),
-    "index n is inside": Mutant("scatter", "(index < n)", "(index <= n)", scatter.test_bad_indices_never_write_outside),
+    "indices behind the end are inside": Mutant(
+        "entries",
+        "(index < n)\n    tl.atomic_or",
+        "(index < n + 2)\n    tl.atomic_or",
+        padded.test_bad_indices_never_write_outside,
+        {"count": 1},
+    ),
+    "bits of earlier groups forgotten": Mutant(
+        "entries", "counts.cumsum(0, dtype=torch.int32)", "counts", scatter.test_merge
+    ),
     "rotation undone the wrong way": Mutant("rebalance", "lane - rot", "lane + rot", scatter.test_rebalance),
     "floor ignored": Mutant("rebalance", "left_over < least", "left_over < 0", scatter.test_rebalance),
     "delivery not remembered": Mutant(
@@ -166,7 +172,7 @@ PACKING = {
         "sections", "row_ptr + LOW_BITS + bit,", "row_ptr + LOW_BITS + BITS - 1 - bit,", section_rows.test_one_section
     ),
     "positions beyond the room": Mutant(
-        "sections", "(rank < room)", "(rank < room + 4)", section_rows.test_more_bits_than_room
+        "select", "position < capacity", "position < capacity + 4", section_rows.test_more_bits_than_room
     ),
     "equal indices ascend": Mutant(
         "sections",
@@ -182,51 +188,62 @@ PACKING = {
         section_rows.test_offsets_that_overflow,
     ),
     "sample of the first values": Mutant(
-        "quantize", "at.to(tl.int64) * stride", "at.to(tl.int64)", section_rows.test_long_samples
+        "sections", "at.to(tl.int64) * stride_of_sample", "at.to(tl.int64)", section_rows.test_long_samples
     ),
-    "extents ignored": Mutant("quantize", "while start < tiles:", "while start < 0:", section_rows.test_one_section),
+    "extents ignored": Mutant(
+        "sections",
+        "tl.atomic_max(own_ptr + 1, tl.max(",
+        "tl.atomic_max(own_ptr + 1, 0 * tl.max(",
+        section_rows.test_one_section,
+    ),
     "NaN hidden by a scale": Mutant(
-        "quantize", "largest >= INFINITY_KEY", "largest < 0", section_rows.test_one_section
+        "sections", "largest >= INFINITY_KEY", "largest < 0", section_rows.test_one_section
     ),
 }
 ROWS = {
     "slots for ties that are not taken": Mutant(
-        "padded", "tl.minimum(tied_before, ties)", "tied_before", padded.test_top_k_rows
+        "top_k", "tl.minimum(tied_before, ties)", "tied_before", padded.test_top_k_rows
     ),
     "digits of the first segment": Mutant(
-        "padded",
+        "top_k",
         "tl.num_programs(1) + tl.program_id(1)) * 256 + lane",
         "tl.num_programs(1)) * 256 + lane",
         padded.test_top_k_rows,
     ),
-    "no padding": Mutant("padded", "while taken < room:", "while taken < 0:", padded.test_top_k_rows),
-    "padding stays between entries": Mutant("padded", "total + at - rank", "at", padded.test_joined),
+    "no padding": Mutant("top_k", "while taken < room:", "while taken < 0:", padded.test_top_k_rows),
+    "padding stays between entries": Mutant("entries", "total + at - rank", "at", padded.test_joined),
     "rows of a union in another order": Mutant(
-        "padded", "tl.cast(row, tl.int64)", "tl.cast(rows - 1 - row, tl.int64)", padded.test_merge_rows
+        "entries", "tl.cast(row, tl.int64)", "tl.cast(rows - 1 - row, tl.int64)", padded.test_merge_rows
     ),
     "rows added in another order": Mutant(
-        "padded", "tl.cast(row, tl.int64)", "tl.cast(rows - 1 - row, tl.int64)", padded.test_add_rows
+        "entries", "tl.cast(row, tl.int64)", "tl.cast(rows - 1 - row, tl.int64)", padded.test_add_rows
     ),
-    "scale of rows forgotten": Mutant("padded", "value * scale", "value", padded.test_add_rows),
+    "scale of rows forgotten": Mutant("entries", "value * scale", "value", padded.test_add_rows),
     "padding before entries": Mutant(
-        "padded", "earlier = (index >= 0) & (index < sought)", "earlier = index < sought", padded.test_merge_rows
+        "entries", "earlier = (index >= 0) & (index < sought)", "earlier = index < sought", padded.test_merge_rows
     ),
     "values before the first": Mutant(
-        "padded", "inside = (index >= 0) & (index < n)", "inside = index < n", padded.test_single_entries
+        "entries", "inside = (index >= 0) & (index < n)", "inside = index < n", padded.test_single_entries
     ),
     "scale of the first row": Mutant(
-        "section_rows", "tl.program_id(1).to(tl.int64) * 2 * blocks", "0 * blocks", section_rows.test_rows
+        "sections", "extents_ptr + EXTENT * tl.program_id(1).to(tl.int64)", "extents_ptr", section_rows.test_rows
     ),
-    "gaps where entries are left out": Mutant("section_rows", "count + at - rank", "at", section_rows.test_rows),
+    "entries that are left out counted": Mutant(
+        "sections",
+        "tl.sum(keep.to(tl.int32)",
+        "tl.sum(used.to(tl.int32)",
+        section_rows.test_values_that_would_become_0,
+        {"width": 4},
+    ),
     "infinite scales accepted": Mutant(
-        "section_rows",
+        "sections",
         "(scale > 0) & (scale < 0x7F800000)",
         "(scale > 0)",
         section_rows.test_each_kind_of_malformed_row,
         {"width": 4},
     ),
     "entries of malformed rows kept": Mutant(
-        "section_rows",
+        "sections",
         "    if wrong:",
         "    if wrong & (program > 0):",
         section_rows.test_each_kind_of_malformed_row,
@@ -307,18 +324,7 @@ MIDRISE = {
         "midrise", "number < 2 * (size - held)", "number * WIDTH < length", midrise.test_steps
     ),
 }
-MEASURING = {
-    "only the first programs": Mutant(
-        "rms", "start += tl.num_programs(0) * BLOCK", "start += 1 << 30", rms.test_many_tensors
-    ),
-    "table of the first tensor": Mutant(
-        "rms", "count = tl.load(table_ptr + 2 * tensor + 1)", "count = tl.load(table_ptr + 1)", rms.test_many_tensors
-    ),
-    "denormals as the largest": Mutant(
-        "rms", "tl.maximum(key.to(tl.int32), LEAST_KEY)", "key.to(tl.int32)", rms.test_many_tensors
-    ),
-}
-MUTANTS = SELECTING | SCATTERING | PACKING | ROWS | AVERAGING | MIDRISE | MEASURING
+MUTANTS = SELECTING | SCATTERING | PACKING | ROWS | AVERAGING | MIDRISE
 
 # What the executor sees before the result is compared.
 SEEN_BY = {
@@ -337,13 +343,12 @@ SEEN_BY = {
 }
 
 
-# Parts of kernels: the modules that make kernels of them, in the order of their imports.
-USERS = {"sections": ["section_rows"], "quantize": ["sections", "section_rows"]}
+# Kernels that other modules launch, too.
+USERS = {"select": ["entries", "sections"], "entries": ["sections"]}
 
 
-def mutated(mutant: Mutant, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, ModuleType]:
-    """Return the modules with kernels that the bug changes, by their name."""
-    found = {}
+def mutate(mutant: Mutant, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Load the modules with kernels that the bug changes, in the order of their imports, in place of the originals."""
     for name in (mutant.module, *USERS.get(mutant.module, [])):
         source = Path(dispatch.__file__).with_name(f"{name}_triton.py").read_text()
         if name == mutant.module:
@@ -354,10 +359,9 @@ def mutated(mutant: Mutant, folder: Path, monkeypatch: pytest.MonkeyPatch) -> di
         spec = importlib.util.spec_from_file_location(copy.stem, copy)
         assert spec is not None
         assert spec.loader is not None
-        found[f"{name}_triton"] = loaded = importlib.util.module_from_spec(spec)
+        loaded = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(loaded)
         monkeypatch.setitem(sys.modules, f"tritoncomm_kernels.{name}_triton", loaded)
-    return found
 
 
 @pytest.mark.parametrize("name", {**SEEN_BY, **dict.fromkeys([*MUTANTS][:: trials(19, 1)])} if EXECUTED else MUTANTS)
@@ -366,12 +370,8 @@ def test_mutant_is_caught(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     In the executor, a check of its own may see the bug before the result is compared: the one of the table.
     """
-    mutants, check, options = mutated(MUTANTS[name], tmp_path, monkeypatch), MUTANTS[name].check, MUTANTS[name].options
-    original = dispatch.kernel
-
-    def kernel(wanted: str) -> ModuleType:
-        return mutants.get(wanted) or original(wanted)
-
+    mutate(MUTANTS[name], tmp_path, monkeypatch)
+    check, options = MUTANTS[name].check, MUTANTS[name].options
     if hasattr(check, "_hypothesis_internal_use_settings"):
         # Finding the bug is enough. Shrinking the example would take minutes.
         quick = settings(
@@ -381,22 +381,6 @@ def test_mutant_is_caught(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
             derandomize=True,
         )
         monkeypatch.setattr(check, "_hypothesis_internal_use_settings", quick)
-    users = (
-        "accumulate",
-        "adam_many",
-        "block_float",
-        "expand",
-        "mark",
-        "midrise",
-        "padded",
-        "rebalance",
-        "scatter",
-    )
-    for user in (*users, "rms", "section_rows", "threshold"):
-        # The package's functions of these names hide the modules.
-        monkeypatch.setattr(importlib.import_module(f"tritoncomm_kernels.{user}"), "kernel", kernel)
-    for tests in (select, padded, block_float, midrise, rms):
-        monkeypatch.setattr(tests, "kernel", kernel)
     monkeypatch.setattr(EXECUTOR, "orders", ORDERS[:1])
     with pytest.raises((AssertionError, FlakyFailure)) as caught:
         check("cpu", **options)

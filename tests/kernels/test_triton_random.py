@@ -21,15 +21,16 @@ def values(rng: Drawn, n: int) -> torch.Tensor:
     return drawn(rng.choice(FAMILIES), n, int(rng.integers(2**31)))
 
 
-def accumulate(rng: Drawn) -> Callable[[Guarded], object]:
-    """Return the sum of residual and gradient."""
+def top(rng: Drawn) -> Callable[[Guarded], object]:
+    """Return the largest elements of segments."""
     n = int(rng.integers(1, 300))
-    residual, gradient = values(rng, n), values(rng, n)
+    vector, cut = values(rng, n), int(rng.integers(0, n + 1))
+    budgets = torch.from_numpy(rng.integers(0, 40, 2)).int()
 
     def call(guarded: Guarded) -> object:
-        out = guarded.poison(n)
-        kernels.accumulate(guarded.of(residual), guarded.of(gradient), out)
-        return bits(out)
+        x, cuts = guarded.of(vector), guarded.of(torch.tensor([0, cut, n], dtype=torch.int32))
+        found = kernels.top_k_rows(x, cuts, guarded.of(budgets), 30, workspace=kernels.Workspace())
+        return [bits(part) for part in found]
 
     return call
 
@@ -94,7 +95,7 @@ def rebalance(rng: Drawn) -> Callable[[Guarded], object]:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("first", trials([0], [*range(0, 10_000, 500)]))
-@pytest.mark.parametrize("case", [accumulate, mark, expand, merge, rebalance], ids=lambda case: case.__name__)
+@pytest.mark.parametrize("case", [top, mark, expand, merge, rebalance], ids=lambda case: case.__name__)
 def test_random_cases(
     device: str, first: int, case: Callable[[Drawn], Callable[[Guarded], object]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

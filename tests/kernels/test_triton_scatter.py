@@ -23,6 +23,7 @@ supports = st.lists(st.tuples(st.floats(0, 1), seeds), min_size=1, max_size=6)
 
 
 @given(lengths, supports, families)
+@example(70_000, [(0.5, 1), (0.6, 2)], "normal")  # several groups of words
 @many
 def test_merge(device: str, n: int, drawn_lists: list[tuple[float, int]], family: str) -> None:
     """The union is ascending, and sums are in list order."""
@@ -181,5 +182,5 @@ def test_adam_many(device: str, sizes: list[int], seed: int, amsgrad: bool, data
         return [bits(tensor) for column in (*floats, last) for tensor in column]
 
     together = agree(call, device)
-    with kernels_from("torch"):
+    with kernels_from("auto"):
         assert call(Guarded(device), together=False) == together

@@ -23,6 +23,7 @@ from kernel_cases import (
     kernels_from,
     key_of,
     key_to_reach,
+    routes,
     seeds,
     sizes,
     thresholds,
@@ -39,40 +40,14 @@ many = cases(150)
 few = cases(50)
 
 
-@given(sizes, families, families, seeds, dtypes, st.booleans(), tiles)
-@many
-def test_accumulate(
-    device: str, n: int, family: str, other: str, seed: int, dtype: torch.dtype, place: bool, tile: int
-) -> None:  # fmt: skip
-    """The sum has the same bits in place or not, and for any tile."""
-
-    def call(guarded: Guarded) -> tuple[list[int], ...]:
-        residual = guarded.of(drawn(family, n, seed))
-        added = guarded.of(gradient(other, n, seed + 1, dtype))
-        out = residual if place else guarded.poison(n)
-        kernels.accumulate(residual, added, out)
-        return bits(out), bits(residual), bits(added)
-
-    expected = agree(call, device)
-    if n:
-        guarded = Guarded(device)
-        out = guarded.poison(n)
-        added = guarded.of(gradient(other, n, seed + 1, dtype))
-        residual = guarded.of(drawn(family, n, seed))
-        with kernels_from("triton"):
-            kernel("accumulate_triton").accumulate(residual, added, out, tile=tile)
-        guarded.check()
-        assert bits(out) == expected[0]
-
-
 @given(st.lists(st.tuples(st.sampled_from(SPECIAL), st.sampled_from(SPECIAL)), max_size=70))
 @few
-def test_accumulate_by_hand(device: str, pairs: list[tuple[float, float]]) -> None:
+def test_sums_by_hand(device: str, pairs: list[tuple[float, float]]) -> None:
     """The sum equals that of numpy's fp32 scalars, element by element."""
     residual, added = (torch.tensor([pair[i] for pair in pairs], device=device) for i in (0, 1))
-    out = torch.full_like(residual, math.nan)
+    out, limit = torch.full_like(residual, math.nan), torch.tensor([1.0], device=device)
     with kernels_from("triton"):
-        kernels.accumulate(residual, added, out)
+        kernels.mark(residual, added, out, limit, kernels.Marks.empty(len(pairs), out.device, tile=64))
         by_hand = [float(np.float32(r) + np.float32(g)) for r, g in pairs]
     assert bits(out) == bits(torch.tensor(by_hand))
 
@@ -81,7 +56,7 @@ def test_accumulate_by_hand(device: str, pairs: list[tuple[float, float]]) -> No
 @given(st.lists(st.sampled_from(SPECIAL), max_size=70), thresholds, st.integers(-5, 75), st.integers(-5, 75))
 @many
 def test_mark_by_hand(device: str, ranged: bool, values: list[float], limit: float, low: int, high: int) -> None:
-    """Bit mask, counts and flag equal those that plain Python computes element by element."""
+    """Bit mask and counts equal those that plain Python computes element by element."""
     n = len(values)
     x = torch.tensor(values, device=device)
     marks = kernels.Marks.empty(n, x.device, tile=64)
@@ -95,17 +70,6 @@ def test_mark_by_hand(device: str, ranged: bool, values: list[float], limit: flo
         words[i // 32] |= 1 << (i % 32)
     assert [word & 0xFFFFFFFF for word in marks.bits.tolist()] == words
     assert marks.counts.tolist() == [sum(t * 64 <= i < t * 64 + 64 for i in chosen) for t in range(max(1, -(-n // 64)))]
-    assert marks.flags.item() == int(any(key_of(value) >= 0x7F800000 for value in values))
-
-
-@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, 3.4e38])
-def test_the_flag_of_one_value(device: str, value: float) -> None:
-    """One NaN or Inf sets the flag; the largest finite value does not."""
-    x = torch.tensor([0.0, 1.0, value, -2.0], device=device)
-    marks = kernels.Marks.empty(4, x.device, tile=64)
-    with kernels_from("triton"):
-        kernels.mark(x, None, x, torch.tensor([1.0], device=device), marks)
-    assert marks.flags.item() == (not math.isfinite(value))
 
 
 @given(sizes, families, families, seeds, dtypes, thresholds, tiles, st.data())
@@ -114,7 +78,7 @@ def test_mark(
     device: str, n: int, family: str, other: str, seed: int, dtype: torch.dtype, limit: float, tile: int,
     data: st.DataObject,
 ) -> None:  # fmt: skip
-    """Sum, mask, counts and flag equal the reference with and without a span, in place or not, for all thresholds."""
+    """Sum, mask and counts equal the reference with and without a span, in place or not, for all thresholds."""
     place, ranged, keyed = data.draw(st.tuples(st.booleans(), st.booleans(), st.booleans()))
     span = data.draw(st.tuples(st.integers(0, n), st.integers(0, n)))
     below = data.draw(st.sampled_from([1, 0, -1, -(2**31)]))  # keys that stand for every non-zero
@@ -127,12 +91,11 @@ def test_mark(
         marks = kernels.Marks(
             guarded.poison(empty.bits.numel(), torch.int32),
             guarded.poison(empty.counts.numel(), torch.int32),
-            guarded.of(empty.flags),
         )
-        at = torch.tensor(span, dtype=torch.int32, device=device) if ranged else None
+        at = torch.tensor(span, dtype=torch.int32, device=guarded.device) if ranged else None
         exact = key_to_reach(limit) if limit > 0 or math.isnan(limit) else below
         key = torch.tensor([exact], dtype=torch.int32) if keyed else torch.tensor([limit])
-        kernels.mark(residual, added, out, key.to(device), marks, span=at)
+        kernels.mark(residual, added, out, key.to(guarded.device), marks, span=at)
         return [bits(t) for t in (out, residual, added, *marks)]
 
     agree(call, device)
@@ -149,7 +112,7 @@ def test_expand(device: str, n: int, family: str, seed: int, limit: float, tile:
     def call(guarded: Guarded) -> list[list[int]]:
         x = guarded.of(values)
         marks = kernels.Marks.empty(n, x.device, tile=tile)
-        kernels.mark(x, None, x, torch.tensor([limit], device=device), marks)
+        kernels.mark(x, None, x, torch.tensor([limit], device=guarded.device), marks)
         indices, out = guarded.poison(capacity, torch.int32), guarded.poison(capacity)
         found = guarded.poison(1, torch.int64)
         kernels.expand(x, marks, indices, out, found)
@@ -174,10 +137,9 @@ def test_launch_shapes_keep_the_result(device: str, words: int, scanned: bool) -
         expected = kernels.select(x, 0.5)
     guarded = Guarded(device)
     indices, values = guarded.poison(expected.found, torch.int32), guarded.poison(expected.found)
-    found, offsets = guarded.poison(1, torch.int64), guarded.poison(marks.counts.numel(), torch.int32)
-    kernel("expand_triton").expand(
-        x, marks.bits, marks.counts, offsets, indices, values, found,
-        words=words, tiles_summed_in_place=0 if scanned else 8192,
+    found = guarded.poison(1, torch.int64)
+    kernel("select_triton").expand(
+        x, *marks, indices, values, found, words=words, tiles_summed_in_place=0 if scanned else 8192,
     )  # fmt: skip
     guarded.check()
     assert found.item() == expected.found
@@ -204,41 +166,34 @@ def test_select(device: str, n: int, family: str, seed: int, dtype: torch.dtype,
 
 @given(sizes, families, seeds, st.integers(1, 2100))
 @cases(40)
-def test_top_k_into(device: str, n: int, family: str, seed: int, k: int) -> None:
+def test_top_k_padded(device: str, n: int, family: str, seed: int, k: int) -> None:
     """Three steps with one workspace select exactly k entries, the later ones started from the last threshold."""
     steps = [drawn(family, n, seed + i) * (1.0, 0.01, 8.0)[i] for i in range(3)]
 
     def call(guarded: Guarded) -> list[list[int]]:
         workspace, seen = kernels.Workspace(), []
         for values in steps:
-            out = guarded.poison(n)
-            indices, picked = guarded.poison(k, torch.int32), guarded.poison(k)
-            taken = guarded.poison(1, torch.int64)
-            zeros = guarded.of(torch.zeros(n))
-            kernels.top_k_into(zeros, guarded.of(values), out, indices, picked, taken, workspace=workspace)
-            seen += [bits(t) for t in (out, indices, picked, taken)]
+            out, zeros = guarded.poison(n), guarded.of(torch.zeros(n))
+            found = kernels.top_k_padded(zeros, guarded.of(values), out, k, workspace=workspace)
+            seen += [bits(t) for t in (out, *found)]
         return seen
 
     seen = agree(call, device)
     for step, values in enumerate(steps):
         keys = [bit & 0x7FFFFFFF for bit in bits(values)]
         best = sorted(sorted((i for i in range(n) if keys[i]), key=lambda i: (-keys[i], i))[:k])
-        assert seen[4 * step + 3] == [len(best)]
-        assert seen[4 * step + 1][: len(best)] == best
+        assert seen[3 * step + 1] == best + [-1] * (k - len(best))
 
 
 def test_top_k_ties(device: str) -> None:
-    """Both threes are selected, then the two ones with the lowest indices. Exactly four slots are written."""
+    """Both threes are selected, then the two ones with the lowest indices. There is no padding."""
     guarded = Guarded(device)
     out = guarded.of(torch.tensor([1.0, 0.0, 3.0, -1.0, 1.0, 0.5, -3.0, 1.0]))
-    indices, values = guarded.poison(4, torch.int32), guarded.poison(4)
-    taken = guarded.poison(1, torch.int64)
     with kernels_from("triton"):
-        kernels.top_k_into(out, None, out, indices, values, taken, workspace=kernels.Workspace())
+        found = kernels.top_k_padded(out, None, out, 4, workspace=kernels.Workspace())
     guarded.check()
-    assert taken.item() == 4
-    assert indices.tolist() == [0, 2, 3, 6]
-    assert values.tolist() == [1.0, 3.0, -1.0, -3.0]
+    assert found.indices.tolist() == [0, 2, 3, 6]
+    assert found.values.tolist() == [1.0, 3.0, -1.0, -3.0]
 
 
 @pytest.mark.parametrize(
@@ -269,7 +224,7 @@ def test_largest(device: str, n: int, family: str, seed: int, k: int) -> None:
     """The largest entries of a selection equal the reference. The selection may hold zeros."""
 
     def call(guarded: Guarded) -> tuple[list[int], list[int]]:
-        indices = torch.arange(n, dtype=torch.int32, device=device) * 3
+        indices = torch.arange(n, dtype=torch.int32, device=guarded.device) * 3
         selected = kernels.largest(kernels.Selection(indices, guarded.of(drawn(family, n, seed)), n), k)
         return bits(selected.indices), bits(selected.values)
 
@@ -280,14 +235,14 @@ def test_largest(device: str, n: int, family: str, seed: int, k: int) -> None:
 def test_mark_a_million_elements(device: str, limit: float) -> None:
     """Marks of a long vector with large tiles equal the reference."""
     n = (1 << 20) + 77
-    x = drawn("heavy", n, 0).to(device)
-    marks = kernels.Marks.empty(n, x.device, tile=1 << 16 if device == "cpu" else 4096)
-    limits = torch.tensor([limit], device=device)
+    x = drawn("heavy", n, 0)
     masks = []
-    for choice in ("torch", "triton"):
+    for choice, where in routes(device):
+        own, limits = x.to(where), torch.tensor([limit], device=where)
+        marks = kernels.Marks.empty(n, own.device, tile=1 << 16 if device == "cpu" else 4096)
         with kernels_from(choice):
-            kernels.mark(x, None, x, limits, marks)
-            masks.append([t.clone() for t in marks])
+            kernels.mark(own, None, own, limits, marks)
+        masks.append([t.cpu() for t in marks])
     assert all(torch.equal(a, b) for a, b in zip(*masks, strict=True))
 
 
@@ -314,13 +269,12 @@ def test_cuda_graph_replay(device: str) -> None:
     marks, limit = kernels.Marks.empty(n, out.device), torch.ones(1, device=device)
     room = 60_000  # enough at the first threshold, not at the second
     indices, values = (torch.empty(room, dtype=d, device=device) for d in (torch.int32, torch.float32))
-    best, most = (torch.empty(k, dtype=d, device=device) for d in (torch.int32, torch.float32))
-    found, taken = (torch.zeros(1, dtype=torch.int64, device=device) for _ in range(2))
+    found = torch.zeros(1, dtype=torch.int64, device=device)
 
-    def step() -> None:
+    def step() -> kernels.Padded:
         kernels.mark(residual, added, out, limit, marks)
-        kernels.expand(out, marks, indices, values, found, workspace=workspace)
-        kernels.top_k_into(out, None, out, best, most, taken, workspace=workspace)
+        kernels.expand(out, marks, indices, values, found)
+        return kernels.top_k_padded(out, None, out, k, workspace=workspace)
 
     residual.normal_()
     added.normal_()
@@ -328,7 +282,7 @@ def test_cuda_graph_replay(device: str) -> None:
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        step()
+        best = step()
     for seed, threshold in enumerate((1.5, 0.75)):
         residual.copy_(drawn("normal", n, seed))
         added.copy_(drawn("heavy", n, seed))
@@ -340,6 +294,5 @@ def test_cuda_graph_replay(device: str) -> None:
         written = min(room, reaching.found)
         assert torch.equal(indices[:written], reaching.indices[:room])
         assert torch.equal(values[:written], reaching.values[:room])
-        assert taken.item() == k
-        assert torch.equal(best, largest.indices)
-        assert torch.equal(most, largest.values)
+        assert torch.equal(best.indices, largest.indices)
+        assert torch.equal(best.values, largest.values)

@@ -19,15 +19,10 @@ from tritoncomm.primitives.packing import NO_VALUES, Encoding, Section, Sections
 from depth import examples, trials
 from golden_sections import DELIVERED, GOLDEN, INPUTS, A, in_hex
 from tritoncomm_kernels import Selection, quantize, sections
-from tritoncomm_kernels.section_layout import VALUE_BITS, Layout, Places, places_of
+from tritoncomm_kernels.section_layout import VALUE_BITS
 
 FORMATS = tuple(VALUE_BITS)
 ROUNDED = tuple(name for name in FORMATS if name != "fp32")
-
-
-def places_of_long(layout: Layout) -> Places:
-    """Return the places of a section that is written and read in chunks, however short it is."""
-    return places_of(layout)._replace(short=False)
 
 
 def packed(section: Section, indices: list[int], values: object) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -192,7 +187,7 @@ def test_the_rest_can_be_sent_later(situation: tuple[Section, list[int], torch.T
 @pytest.mark.parametrize("values", FORMATS)
 @pytest.mark.parametrize(("span", "room"), [(3000, 1000), (400_000, 1000), (2**31 - 1, 1025)])
 def test_chunks_do_not_change_a_message(values: str, span: int, room: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks of any size, and both ways to write planes, give the same words and the same entries."""
+    """Chunks of any size give the same words and the same entries."""
     generator = np.random.default_rng(0)
     indices = np.unique(generator.integers(0, span, room - 20)).astype(np.int32)
     numbers = np.exp(generator.normal(0, 3, len(indices))).astype(np.float32)
@@ -204,7 +199,6 @@ def test_chunks_do_not_change_a_message(values: str, span: int, room: int, monke
             monkeypatch.setattr(sections, "_GROUPS_AT_ONCE", at_once)
             monkeypatch.setattr(sections, "_WORDS_AT_ONCE", at_once)
             monkeypatch.setattr(sections, "_VALUES_AT_ONCE", 50 * at_once)
-            monkeypatch.setattr(sections, "places_of", places_of_long)
             monkeypatch.setattr(quantize, "_CHUNK", 50 * at_once)
         messages.append(packed(section, indices.tolist(), torch.from_numpy(numbers)))
     for message in messages[1:]:
@@ -216,7 +210,7 @@ def test_chunks_do_not_change_a_message(values: str, span: int, room: int, monke
     ("span", "room"), [(1, 1), (31, 5), (400, 8), (4001, 1000), (2**31 - 1, 1), (2**31 - 1, 2), (10**6, 33)]
 )
 def test_few_entries_at_once(values: str, span: int, room: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Short sections are written and read with fewer calls: the same words and entries, with up to 38 planes."""
+    """Short sections are one chunk, and have the words and entries of many chunks, with up to 38 planes."""
     generator = np.random.default_rng(room)
     for count in {0, room // 2, room}:
         indices = np.sort(generator.choice(min(span, 2**20), count, replace=False)) * max(1, span // 2**20)
@@ -225,7 +219,8 @@ def test_few_entries_at_once(values: str, span: int, room: int, monkeypatch: pyt
         section = Section(7, 7 + span, room, values, divisor=3, packed="always")
         few = section.encode(*entries)
         with monkeypatch.context() as patch:
-            patch.setattr(sections, "places_of", places_of_long)
+            patch.setattr(sections, "_GROUPS_AT_ONCE", 1)
+            patch.setattr(sections, "_WORDS_AT_ONCE", 1)
             many = section.encode(*entries)
             found = section.decode(few[0])
         assert torch.equal(few[0], many[0])

@@ -7,14 +7,7 @@ from kernel_cases import Guarded, bits, drawn, gradient, padded_rows
 
 import tritoncomm_kernels as kernels
 from tritoncomm_kernels.section_layout import Layout
-from tritoncomm_kernels.section_rows import read_rows, write_rows
-
-
-def add(guarded: Guarded) -> list[int]:
-    """Return residual + gradient, of a partial tile."""
-    out = guarded.poison(3000)
-    kernels.accumulate(guarded.of(drawn("normal", 3000, 1)), guarded.of(drawn("heavy", 3000, 2)), out)
-    return bits(out)
+from tritoncomm_kernels.sections import read_rows, write_rows
 
 
 def select(guarded: Guarded) -> list[list[int]]:
@@ -67,12 +60,6 @@ def rebalance(guarded: Guarded) -> list[list[int]]:
     bounds = guarded.poison(13, torch.int32)
     kernels.rebalance(blocks, bounds, counts, iteration=3, block=32, numel=12 * 9 * 32, min_blocks=1, rule="prefix")
     return [bits(blocks), bits(bounds)]
-
-
-def means(guarded: Guarded) -> list[int]:
-    """Return root mean squares."""
-    tensors = [guarded.of(drawn("normal", n, n)) for n in (700, 2100)]
-    return bits(torch.stack([*kernels.root_mean_squares(tensors)]))
 
 
 def segments(guarded: Guarded) -> list[list[int]]:
@@ -141,7 +128,7 @@ def _adam_of_two(guarded: Guarded) -> tuple[list[list[torch.Tensor]], kernels.Ad
 CALLS = {
     call.__name__: call
     for call in (
-        *(add, select, expand, top, merge, sections, rebalance, means, segments, rounded),
+        *(select, expand, top, merge, sections, rebalance, segments, rounded),
         *(lists, many, flat),
     )
 }

@@ -41,7 +41,7 @@ def test_same_bits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe, steps, needed = METHODS[name]
     EXECUTOR.launched.clear()
     seen = []
-    for choice in ("torch", "triton"):
+    for choice in ("auto", "triton"):
         generator = torch.Generator().manual_seed(0)
         world = SimulatedWorld(recipe, WORKERS, NUMEL)
         record: list[object] = []

@@ -39,14 +39,14 @@ def barrier(number: int) -> str:
 
 STORE = r"st\.global\.b32 \[ (%rd\d+) \+ 12 \], \{ (%r\d+) \}"
 MUTANTS = {
-    "a sum rounded toward 0": Mutant("add", "accumulate_kernel", r"add\.rn\.f32", "add.rz.f32", "result"),
+    "a sum rounded toward 0": Mutant("select", "mark_kernel", r"add\.rn\.f32", "add.rz.f32", "result"),
     "a store of two elements": Mutant(
-        "add", "accumulate_kernel", STORE, r"st.global.v2.b32 [ \1 + 12 ], { \2, \2 }", "alignment"
+        "select", "mark_kernel", STORE, r"st.global.v2.b32 [ \1 + 12 ], { \2, \2 }", "alignment"
     ),
     "a store of the element of another lane": Mutant(
-        "add", "accumulate_kernel", STORE, r"st.global.b32 [ \1 + 8 ], { \2 }", "result"
+        "select", "mark_kernel", STORE, r"st.global.b32 [ \1 + 8 ], { \2 }", "unwritten"
     ),
-    "one element too many": Mutant("add", "accumulate_kernel", r"setp\.lt\.s32", "setp.le.s32", "bounds", times=0),
+    "one element too many": Mutant("select", "mark_kernel", r"setp\.lt\.s32", "setp.le.s32", "bounds", times=0),
     "a misaligned load": Mutant(
         "select", "mark_kernel", r"(ld\.shared\.v4\.b32\s+\{.*?\}, \[%r\d+)(?=\])", r"\1+4", "alignment"
     ),
@@ -77,15 +77,14 @@ MUTANTS = {
         "race",
     ),
     "an atomic sum between programs made of plain accesses": Mutant(
-        "top",
+        "segments",
         "histogram_kernel",
         r"(@%p\d+) red\.global\.gpu\.relaxed\.add\.u32 (\[.*?\]), (%r\d+);",
         r"\1 ld.global.b32 %r0, \2; \1 add.s32 %r0, %r0, \3; \1 st.global.b32 \2, %r0;",
         "race",
     ),
-    "no barrier before one lane writes the state": Mutant("top", "pick_kernel", barrier(0), r"\1", "race"),
     "the sum of half a warp": Mutant(
-        "top", "pick_kernel", r"(redux\.sync\.add\.s32\s+%r\d+, %r\d+, )%r\d+", r"\g<1>65535", "warp"
+        "top", "emit_kernel", r"(redux\.sync\.add\.s32\s+%r\d+, %r\d+, )%r\d+", r"\g<1>65535", "warp"
     ),
     "no barrier between the sums of two rows": Mutant("merge", "add_rows_kernel", barrier(1), r"\1", "race"),
 }

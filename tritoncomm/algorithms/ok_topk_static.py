@@ -33,7 +33,7 @@ from tritoncomm.scheduler import cost
 from tritoncomm.scheduler.cost import Forecast, both
 from tritoncomm.scheduler.rounds import AllGather, AllToAll, Pattern, read
 from tritoncomm_kernels import Padded, Selection, Workspace
-from tritoncomm_kernels.padded import PADDING
+from tritoncomm_kernels.entries import PADDING
 
 _NO_KEY = 0x7FFFFFFF  # above the key of every finite magnitude
 _INFINITE_KEY = 0x7F800000

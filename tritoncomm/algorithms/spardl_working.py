@@ -27,8 +27,8 @@ from tritoncomm.primitives.static_regions import among, ascending
 from tritoncomm.primitives.verdict import REJECTED, Verdict
 from tritoncomm.scheduler.rounds import AllGather, Pattern
 from tritoncomm_kernels import Padded, Selection
-from tritoncomm_kernels.compact import SparseList
-from tritoncomm_kernels.padded import PADDING
+from tritoncomm_kernels.entries import PADDING
+from tritoncomm_kernels.select import SparseList
 
 _GATHER = "all-gather"
 

@@ -331,7 +331,7 @@ class Accumulator:
 
     def _add_undivided(self) -> None:
         if not self._added:
-            self._timed(lambda: kernels.accumulate(self._residual, self._gradient, self._scratch))
+            self._timed(lambda: torch.add(self._residual, self._gradient, out=self._scratch))
 
     def _select(self, first: Callable[[], Selection], again: Callable[[], Selection]) -> Selection:
         selection = self._timed(again if self._added else first)

@@ -17,10 +17,9 @@ import torch
 
 from tritoncomm.errors import ProtocolMismatchError
 from tritoncomm_kernels import Selection, Workspace
-from tritoncomm_kernels.padded import Padded
+from tritoncomm_kernels.entries import Padded
 from tritoncomm_kernels.section_layout import VALUE_BITS, Layout
-from tritoncomm_kernels.section_rows import check_rows, read_one, read_rows, write_one, write_rows
-from tritoncomm_kernels.sections import sendable_together
+from tritoncomm_kernels.sections import check_rows, read_one, read_rows, sendable_together, write_one, write_rows
 
 _PADDING = -1
 _COARSE_BITS = 3
@@ -330,7 +329,7 @@ class Rows:
         """Return the entries of received ``messages`` (int32 ``[rows, words]``), and the number of malformed rows.
 
         Values are divided by ``divisor``. The number is int32 ``[1]``. A malformed row has no entries, see
-        :func:`tritoncomm_kernels.section_rows.read_rows`.
+        :func:`tritoncomm_kernels.sections.read_rows`.
         """
         if self.is_packed:
             rows, bad = read_rows(self.layout, self.lows, messages, divisor=self.divisor, workspace=workspace)

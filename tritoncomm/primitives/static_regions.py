@@ -7,7 +7,7 @@ import torch
 from tritoncomm.primitives.packing import Rows
 from tritoncomm.primitives.verdict import Verdict
 from tritoncomm_kernels import Padded, Workspace
-from tritoncomm_kernels.padded import PADDING
+from tritoncomm_kernels.entries import PADDING
 
 # Sums of 2^126 and more count as overflow if values are rounded, because what rounding cuts off must not overflow in
 # the residual. This factor makes them infinite.

@@ -1,13 +1,13 @@
-"""Lists of entries with a fixed length: the operations of exchanges whose message lengths never depend on data.
+"""Lists of entries: with exact lengths, and with a fixed length whose number of entries only the device knows.
 
-A list has room for a fixed number of entries. Its entries come first, ascending by index. Padding follows, with the
-index -1 and the value 0. The host therefore never needs to know how many entries there are. On a GPU no operation here
-waits for the host, and the number of kernel launches does not depend on the number of rows.
+A list with padding has room for a fixed number of entries. Its entries come first, ascending by index. Padding follows,
+with the index -1 and the value 0. The host therefore never needs to know how many entries there are. On a GPU no
+operation on such lists waits for the host, and the number of kernel launches does not depend on the number of rows.
+Sums of several lists are in their order.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -17,21 +17,23 @@ import torch
 
 from tritoncomm_kernels import devices
 from tritoncomm_kernels.checks import INDEX_LIMIT, check_vector
-from tritoncomm_kernels.compact import Selection, threshold_key
 from tritoncomm_kernels.dispatch import kernel, triton_runs
-from tritoncomm_kernels.mark import Marks, mark
-from tritoncomm_kernels.scatter import MAX_LISTS, merge, scatter_add
-from tritoncomm_kernels.threshold import (
-    SHORT_SEGMENT,
-    accumulate_top_k,
+from tritoncomm_kernels.select import (
+    Marks,
+    Selection,
+    SparseList,
     magnitude_keys,
-    top_k,
-    top_k_into,
-    top_k_places,
+    mark,
+    positions,
+    threshold_key,
 )
 from tritoncomm_kernels.workspace import Workspace, copied_to
 
 PADDING = -1
+MAX_LISTS = 65535  # limit of the second dimension of a CUDA grid
+Integers = npt.NDArray[np.int32]
+# On a CPU, indices are searched in a list that is this many times longer. Otherwise the two lists are merged.
+_MUCH_LONGER = 8
 
 
 class Padded(NamedTuple):
@@ -69,90 +71,16 @@ class Padded(NamedTuple):
 
     def trimmed(self) -> Selection:
         """Return the entries of a single row without padding. On a GPU the host waits for their number."""
-        if self.indices.device.type == "cpu":
-            used = int(np.count_nonzero(self.indices.numpy() != PADDING))
-        else:
+        if triton_runs(self.indices):
             used = int(torch.count_nonzero(self.indices != PADDING))
+        else:
+            used = int(np.count_nonzero(self.indices.numpy() != PADDING))
         return Selection.of(self.indices[:used], self.values[:used])
 
 
 def stacked(rows: Sequence[Padded]) -> Padded:
     """Return ``rows``, each ``[room]``, as one list of rows."""
     return Padded(torch.stack([row.indices for row in rows]), torch.stack([row.values for row in rows]))
-
-
-def top_k_padded(
-    residual: torch.Tensor, gradient: torch.Tensor | None, out: torch.Tensor, k: int, *, workspace: Workspace
-) -> Padded:
-    """Return the result of :func:`tritoncomm_kernels.accumulate_top_k` as ``[k]`` entries and padding.
-
-    ``k`` is at least 1. If ``gradient`` is None, ``residual`` and ``out`` are the same tensor, and nothing is added.
-    """
-    if out.numel() and triton_runs(out):
-        indices = out.new_full((k,), PADDING, dtype=torch.int32)
-        values = out.new_zeros(k)
-        taken = workspace.buffer("padded taken", 1, torch.int64, out.device)
-        top_k_into(residual, gradient, out, indices, values, taken, workspace=workspace)
-        return Padded(indices, values)
-    selected = top_k(out, k) if gradient is None else accumulate_top_k(residual, gradient, out, k)
-    return Padded.of(selected, k)
-
-
-def top_k_rows(
-    values: torch.Tensor,
-    bounds: torch.Tensor,
-    budgets: torch.Tensor,
-    room: int,
-    *,
-    indices: torch.Tensor | None = None,
-    workspace: Workspace,
-) -> Padded:
-    """Return the largest entries of each segment of ``values`` (fp32 ``[n]``), ``[rows, room]``.
-
-    Row r holds the ``min(room, budgets[r])`` largest non-zeros of ``values[bounds[r] : bounds[r + 1]]``, by the rules
-    of :func:`tritoncomm_kernels.top_k`. ``bounds`` (int32 ``[rows + 1]``) do not descend and lie in ``[0, n]``.
-    ``budgets`` are int32 ``[rows]``. Both are on the device of ``values``. Indices are positions in ``values``, or the
-    elements of ``indices`` (int32 ``[n]``) there.
-    """
-    rows = budgets.numel()
-    check_vector("values", values)
-    check_vector("bounds", bounds, dtypes=(torch.int32,), numel=rows + 1, like=values)
-    check_vector("budgets", budgets, dtypes=(torch.int32,), like=values)
-    if indices is not None:
-        check_vector("indices", indices, dtypes=(torch.int32,), numel=values.numel(), like=values)
-    if not rows or not room:
-        return Padded(values.new_empty((rows, room), dtype=torch.int32), values.new_empty((rows, room)))
-    if triton_runs(values):
-        padded: Padded = _on_gpu(rows).top_k_rows(values, bounds, budgets, room, indices, workspace)
-        return padded
-    cuts, parts = bounds.tolist(), []
-    widest = max(stop - start for start, stop in itertools.pairwise(cuts))
-    if 0 < widest <= SHORT_SEGMENT and values.device.type == "cpu":
-        return _top_k_rows_on_host(values, bounds, budgets, room, indices, widest)
-    for row, budget in enumerate(budgets.tolist()):
-        part = top_k(values[cuts[row] : cuts[row + 1]], min(room, max(0, budget)))
-        places = part.indices + cuts[row]
-        parts.append(Padded.of(Selection.of(places if indices is None else indices[places.long()], part.values), room))
-    return stacked(parts)
-
-
-def _top_k_rows_on_host(
-    values: torch.Tensor,
-    bounds: torch.Tensor,
-    budgets: torch.Tensor,
-    room: int,
-    indices: torch.Tensor | None,
-    widest: int,
-) -> Padded:
-    """Select from all rows at once in numpy, whose calls cost less than torch's."""
-    limits = np.clip(budgets.numpy(), 0, room).astype(np.int64)
-    places, take = top_k_places(values.numpy(), bounds.numpy().astype(np.int64), limits, widest)
-    chosen, counts = places[take], take.sum(1)
-    padded = np.full((len(limits), room), PADDING, np.int32), np.zeros((len(limits), room), np.float32)
-    used = np.arange(room) < counts[:, None]
-    padded[0][used] = chosen if indices is None else indices.numpy()[chosen]
-    padded[1][used] = values.numpy()[chosen]
-    return Padded(torch.from_numpy(padded[0]), torch.from_numpy(padded[1]))
 
 
 def reaching(entries: Padded, threshold: torch.Tensor | float, *, workspace: Workspace) -> Padded:
@@ -182,20 +110,17 @@ def joined(rows: Padded, *, workspace: Workspace) -> Padded:
     if not indices.numel():
         return Padded(indices, values)
     if triton_runs(values):
-        padded: Padded = _on_gpu().joined(indices, values, workspace)
-        return padded
-    if values.device.type == "cpu":
-        used = indices.numpy() != PADDING
-        return Padded.of_arrays(indices.numpy()[used], values.numpy()[used], indices.numel())
-    keep = indices != PADDING
-    return Padded.of(Selection.of(indices[keep], values[keep]), indices.numel())
+        padded: Padded = _on_gpu().joined(Padded(indices[None], values[None]), workspace)
+        return padded.row(0)
+    used = indices.numpy() != PADDING
+    return Padded.of_arrays(indices.numpy()[used], values.numpy()[used], indices.numel())
 
 
 def merge_rows(rows: Padded, numel: int, *, workspace: Workspace) -> Padded:
     """Return the union of all rows with the sums of their values, ``[min(rows * room, numel)]``.
 
     Terms are added in row order, as by :func:`tritoncomm_kernels.merge`. All indices are in ``[0, numel)``, as
-    :func:`tritoncomm_kernels.section_rows.read_rows` guarantees.
+    :func:`tritoncomm_kernels.sections.read_rows` guarantees.
     """
     count, room = rows.indices.shape
     if not 0 <= numel <= INDEX_LIMIT:
@@ -210,13 +135,6 @@ def merge_rows(rows: Padded, numel: int, *, workspace: Workspace) -> Padded:
     return Padded.of(Selection.of(*merge(lists, numel)), capacity)
 
 
-def largest_padded(entries: Padded, k: int, *, workspace: Workspace) -> Padded:
-    """Return the ``k`` entries of one row with the largest magnitudes, ``[k]``. Zeros are never among them."""
-    bounds = torch.arange(2, dtype=torch.int32, device=entries.values.device) * entries.room
-    budget = torch.full((1,), k, dtype=torch.int32, device=entries.values.device)
-    return top_k_rows(entries.values, bounds, budget, k, indices=entries.indices, workspace=workspace).row(0)
-
-
 def add_rows(out: torch.Tensor, rows: Padded, *, offset: int = 0, scale: float = 1.0, workspace: Workspace) -> None:
     """Add ``scale`` times the values of all rows to ``out`` (fp32 ``[n]``) at ``indices - offset``, in row order.
 
@@ -229,16 +147,11 @@ def add_rows(out: torch.Tensor, rows: Padded, *, offset: int = 0, scale: float =
     if triton_runs(out):
         _on_gpu(rows.indices.shape[0]).add_rows(out, rows, offset, float(scale), workspace)
         return
-    if out.device.type == "cpu":
-        sums, indices, terms = out.numpy(), rows.indices.numpy(), rows.values.numpy()
-        with np.errstate(over="ignore", invalid="ignore"):  # the caller checks the sums
-            for places, row in zip(indices, terms if scale == 1.0 else terms * np.float32(scale), strict=True):
-                used = places != PADDING
-                sums[places[used] - offset] += row[used]
-        return
-    for number in range(rows.indices.shape[0]):
-        entries = rows.row(number).trimmed()
-        scatter_add(out, entries.indices - offset, entries.values * scale if scale != 1.0 else entries.values)
+    sums, indices, terms = out.numpy(), rows.indices.numpy(), rows.values.numpy()
+    with np.errstate(over="ignore", invalid="ignore"):  # the caller checks the sums
+        for places, row in zip(indices, terms if scale == 1.0 else terms * np.float32(scale), strict=True):
+            used = places != PADDING
+            sums[places[used] - offset] += row[used]
 
 
 def set_at(out: torch.Tensor, entries: Padded | torch.Tensor) -> None:
@@ -251,12 +164,8 @@ def set_at(out: torch.Tensor, entries: Padded | torch.Tensor) -> None:
     if triton_runs(out):
         _on_gpu().set_at(out, indices, None if values is None else values.reshape(-1))
         return
-    if out.device.type == "cpu":
-        used = indices.numpy() != PADDING
-        out.numpy()[indices.numpy()[used]] = 0.0 if values is None else values.reshape(-1).numpy()[used]
-        return
-    keep = indices != PADDING
-    out[indices[keep].long()] = 0.0 if values is None else values.reshape(-1)[keep]
+    used = indices.numpy() != PADDING
+    out.numpy()[indices.numpy()[used]] = 0.0 if values is None else values.reshape(-1).numpy()[used]
 
 
 def values_at(values: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
@@ -267,13 +176,8 @@ def values_at(values: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
     if triton_runs(values):
         picked: torch.Tensor = _on_gpu().values_at(values, indices)
         return picked
-    if values.device.type == "cpu":
-        places = indices.numpy()
-        return torch.from_numpy(np.where(places != PADDING, values.numpy()[places], np.float32(0.0)))
-    keep = indices != PADDING
-    found = values.new_zeros(indices.shape)
-    found[keep] = values[indices[keep].long()]
-    return found
+    places = indices.numpy()
+    return torch.from_numpy(np.where(places != PADDING, values.numpy()[places], np.float32(0.0)))
 
 
 def count_reaching(values: torch.Tensor, threshold: torch.Tensor | float) -> torch.Tensor:
@@ -336,6 +240,86 @@ _MOST_CONSTANTS = 4096
 _constants: dict[tuple[tuple[int, ...], torch.device, Any], torch.Tensor] = {}
 
 
+def scatter_add(out: torch.Tensor, indices: torch.Tensor, values: torch.Tensor) -> None:
+    """Add ``values`` to ``out`` at ``indices`` (int32 or int64), in place.
+
+    The indices must be unique, so the result does not depend on an order. Uses torch operators on every device.
+    """
+    if out.device.type == "cpu":
+        out.index_add_(0, indices, values)
+    else:  # on CUDA, index_add_ uses atomics, which flush denormals
+        at = indices.long()
+        out.index_copy_(0, at, out.index_select(0, at) + values)
+
+
+def scatter_add_lists(out: torch.Tensor, indices: torch.Tensor, values: torch.Tensor, counts: Sequence[int]) -> None:
+    """Apply :func:`scatter_add` to consecutive lists with ``counts`` entries each, in order.
+
+    Indices are unique inside a list. Between lists they may repeat, and then the terms are added in list order.
+    """
+    if out.device.type == "cpu":  # np.add.at adds element by element, in order
+        with np.errstate(over="ignore", invalid="ignore"):  # the caller checks the sums
+            np.add.at(out.numpy(), indices.numpy(), values.numpy())
+        return
+    for part, amounts in zip(torch.split(indices, list(counts)), torch.split(values, list(counts)), strict=True):
+        scatter_add(out, part, amounts)
+
+
+def decompress(out: torch.Tensor, indices: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Overwrite ``out`` (fp32 ``[n]``) with the dense form of one sparse list, and return ``out``.
+
+    ``indices`` (int32 or int64, ascending and unique) and ``values`` (fp32) are ``[k]``. The caller must make sure
+    that all indices are inside ``[0, n)``. Uses torch operators on every device.
+    """
+    return out.zero_().index_copy_(0, indices.long(), values + 0.0)  # adding 0.0 turns -0.0 into 0.0, as in a sum
+
+
+def merge(lists: Sequence[SparseList], numel: int, *, workspace: Workspace | None = None) -> SparseList:
+    """Merge sparse lists of one vector of ``numel`` elements.
+
+    ``lists`` has at least one list, each with ascending and unique indices. Returns the ascending union of the
+    indices (int32) and the sums (fp32). The terms of a coordinate are added in the order of ``lists``, so all ranks
+    with the same lists compute the same bits. Raises ``ValueError`` for an index outside ``[0, numel)``.
+    """
+    if not lists:
+        raise ValueError("lists is empty: pass at least one sparse list, which may have no entries")
+    if not 0 <= numel <= INDEX_LIMIT:
+        raise ValueError(f"numel={numel} is not in [0, {INDEX_LIMIT}]: split the vector")
+    for rank, (indices, values) in enumerate(lists):
+        check_vector(f"lists[{rank}].values", values, like=lists[0][1])
+        check_vector(f"lists[{rank}].indices", indices, dtypes=(torch.int32,), numel=values.numel(), like=values)
+    if numel and triton_runs(lists[0][1]):
+        return _merge_triton(lists, numel, workspace if workspace is not None else Workspace())
+    return _merge_host(lists, numel)
+
+
+def common_positions(sought: torch.Tensor, among: torch.Tensor) -> torch.Tensor:
+    """Return the positions in ``sought`` of the elements that are also in ``among``. Both are ascending and unique."""
+    return positions(find(sought, among)[0])
+
+
+def find(sought: torch.Tensor, among: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return which elements of ``sought`` are in ``among`` (bool ``[m]``), and where there (int64 ``[m]``).
+
+    Both are ascending and unique. The position of an element that is not there means nothing, but is inside ``among``
+    unless that is empty. Nothing waits for a GPU.
+    """
+    if among.numel() == 0:
+        return torch.zeros_like(sought, dtype=torch.bool), torch.zeros_like(sought, dtype=torch.int64)
+    if sought.device.type != "cpu" or _MUCH_LONGER * sought.numel() <= among.numel():
+        where = torch.searchsorted(among, sought).clamp_(max=among.numel() - 1)
+        return among[where] == sought, where
+    if torch.equal(sought, among):
+        return torch.ones_like(sought, dtype=torch.bool), torch.arange(sought.numel())
+    # A stable sort of two ascending lists is one merge. Of two equal indices, the sought one comes first.
+    ascending, order = _merged([sought, among])
+    pairs = np.flatnonzero(ascending[1:] == ascending[:-1])
+    found, places = np.zeros(sought.numel(), dtype=np.bool_), np.zeros(sought.numel(), dtype=np.int64)
+    found[order[pairs]] = True
+    places[order[pairs]] = order[pairs + 1] - sought.numel()
+    return torch.from_numpy(found), torch.from_numpy(places)
+
+
 def check_launch(rows: int) -> None:
     """Raise ``ValueError`` if a GPU cannot handle so many rows in one launch."""
     if rows > MAX_LISTS:
@@ -344,4 +328,49 @@ def check_launch(rows: int) -> None:
 
 def _on_gpu(rows: int = 1) -> Any:
     check_launch(rows)
-    return kernel("padded_triton")
+    return kernel("entries_triton")
+
+
+def _merged(lists: Sequence[torch.Tensor]) -> tuple[Integers, npt.NDArray[np.intp]]:
+    """Return the elements of ascending ``lists`` in ascending order, and the position of each in their concatenation.
+
+    Equal elements stay in the order of the lists. numpy's stable sort finds ascending runs and merges them.
+    """
+    joined = np.concatenate([part.numpy() for part in lists])
+    order = np.argsort(joined, kind="stable")
+    return joined.take(order), order
+
+
+def _merge_host(lists: Sequence[SparseList], numel: int) -> SparseList:
+    """Merge without a search. Only coordinates of several lists are added, in the order of the lists."""
+    ascending, order = _merged([indices for indices, _ in lists])
+    _check_inside(ascending.size and (int(ascending[0]) < 0 or int(ascending[-1]) >= numel), numel)
+    values = np.concatenate([part.numpy() for _, part in lists]).take(order)
+    is_first = np.ones(ascending.size, dtype=np.bool_)
+    np.not_equal(ascending[1:], ascending[:-1], out=is_first[1:])
+    first, again = np.flatnonzero(is_first), np.flatnonzero(~is_first)
+    with np.errstate(over="ignore", invalid="ignore"):  # the caller checks the sums
+        sums = values.take(first) + np.float32(0.0)  # a sum starts at 0.0, which turns -0.0 into 0.0
+        np.add.at(sums, again - np.arange(1, again.size + 1), values.take(again))
+    return torch.from_numpy(ascending.take(first)), torch.from_numpy(sums)
+
+
+def _merge_triton(lists: Sequence[SparseList], numel: int, workspace: Workspace) -> SparseList:
+    """Merge as rows with padding. The only host synchronization reads how many entries the union has."""
+    room = max(indices.numel() for indices, _ in lists)
+    missing = [room - indices.numel() for indices, _ in lists]
+    pad = torch.nn.functional.pad
+    rows = stacked(
+        [Padded(pad(at, (0, n), value=PADDING), pad(x, (0, n))) for (at, x), n in zip(lists, missing, strict=True)]
+    )
+    union = merge_rows(rows, numel, workspace=workspace)
+    indices = torch.cat([indices for indices, _ in lists])
+    outside = ((indices < 0) | (indices >= numel)).any()
+    used, wrong = torch.stack([(union.indices != PADDING).sum(), outside]).tolist()
+    _check_inside(wrong, numel)
+    return union.indices[:used], union.values[:used]
+
+
+def _check_inside(outside: int | bool, numel: int) -> None:
+    if outside:
+        raise ValueError(f"lists contain an index outside [0, {numel}): a peer sent a malformed list")

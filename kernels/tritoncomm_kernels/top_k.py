@@ -10,18 +10,27 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from tritoncomm_kernels.accumulate import accumulate, check_addends
-from tritoncomm_kernels.checks import check_apart, check_vector
-from tritoncomm_kernels.compact import Selection, SparseList, accumulate_and_select_keys, positions, select_keys
+from tritoncomm_kernels.checks import check_vector
 from tritoncomm_kernels.dispatch import kernel, triton_runs
-from tritoncomm_kernels.expand import expand
-from tritoncomm_kernels.mark import MAGNITUDE_MASK, Marks, mark
-from tritoncomm_kernels.scatter import scatter_add
+from tritoncomm_kernels.entries import PADDING, Padded, check_launch, constant, joined, scatter_add, stacked
+from tritoncomm_kernels.select import (
+    MAGNITUDE_MASK,
+    Marks,
+    Selection,
+    SparseList,
+    check_addends,
+    expand,
+    magnitude_keys,
+    mark,
+    positions,
+    select_keys,
+)
 from tritoncomm_kernels.workspace import Workspace
 
 # A sample of one 128-byte line in 257 estimates the k-th magnitude. It is accurate enough that little more than k
@@ -38,9 +47,20 @@ Integers = npt.NDArray[np.int64]
 WARM_SLACK = 0.95
 
 
-def magnitude_keys(values: torch.Tensor) -> torch.Tensor:
-    """Return integer keys (int32, same shape) that order ``values`` (fp32) by magnitude, with NaN largest."""
-    return values.view(torch.int32) & MAGNITUDE_MASK
+class Candidates(NamedTuple):
+    """The entries of a vector that pass a first guess of the k-th magnitude, on the device of the vector.
+
+    ``values`` (fp32) has room for them, and ``found`` (int64 ``[1]``) may exceed it. ``guess`` (int32 ``[1]``) is a
+    key. The kernels write the number of entries that are ``taken`` (int64 ``[1]``), and the ``following`` guess
+    (int32 ``[1]``): the k-th magnitude times ``slack``.
+    """
+
+    values: torch.Tensor
+    found: torch.Tensor
+    guess: torch.Tensor
+    taken: torch.Tensor
+    following: torch.Tensor
+    slack: float
 
 
 def top_k(
@@ -73,14 +93,18 @@ def top_k_segments(
     """
     _check_segments(bounds, budgets)
     check_vector("values", values)
-    if _are_short(bounds) and values.device.type == "cpu" and not triton_runs(values):
-        widest = max(stop - start for start, stop in itertools.pairwise(bounds))
+    widest = max((stop - start for start, stop in itertools.pairwise(bounds)), default=0)
+    if values.numel() and budgets and triton_runs(values):
+        held = workspace if workspace is not None else Workspace()
+        cuts, limits = constant(bounds, values.device), constant(budgets, values.device)
+        return joined(top_k_rows(values, cuts, limits, max(budgets), workspace=held), workspace=held).trimmed()
+    if len(budgets) > 1 and 0 < widest <= SHORT_SEGMENT:
         places, take = top_k_places(values.numpy(), np.asarray(bounds), np.asarray(budgets), widest)
         chosen = places[take]
         return Selection.of(torch.from_numpy(chosen.astype(np.int32)), torch.from_numpy(values.numpy()[chosen]))
     parts = []
     for start, stop, k in zip(bounds, bounds[1:], budgets, strict=False):
-        part = top_k(values[start:stop], k, workspace=workspace)
+        part = top_k(values[start:stop], k)
         parts.append(part._replace(indices=part.indices + start))
     return Selection.join(parts) if parts else Selection.of(values.new_empty(0, dtype=torch.int32), values[:0])
 
@@ -116,7 +140,7 @@ def accumulate_top_k_segments(
             parts.append(part._replace(indices=part.indices + start))
         return Selection.join(parts)
     if gradient is not None:
-        accumulate(residual, gradient, out)
+        torch.add(residual, gradient, out=out)
     before = [out.index_select(0, indices) for indices, _ in terms]
     for indices, values in terms:
         scatter_add(out, indices, values)
@@ -170,41 +194,88 @@ def accumulate_top_k(
     return _exact_sum((residual, gradient), out, k, divisor=divisor)
 
 
-def top_k_into(
-    residual: torch.Tensor,
-    gradient: torch.Tensor | None,
-    out: torch.Tensor,
-    indices: torch.Tensor,
-    values: torch.Tensor,
-    taken: torch.Tensor,
-    *,
-    workspace: Workspace,
-) -> None:
-    """Write the result of :func:`accumulate_top_k` to preallocated tensors. On a GPU there is no host synchronization.
+def top_k_padded(
+    residual: torch.Tensor, gradient: torch.Tensor | None, out: torch.Tensor, k: int, *, workspace: Workspace
+) -> Padded:
+    """Return the result of :func:`accumulate_top_k` as ``[k]`` entries and padding. On a GPU, the host does not wait.
 
-    ``indices`` (int32) and ``values`` (fp32) are ``[k]``, with ``k`` at least 1. ``taken`` (int64 ``[1]``) is set to
-    the number of entries written. The other slots keep their content. If ``gradient`` is None, ``residual`` and
-    ``out`` must be the same tensor, and nothing is added. The search starts from a threshold, slightly below the k-th
-    magnitude of the last call with this ``workspace``. In the first call, a sample gives it. The result does not depend
-    on it.
+    ``k`` is at least 1. If ``gradient`` is None, ``residual`` and ``out`` must be the same tensor, and nothing is
+    added. The search starts from a threshold, slightly below the k-th magnitude of the last call with this
+    ``workspace``. In the first call, a sample gives it. The result does not depend on it.
     """
-    check_vector("indices", indices, dtypes=(torch.int32,), like=out)
-    check_vector("values", values, numel=indices.numel(), like=out)
-    check_vector("taken", taken, dtypes=(torch.int64,), numel=1, like=out)
-    check_apart("values", values, "out", out)
-    check_apart("indices", indices, "out", out)
-    check_apart("indices", indices, "values", values)
     check_addends(residual, gradient, out)
-    if indices.numel() == 0:
-        raise ValueError("indices has no elements: k must be at least 1")
+    if k < 1:
+        raise ValueError(f"k={k}: must be at least 1")
     if out.numel() and triton_runs(out):
-        _launch(residual, gradient, out, indices, values, taken, workspace)
-        return
-    k = indices.numel()
+        return _launch(residual, gradient, out, k, workspace)[0]
     selected = top_k(out, k) if gradient is None else accumulate_top_k(residual, gradient, out, k)
-    taken.fill_(selected.found)
-    indices[: selected.found] = selected.indices
-    values[: selected.found] = selected.values
+    return Padded.of(selected, k)
+
+
+def top_k_rows(
+    values: torch.Tensor,
+    bounds: torch.Tensor,
+    budgets: torch.Tensor,
+    room: int,
+    *,
+    indices: torch.Tensor | None = None,
+    workspace: Workspace,
+) -> Padded:
+    """Return the largest entries of each segment of ``values`` (fp32 ``[n]``), ``[rows, room]``.
+
+    Row r holds the ``min(room, budgets[r])`` largest non-zeros of ``values[bounds[r] : bounds[r + 1]]``, by the rules
+    of :func:`tritoncomm_kernels.top_k`. ``bounds`` (int32 ``[rows + 1]``) do not descend and lie in ``[0, n]``.
+    ``budgets`` are int32 ``[rows]``. Both are on the device of ``values``. Indices are positions in ``values``, or the
+    elements of ``indices`` (int32 ``[n]``) there.
+    """
+    rows = budgets.numel()
+    check_vector("values", values)
+    check_vector("bounds", bounds, dtypes=(torch.int32,), numel=rows + 1, like=values)
+    check_vector("budgets", budgets, dtypes=(torch.int32,), like=values)
+    if indices is not None:
+        check_vector("indices", indices, dtypes=(torch.int32,), numel=values.numel(), like=values)
+    if not rows or not room:
+        return _empty_rows(rows, room, values)
+    if triton_runs(values):
+        check_launch(rows)
+        found = _empty_rows(rows, room, values)
+        kernel("top_k_triton").top_k_rows(values, bounds, budgets, indices, found, workspace)
+        return found
+    cuts, parts = bounds.tolist(), []
+    widest = max(stop - start for start, stop in itertools.pairwise(cuts))
+    if 0 < widest <= SHORT_SEGMENT:
+        return _top_k_rows_on_host(values, bounds, budgets, room, indices, widest)
+    for row, budget in enumerate(budgets.tolist()):
+        part = top_k(values[cuts[row] : cuts[row + 1]], min(room, max(0, budget)))
+        places = part.indices + cuts[row]
+        parts.append(Padded.of(Selection.of(places if indices is None else indices[places.long()], part.values), room))
+    return stacked(parts)
+
+
+def _top_k_rows_on_host(
+    values: torch.Tensor,
+    bounds: torch.Tensor,
+    budgets: torch.Tensor,
+    room: int,
+    indices: torch.Tensor | None,
+    widest: int,
+) -> Padded:
+    """Select from all rows at once in numpy, whose calls cost less than torch's."""
+    limits = np.clip(budgets.numpy(), 0, room).astype(np.int64)
+    places, take = top_k_places(values.numpy(), bounds.numpy().astype(np.int64), limits, widest)
+    chosen, counts = places[take], take.sum(1)
+    padded = np.full((len(limits), room), PADDING, np.int32), np.zeros((len(limits), room), np.float32)
+    used = np.arange(room) < counts[:, None]
+    padded[0][used] = chosen if indices is None else indices.numpy()[chosen]
+    padded[1][used] = values.numpy()[chosen]
+    return Padded(torch.from_numpy(padded[0]), torch.from_numpy(padded[1]))
+
+
+def largest_padded(entries: Padded, k: int, *, workspace: Workspace) -> Padded:
+    """Return the ``k`` entries of one row with the largest magnitudes, ``[k]``. Zeros are never among them."""
+    bounds = torch.arange(2, dtype=torch.int32, device=entries.values.device) * entries.room
+    budget = torch.full((1,), k, dtype=torch.int32, device=entries.values.device)
+    return top_k_rows(entries.values, bounds, budget, k, indices=entries.indices, workspace=workspace).row(0)
 
 
 def kth_magnitude(values: torch.Tensor, k: int) -> float:
@@ -237,7 +308,7 @@ def _exact_sum(
 
     def candidates(key: int) -> Selection:
         if unadded:
-            return accumulate_and_select_keys(*unadded.pop(), out, key, divisor=divisor, terms=terms)
+            return select_keys(out, key, unadded.pop(), divisor=divisor, terms=terms)
         return select_keys(out, key, divisor=divisor, terms=terms)
 
     return _exact(candidates, sample, k, out.numel())
@@ -258,22 +329,21 @@ def largest(selected: Selection, k: int, *, workspace: Workspace | None = None) 
         return Selection(selected.indices, selected.values, len(selected.values))
     if k == 0:
         return Selection(selected.indices[:0], selected.values[:0], 0)
-    if triton_runs(selected.values):
-        places, values, found = _read_back(selected.values, None, selected.values, k, workspace, whole=True)
-        if found == k:
-            return Selection(selected.indices[places], values, k)
-    if selected.values.device.type == "cpu":
+    if not triton_runs(selected.values):
         return _largest_on_host(selected.indices.numpy(), selected.values.numpy(), k)
-    keys = magnitude_keys(selected.values)
-    kth = _kth_key(keys, k)
-    take = keys > kth
-    take[positions(keys == kth)[: k - int(torch.count_nonzero(take))]] = True
-    kept = positions(take)
-    return Selection(selected.indices[kept], selected.values[kept], k)
+    held = workspace if workspace is not None else Workspace()
+    x = selected.values
+    found = _empty_rows(1, k, x)
+    kernel("top_k_triton").top_k_rows(x, None, None, None, found, held)
+    places = found.row(0).trimmed().indices.long()
+    if len(places) < k:  # zeros are among them, the first ones
+        zeros = positions(magnitude_keys(x) == 0)[: k - len(places)]
+        places = torch.cat([places, zeros]).sort().values
+    return Selection(selected.indices[places], x[places], k)
 
 
 def _largest_on_host(indices: npt.NDArray[np.int32], values: npt.NDArray[np.float32], k: int) -> Selection:
-    """Same in numpy, whose calls cost less than torch's."""
+    """Do the same in numpy, whose calls cost less than torch's."""
     keys = values.view(np.int32) & MAGNITUDE_MASK
     rank = len(keys) - k
     kth = np.partition(keys, rank)[rank]
@@ -289,69 +359,55 @@ def _read_back(
     out: torch.Tensor,
     k: int,
     workspace: Workspace | None,
-    *,
-    whole: bool = False,
 ) -> Selection:
     """Launch the kernels, then read the number of entries back to the host."""
     held = workspace if workspace is not None else Workspace()
     k = min(k, out.numel())
     if k == 0:
         if gradient is not None:
-            accumulate(residual, gradient, out)
+            torch.add(residual, gradient, out=out)
         return Selection.of(out.new_empty(0, dtype=torch.int32), out.new_empty(0))
-    indices, values = out.new_empty(k, dtype=torch.int32), out.new_empty(k)
-    taken = held.buffer("top-k taken", 1, torch.int64, out.device)
-    _launch(residual, gradient, out, indices, values, taken, held, whole=whole)
+    entries, taken = _launch(residual, gradient, out, k, held)
     found = int(taken)
-    return Selection.of(indices[:found], values[:found])
+    return Selection.of(entries.indices[:found], entries.values[:found])
 
 
 def _launch(
-    residual: torch.Tensor,
-    gradient: torch.Tensor | None,
-    out: torch.Tensor,
-    indices: torch.Tensor,
-    values: torch.Tensor,
-    taken: torch.Tensor,
-    workspace: Workspace,
-    *,
-    whole: bool = False,
-) -> None:
-    """Filter candidates with a first guess, then launch radix select and ordered emit. No host synchronization."""
-    n, k = out.numel(), indices.numel()
+    residual: torch.Tensor, gradient: torch.Tensor | None, out: torch.Tensor, k: int, workspace: Workspace
+) -> tuple[Padded, torch.Tensor]:
+    """Filter candidates with a first guess, then launch radix select and ordered emit. No host synchronization.
 
-    use = "largest" if whole else "top-k"  # each has its own guess in the workspace
+    Returns ``[k]`` entries and padding, and the number of entries (int64 ``[1]``).
+    """
+    n = out.numel()
 
-    def integers(name: str, size: int) -> torch.Tensor:
-        return workspace.buffer(f"{use} {name}", size, torch.int32, out.device)
+    def buffer(name: str, size: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return workspace.buffer(f"top-k {name}", size, dtype, out.device)
 
-    radix = kernel("threshold_triton")
-    scratch = {
-        "state": integers("state", radix.STATE_WORDS),
-        "histogram": integers("histogram", 256),
-        "above": integers("above", radix.PROGRAMS),
-        "equal": integers("equal", radix.PROGRAMS),
-    }
-    is_first = not workspace.holds(f"{use} guess", torch.int32, out.device)
-    guess = integers("guess", 1)
-    found = workspace.buffer(f"{use} found", 1, torch.int64, out.device)
-    candidates = None
-    if not whole:
-        if is_first:
-            guess.fill_(_sampled_guess(residual, gradient, k, n))
-        room = min(n, max(2 * k, k + 65536))
-        candidates = integers("positions", room), workspace.buffer("top-k values", room, torch.float32, out.device)
-        marks = Marks.empty(n, out.device, workspace, name=use)
-        mark(residual, gradient, out, guess, marks)
-        expand(out, marks, *candidates, found, workspace=workspace)
-    radix.largest(out, candidates, found, guess, scratch, k, indices, values, taken, slack=WARM_SLACK)
+    is_first = not workspace.holds("top-k guess", torch.int32, out.device)
+    guess, following = buffer("guess", 1), buffer("next", 1)
+    found, taken = buffer("found", 1, torch.int64), buffer("taken", 1, torch.int64)
+    if is_first:
+        guess.fill_(_sampled_guess(residual, gradient, k, n))
+    room = min(n, max(2 * k, k + 65536))
+    places, passed = buffer("positions", room), buffer("values", room, torch.float32)
+    marks = Marks.empty(n, out.device, workspace, name="top-k")
+    mark(residual, gradient, out, guess, marks)
+    expand(out, marks, places, passed, found)
+    candidates = Candidates(passed, found, guess, taken, following, WARM_SLACK)
+    rows = _empty_rows(1, k, out)
+    kernel("top_k_triton").top_k_rows(out, None, None, places, rows, workspace, candidates=candidates)
+    guess.copy_(following)
+    return rows.row(0), taken
+
+
+def _empty_rows(rows: int, room: int, values: torch.Tensor) -> Padded:
+    return Padded(values.new_empty((rows, room), dtype=torch.int32), values.new_empty((rows, room)))
 
 
 def _kth_key(keys: torch.Tensor, k: int) -> int:
-    if keys.device.type == "cpu":
-        rank = keys.numel() - k
-        return int(np.partition(keys.numpy(), rank)[rank])
-    return int(torch.topk(keys, k, sorted=False).values.min())
+    rank = keys.numel() - k
+    return int(np.partition(keys.numpy(), rank)[rank])
 
 
 def _sample_lines(values: torch.Tensor) -> torch.Tensor:
@@ -412,12 +468,6 @@ def _sample_rank(size: int, k: int, numel: int) -> int | None:
     expected = k * size / numel if numel else 0.0
     rank = math.ceil(1.15 * expected + 3.0 * math.sqrt(expected) + 1.0)
     return None if rank >= size else rank
-
-
-def _are_short(bounds: Sequence[int]) -> bool:
-    """Return True for several segments that are short enough to be selected together on a CPU."""
-    widths = [stop - start for start, stop in itertools.pairwise(bounds)]
-    return len(widths) > 1 and 0 < max(widths) <= SHORT_SEGMENT
 
 
 def _check_segments(bounds: Sequence[int], budgets: Sequence[int]) -> None:

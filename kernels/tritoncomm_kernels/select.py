@@ -1,4 +1,7 @@
-"""Threshold selection and compaction in one pass: add, compare and gather.
+"""Threshold selection and compaction: add, compare and gather.
+
+:func:`mark` adds, compares, and writes a bit mask with one count per tile. :func:`expand` turns the mask into ascending
+indices and values. Neither waits for the host. :func:`select` does both, and waits once to allocate what it returns.
 
 On the CPU the pass works in chunks. Intermediate results stay in cache, and no temporary is as long as the vector.
 """
@@ -14,12 +17,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tritoncomm_kernels.accumulate import add, check_addends
-from tritoncomm_kernels.checks import check_vector
-from tritoncomm_kernels.dispatch import triton_runs
-from tritoncomm_kernels.expand import expand
-from tritoncomm_kernels.mark import MAGNITUDE_MASK, NAN_KEY, Marks, mark
+from tritoncomm_kernels.checks import GRADIENT_DTYPES, check_apart, check_in_place, check_same, check_vector
+from tritoncomm_kernels.dispatch import kernel, triton_runs
 from tritoncomm_kernels.workspace import Workspace
+
+MAGNITUDE_MASK = 0x7FFFFFFF
+TILE = 4096  # elements with one count, which one program marks
+MIN_TILE, MAX_TILE = 64, 1 << 16
 
 # 2^17 elements: a chunk of the sum and its flags fits into 1 MiB of second-level cache. 2^15, 2^16 and 2^18 measured
 # 1.15x, 1.1x and 1.04x slower.
@@ -29,6 +33,7 @@ HOST_CHUNK = 1 << 17
 _FEW_IN = 64
 # Keys of the smallest normal magnitude, and of infinity.
 _SMALLEST_NORMAL, _INFINITY = 0x00800000, 0x7F800000
+NAN_KEY = _INFINITY + 1  # the smallest key of a NaN
 SparseList = tuple[torch.Tensor, torch.Tensor]
 Floats = npt.NDArray[np.float32]
 Places = npt.NDArray[np.intp]
@@ -60,6 +65,42 @@ class Selection(NamedTuple):
         return Selection.of(self.indices[start:stop], self.values[start:stop])
 
 
+class Marks(NamedTuple):
+    """A selection as a bit mask, on the device of its vector.
+
+    * ``bits`` (int32 ``[tiles * tile / 32]``): bit j of word w is set if element 32 w + j is marked.
+    * ``counts`` (int32 ``[tiles]``): number of marked elements per tile.
+    """
+
+    bits: torch.Tensor
+    counts: torch.Tensor
+
+    @classmethod
+    def empty(
+        cls,
+        numel: int,
+        device: torch.device,
+        workspace: Workspace | None = None,
+        *,
+        tile: int = TILE,
+        name: str = "mark",
+    ) -> Marks:
+        """Allocate marks for ``numel`` elements, from ``workspace`` if it is given.
+
+        Marks from one workspace with the same ``name`` share memory.
+        """
+        held = workspace if workspace is not None else Workspace()
+        tiles = max(1, -(-numel // tile))
+        bits = held.buffer(f"{name} bits", tiles * tile // 32, torch.int32, device)
+        counts = held.buffer(f"{name} counts", tiles, torch.int32, device)
+        return cls(bits, counts)
+
+
+def magnitude_keys(values: torch.Tensor) -> torch.Tensor:
+    """Return integer keys (int32, same shape) that order ``values`` (fp32) by magnitude, with NaN largest."""
+    return values.view(torch.int32) & MAGNITUDE_MASK
+
+
 def threshold_key(threshold: float) -> int:
     """Return the integer key that a magnitude must reach to be selected by ``threshold`` (fp32).
 
@@ -74,6 +115,68 @@ def threshold_key(threshold: float) -> int:
         return max(1, int(np.float32(threshold).view(np.int32)))
 
 
+def mark(
+    residual: torch.Tensor,
+    gradient: torch.Tensor | None,
+    out: torch.Tensor,
+    threshold: torch.Tensor,
+    marks: Marks,
+    *,
+    span: torch.Tensor | None = None,
+) -> None:
+    """Compute ``out = residual + gradient`` and mark its elements with magnitude at least ``threshold``.
+
+    ``threshold`` is ``[1]`` on the device: fp32, or int32 for an integer key. A threshold or key of 0 or below marks
+    every non-zero. A NaN threshold marks only NaNs. Zeros are never marked. NaNs reach every threshold, and every key
+    up to 0x7F800001. ``span`` (int32 ``[2]``, on the device) restricts marking to positions ``span[0] <= i < span[1]``.
+    The sum is computed everywhere. Without ``gradient``, ``residual`` and ``out`` must be the same tensor, which is
+    only read. ``residual`` and ``out`` are
+    contiguous fp32 ``[n]`` and may be the same tensor. ``gradient`` is contiguous fp32, bf16 or fp16 ``[n]`` and shares
+    no memory with ``out``. Raises ``ValueError`` naming the invalid argument.
+    """
+    check_addends(residual, gradient, out)
+    _check_limits(out, threshold, span)
+    _check_marks(out, marks)
+    if out.numel() == 0:
+        marks.bits.zero_()
+        marks.counts.zero_()
+    elif triton_runs(out):
+        kernel("select_triton").mark(residual, gradient, out, threshold, span, *marks)
+    else:
+        if gradient is not None:
+            torch.add(residual, gradient, out=out)
+        _write_marks(out, threshold, marks, span)
+
+
+def expand(
+    values: torch.Tensor,
+    marks: Marks,
+    indices: torch.Tensor,
+    out: torch.Tensor,
+    found: torch.Tensor,
+) -> None:
+    """Write the marked elements of ``values`` (fp32 ``[n]``) to ``indices`` and ``out``, in ascending order.
+
+    ``indices`` (int32) and ``out`` (fp32) are ``[capacity]``. Slots after the last entry keep their content.
+    ``found`` (int64 ``[1]``) is set to the number of marked elements, which may exceed the capacity. Raises
+    ``ValueError`` naming the invalid argument.
+    """
+    check_vector("values", values)
+    _check_marks(values, marks)
+    check_vector("indices", indices, dtypes=(torch.int32,), like=values)
+    check_vector("out", out, numel=indices.numel(), like=values)
+    check_vector("found", found, dtypes=(torch.int64,), numel=1, like=values)
+    check_apart("out", out, "values", values)
+    check_apart("indices", indices, "values", values)
+    check_apart("indices", indices, "out", out)
+    if values.numel() == 0:
+        found.zero_()
+    elif triton_runs(values):
+        kernel("select_triton").expand(values, *marks, indices, out, found)
+    else:
+        _expand(values, marks, indices, out, found)
+
+
 def select(
     values: torch.Tensor,
     threshold: float,
@@ -84,7 +187,7 @@ def select(
     """Return the entries of ``values`` (fp32 ``[n]``, contiguous) with ``|x| >= threshold``, in ascending order.
 
     Zeros are never selected. NaN is always selected. With a ``divisor`` (fp32 ``[n]``), quotients are compared and
-    returned. There is no Triton kernel for this. ``workspace`` keeps GPU scratch memory between calls. Raises
+    returned. Only a CPU has this. ``workspace`` keeps GPU scratch memory between calls. Raises
     ``ValueError`` for a wrong dtype or shape.
     """
     return select_keys(values, threshold_key(threshold), divisor=divisor, workspace=workspace)
@@ -105,39 +208,34 @@ def accumulate_and_select(
     Raises ``ValueError`` naming the invalid argument.
     """
     key = threshold_key(threshold)
-    return accumulate_and_select_keys(residual, gradient, out, key, divisor=divisor, workspace=workspace)
-
-
-def accumulate_and_select_keys(
-    residual: torch.Tensor,
-    gradient: torch.Tensor,
-    out: torch.Tensor,
-    key: int,
-    *,
-    divisor: torch.Tensor | None = None,
-    terms: Sequence[SparseList] = (),
-    workspace: Workspace | None = None,
-) -> Selection:
-    """Run :func:`accumulate_and_select` with the ``key`` of a threshold. See :func:`select_keys` for ``terms``."""
-    check_addends(residual, gradient, out)
-    return _scan(out, key, (residual, gradient), divisor, terms, workspace)
+    return select_keys(out, key, (residual, gradient), divisor=divisor, workspace=workspace)
 
 
 def select_keys(
-    values: torch.Tensor,
+    out: torch.Tensor,
     key: int,
+    addends: tuple[torch.Tensor, torch.Tensor] | None = None,
     *,
     divisor: torch.Tensor | None = None,
     terms: Sequence[SparseList] = (),
     workspace: Workspace | None = None,
 ) -> Selection:
-    """Run :func:`select` with the ``key`` of a threshold.
+    """Run :func:`select` on ``out`` with the ``key`` of a threshold. ``addends`` are first added into ``out``.
 
     On a CPU, sparse lists of ``terms`` can be added to what is compared and returned, list by list. Their indices are
     ascending and unique. The vector itself stays as it is. With terms there is no ``divisor``.
     """
-    check_vector("values", values)
-    return _scan(values, key, None, divisor, terms, workspace)
+    if addends is None:
+        check_vector("values", out)
+    else:
+        check_addends(*addends, out)
+    if divisor is not None:
+        check_vector("divisor", divisor, numel=out.numel(), like=out)
+    if out.numel() == 0:
+        return Selection(out.new_empty(0, dtype=torch.int32), out.new_empty(0), 0)
+    if divisor is None and not terms and triton_runs(out):
+        return _scan_triton(out, key, addends, workspace if workspace is not None else Workspace())
+    return _scan_host(out, key, addends, divisor, terms)
 
 
 def has_non_finite(values: torch.Tensor) -> bool:
@@ -149,32 +247,9 @@ def has_non_finite(values: torch.Tensor) -> bool:
     return not all(np.isfinite(array[i : i + HOST_CHUNK]).all() for i in range(0, array.size, HOST_CHUNK))
 
 
-Addends = tuple[torch.Tensor, torch.Tensor] | None
-
-
-def _scan(
-    out: torch.Tensor,
-    key: int,
-    addends: Addends,
-    divisor: torch.Tensor | None,
-    terms: Sequence[SparseList],
-    workspace: Workspace | None,
+def _scan_triton(
+    out: torch.Tensor, key: int, addends: tuple[torch.Tensor, torch.Tensor] | None, workspace: Workspace
 ) -> Selection:
-    if divisor is not None:
-        check_vector("divisor", divisor, numel=out.numel(), like=out)
-    if out.numel() == 0:
-        return Selection(out.new_empty(0, dtype=torch.int32), out.new_empty(0), 0)
-    if terms:
-        assert out.device.type == "cpu"
-        assert divisor is None
-        return _scan_host(out, key, addends, terms=terms)
-    if divisor is None and triton_runs(out):
-        return _scan_triton(out, key, addends, workspace if workspace is not None else Workspace())
-    scan = _scan_host if out.device.type == "cpu" else _scan_device
-    return scan(out, key, addends, divisor)
-
-
-def _scan_triton(out: torch.Tensor, key: int, addends: Addends, workspace: Workspace) -> Selection:
     """Mark and expand. The only host synchronization is between the two, to allocate exactly what is needed."""
     marks = Marks.empty(out.numel(), out.device, workspace, name="select")
     limit = workspace.buffer("select key", 1, torch.int32, out.device).fill_(key)
@@ -184,16 +259,16 @@ def _scan_triton(out: torch.Tensor, key: int, addends: Addends, workspace: Works
     indices = out.new_empty(count, dtype=torch.int32)
     values = out.new_empty(count)
     found = workspace.buffer("select found", 1, torch.int64, out.device)
-    expand(out, marks, indices, values, found, workspace=workspace)
+    expand(out, marks, indices, values, found)
     return Selection(indices, values, count)
 
 
 def _scan_host(
     out: torch.Tensor,
     key: int,
-    addends: Addends,
-    divisor: torch.Tensor | None = None,
-    terms: Sequence[SparseList] = (),
+    addends: tuple[torch.Tensor, torch.Tensor] | None,
+    divisor: torch.Tensor | None,
+    terms: Sequence[SparseList],
 ) -> Selection:
     """Chunk loop in numpy, whose calls, comparisons and nonzero() measured faster than torch's."""
     floats, chunk = out.numpy(), min(HOST_CHUNK, out.numel())
@@ -252,7 +327,7 @@ def _host_addition(out: torch.Tensor, addends: tuple[torch.Tensor, torch.Tensor]
     """Return a function that adds a slice of the ``addends`` into ``out``. numpy adds fp32, with the same bits."""
     residual, gradient = addends
     if gradient.dtype != torch.float32:
-        return lambda part: add(residual[part], gradient[part], out[part])
+        return lambda part: torch.add(residual[part], gradient[part], out=out[part])
     floats, terms = out.numpy(), (residual.numpy(), gradient.numpy())
     return lambda part: np.add(terms[0][part], terms[1][part], out=floats[part])
 
@@ -268,18 +343,79 @@ def _reaching(part: Floats, key: int, out: Flags, scratch: Flags) -> Flags:
     return out
 
 
-def _scan_device(out: torch.Tensor, key: int, addends: Addends, divisor: torch.Tensor | None = None) -> Selection:
-    """Same as :func:`_scan_host`, with torch operators on any device."""
-    if addends is not None:
-        residual, gradient = addends
-        add(residual, gradient, out)
-    compared = out if divisor is None else out / divisor
-    found = positions((compared.view(torch.int32) & MAGNITUDE_MASK) >= key)
-    return Selection.of(found.to(torch.int32), compared[found])
-
-
 def positions(mask: torch.Tensor) -> torch.Tensor:
     """Return the ascending int64 positions of the true entries of a boolean ``mask`` (``[n]``)."""
     if mask.device.type == "cpu":  # on the CPU, numpy is three times faster than nonzero()
         return torch.from_numpy(np.flatnonzero(mask.numpy()))
     return mask.nonzero().squeeze(1)
+
+
+def _write_marks(values: torch.Tensor, threshold: torch.Tensor, marks: Marks, span: torch.Tensor | None) -> None:
+    """Write the marks of ``values``, the finished sums: the torch reference, without host synchronization."""
+    keys = values.view(torch.int32) & MAGNITUDE_MASK
+    chosen = keys >= _as_key(threshold)
+    if span is not None:
+        at = torch.arange(values.numel(), dtype=torch.int32, device=values.device)
+        chosen &= (at >= span[0]) & (at < span[1])
+    padded = torch.zeros(marks.bits.numel() * 32, dtype=torch.int32, device=values.device)
+    padded[: chosen.numel()] = chosen
+    weights = torch.ones((), dtype=torch.int32, device=values.device) << torch.arange(
+        32, dtype=torch.int32, device=values.device
+    )
+    marks.bits.copy_((padded.view(-1, 32) * weights).sum(1, dtype=torch.int32))
+    marks.counts.copy_(padded.view(marks.counts.numel(), -1).sum(1, dtype=torch.int32))
+
+
+def _as_key(threshold: torch.Tensor) -> torch.Tensor:
+    """Return the integer key of a ``threshold`` in device memory (``[1]``). An int32 threshold already is a key."""
+    if threshold.dtype == torch.int32:
+        return threshold.clamp(min=1)
+    key = torch.where(threshold > 0, threshold.view(torch.int32), 1)
+    return torch.where(threshold.isnan(), NAN_KEY, key)
+
+
+def _check_limits(values: torch.Tensor, threshold: torch.Tensor, span: torch.Tensor | None) -> None:
+    check_vector("threshold", threshold, dtypes=(torch.float32, torch.int32), numel=1, like=values)
+    if span is not None:
+        check_vector("span", span, dtypes=(torch.int32,), numel=2, like=values)
+
+
+def _check_marks(values: torch.Tensor, marks: Marks) -> None:
+    """Raise ``ValueError`` unless ``marks`` were allocated for the number of elements of ``values``."""
+    tiles = marks.counts.numel()
+    check_vector("marks.counts", marks.counts, dtypes=(torch.int32,), like=values)
+    check_vector("marks.bits", marks.bits, dtypes=(torch.int32,), like=values)
+    check_apart("marks.bits", marks.bits, "values", values)
+    tile = marks.bits.numel() * 32 // max(tiles, 1)
+    fits = MIN_TILE <= tile <= MAX_TILE and tile & (tile - 1) == 0 and tile * tiles == marks.bits.numel() * 32
+    if not fits or tiles != max(1, -(-values.numel() // tile)):
+        raise ValueError(
+            f"marks have {marks.bits.numel()} words in {tiles} tiles, which do not fit {values.numel()} elements: "
+            f"create them with Marks.empty({values.numel()}, ...)"
+        )
+
+
+def _expand(values: torch.Tensor, marks: Marks, indices: torch.Tensor, out: torch.Tensor, found: torch.Tensor) -> None:
+    """Reference of :func:`expand`, in torch operators."""
+    lanes = torch.arange(32, dtype=torch.int32, device=values.device)
+    marked = ((marks.bits[:, None] >> lanes) & 1).view(-1).nonzero().squeeze(1)
+    found.fill_(marked.numel())
+    written = marked[: indices.numel()]
+    indices[: written.numel()] = written.to(torch.int32)
+    out[: written.numel()] = values[written]
+
+
+def check_addends(residual: torch.Tensor, gradient: torch.Tensor | None, out: torch.Tensor) -> None:
+    """Raise ``ValueError`` unless dtypes, sizes, devices and aliasing are valid.
+
+    Without ``gradient``, nothing is added: the other two must be the same tensor.
+    """
+    if gradient is None:
+        check_vector("out", out)
+        check_same("residual", residual, "out", out)
+        return
+    check_vector("residual", residual)
+    check_vector("gradient", gradient, dtypes=GRADIENT_DTYPES, numel=residual.numel(), like=residual)
+    check_vector("out", out, numel=residual.numel(), like=residual)
+    check_apart("gradient", gradient, "out", out)
+    check_in_place("residual", residual, "out", out)
