@@ -1201,7 +1201,7 @@ def _tested(line: BrokenLine, folder: str, output: IO[str]) -> int:
     for number in (1, 2):
         os.dup2(output.fileno(), number)
     os.chdir(folder)
-    sys.path.insert(0, folder)
+    sys.path[:0] = [folder, str(ROOT / "kernels")]
     sys.dont_write_bytecode = True
     ranks.START_METHOD = "fork"
     # No conftest: it looks inside the library.
