@@ -20,7 +20,8 @@ import recipes
 from emulated_cuda import exchanges
 from pages import ROOT, blocks
 
-PAGES = ("README.md", "CONTRIBUTING.md", "benchmarks/README.md", "benchmarks/results/README.md", "kernels/README.md")
+PAGES = ["README.md", "CONTRIBUTING.md", "benchmarks/README.md", "benchmarks/results/README.md", "kernels/README.md"]
+PAGES += sorted(str(file.relative_to(ROOT)) for file in (ROOT / "docs").rglob("*.md"))
 FOLDERS = ("docs", "tritoncomm", "kernels", "tests", "benchmarks")
 
 
@@ -127,7 +128,7 @@ def test_documented_simulation_runs() -> None:
 
 def test_documented_counts_are_those_of_the_results() -> None:
     """The table of waits, launches and bytes has the figures of the committed file."""
-    text = (ROOT / "docs/explanation/static-messages.md").read_text()
+    text = (ROOT / "docs/explanation/messages.md").read_text()
     rows = json.loads((ROOT / "benchmarks/results/synchronisations.json").read_text())["rows"]
     counted = {(row["method"], row["form"], row["workers"]): row for row in rows if row["step"] == "ordinary"}
     row_of_figures = r"^\| `(\w+)`" + r" \| ([\d., ]+)" * 5 + r" \|$"
@@ -161,7 +162,21 @@ def test_results_are_listed() -> None:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_relative_links_exist(page: str) -> None:
-    """Every relative link points to an existing file."""
-    text = (ROOT / page).read_text()
-    for target in re.findall(r"\]\((?!http)([^)#]+)", text):
-        assert (ROOT / page).parent.joinpath(target).exists(), target
+    """Every relative link points to an existing file, and to a heading that it has."""
+    for target, anchor in re.findall(r"\]\((?!http)([^)#\s]*)#?([^)\s]*)\)", (ROOT / page).read_text()):
+        file = (ROOT / page).parent / target if target else ROOT / page
+        assert file.exists(), target
+        assert not anchor or anchor in anchors(file.read_text()), f"{target}#{anchor}"
+
+
+def anchors(text: str) -> set[str]:
+    """Return the anchors of the headings of a page, as GitHub and MyST make them."""
+    headings = re.findall(r"^#+ (.+)$", re.sub(r"(?ms)^```.*?^```", "", text), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_every_page_is_listed() -> None:
+    """The index of the documentation lists every page once."""
+    pages = {str(file.relative_to(ROOT / "docs")).removesuffix(".md") for file in (ROOT / "docs").rglob("*.md")}
+    listed = re.findall(r"(?m)^([a-z-]+(?:/[a-z-]+)?)$", (ROOT / "docs/index.md").read_text())
+    assert sorted(listed) == sorted(pages - {"index"})

@@ -15,9 +15,10 @@ import torch
 import tritoncomm
 
 from depth import DEEP, TORCHRUN
-from pages import blocks
+from pages import ROOT, blocks, code_of, in_place_of_ddp, section
 from prepared_launcher import PreparedLauncher
 
+TRAINERS = ("accelerate", "lightning", "transformers")
 COUNT_STEPS = """import atexit
 from torch.optim.optimizer import register_optimizer_step_post_hook
 steps = []
@@ -50,6 +51,20 @@ def test_page_runs_as_printed(page: str, launcher: PreparedLauncher, tmp_path: P
     reported, _ = _reported(started_by.run(_script(page, tmp_path), folder=tmp_path, world_size=2))
     for text in reported.values():
         assert not re.search(r"\b0\.000 delivered", text), text
+
+
+def test_sharded_sites_page(launcher: PreparedLauncher, tmp_path: Path) -> None:
+    """With two replicas of two shards and local steps, as the page on sites says, all four ranks finish."""
+    code = in_place_of_ddp("docs/how-to/fsdp.md", 0)
+    (settings,) = re.findall(r"`wrap\(\.\.\., (.*?)\)`", (ROOT / "docs/how-to/across-sites.md").read_text())
+    call = f"optimizer = tritoncomm.wrap(optimizer, model=model, {settings})\n"
+    code, count = re.subn(r"(?ms)^optimizer = tritoncomm\.wrap\(.*?^\)\n", lambda _: call, code)
+    assert count == 1
+    code = code.replace("(dist.get_world_size(), 1)", "(2, 2)")
+    (tmp_path / "train.py").write_text(code)
+    done = launcher.run(tmp_path / "train.py", folder=tmp_path, world_size=4)
+    assert done.returncode == 0, done.stderr
+    assert sorted(re.findall(r"rank (\d): loss [\d.]+, [1-9]\d* bytes", done.stdout)) == ["0", "1", "2", "3"]
 
 
 def test_preempted_page_saves(launcher: PreparedLauncher, tmp_path: Path) -> None:
@@ -92,9 +107,15 @@ def test_trainer_page_trains_and_resumes(
 
 
 def _script(page: str, folder: Path) -> Path:
-    """Write the script of a page into ``folder``, with a report of the steps that it takes."""
+    """Write the script of a page, or of a trainer, into ``folder``, with a report of the steps that it takes."""
+    if page == "fsdp":
+        code = in_place_of_ddp("docs/how-to/fsdp.md", 0)
+    elif page in TRAINERS:
+        (code,) = code_of(section("docs/how-to/trainers.md", page.capitalize()))
+    else:
+        code = blocks(f"docs/how-to/{page}.md")[0]
     script = folder / "train.py"
-    script.write_text(COUNT_STEPS + blocks(f"docs/how-to/{page}.md")[0])
+    script.write_text(COUNT_STEPS + code)
     return script
 
 
