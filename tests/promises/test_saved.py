@@ -281,6 +281,62 @@ def test_local_steps_go_on_from_a_save_between_exchanges(rank, world_size, tmp_p
     assert again.metrics()["inner_steps"] == 12
 
 
+@ranks(2)
+def test_state_between_exchanges_goes_on_to_the_bit(rank, world_size, tmp_path):
+    """state_dict() holds what this rank alone has changed. checkpoint.save() exchanges it, and may come at any time."""
+
+    def local():
+        p = weight(64, 1.0)
+        return p, tritoncomm.wrap(torch.optim.AdamW([p], lr=0.01), local_steps=4)
+
+    p, optimizer = local()
+    take(optimizer, [p], rank, range(6), world_size)
+    state = copy.deepcopy(optimizer.state_dict())
+    q, again = local()
+    again.load_state_dict(state)
+    for each, own in ((p, optimizer), (q, again)):
+        take(own, [each], rank, range(6, 9), world_size)
+    assert torch.equal(p, q)
+    assert not equal_on_all_ranks([p])
+    checkpoint.save(optimizer, tmp_path / "saved")
+    assert equal_on_all_ranks([p])
+
+
+@ranks(2)
+def test_save_into_a_used_folder_removes_the_one_before(rank, world_size, tmp_path):
+    """The last one is loaded, and the folder does not grow."""
+    p, optimizer = made("adamw")
+    counts = []
+    for step in range(3):
+        take(optimizer, [p], rank, [step], world_size)
+        checkpoint.save(optimizer, tmp_path / "saved")
+        counts.append(len(list((tmp_path / "saved").rglob("*"))))
+        dist.barrier()
+    assert counts[0] == counts[1] == counts[2]
+    _, again = made("adamw")
+    checkpoint.load(again, tmp_path / "saved")
+    assert again.metrics()["steps"] == 3
+
+
+@ranks(2)
+def test_damaged_file_is_loaded_by_none(rank, world_size, tmp_path):
+    """All ranks name the file in which a bit has flipped."""
+    p, optimizer = made("adamw")
+    take(optimizer, [p], rank, range(3), world_size)
+    checkpoint.save(optimizer, tmp_path / "saved")
+    dist.barrier()
+    if rank == 0:
+        file = max((tmp_path / "saved").rglob("*.distcp"))
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2] ^= 1
+        file.write_bytes(content)
+    dist.barrier()
+    _, again = made("adamw")
+    with pytest.raises(ERRORS, match=r"\.distcp cannot be loaded"):
+        checkpoint.load(again, tmp_path / "saved")
+    assert again.metrics()["steps"] == 0
+
+
 class Saved:
     """A model and its optimizer in a checkpoint of torch."""
 
