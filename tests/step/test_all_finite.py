@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from tritoncomm.step.local.anchor import all_finite
+from tritoncomm.step.tensors.shards import all_finite
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
