@@ -160,17 +160,17 @@ def test_adam_many(device: str, sizes: list[int], seed: int, amsgrad: bool, data
         if steady:  # most gradients have the sign of the first moment
             floats[1] = [values.copysign(first) for values, first in zip(floats[1], floats[2], strict=True)]
             floats[2] = [torch.where(torch.arange(len(first)) % 5 > 0, first, 0.0) for first in floats[2]]  # no votes
-        exact = [column.to(device) for column in floats[1]]
+        exact = [column.to(guarded.device) for column in floats[1]]
         floats = [[guarded.of(values.to(dtype)) for values in column] for column in floats]
         parameters, gradients, first, second, maximum = floats
         last = [guarded.of(held) for held in lasts]
-        param_rms = [torch.tensor(size, device=device) for size in rms]
+        param_rms = [torch.tensor(size, device=guarded.device) for size in rms]
         states = kernels.AdamStates(first, second, last, param_rms, maximum if amsgrad else None)
         control = kernels.AdamControl.of(
             steps=steps, learning_rate=0.01, betas=(0.9, 0.999), epsilon=1e-8, max_catch_up=20,
             max_relative_update=change, device=parameters[0].device, maximize=maximize,
         )  # fmt: skip
-        where = [None if at is None else at.to(device) for at in listed]
+        where = [None if at is None else at.to(guarded.device) for at in listed]
         if together:
             values = [each if at is None else guarded.of(each[at]) for each, at in zip(exact, where, strict=True)]
             given = values if compact else None
