@@ -253,14 +253,16 @@ def test_list_is_one_optimizer(rank, world_size):
 
 @ranks(2)
 def test_list_has_one_norm(rank, world_size):
-    """``max_grad_norm`` limits the gradients of all optimizers of a list together."""
-    model = nn.ParameterDict({"p": weight(4096), "q": weight(4096)})
-    p, q = model["p"], model["q"]
-    optimizer = sparse([sgd([p]), sgd([q])], model=model, density=1.0, max_grad_norm=5.0)
-    p.grad, q.grad = torch.full((4096,), 3.0), torch.full((4096,), 4.0)
-    optimizer.step()
-    assert optimizer.metrics()["grad_norm"] == pytest.approx(5 * 64, rel=0.15)
-    assert float(mean(flat([p, q])).norm()) == pytest.approx(5.0, rel=0.15)
+    """``max_grad_norm`` limits the gradients of all optimizers of a list together, whether these have names or not."""
+    for named in (True, False):
+        model = nn.ParameterDict({"p": weight(4096), "q": weight(4096)})
+        p, q = model["p"], model["q"]
+        given = {"model": model} if named else {}
+        optimizer = sparse([sgd([p]), sgd([q])], density=1.0, max_grad_norm=5.0, **given)
+        p.grad, q.grad = torch.full((4096,), 3.0), torch.full((4096,), 4.0)
+        optimizer.step()
+        assert optimizer.metrics()["grad_norm"] == pytest.approx(5 * 64, rel=0.15)
+        assert float(mean(flat([p, q])).norm()) == pytest.approx(5.0, rel=0.15)
 
 
 @ranks(2)

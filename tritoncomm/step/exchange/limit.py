@@ -39,7 +39,10 @@ def clipped(
         counted: The sketch of other gradients that count in the norm.
     """
     is_whole = len(vectors) == 1 and shard == 0 and counted is None
-    total, *others = [vector.sketch(None if is_whole else shard) / _copies(vector, shards) ** 0.5 for vector in vectors]
+    total, *others = [
+        vector.sketch(None if is_whole else f"{shard}, vector {number}") / _copies(vector, shards) ** 0.5
+        for number, vector in enumerate(vectors)
+    ]
     others += [] if counted is None else [counted]
     for other in others:
         total += other
@@ -70,10 +73,10 @@ def sketch_of_owners(
         scale: Loss scale of the gradients. None if they are not scaled.
     """
     total = torch.zeros(WIDTH, device=vectors[0].device)
-    for vector in vectors:
+    for number, vector in enumerate(vectors):
         own = {owners[id(anchor)]: vector.name_of(anchor) for anchor in vector.layout.parameters}
         BucketLayout(list(own), list(own.values())).read_gradients(vector.flat)
-        total += vector.sketch(shard) / _copies(vector, shards) ** 0.5
+        total += vector.sketch(f"{shard}, anchors {number}") / _copies(vector, shards) ** 0.5
     if scale is not None:
         total /= scale.to(total.device)
     return torch.where(total.isfinite().all(), total, 0.0)

@@ -215,15 +215,14 @@ class VectorExchange:
         pairs = zip(self.layout.parameters, pairwise(self.layout.bounds), strict=True)
         return [slice(start, stop) for parameter, (start, stop) in pairs if id(parameter) in parameters]
 
-    def sketch(self, shard: int | None = None) -> torch.Tensor:
+    def sketch(self, place: str | None = None) -> torch.Tensor:
         """Return a sketch of :attr:`flat`, see :mod:`tritoncomm.primitives.mean_norm`.
 
-        Sketches of several vectors may be added up if ``shard`` is the number of this rank's shard: signs are then
-        those of it and of the names of the parameters.
+        Sketches of several vectors may be added up if each has a ``place`` of its own, which is the same on all ranks
+        with the same shard, and always the same: signs are those of it and of the names of the parameters.
         """
         if self._signs is None:
-            kind = "anchors" if self.options.is_anchor else ""
-            seed = () if shard is None else (zlib.crc32(f"{shard} {self.names}{kind}".encode()),)
+            seed = () if place is None else (zlib.crc32(f"{place} {self.names}".encode()),)
             self._signs = random_signs(self.flat.numel(), self.flat.device, *seed)
         return sketch(self.flat, self._signs)
 
