@@ -54,7 +54,7 @@ def batches(rank: int, world_size: int) -> list[torch.Tensor]:
 
 
 def accelerate(rank: int, world_size: int, send: Any, folder: str) -> None:
-    """Accelerate saves between two exchanges, and resumes to the bit. Clipping limits this worker's gradients."""
+    """Accelerate saves between two exchanges, which merges, and resumes to the bit. Clipping is of local gradients."""
     from accelerate import Accelerator  # noqa: PLC0415 - optional
     from tritoncomm.integrations.accelerate import wrap  # noqa: PLC0415 - optional
 
@@ -81,7 +81,7 @@ def accelerate(rank: int, world_size: int, send: Any, folder: str) -> None:
 
     for kind in OPTIMIZERS:
         whole = weights(train(kind, 0))
-        assert torch.equal(whole, weights(by_hand(kind, data, [STEPS], None)))
+        assert torch.equal(whole, weights(by_hand(kind, data, [SAVE_AT, STEPS], None)))
         assert torch.equal(whole, weights(train(kind, SAVE_AT)))
 
 
