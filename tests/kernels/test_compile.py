@@ -94,8 +94,12 @@ def everything() -> None:
     x, g, out = torch.ones(n), torch.ones(n), torch.ones(n)
     indices, count = torch.zeros(n, dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
     kernels.accumulate_and_select(x, g, out, 1.0)
-    kernels.accumulate_top_k(x, g, out, 5)
-    kernels.largest(kernels.Selection(indices, x, n), 5)
+    for select in (
+        lambda: kernels.accumulate_top_k(x, g, out, 5),
+        lambda: kernels.largest(kernels.Selection(indices, x, n), 5),
+    ):
+        with suppress(IndexError):  # no kernel runs, so places are what the memory held before
+            select()
     marks = kernels.Marks.empty(n, x.device)
     kernels.expand(x, marks, indices, out, count)
     # With this many tiles, a separate scan sums their counts.

@@ -16,8 +16,7 @@ import tritoncomm_kernels
 from tritoncomm_kernels import devices
 
 CPU, OTHER, UNKNOWN = torch.device("cpu"), torch.device("xpu", 1), torch.device("meta")
-# amp.GradScaler has the default of torch.amp.GradScaler.
-NAMING = {"devices.py", "amp.py"}
+NAMING = {"devices.py"}
 
 
 def test_one_file_knows_the_kinds_of_devices() -> None:
