@@ -19,12 +19,12 @@ METHODS = {
     "oktopk": (
         tritoncomm.OkTopk(density=0.05, static=True, repartition_every=2, values="4bit"),
         3,
-        {"mark_kernel", "segment_emit_kernel", "planes_rows_kernel", "join_sections_kernel", "add_rows_kernel"},
+        {"mark_kernel", "emit_kernel", "planes_rows_kernel", "join_sections_kernel", "add_rows_kernel"},
     ),
     "spardl": (
         tritoncomm.SparDL(density=0.05, static=True, teams=2),
         2,
-        {"segment_emit_kernel", "union_kernel", "add_rows_kernel"},
+        {"emit_kernel", "add_rows_kernel"},
     ),
     "exdyna": (tritoncomm.ExDyna(density=0.05, static=True), 2, {"mark_kernel", "expand_kernel", "rebalance_kernel"}),
     "quantized": (
