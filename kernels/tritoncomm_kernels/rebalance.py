@@ -13,7 +13,7 @@ import torch
 from tritoncomm_kernels.checks import INDEX_LIMIT, check_apart, check_vector
 from tritoncomm_kernels.dispatch import kernel, triton_runs
 
-RULES = ("paper", "pair_ratio", "prefix")
+RULES = ("paper", "prefix")
 MAX_PARTITIONS = 1024
 MAX_BLOCKS = 1 << 20  # keeps every product of the prefix rule below 2^63
 
@@ -46,8 +46,6 @@ def rebalance(
 
     * ``"paper"``: the rule of ExDyna, section on dynamic partition allocation. Of two neighbors, one that is more than
       5 % above the mean gives a block to one that is more than 5 % below it.
-    * ``"pair_ratio"``: the same, for a neighbor with more than 1.1 times the load of the other. Load can then cross
-      partitions that are near the mean.
     * ``"prefix"``: each border moves on its own by up to ``max_step`` blocks. The distance follows from the difference
       between the prefix sum of the counts and its ideal value. Differences within one standard deviation, or within
       5 % of the mean load, are ignored.
@@ -70,28 +68,24 @@ def rebalance(
         )  # fmt: skip
         return
     load = [max(count, 0) for count in counts.tolist()]
-    load = (
-        load[partitions - rotation :] + load[: partitions - rotation]
-    )  # from the order of ranks to that of partitions
+    load = load[partitions - rotation :] + load[: partitions - rotation]  # from the order of ranks to partitions
     sizes = blocks.tolist()
     if rule == "prefix":
         _prefix(load, sizes, min_blocks, max_step)
     else:
-        _sweep(load, sizes, block * sum(load) // numel, min_blocks, rule)
+        _sweep(load, sizes, block * sum(load) // numel, min_blocks)
     starts = itertools.accumulate(sizes[:-1], initial=0)
     blocks.copy_(torch.tensor(sizes, dtype=torch.int32))
     bounds.copy_(torch.tensor([*(min(start * block, numel) for start in starts), numel], dtype=torch.int32))
 
 
-def _sweep(load: list[int], sizes: list[int], quantum: int, least: int, rule: str) -> None:
-    """Apply the sequential rules in place. Each pair sees the moves of the pairs before it."""
+def _sweep(load: list[int], sizes: list[int], quantum: int, least: int) -> None:
+    """Apply the rule of the paper in place. Each pair sees the moves of the pairs before it."""
     mean = sum(load) // len(load)
     if mean == 0:
         return
 
     def overloaded(i: int, beside: int) -> bool:
-        if rule == "pair_ratio":
-            return 10 * load[i] > 11 * load[beside]
         return 100 * load[i] > 105 * mean and 100000 * load[beside] < 95238 * mean
 
     for left in range(len(load) - 1):

@@ -9,8 +9,8 @@ from tritoncomm_kernels.dispatch import launch
 
 
 @triton.jit
-def _sweep(load, blocks, lane, partitions, quantum, least, RATIO: tl.constexpr):
-    """Apply a sequential rule, border by border. Each border sees the moves of the borders before it."""
+def _sweep(load, blocks, lane, partitions, quantum, least):
+    """Apply the rule of the paper, border by border. Each border sees the moves of the borders before it."""
     mean = tl.sum(load, axis=0) // partitions
     left = tl.zeros([], tl.int32)
     last = tl.where(mean > 0, partitions - 1, 0)
@@ -19,14 +19,10 @@ def _sweep(load, blocks, lane, partitions, quantum, least, RATIO: tl.constexpr):
         load_right = tl.sum(tl.where(lane == left + 1, load, 0), axis=0)
         size_left = tl.sum(tl.where(lane == left, blocks, 0), axis=0)
         size_right = tl.sum(tl.where(lane == left + 1, blocks, 0), axis=0)
-        if RATIO:
-            excess_left = (10 * load_left > 11 * load_right).to(tl.int32)
-            excess_right = (10 * load_right > 11 * load_left).to(tl.int32)
-        else:
-            high_left = (100 * load_left > 105 * mean).to(tl.int32)
-            high_right = (100 * load_right > 105 * mean).to(tl.int32)
-            excess_left = high_left * (100000 * load_right < 95238 * mean).to(tl.int32)
-            excess_right = high_right * (100000 * load_left < 95238 * mean).to(tl.int32)
+        high_left = (100 * load_left > 105 * mean).to(tl.int32)
+        high_right = (100 * load_right > 105 * mean).to(tl.int32)
+        excess_left = high_left * (100000 * load_right < 95238 * mean).to(tl.int32)
+        excess_right = high_right * (100000 * load_left < 95238 * mean).to(tl.int32)
         leftwards = excess_left * (size_left - 1 >= least).to(tl.int32)
         rightwards = (1 - leftwards) * excess_right * (size_right - 1 >= least).to(tl.int32)
         move = leftwards - rightwards
@@ -56,7 +52,7 @@ def _border_moves(load, blocks, lane, partitions, total, max_step, PARTITIONS: t
 @triton.jit(do_not_specialize=["partitions", "rotation", "block", "n", "least", "max_step"])
 def rebalance_kernel(
     blocks_ptr, bounds_ptr, counts_ptr, partitions, rotation, block, n, least, max_step,
-    PARTITIONS: tl.constexpr, PREFIX: tl.constexpr, RATIO: tl.constexpr,
+    PARTITIONS: tl.constexpr, PREFIX: tl.constexpr,
 ):  # fmt: skip
     """Move the borders according to the counts, and write the first element of each partition, and the end."""
     lane = tl.arange(0, PARTITIONS)
@@ -80,7 +76,7 @@ def rebalance_kernel(
         blocks += tl.where(real, before - move, 0)
     else:
         quantum = (block.to(tl.int64) * total) // n
-        blocks = _sweep(load, blocks.to(tl.int64), lane, partitions, quantum, least, RATIO).to(tl.int32)
+        blocks = _sweep(load, blocks.to(tl.int64), lane, partitions, quantum, least).to(tl.int32)
     start = (tl.cumsum(blocks, axis=0) - blocks).to(tl.int64) * block
     tl.debug_barrier()  # with fewer partitions than threads, several threads read what one of them overwrites
     tl.store(blocks_ptr + lane, blocks, mask=real)
@@ -111,5 +107,5 @@ def rebalance(
     launch(
         rebalance_kernel, (1,), blocks, bounds, counts, partitions, rotation, block, numel, min_blocks, max_step,
         like=blocks, warps=warps(lanes),
-        PARTITIONS=lanes, PREFIX=rule == "prefix", RATIO=rule == "pair_ratio",
+        PARTITIONS=lanes, PREFIX=rule == "prefix",
     )  # fmt: skip

@@ -266,11 +266,11 @@ def rebalancing() -> list[Case]:
         Case(
             f"rebalance {rule} {partitions}",
             rebalance_triton.rebalance_kernel,
-            {"PARTITIONS": partitions, "PREFIX": rule == "prefix", "RATIO": rule == "pair_ratio"},
+            {"PARTITIONS": partitions, "PREFIX": rule == "prefix"},
             rebalance_triton.warps(partitions),
         )
         for partitions in (2, 64, 256, 1024)
-        for rule in ("paper", "pair_ratio", "prefix")
+        for rule in ("paper", "prefix")
     ]
 
 

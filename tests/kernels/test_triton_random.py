@@ -83,7 +83,7 @@ def rebalance(rng: Drawn) -> Callable[[Guarded], object]:
     blocks = torch.from_numpy(rng.integers(0, 40, partitions)).int()
     counts = torch.from_numpy(10 ** rng.uniform(0, 5, partitions)).int()
     numbers = {"iteration": int(rng.integers(-100, 10**6)), "block": 32, "numel": max(1, int(blocks.sum()) * 32)}
-    rule, least = str(rng.choice(["paper", "pair_ratio", "prefix"])), int(rng.integers(0, 10))
+    rule, least = str(rng.choice(["paper", "prefix"])), int(rng.integers(0, 10))
 
     def call(guarded: Guarded) -> object:
         own, bounds = guarded.of(blocks), guarded.poison(partitions + 1, torch.int32)

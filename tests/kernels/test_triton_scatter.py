@@ -104,9 +104,8 @@ AT_FLOOR = {
 }
 
 
-@given(topologies(), st.sampled_from(["paper", "pair_ratio", "prefix"]))
+@given(topologies(), st.sampled_from(["paper", "prefix"]))
 @example(AT_FLOOR, "paper")
-@example(AT_FLOOR, "pair_ratio")
 @example(AT_FLOOR, "prefix")
 @cases(200)
 def test_rebalance(device: str, drawn_case: dict[str, object], rule: str) -> None:
