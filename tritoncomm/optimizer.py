@@ -45,7 +45,7 @@ class SparseOptimizer(OptimizerSetup):
 
     Attributes:
         all_skipped: Whether all ranks have skipped the last step, because of a NaN, an Inf or an overflow in gradients.
-        keeps_scales_equal: Whether a scaler reads this, so that no warning about different scales is due.
+        keeps_scales_equal: Whether a scaler reads :attr:`all_skipped`, so that scales stay equal and no warning is due.
     """
 
     all_skipped = False
