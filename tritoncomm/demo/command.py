@@ -52,10 +52,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         default=defaults.local_steps,
         help="steps of the second run between two exchanges of updates; the method is then the default one for updates",
     )
-    demo.add_argument("--json", type=arguments.writable, metavar="FILE", help="write the figures to this file")
-    demo.add_argument(
-        "--plot", type=arguments.writable, metavar="FILE", help="write a PNG to this file (requires matplotlib)"
-    )
+    arguments.add_files(demo)
     demo.set_defaults(run=run)
 
 

@@ -90,6 +90,12 @@ def link(text: str) -> Link:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
+def add_files(parser: argparse.ArgumentParser) -> None:
+    """Add the files that a command writes its figures and its picture to."""
+    parser.add_argument("--json", type=writable, metavar="FILE", help="write the figures to this file")
+    parser.add_argument("--plot", type=writable, metavar="FILE", help="write a PNG to this file (requires matplotlib)")
+
+
 def writable(text: str) -> Path:
     """Parse the path of a file that can be written to."""
     path = Path(text)

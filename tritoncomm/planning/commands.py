@@ -213,10 +213,7 @@ def add_simulate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         default="1e9",
         help="bytes to use; figures of longer vectors are extrapolated from shorter ones",
     )
-    simulate.add_argument("--json", type=arguments.writable, metavar="FILE", help="write the figures to this file")
-    simulate.add_argument(
-        "--plot", type=arguments.writable, metavar="FILE", help="write a PNG to this file (requires matplotlib)"
-    )
+    arguments.add_files(simulate)
     simulate.set_defaults(run=_simulate)
 
 
