@@ -331,14 +331,12 @@ SEEN_BY = {
     "off-by-one mask": "bounds",
     "tail taken for a whole tile": "bounds",
     "beyond the capacity": "bounds",
-    "ties from the end": "race",
     "rotation undone the wrong way": "bounds",
     "blocks of many repeated": "race",
     "compact values as gradients": "bounds",
     "positions beyond the room": "bounds",
     "padding stays between entries": "race",
     "values before the first": "bounds",
-    "gaps where entries are left out": "race",
     "written behind the last value": "bounds",
 }
 
