@@ -3,12 +3,16 @@
 
 ``python tests/broken_lines.py`` breaks a sample of them, ``--all`` each, one after the other, in a copy of the package.
 It ends with status 1 if a broken line survives its tests. Most are the decisive lines of fixes in the history.
+
+``--tests PATH ... FOLDER ...`` runs all tests of a file against the lines in these folders of the package, and writes
+into ``tests/broken_lines.json`` which of them catch which line.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import json
 import os
 import random
 import shutil
@@ -30,6 +34,7 @@ ROOT = Path(__file__).resolve().parent.parent
 NOTHING_FAILS = "no test fails"
 SKIPPED = "its test was skipped"  # it needs a trainer that is not installed
 PROMISES = Path("tests", "promises")
+CATCHES = ROOT / "tests" / "broken_lines.json"
 
 
 class BrokenLine(NamedTuple):
@@ -1176,8 +1181,24 @@ def problems() -> list[str]:
     return found
 
 
-def survives(line: BrokenLine) -> str:
-    """Run the tests of ``line`` on a copy of the package with the line broken. Return why it survives, or nothing."""
+class Failures:
+    """A plugin of pytest that writes the names of tests that fail into a file."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Add a name."""
+        if report.failed:
+            with self._file.open("a") as file:
+                file.write(report.nodeid.rpartition("::")[2] + "\n")
+
+
+def survives(line: BrokenLine, path: str | None = None) -> str | list[str]:
+    """Run the tests of ``line`` on a copy of the package with the line broken. Return why it survives, or nothing.
+
+    With a ``path``, run all tests of this file, and return the names of those that fail.
+    """
     with tempfile.TemporaryDirectory() as folder:
         package = Path(folder, "tritoncomm")
         shutil.copytree(ROOT / "tritoncomm", package, ignore=shutil.ignore_patterns("__pycache__"))
@@ -1186,8 +1207,11 @@ def survives(line: BrokenLine) -> str:
         with Path(folder, "output").open("w") as output:
             child = os.fork()
             if child == 0:
-                _exit_with(partial(_tested, line, folder, output))
+                _exit_with(partial(_tested, line, folder, output, path))
             status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        failures = Path(folder, "failures")
+        if path is not None:
+            return sorted(set(failures.read_text().split("\n")) - {""}) if failures.exists() else []
         text = Path(folder, "output").read_text()
     summary = text.rpartition("=\n")[2] or text[-200:]
     if status == pytest.ExitCode.TESTS_FAILED and " failed" in summary and " error" not in summary:
@@ -1210,8 +1234,11 @@ def _exit_with(function: Callable[[], int]) -> NoReturn:
         os._exit(status)
 
 
-def _tested(line: BrokenLine, folder: str, output: IO[str]) -> int:
-    """Run the tests of ``line`` with the package in ``folder``, and return the status of pytest. In a process."""
+def _tested(line: BrokenLine, folder: str, output: IO[str], path: str | None) -> int:
+    """Run the tests of ``line``, or of a file, with the package in ``folder``, and return the status of pytest.
+
+    In a process of its own.
+    """
     for number in (1, 2):
         os.dup2(output.fileno(), number)
     os.chdir(folder)
@@ -1219,10 +1246,13 @@ def _tested(line: BrokenLine, folder: str, output: IO[str]) -> int:
     sys.dont_write_bytecode = True
     ranks.START_METHOD = "fork"
     # No conftest: it looks inside the library.
-    options = ["-q", "-x", "--noconftest", "-p", "no:cacheprovider", f"--rootdir={ROOT}", "--tb=short"]
+    os.environ["PYTHONPATH"] = os.pathsep.join([folder, str(ROOT / "kernels")])  # of processes that are not forked
+    options = ["-q", "--noconftest", "-p", "no:cacheprovider", f"--rootdir={ROOT}", "--tb=short"]
+    options += ["-x"] if path is None else []
     options += [f"--config-file={ROOT / 'pyproject.toml'}", "-W", "ignore::pytest.PytestAssertRewriteWarning"]
     options += ["-o", "faulthandler_timeout=0"]  # its thread would not live on in forked processes
-    status = pytest.main([*options, *(f"{ROOT / line.test_file}::{name}" for name in line.test_names)])
+    tests = [f"{ROOT / line.test_file}::{name}" for name in line.test_names] if path is None else [str(ROOT / path)]
+    status = pytest.main([*options, *tests], plugins=[Failures(Path(folder, "failures"))])
     found = sys.modules["tritoncomm"].__file__
     assert found is not None
     assert found.startswith(folder), f"another package was tested: {found}"
@@ -1239,19 +1269,38 @@ def preload(lines: Iterable[BrokenLine]) -> None:
             importlib.import_module(module)
 
 
+def write_catches(lines: Sequence[BrokenLine], path: str) -> int:
+    """Write which tests of a file catch which of the ``lines``. Return 1 if a test fails with nothing broken."""
+    whole = survives(lines[0]._replace(new=lines[0].old), path)
+    if whole:
+        sys.stdout.write(f"with nothing broken: {whole} fail\n")
+        return 1
+    found = json.loads(CATCHES.read_text()) if CATCHES.exists() else {}
+    found[path] = {}
+    for line in lines:
+        found[path][line.name] = survives(line, path)
+        sys.stdout.write(f"{line.name}: {', '.join(found[path][line.name]) or 'nothing'}\n")
+        sys.stdout.flush()
+        CATCHES.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
+    return 0
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Break lines, and return 1 if one survives."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("names", nargs="*", help="lines whose name contains one of these texts")
+    parser.add_argument("names", nargs="*", help="lines whose name or file contains one of these texts")
     parser.add_argument("--sample", type=int, default=40, help="number of lines (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=None, help="of the sample (default: another one each day)")
     parser.add_argument("--all", action="store_true", help="all lines")
+    parser.add_argument("--tests", metavar="PATH", help="write which tests of this file catch these lines")
     chosen = parser.parse_args(arguments)
     wrong = problems()
     if wrong:
         sys.stdout.write("\n".join(wrong) + "\n")
         return 1
-    lines = [line for line in BROKEN if any(name in line.name for name in chosen.names)] if chosen.names else BROKEN
+    lines = BROKEN
+    if chosen.names:
+        lines = [each for each in BROKEN if any(name in each.name or name in each.file for name in chosen.names)]
     if not lines:
         sys.stdout.write("no line has such a name\n")
         return 1
@@ -1259,6 +1308,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         seed = int(time.time() // 86400) if chosen.seed is None else chosen.seed
         lines = random.Random(seed).sample(lines, min(chosen.sample, len(lines)))  # noqa: S311 - a choice of tests
     preload(lines)
+    if chosen.tests:
+        return write_catches(lines, chosen.tests)
     whole = survives(lines[0]._replace(name="nothing is broken", new=lines[0].old))
     if whole != NOTHING_FAILS:
         sys.stdout.write(f"with nothing broken: {whole or 'a test fails'}\n")

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import fields
 from functools import cache
 from types import MappingProxyType
+from typing import TypeVar
 
 from tritoncomm import (
+    ConfigurationError,
     ExDyna,
     MiCRO,
     OkTopk,
@@ -27,7 +30,10 @@ from tritoncomm.primitives.packing import Encoding
 from tritoncomm.step.exchange.stages import Staged
 
 from baselines import DGC, TopkDSA
+from depth import DEEP
 from ok_topk_variants import OkTopkVariant
+
+Place = TypeVar("Place")
 
 # The laws compare gradients with results, so DGC runs without momentum. ``reduced_lr`` silences a warning.
 FIELDS = {"dgc": {"momentum": 0.0}, "random_block": {"reduced_lr": True, "alignment": 4}}
@@ -220,3 +226,32 @@ def under_test(density: float) -> Mapping[str, Recipe]:
 
 
 NAMES = sorted(under_test(0.1))
+
+
+def possible(density: float, world_size: int) -> dict[str, Recipe]:
+    """Return the recipes under test that accept the world size."""
+    found = {}
+    for name, each in under_test(density).items():
+        with suppress(ConfigurationError):
+            each.check_world_size(world_size)
+            found[name] = each
+    return found
+
+
+def shared_out(accepted: dict[Place, dict[str, Recipe]]) -> dict[Place, dict[str, Recipe]]:
+    """Give every method to each place that accepts it, and every other recipe to one of these places, in turn.
+
+    A deep run gives all recipes to all places. Call it in the test's process: workers do not know how deep a run is.
+    """
+    if DEEP:
+        return accepted
+    names = list(dict.fromkeys(name for recipes in accepted.values() for name in recipes))
+    others = [name for name in names if name not in algorithms()]
+    chosen: dict[Place, set[str]] = {place: set(algorithms()) for place in accepted}
+    for number, name in enumerate(others):
+        places = [place for place, recipes in accepted.items() if name in recipes]
+        chosen[places[number % len(places)]].add(name)
+    return {
+        place: {name: recipe for name, recipe in recipes.items() if name in chosen[place]}
+        for place, recipes in accepted.items()
+    }

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import tritoncomm
-from helpers import flat, loss_of, possible, residual, same_everywhere, tiny_model, total, train
+from helpers import flat, loss_of, residual, same_everywhere, tiny_model, total, train
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from tritoncomm import ConfigMismatchError, ConfigurationError, checkpoint
@@ -23,6 +23,7 @@ from tritoncomm.step.saved import state as exchange_state
 
 import laws
 from baselines import DGC
+from recipes import possible
 
 MAKERS = {
     "sgd": partial(torch.optim.SGD, lr=0.1, momentum=0.9),

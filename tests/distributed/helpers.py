@@ -7,20 +7,13 @@ from collections.abc import Callable
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 import tritoncomm
 from torch import nn
-from tritoncomm import ConfigurationError, Recipe, algorithms
 from tritoncomm.demo import local_workers
 from tritoncomm.step import settings as options
-
-from depth import DEEP
-from recipes import under_test
-
-Place = TypeVar("Place")
 
 # Workers test sparse exchanges from the first step on, without rounding, unless they ask for something else.
 options.DEFAULT_WARMUP, options.DEFAULT_VALUES, options.DEFAULT_SMALL = 0, "fp32", "fp32"
@@ -28,35 +21,6 @@ options.DEFAULT_WARMUP, options.DEFAULT_VALUES, options.DEFAULT_SMALL = 0, "fp32
 local_workers.PRELOADED += ["hypothesis", "pytest", "torch.distributed.checkpoint", "torch.distributed.fsdp"]
 sparse_wrap = partial(tritoncomm.wrap, dense_below=0, density=0.2)
 run_workers = partial(local_workers.run_workers, timeout=timedelta(seconds=60), limit=timedelta(seconds=240))
-
-
-def possible(density: float, world_size: int) -> dict[str, Recipe]:
-    """Return the recipes under test that accept the world size."""
-    found = {}
-    for name, recipe in under_test(density).items():
-        with suppress(ConfigurationError):
-            recipe.check_world_size(world_size)
-            found[name] = recipe
-    return found
-
-
-def shared_out(accepted: dict[Place, dict[str, Recipe]]) -> dict[Place, dict[str, Recipe]]:
-    """Give every method to each place that accepts it, and every other recipe to one of these places, in turn.
-
-    A deep run gives all recipes to all places. Call it in the test's process: workers do not know how deep a run is.
-    """
-    if DEEP:
-        return accepted
-    names = list(dict.fromkeys(name for recipes in accepted.values() for name in recipes))
-    others = [name for name in names if name not in algorithms()]
-    chosen: dict[Place, set[str]] = {place: set(algorithms()) for place in accepted}
-    for number, name in enumerate(others):
-        places = [place for place, recipes in accepted.items() if name in recipes]
-        chosen[places[number % len(places)]].add(name)
-    return {
-        place: {name: recipe for name, recipe in recipes.items() if name in chosen[place]}
-        for place, recipes in accepted.items()
-    }
 
 
 class FailingSGD(torch.optim.SGD):

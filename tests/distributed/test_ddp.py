@@ -1,69 +1,579 @@
-"""A module in DDP trains as the plain module, to the bit, on real gloo processes."""
+"""A module in DDP trains as the plain module, to the bit. What surrounds it is heard, or refused by name."""
 
 from __future__ import annotations
 
-from contextlib import suppress
+import copy
+import gc
+import pickle
+from contextlib import nullcontext
 from datetime import timedelta
+from functools import partial
 
-import ddp_edge_workers as edges
-import ddp_workers
-import ignored_workers as ignored
 import pytest
-from helpers import run_situations, run_workers
-from tritoncomm.demo.local_workers import WorkerError
+import torch
+import torch.distributed as dist
+import tritoncomm
+from kit import log_lines
+from models import Pair, adamw, ddp, equal, exact, flat, gradients, loss_of, net, residual, same, sgd, train
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.distributed.algorithms.join import Join
+from torch.distributed.nn.functional import all_reduce
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel.distributed import _MixedPrecision
+from torch.utils.checkpoint import checkpoint
+from tritoncomm import ConfigMismatchError, ConfigurationError
+from tritoncomm.step.agree import replica
+
+from ranks import ranks
+
+REFUSED = (ConfigurationError, ConfigMismatchError)  # a rank has its own error, or hears of that of another one
+AVERAGED = "equal on all ranks before the exchange"
 
 
+@ranks(3)
 @pytest.mark.parametrize(
-    "situations",
+    ("optimizer", "settings", "steps"),
     [
-        [
-            *(ddp_workers.methods, ddp_workers.unused_parameters, ddp_workers.several_optimizers),
-            *(ddp_workers.buffers, ddp_workers.nested_passes, ddp_workers.other_strides),
-        ],
-        [
-            *(ddp_workers.accumulation, ddp_workers.options_of_ddp, ddp_workers.wrapped_gradients),
-            *(ddp_workers.loss_scaling, ddp_workers.non_finite, ddp_workers.synchronized_statistics),
-        ],
-        [
-            *(edges.unwrapped_optimizer, edges.other_hooks, edges.copied_model, edges.parameters_of_others),
-            *(edges.groups_are_used_again, edges.nodes, edges.early_termination, edges.new_module),
-        ],
-        [
-            *(edges.averaged_before, edges.containers, edges.inner_optimizers, edges.released),
-            *(edges.built_again, edges.averaged_later, edges.not_assigned),
-        ],
-        [
-            *(ignored.experts, ignored.as_dense, ignored.experts_in_lists, ignored.clipped_experts),
-            *(ignored.scaled_experts, ignored.broken_experts, ignored.saved_experts, ignored.differing_others),
-            *(ignored.sparse_tables, ignored.experts_that_catch_up),
-        ],
+        (adamw, {"warmup_steps": 2}, 25),  # past a renewal of the scale, and while DDP builds its buckets
+        (partial(adamw, amsgrad=True), {"algo": "topk_allgather"}, 4),
+        (sgd, {"algo": "spardl", "max_grad_norm": 0.5}, 4),
+        (sgd, {"dense_below": 1024, "small": "8bit", "warmup_steps": 16}, 4),  # as most users call it
     ],
-    ids=lambda situations: f"{situations[0].__name__} and others",
 )
-def test_situations(situations: list) -> None:
-    """Each situation passes. The same processes run several situations, because starting them is slow."""
-    run_situations(situations, 3)
+def test_methods(rank, world_size, optimizer, settings, steps):
+    """Several methods and optimizers."""
+    pair = Pair(optimizer=optimizer, settings=settings)
+    for step in range(steps):
+        pair.step(lambda model, step=step: loss_of(model, rank, step).backward())
+    assert equal(pair.model)
+    assert pair.of_model.metrics().get("grad_norm") == pair.of_plain.metrics().get("grad_norm")
 
 
-def test_compiled() -> None:
-    """So does a compiled module, with two workers, because each has to import the compiler."""
-    assert run_workers(ddp_workers.compiled, 2) == [None] * 2
+@ranks(3)
+@pytest.mark.parametrize("view", [False, True])
+def test_accumulation(rank, world_size, view):
+    """Micro-batches add up with ``no_sync()``, without it, and with both in turns. One exchange takes all of them."""
+
+    def backward(model, step, way):
+        for micro in range(3):
+            quiet = {"no_sync": micro < 2, "turns": micro == 1, "all": True, "never": False}[way]
+            with model.no_sync() if quiet and hasattr(model, "no_sync") else nullcontext():
+                (loss_of(model, rank, 3 * step + micro) / 3).backward()
+
+    pair = Pair(gradient_as_bucket_view=view)
+    for step, way in enumerate(("no_sync", "never", "turns", "all", "no_sync", "never")):
+        pair.step(partial(backward, step=step, way=way), set_to_none=step != 4)
+    assert pair.of_model.metrics()["steps"] == 6
 
 
-def test_one_worker() -> None:
-    """A single worker is the bare optimizer behind bare DDP."""
-    assert run_workers(ddp_workers.one_worker, 1) == [None]
-    assert run_workers(ignored.alone, 1) == [None]
+class Branches(nn.Module):
+    """A model whose second branch is used on request."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.head = nn.Linear(6, 40), nn.Linear(6, 40), nn.Linear(40, 3)
+
+    def forward(self, x, *, both=True):
+        """Run with or without the second branch."""
+        return self.head(self.first(x) + self.second(x) if both else self.first(x))
 
 
-def heard_of(worker) -> list[tuple[int, str]]:
-    """Return what three workers send, of which some do not end by themselves."""
-    heard: list[tuple[int, str]] = []
-    with suppress(WorkerError):
-        run_workers(worker, 3, listen=heard.append, grace=timedelta(seconds=30))
-    return sorted(heard)
+@ranks(3)
+@pytest.mark.parametrize("view", [False, True])
+def test_unused_parameters(rank, world_size, view):
+    """A parameter that one rank, or no rank, uses in a step counts as zero there, also in a part of the passes."""
+
+    def backward(model, step, uses):
+        for micro, both in enumerate(uses):
+            loss_of(model, rank, 10 * step + micro, both=both).backward()
+
+    pair = Pair(make=Branches, find_unused_parameters=True, gradient_as_bucket_view=view)
+    uses = ((True,), (rank != 1,), (False,), (rank == 1, True), (True, rank == 1), (False,), (True,))
+    for step, used in enumerate(uses):
+        pair.step(partial(backward, step=step, uses=used))
+    assert equal(pair.model)
 
 
-def test_killed_rank() -> None:
-    """``step()`` of the survivors names the killed rank, and they continue in a new group."""
-    assert heard_of(edges.killed) == [(0, "continued"), (0, "named"), (2, "continued"), (2, "named")]
+@ranks(3)
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"gradient_as_bucket_view": True},
+        {"static_graph": True},
+        {"static_graph": True, "gradient_as_bucket_view": True},
+        {"bucket_cap_mb": 1000},
+        {"bucket_cap_mb": 0.0001, "broadcast_buffers": False},
+    ],
+)
+def test_options_of_ddp(rank, world_size, fields):
+    """A static graph, gradients that are views of buckets, one bucket and many. A frozen parameter stays."""
+
+    def frozen():
+        model = net()
+        model[2].bias.requires_grad_(False)
+        return model
+
+    pair = Pair(make=frozen, **fields)
+    for step in range(4):
+        pair.step(lambda model, step=step: loss_of(model, rank, step).backward(), set_to_none=step != 2)
+    assert torch.equal(pair.model.module[2].bias, net()[2].bias)
+
+
+@ranks(3)
+def test_clipping_closure_flush_and_schedule(rank, world_size):
+    """They work as without DDP."""
+    pair = Pair(settings={"max_grad_norm": 0.5})
+    schedules = [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9) for _, optimizer in pair.both]
+    for step in range(6):
+        for (model, optimizer), schedule in zip(pair.both, schedules, strict=True):
+
+            def closure(model=model, optimizer=optimizer, step=step):
+                optimizer.zero_grad()
+                loss = loss_of(model, rank, step)
+                loss.backward()
+                return loss
+
+            if step % 2:
+                assert optimizer.step(closure) > 0
+            else:
+                closure()
+                optimizer.synchronize()
+                nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+                optimizer.step()
+            schedule.step()
+        pair.check()
+    for _, optimizer in pair.both:
+        optimizer.flush()
+    pair.check()
+
+
+class Statistics(nn.Module):
+    """Normalizes by statistics of the batches of all ranks: a collective in both passes, as ``SyncBatchNorm`` has."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(6, 40), nn.Linear(40, 3)
+
+    def forward(self, x):
+        """Return the output."""
+        x = self.first(x)
+        return self.last(x - all_reduce(x.mean(0)) / dist.get_world_size())
+
+
+class Stack(nn.Module):
+    """Two layers with reentrant checkpointing, whose backward passes are within another one, and a head."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers, self.head = nn.ModuleList([nn.Linear(6, 6), nn.Linear(6, 6)]), nn.Linear(6, 3)
+
+    def forward(self, x):
+        """Return the output."""
+        x = x.requires_grad_()
+        for layer in self.layers:
+            x = torch.tanh(checkpoint(layer, x, use_reentrant=True))
+        return self.head(x)
+
+
+class TwoTypes(nn.Module):
+    """A model with parameters of two dtypes, which DDP never puts into one bucket."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.third = nn.Linear(6, 40), nn.Linear(40, 40).bfloat16(), nn.Linear(40, 3)
+
+    def forward(self, x):
+        """Return the output."""
+        return self.third(self.second(self.first(x).tanh().bfloat16()).tanh().float())
+
+
+def strided(kind):
+    """Return a model with a matrix whose strides are swapped, or which has gaps between its rows."""
+    model = net()
+    weight = model[2].weight.detach()
+    model[2].weight = nn.Parameter(weight.t().contiguous().t() if kind == "swapped" else weight.repeat(1, 2)[:, :40])
+    return model
+
+
+LAYERS = {
+    "a collective in a backward pass": Statistics,
+    "nested passes": Stack,
+    "two dtypes": TwoTypes,
+    "swapped strides": partial(strided, "swapped"),
+    "gaps": partial(strided, "gaps"),
+}
+
+
+@ranks(3)
+@pytest.mark.parametrize("kind", LAYERS)
+def test_kinds_of_layers(rank, world_size, kind):
+    """All train as in a plain module, and hooks see this rank's own gradients."""
+    pair, seen = Pair(make=LAYERS[kind]), []
+    for parameter in pair.model.module.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
+    for step in range(3):
+        seen.clear()
+        pair.step(lambda model, step=step: loss_of(model, rank, step).backward())
+        assert len(seen) == len(list(pair.plain.parameters()))
+        assert not equal(seen)
+
+
+@ranks(3)
+def test_buffers(rank, world_size):
+    """DDP broadcasts the buffers of the first rank before each pass, as it does without an exchange."""
+
+    def normed():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(6, 40), nn.BatchNorm1d(40), nn.Linear(40, 3))
+
+    averaging, model = ddp(normed()), ddp(normed())
+    bare = torch.optim.SGD(averaging.parameters(), lr=0.1)
+    optimizer = tritoncomm.wrap(torch.optim.SGD(model.parameters(), lr=0.1), "dense", model=model)
+    for each, stepped in ((averaging, bare), (model, optimizer)):
+        train(each, stepped, rank, range(4))
+        each.train(mode=False)
+        loss_of(each, rank, 9)  # a forward pass, before which DDP broadcasts
+    assert torch.allclose(flat(averaging), flat(model), atol=1e-6)
+    assert torch.allclose(averaging.module[1].running_mean, model.module[1].running_mean, atol=1e-6)
+    assert equal(model.buffers())
+
+
+@ranks(3)
+def test_several_optimizers(rank, world_size):
+    """Two optimizers of one module, of which one steps less often. ``model`` may contain several modules in DDP."""
+    ends = []
+    for outer in (net(), ddp(net())):
+        given = {"model": outer} if isinstance(outer, DistributedDataParallel) else {}
+        first = exact(torch.optim.AdamW([p for p in outer.parameters() if p.dim() > 1], lr=0.01), **given)
+        second = exact(torch.optim.SGD([p for p in outer.parameters() if p.dim() == 1], lr=0.1), **given)
+        for step in range(6):
+            first.zero_grad()
+            if step % 2 == 0:
+                second.zero_grad()
+            loss_of(outer, rank, step).backward()
+            first.step()
+            if step % 2:  # over two passes
+                second.step()
+        assert second.metrics()["steps"] == 3
+        ends.append(flat(outer))
+    assert torch.equal(*ends)
+    box = nn.ModuleList([ddp(net()), ddp(net())])
+    optimizer = exact(torch.optim.SGD(box.parameters(), lr=0.1), model=box)
+    for model in box:
+        loss_of(model, rank, 0).backward()
+        assert not same(gradients(model).tolist())
+    optimizer.step()
+    assert equal(box)
+
+
+@ranks(2, limit=120.0)
+def test_compiled(rank, world_size):
+    """``torch.compile`` of the module in DDP, and of a function that takes the step."""
+    pair = Pair(bucket_cap_mb=25)  # the smallest buckets are too small for torch.compile
+    compiled = torch.compile(pair.model, backend="eager")
+    assert exact(pair.of_model.optimizer, model=compiled)
+    for model, optimizer in ((pair.plain, pair.of_plain), (compiled, pair.of_model)):
+
+        def stepped(loss, optimizer=optimizer):
+            loss.backward()
+            optimizer.step()
+
+        stepped = torch.compile(stepped, backend="eager") if model is compiled else stepped
+        for step in range(3):
+            optimizer.zero_grad()
+            stepped(loss_of(model, rank, step))
+    pair.check()
+
+
+@ranks(1)
+@pytest.mark.parametrize("kind", ["accumulation", "no sync", "twice", "join", "unused", "scaled", "not finite"])
+def test_one_worker(rank, world_size, kind):
+    """A single worker trains as the bare optimizer does behind bare DDP, to the bit, whatever bare DDP allows."""
+    assert torch.equal(*(trained_alone(kind, wrapped=each) for each in (False, True)))
+
+
+def trained_alone(kind, *, wrapped):
+    """Train with or without this library, and return the parameters."""
+    model = net()
+    if kind == "unused":
+        model.register_parameter("extra", nn.Parameter(torch.ones(9)))
+    outer = DistributedDataParallel(model, find_unused_parameters=kind == "unused")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    if wrapped:
+        optimizer = tritoncomm.wrap(optimizer, model=outer, density=0.01, dense_below=0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0, enabled=kind == "scaled")
+    with outer.join() if kind == "join" else nullcontext():
+        for step in range(4):
+            bad = kind == "not finite" and step == 2
+            if bad and not wrapped:
+                continue  # the wrapped one skips this step
+            optimizer.zero_grad()
+            with outer.no_sync() if kind == "no sync" else nullcontext():
+                for micro in range(2 if kind in ("accumulation", "no sync") else 1):
+                    scaler.scale(loss_of(outer, 0, 2 * step + micro) * (float("nan") if bad else 1.0)).backward()
+            for _ in range(2 if kind == "twice" else 1):
+                scaler.step(optimizer)
+                scaler.update()
+    return flat(model)
+
+
+@ranks(3)
+def test_optimizer_that_was_not_wrapped(rank, world_size):
+    """Its error says what to do, which works. One of another model, or of a model that averages, steps on."""
+    model = ddp(net())
+    bare = torch.optim.SGD([p for p in model.parameters() if p.dim() == 1], lr=0.1)
+    optimizer = exact(torch.optim.AdamW([p for p in model.parameters() if p.dim() > 1], lr=0.01), model=model)
+    loss_of(model, rank, 0).backward()
+    before = flat(model)
+    with pytest.raises(ConfigurationError, match=r"SGD steps '0\.bias'.*= tritoncomm\.wrap\(optimizer, model=model"):
+        bare.step()
+    assert torch.equal(flat(model), before)
+    optimizer.step()
+    other = exact(bare, model=model)
+    for step in range(1, 4):
+        other.zero_grad()
+        train(model, optimizer, rank, [step])
+        other.step()
+    assert equal(model)
+    averaged = ddp(net())
+    loss_of(averaged, rank, 0).backward()
+    torch.optim.SGD(averaged.parameters(), lr=0.1).step()
+    assert equal(averaged)
+
+
+@ranks(2)
+@pytest.mark.parametrize("kind", ["plain", "ddp", "list"])
+def test_result_of_wrap_that_was_not_assigned(rank, world_size, kind):
+    """The original step is an error that says so, as long as the result exists."""
+    model = net() if kind == "plain" else ddp(net())
+    parts = [sgd(model.module[:2]), adamw(model.module[2:])] if kind == "list" else [adamw(model)]
+    kept = exact(parts if kind == "list" else parts[0], model=model)
+    loss_of(model, rank, 0).backward()
+    before = flat(model)
+    for part in parts:
+        said = (
+            rf"this {type(part).__name__}, .*was wrapped.*own step\(\) does not exchange gradients: assign the result"
+        )
+        with pytest.raises(RuntimeError, match=said):
+            part.step()
+    assert torch.equal(flat(model), before)
+    train(model, kept, rank, range(2))
+    assert equal(model)
+
+
+@ranks(2)
+def test_released(rank, world_size):
+    """The module of a released optimizer still averages nothing, and the error names the way back to dense."""
+    model = ddp(net())
+    original = sgd(model)
+    optimizer = exact(original, model=model)
+    train(model, optimizer, rank, range(2))
+    optimizer.release()
+    with pytest.raises(ConfigurationError, match=r"put model\.module into a new DistributedDataParallel"):
+        train(model, original, rank, range(1))
+    inner = model.module
+    del model
+    gc.collect()
+    again = ddp(inner)
+    train(again, original, rank, range(2))
+    assert equal(again)
+
+
+@ranks(2)
+@pytest.mark.parametrize(
+    "way", ["passed to nobody", "scaled", "in a part", "rounded", "of a copy", "later", "equal data"]
+)
+def test_averaged_gradients_are_heard(rank, world_size, way):
+    """The first rank says once that gradients are equal before the exchange, and names the argument that is missing."""
+    model = net() if way in ("later", "equal data") else ddp(net())
+    trained = nn.Sequential(model, nn.Linear(3, 3)) if way == "in a part" else model
+    if way == "of a copy":
+        exact(sgd(model), model=model)
+        trained = copy.deepcopy(model)
+    rounded = {"warmup_steps": 2, "small": "8bit"} if way == "rounded" else {}
+    optimizer = exact(sgd(trained), **rounded)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, enabled=way == "scaled")
+    with log_lines() as lines, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(replica, "EVERY", 3)
+        for step in range(8):
+            optimizer.zero_grad()
+            scaler.scale(loss_of(trained, 0 if way == "equal data" else rank, step)).backward()
+            if way == "later" and step > 3:
+                for parameter in trained.parameters():
+                    dist.all_reduce(parameter.grad)
+            scaler.step(optimizer)
+            scaler.update()
+    found = [line for line in lines if AVERAGED in line]
+    assert len(found) == (rank == 0)
+    assert all("pass model=ddp_model" in line for line in found)
+    assert all(f"in step {7 if way == 'later' else 1}," in line for line in found)
+
+
+@ranks(2)
+def test_module_in_ddp_that_is_built_again(rank, world_size):
+    """It is named in the next check, and the advice works: ``reset_process_group(model=...)`` keeps the residual."""
+    inner = net()
+    optimizer = exact(adamw(inner), model=ddp(inner))
+    model = ddp(inner)
+    with log_lines() as lines:
+        train(model, optimizer, rank, range(1))
+    found = [line for line in lines if AVERAGED in line]
+    assert len(found) == (rank == 0)
+    assert all("optimizer.reset_process_group(model=ddp_model)" in line for line in found)
+    pending = residual(optimizer)
+    optimizer.reset_process_group(model=model)
+    assert torch.equal(residual(optimizer), pending)
+    train(model, optimizer, rank, range(1, 3))
+    model.zero_grad()
+    loss_of(model, rank, 3).backward()
+    assert not same(gradients(model).tolist())
+    assert equal(inner)
+
+
+def own_hook(state, bucket):  # DDP accepts no annotation that is text
+    """Return the bucket as it is."""
+    future = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
+
+@ranks(2)
+def test_other_hooks(rank, world_size):
+    """They are refused by name, at ``wrap`` and later, and nothing has changed. So are DDP's mixed precision."""
+    for hook, state in ((powerSGD_hook, PowerSGDState(None, matrix_approximation_rank=1)), (own_hook, None)):
+        model = ddp(net())
+        model.register_comm_hook(state, hook)
+        with pytest.raises(REFUSED, match=hook.__name__):
+            exact(adamw(model), model=model)
+    halved = DistributedDataParallel(nn.Linear(6, 3), mixed_precision=_MixedPrecision(param_dtype=torch.bfloat16))
+    with pytest.raises(REFUSED, match="mixed_precision"):
+        exact(adamw(halved), model=halved)
+    model, untouched = ddp(net()), ddp(net())
+    with pytest.raises(REFUSED):
+        exact(adamw(model), model=model, max_grad_norm=-1)
+    for each in (model, untouched):  # a wrap() that failed leaves a module that averages
+        loss_of(each, rank, 0).backward()
+    assert torch.equal(gradients(model), gradients(untouched))
+    adamw(model).step()
+    exact(adamw(model), model=model)
+    with pytest.raises(RuntimeError, match="can only be called once"):  # by DDP
+        model.register_comm_hook(None, own_hook)
+
+
+@ranks(2)
+@pytest.mark.parametrize("way", ["copied", "pickled"])
+def test_copied_model(rank, world_size, way):
+    """A copy of a wrapped module averages as DDP does, until it is wrapped itself."""
+    model = ddp(net())
+    optimizer = exact(adamw(model), model=model)
+    train(model, optimizer, rank, range(2))
+    optimizer.zero_grad()
+    clone = copy.deepcopy(model) if way == "copied" else pickle.loads(pickle.dumps(model))  # noqa: S301 - our own
+    plain = copy.deepcopy(model.module)
+    loss_of(clone, rank, 9).backward()
+    assert same(gradients(clone).tolist())
+    for each, stepped in ((clone, exact(adamw(clone), model=clone)), (plain, exact(adamw(plain)))):
+        train(each, stepped, rank, range(2, 5))
+    train(model, optimizer, rank, range(2, 5))
+    assert torch.equal(flat(clone), flat(plain))
+    assert optimizer.metrics()["steps"] == 5
+    assert equal(model)
+
+
+@ranks(2)
+@pytest.mark.parametrize("kind", ["unfrozen", "beside"])
+def test_parameters_that_ddp_does_not_know(rank, world_size, kind):
+    """Those that were frozen as it was built, or are not its own, are exchanged as all others."""
+    ends = []
+    for is_plain in (True, False):
+        model, extra = net(), nn.Parameter(torch.ones(5))
+        model[0].weight.requires_grad_(kind != "unfrozen")
+        outer = model if is_plain else ddp(model)
+        model[0].weight.requires_grad_()
+        parameters = [*model.parameters(), *([extra] if kind == "beside" else [])]
+        optimizer = exact(torch.optim.AdamW(parameters, lr=0.01), **({} if is_plain else {"model": outer}))
+        for step in range(4):
+            optimizer.zero_grad()
+            (loss_of(outer, rank, step) + ((1 + rank) * extra).square().sum()).backward()
+            optimizer.step()
+        ends.append(flat(parameters))
+    assert torch.equal(*ends)
+
+
+@ranks(3)
+def test_process_groups_are_used_again(rank, world_size):
+    """Wrapping an optimizer again, or that of another model, creates no further process group."""
+    counts = []
+    for number in range(5):
+        model = ddp(net())
+        optimizer = exact(adamw(model), model=model)
+        train(model, optimizer, rank, range(1))
+        optimizer = exact(optimizer.optimizer, model=model)
+        counts.append(len(dist.distributed_c10d._world.pg_names))
+        del model, optimizer
+        if rank != 1 or number % 2:  # ranks need not collect the garbage at the same time
+            gc.collect()
+    assert counts[2:] == counts[2:3] * 3, counts
+
+
+@ranks(2)
+def test_early_termination(rank, world_size):
+    """``join()`` is an error on all ranks, unless it ends training with the first rank that has no batch."""
+    model = ddp(net())
+    optimizer = exact(adamw(model), model=model)
+    with pytest.raises(RuntimeError, match="exhausted"), model.join(throw_on_early_termination=True):
+        train(model, optimizer, rank, range(3 + rank))
+    assert optimizer.metrics()["steps"] == 3
+    fix = r"every rank must call.*without a backward pass.*throw_on_early_termination=True"
+    for context in (model.join, lambda: Join([model])):  # as Accelerate does
+        before = flat(model)
+        with pytest.raises(ConfigurationError, match=fix), context():
+            train(model, optimizer, rank, range(3 + rank))
+        assert torch.equal(flat(model), before)
+    with model.join(enable=False):
+        train(model, optimizer, rank, range(3, 5))
+    assert equal(model)
+    with ddp(net()).join():  # of a model that averages
+        pass
+
+
+@ranks(3)
+def test_new_module_in_a_smaller_group(rank, world_size):
+    """``reset_process_group`` takes a new DDP module around the same module, which averages nothing either."""
+    model = ddp(net())
+    optimizer = exact(adamw(model), model=model)
+    train(model, optimizer, rank, range(4))
+    pending = residual(optimizer)
+    group = dist.new_group([0, 2])
+    if rank == 1:
+        return
+    smaller = ddp(model.module, process_group=group)
+    optimizer.reset_process_group(group, model=smaller)
+    assert torch.allclose(residual(optimizer), pending * 2 / 3)
+    optimizer.zero_grad()
+    loss_of(smaller, rank, 4).backward()
+    assert not same(gradients(smaller).tolist(), group)
+    optimizer.step()
+    train(smaller, optimizer, rank, range(5, 7))
+    assert equal(smaller, group)
+    assert optimizer.metrics()["steps"] == 7
+
+
+@ranks(3)
+def test_nodes(rank, world_size):
+    """With ``node_group``, ranks of a node average densely, as with the plain module. The module's group is in use."""
+    group = dist.new_group(list(range(world_size)), timeout=timedelta(seconds=77))
+    node = dist.new_group([rank], use_local_synchronization=True)
+    pair = Pair(settings={"node_group": node}, process_group=group)
+    for step in range(3):
+        pair.step(lambda model, step=step: loss_of(model, rank, step).backward())
+    assert pair.of_model.process_group is group
+    if rank == 0:
+        dist.new_group([0], use_local_synchronization=True)
+    with pytest.raises(ConfigMismatchError, match="number of process groups"):
+        exact(adamw(net()), node_group=node)

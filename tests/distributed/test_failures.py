@@ -1,220 +1,481 @@
-"""Failures between real processes: every survivor raises a named error in time, and nothing is lost."""
+"""Failures between real processes: every survivor raises a named error in time, loses nothing, and goes on."""
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import signal
-import subprocess
-import sys
-from pathlib import Path
+import time
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
+from datetime import timedelta
 
-import failure_workers
 import pytest
-import recovery_workers
-from helpers import reports
+import torch
+import torch.distributed as dist
+import tritoncomm
+from models import KINDS, adamw, equal, exact, flat, loss_of, net, opened, residual, tiny, train
+from tritoncomm import ConfigMismatchError, ExchangeError, ExchangeTimeoutError, PeerLostError, ProtocolMismatchError
+from tritoncomm.scheduler import failure_report
+from tritoncomm.scheduler.process_group import ProcessGroupScheduler
+from tritoncomm.scheduler.rounds import AllReduce, InSubgroup, Post, Round, Wait
+from tritoncomm.step.exchange.vector import VectorExchange
 
-from processes import end_soon, is_running
+from ranks import ranks
+
+FAST = timedelta(seconds=5)
+LONG = 4.0  # than a time-out of one second and the wait for reports after it
 
 
-@pytest.mark.parametrize("algo", ["oktopk", "spardl", "exdyna", "topk_allgather", "dense", "hierarchical"])
-@pytest.mark.parametrize("number", [0, 1, 3])
-def test_killed_rank(algo: str, number: int) -> None:
+def words(count: int) -> torch.Tensor:
+    """Return a message of ``count`` words."""
+    return torch.arange(count, dtype=torch.int32)
+
+
+def error_of(action: Callable[[], object], kind: type[Exception], *, within: float) -> Exception:
+    """Return the error that ``action`` must raise in time."""
+    began = time.monotonic()
+    with pytest.raises((ExchangeError, ProtocolMismatchError)) as caught:
+        action()
+    assert type(caught.value) is kind, caught.value
+    assert time.monotonic() - began < within
+    return caught.value
+
+
+def die_at(optimizer: tritoncomm.SparseOptimizer, number: int) -> None:
+    """Kill this process when it is about to perform its ``number``-th operation from now."""
+    scheduler = optimizer._exchange.vectors[0].scheduler
+    perform, left = scheduler._perform, [number]
+
+    def fatal(op):
+        left[0] -= 1
+        if left[0] < 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return perform(op)
+
+    scheduler._perform = fatal
+
+
+# A method, the operation of its step in which rank 1 dies, and the kind of module.
+DEATHS = [
+    *(("oktopk", number, "plain") for number in (0, 1, 3)),
+    *(("oktopk", 1, kind) for kind in KINDS[1:]),
+    *(("spardl", 1, "plain"), ("exdyna", 3, "plain"), ("topk_allgather", 1, "ddp"), ("dense", 0, "plain")),
+    ("hierarchical", 3, "plain"),
+]
+
+
+@ranks(4, lost=(1,))
+@pytest.mark.parametrize(("algo", "number", "kind"), DEATHS)
+def test_killed_rank(rank, world_size, algo, number, kind):
     """If a rank dies in any round, the survivors name it, lose nothing, regroup and train to the end."""
-    assert reports(failure_workers.killed, 4, algo, number) == dict.fromkeys((0, 2, 3), ("trained to the end",))
+    fields = {"algo": algo} if algo != "hierarchical" else {"node_group": dist.new_subgroups(2)[0]}
+    model, given = opened(kind, net(), shards=2)
+    optimizer = exact(adamw(model), timeout=FAST, **fields, **given)
+    train(model, optimizer, rank, range(2))
+    optimizer.zero_grad()
+    loss_of(model, rank, 2).backward()
+    if rank == 1:
+        die_at(optimizer, number)
+    before, pending = flat(model), residual(optimizer)
+    with suppress(PeerLostError):
+        optimizer.step()
+    ahead = optimizer.metrics()["steps"] == 3
+    if ahead:  # the rank died between confirmations: this one has stepped, and the next step raises
+        optimizer.zero_grad()
+        before, pending = flat(model), residual(optimizer)
+    named = rf"step [34], round \d+, phase '.*' of {algo}.*lost rank 1 \(" if kind != "fsdp" else "lost rank 1"
+    with pytest.raises(PeerLostError, match=named) as caught:  # the failed group raises the same error again
+        optimizer.step()
+    assert caught.value.peers == (1,)
+    assert torch.equal(flat(model), before)
+    assert torch.equal(residual(optimizer), pending)
+    if kind == "fsdp":
+        return  # a shard is lost
+    group = dist.new_group([0, 2, 3], timeout=timedelta(seconds=10), use_local_synchronization=True)
+    if kind == "ddp":
+        model = torch.nn.parallel.DistributedDataParallel(model.module, process_group=group, init_sync=False)
+    steps = optimizer.metrics()["steps"]
+    optimizer.reset_process_group(group, **({"model": model} if kind == "ddp" else {}))
+    if optimizer.metrics()["steps"] == steps:  # no rank was ahead
+        assert torch.allclose(residual(optimizer), pending * 3 / 4, atol=1e-7)
+    train(model, optimizer, rank, range(4, 7))
+    assert equal(model, group)
+    assert not torch.equal(flat(model), before)
 
 
-@pytest.mark.parametrize("situation", ["schedule", "clipped", "own clipping", "flush", "clipped flush"])
-def test_lost_in_confirmation(situation: str) -> None:
+def not_confirmed(exchange) -> None:
+    """Let this rank lose rank 2 at the end of the next confirmation, which all the others complete.
+
+    It closes its connections, as a rank does that loses another one.
+    """
+    confirm = exchange._confirm
+
+    def interrupted():
+        confirm()
+        exchange._confirm = confirm
+        failure_report.cut_connections(None)
+        raise PeerLostError("lost rank 2", [2])
+
+    exchange._confirm = interrupted
+
+
+class Scheduled:
+    """A run with a schedule.
+
+    Args:
+        rank: The rank.
+        kind: How it clips, and whether its fourth step is a flush, or a local one.
+    """
+
+    def __init__(self, rank: int, kind: str) -> None:
+        self.rank, self.kind, self.model = rank, kind, tiny()
+        if kind == "local steps":
+            local = {"local_steps": 2, "outer_momentum": 0.5, "updates_algo": tritoncomm.OkTopk(density=0.1)}
+            self.optimizer = tritoncomm.wrap(adamw(self.model), timeout=FAST, **local)
+        else:
+            limit = 1e-3 if kind.startswith("clipped") else None
+            self.optimizer = exact(adamw(self.model), timeout=FAST, max_grad_norm=limit)
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 1 / (1 + step))
+
+    def step(self, number: int) -> None:
+        """Take a step, or flush."""
+        if number == 3 and "flush" in self.kind:
+            self.optimizer.flush()
+            return
+        self.optimizer.zero_grad()
+        loss_of(self.model, self.rank, number).backward()
+        if self.kind == "own clipping":
+            self.optimizer.synchronize()
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1e-3)
+        self.optimizer.step()
+        self.schedule.step()
+
+
+@ranks(3, lost=(2,))
+@pytest.mark.parametrize("kind", ["schedule", "clipped", "own clipping", "flush", "clipped flush", "local steps"])
+def test_lost_in_confirmation(rank, world_size, kind):
     """A step that some ranks have taken, and others could not confirm, is repeated on these. Otherwise all refuse."""
-    outcome = "refused" if situation == "own clipping" else "trained to the end"
-    assert reports(recovery_workers.lost_in_confirmation, 3, situation) == dict.fromkeys((0, 1), (outcome,))
+    run = Scheduled(rank, kind)
+    for step in range(3):
+        run.step(step)
+    if rank == 1:
+        not_confirmed(run.optimizer._exchange)
+    with pytest.raises(PeerLostError) if rank == 1 else nullcontext():
+        run.step(3)
+    if rank == 2:
+        os._exit(0)
+    if rank == 0 and kind != "local steps":
+        with pytest.raises(PeerLostError):
+            run.step(4)
+    group = dist.new_group([0, 1], timeout=FAST, use_local_synchronization=True)
+    if kind == "own clipping":
+        with pytest.raises(ConfigMismatchError, match="its result differs: load a checkpoint"):
+            run.optimizer.reset_process_group(group)
+        return
+    assert run.optimizer.reset_process_group(group) == (rank == 1)
+    assert equal(run.model, group)
+    if rank == 1 and "flush" not in kind:
+        run.schedule.step()
+    for step in range(5, 9):
+        run.step(step)
+    assert equal(run.model, group)
 
 
-def test_lost_with_scaler() -> None:
-    """With ``tritoncomm.amp.GradScaler``, a lost rank is named, and the others go on."""
-    assert reports(recovery_workers.lost_with_scaler, 3) == dict.fromkeys((0, 1), ("trained to the end",))
+@ranks(3)
+def test_unconfirmed_step_of_a_rank_that_is_not_lost(rank, world_size):
+    """It is taken by all ranks after they regroup."""
+    model = tiny()
+    optimizer = exact(adamw(model), timeout=FAST)
+    train(model, optimizer, rank, range(1))
+    scheduler = optimizer._vector.scheduler
+    perform = scheduler._perform
+
+    def lossy(op):
+        reply = perform(op)
+        if op.phase == "confirm" and rank == 1:
+            raise scheduler._failed(op, RuntimeError("Connection closed by peer"))
+        return reply
+
+    scheduler._perform = lossy
+    with suppress(ExchangeError):
+        train(model, optimizer, rank, [1])
+    if rank != 1:
+        optimizer.zero_grad()
+    with pytest.raises(ExchangeError):
+        optimizer.step()
+    group = dist.new_group(use_local_synchronization=True)
+    optimizer.reset_process_group(group)
+    assert optimizer.metrics()["steps"] == 2
+    assert equal(model, group)
 
 
-def test_slow_rank() -> None:
-    """A slow rank causes a time-out that names it, also on itself. A new group continues with all ranks."""
-    heard = reports(failure_workers.slow, 3)
-    assert sorted(heard) == [0, 1, 2, 10, 11, 12]
-    for rank in range(3):
-        assert heard.pop(rank + 10) == ("goes on",)
-    for rank, (kind, peers, seconds, text) in heard.items():
-        assert kind == "ExchangeTimeoutError", heard
-        assert peers == (1,)
-        assert rank == 1 or seconds < 8
-        assert "step 1, round" in text
-        assert "of oktopk" in text
+@ranks(3, lost=(2,))
+def test_lost_with_scaler(rank, world_size):
+    """The scaler whose ranks agree names a lost rank, and then agrees among the others."""
+    model = tiny()
+    optimizer = exact(adamw(model), timeout=FAST)
+    scaler = tritoncomm.amp.GradScaler("cpu", init_scale=1024.0)
+
+    def update(step):
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model, rank, step)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    for step in range(3):
+        update(step)
+    if rank == 2:
+        os._exit(0)
+    time.sleep(0.5)
+    with pytest.raises(PeerLostError) as caught:
+        update(3)
+    assert caught.value.peers == (2,)
+    group = dist.new_group([0, 1], timeout=FAST, use_local_synchronization=True)
+    assert not optimizer.reset_process_group(group)
+    scaler.update()  # what the step that failed has begun
+    for step in range(4, 7):
+        update(step)
+    assert optimizer.metrics()["steps"] == 6
+    assert equal(model, group)
 
 
-def test_skipped_exchange() -> None:
-    """The time-out names the rank that does not take part in an exchange."""
-    heard = reports(failure_workers.skipped, 3)
-    assert sorted(heard) == [0, 2]
-    for kind, peers, seconds, text in heard.values():
-        assert kind == "ExchangeTimeoutError", text
-        assert peers == (1,)
-        assert seconds < 8
+@ranks(3)
+def test_slow_rank(rank, world_size):
+    """A time-out names the rank that comes too late, also on itself. A new group continues with all ranks."""
+    model = tiny()
+    optimizer = exact(adamw(model), timeout=timedelta(seconds=1))
+    loss_of(model, rank, 0).backward()
+    before, pending = flat(model), residual(optimizer)
+    if rank == 1:
+        time.sleep(LONG)
+    error = error_of(optimizer.step, ExchangeTimeoutError, within=8)
+    assert error.peers == (1,)
+    assert "step 1, round" in str(error)
+    assert "of oktopk" in str(error)
+    assert torch.equal(flat(model), before)
+    assert torch.equal(residual(optimizer), pending)
+    optimizer.reset_process_group(dist.new_group())
+    optimizer.step()
+    assert equal(model, optimizer.process_group)
+    assert not torch.equal(flat(model), before)
 
 
+def scheduled(pattern, seconds: float = 5.0, **fields) -> Callable[[], object]:
+    """Return what runs a pattern between all ranks."""
+    scheduler = ProcessGroupScheduler(timeout=timedelta(seconds=seconds), stamp="test", **fields)
+    return lambda: scheduler.run(pattern)
+
+
+@ranks(3)
 @pytest.mark.parametrize(
     ("actual", "expected"), [(10, 20), (20, 10), (10, 100_000), (100_000, 10), (100_000, 100_001), (100_001, 100_000)]
 )
-def test_mismatched_lengths(actual: int, expected: int) -> None:
-    """A message that is longer or shorter than expected raises an error on all ranks."""
-    heard = reports(failure_workers.mismatched_lengths, 3, actual, expected)
-    assert sorted(heard) == [0, 1, 2]
-    for kind, _, seconds, text in heard.values():
-        assert kind == "ProtocolMismatchError", text
-        assert seconds < 5
-        assert f"expected step 1, round 1, phase 'ragged', {expected} words; received step 1, round 1, phase " in text
-        assert f"'ragged' (first 8 bytes), {actual} words" in text
-        assert "rank 1 from rank 0" in text
+def test_mismatched_lengths(rank, world_size, actual, expected):
+    """A message of another length than expected raises an error on all ranks, also on one that waits for both."""
+
+    def pattern():
+        sends = ({1: words(actual)}, {}, {})[rank]
+        yield Round("ragged", sends, ({}, {0: expected}, {})[rank])
+        yield AllReduce("after", torch.ones(2))
+
+    text = str(error_of(scheduled(pattern()), ProtocolMismatchError, within=5))
+    assert f"expected step 1, round 1, phase 'ragged', {expected} words; received step 1, round 1, phase " in text
+    assert f"'ragged' (first 8 bytes), {actual} words" in text
+    assert "rank 1 from rank 0" in text
 
 
+@ranks(3)
 @pytest.mark.parametrize(
-    ("situation", "said"),
+    ("kind", "said"),
     [
-        (failure_workers.mismatched_steps, "expected step 1, .* received step 2"),
-        (
-            failure_workers.mismatched_dtypes,
-            r"phase 'ring' sends .*shape \(4,\) and dtype torch\.float32: .*one-dimensional",
-        ),
-        (failure_workers.mismatched_phases, "phase 'gather', 4 words; received .* phase 'balance'"),
-        (failure_workers.mismatched_settings, "a different method or settings"),
+        ("dtype", r"phase 'ring' sends .*shape \(4,\) and dtype torch\.float32: .*one-dimensional"),
+        ("phase", "phase 'ring', 4 words; received .* phase 'balance'"),
+        ("step", "expected step 1, .* received step 2"),
+        ("settings", "a different method or settings"),
     ],
-    ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_mismatches(situation, said: str) -> None:
-    """All ranks report the mismatch at once, with the values of both sides."""
-    heard = reports(situation, 3)
-    assert sorted(heard) == [0, 1, 2]
-    for kind, _, seconds, text in heard.values():
-        assert kind == "ProtocolMismatchError", text
-        assert seconds < 5
-        assert re.search(said, text), text
+def test_mismatches(rank, world_size, kind, said):
+    """If one rank has another message, step or method, all ranks report it at once, with the values of both sides."""
+    odd = rank == 1
+    if kind in ("dtype", "phase"):
+
+        def pattern():
+            right, left = (rank + 1) % world_size, (rank - 1) % world_size
+            message = torch.ones(4) if odd and kind == "dtype" else words(4)
+            yield Round("balance" if odd and kind == "phase" else "ring", {right: message}, {left: 4})
+            yield AllReduce("after", torch.ones(2))
+
+        action = scheduled(pattern())
+    else:
+        model = tiny()
+        optimizer = exact(adamw(model), "topk_allgather", timeout=FAST)
+        loss_of(model, rank, 0).backward()
+        if odd and kind == "step":
+            optimizer._vector.scheduler.step += 1
+        elif odd:
+            vector = optimizer._vector
+            options = dataclasses.replace(vector.options, recipe=tritoncomm.TopkAllgather(density=0.2000001))
+            optimizer._exchange.vectors = [VectorExchange(vector.parameters, vector.names, options)]
+            optimizer._vector.scheduler.set_exchange_id(1)  # as if all ranks had agreed on it
+        action = optimizer.step
+    error_text = str(error_of(action, ProtocolMismatchError, within=5))
+    assert re.search(said, error_text), error_text
 
 
-@pytest.mark.parametrize(("size", "raised"), [(3, "ProtocolMismatchError"), (1000, "ExchangeTimeoutError")])
-def test_mismatched_operations(size: int, raised: str) -> None:
+@ranks(3)
+@pytest.mark.parametrize(("size", "kind"), [(3, ProtocolMismatchError), (1000, ExchangeTimeoutError)])
+def test_mismatched_operations(rank, world_size, size, kind):
     """If one rank is in a collective and the others exchange messages, the error says where each rank was.
 
     A small collective consists of messages, too, and is noticed at once. A long one is noticed after the time-out.
     """
-    heard = reports(failure_workers.mismatched_operations, 3, size)
-    assert sorted(heard) == [0, 1, 2]
-    for rank, (kind, _, seconds, text) in heard.items():
-        assert kind == raised, text
-        assert seconds < 8
-        assert ("phase 'lists'" if rank == 1 else "rank 1 was in step 1, round 1, phase 'sums' of test") in text
+
+    def pattern():
+        if rank == 1:
+            yield AllReduce("sums", torch.ones(size))
+        else:
+            others = [peer for peer in range(world_size) if peer != rank]
+            yield Round("lists", {peer: words(4) for peer in others}, dict.fromkeys(others, 4))
+
+    text = str(error_of(scheduled(pattern(), 2.0), kind, within=8))
+    assert ("phase 'lists'" if rank == 1 else "rank 1 was in step 1, round 1, phase 'sums' of test") in text
 
 
-def test_mismatched_versions() -> None:
+@ranks(3)
+def test_mismatched_versions(rank, world_size):
     """Different releases are detected before anything is exchanged."""
-    heard = reports(failure_workers.mismatched_versions, 3)
-    assert all("version: " in text and "rank 1 has '0.0.1'" in text for *_, text in heard.values())
-    assert sorted(heard) == [0, 1, 2]
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(tritoncomm.step.agree.setup, "__version__", "0.0.1")
+        with pytest.raises(ConfigMismatchError, match=r"version: .*rank 1 has '0\.0\.1'"):
+            exact(adamw(tiny()))
 
 
-def test_overlapping_messages() -> None:
+@ranks(3)
+def test_overlapping_messages(rank, world_size):
     """Long and short messages that are in transit at the same time arrive complete and in order."""
-    assert reports(failure_workers.overlapping, 3) == dict.fromkeys(range(3), ("whole",))
+
+    def pattern():
+        tickets = []
+        sizes = [1, 5000, 4096, 4097, 3, 100_000]
+        for turn, size in enumerate(sizes):
+            sends = {peer: words(size) + turn for peer in range(world_size) if peer != rank}
+            tickets.append((yield Post(Round(f"turn {turn}", sends, dict.fromkeys(sends, size)))))
+        for turn, (size, ticket) in enumerate(zip(sizes, tickets, strict=True)):
+            inbox = yield Wait(ticket)
+            assert sorted(inbox) == [peer for peer in range(world_size) if peer != rank]
+            assert all(torch.equal(message, words(size) + turn) for message in inbox.values())
+
+    scheduler = ProcessGroupScheduler(timeout=timedelta(seconds=20), stamp="test")
+    for _ in range(3):
+        scheduler.run(pattern())
 
 
+@ranks(2)
 @pytest.mark.parametrize("width", [4, 400])
-def test_optimizers_in_different_orders(width: int) -> None:
+def test_optimizers_in_different_orders(rank, world_size, width):
     """Optimizers with equal shapes that are stepped in different orders raise an error.
 
     Messages say of which optimizer they are. Long collectives do not, but the confirmation does.
     """
-    heard = reports(failure_workers.different_orders, 2, width)
-    assert sorted(heard) == [0, 1]
-    for kind, _, _, text in heard.values():
-        assert kind == "ProtocolMismatchError", text
-        assert "step the same optimizers in the same order" in text.lower()
+    models = [torch.nn.Linear(width, 4) for _ in range(2)]
+    optimizers = [exact(torch.optim.SGD(each.parameters()), "dense", broadcast_parameters=True) for each in models]
+    for model in models:
+        model(torch.ones(1, width)).sum().backward()
+    error = error_of(optimizers[rank].step, ProtocolMismatchError, within=10)
+    assert "step the same optimizers in the same order" in str(error).lower()
 
 
-def test_computing_rank_is_not_blamed() -> None:
+@ranks(3)
+def test_computing_rank_is_not_blamed(rank, world_size):
     """A mismatch between two ranks does not blame a third rank that is still computing."""
-    heard = reports(failure_workers.computing_rank, 3)
-    assert sorted(heard) == [0, 1, 2]
-    for kind, _, _, text in heard.values():
-        assert kind == "ProtocolMismatchError", text
-        assert "phase 'balance'" in text
+    if rank == 2:
+        time.sleep(LONG)
+
+    def pattern():
+        peers = {1 - rank: words(4)} if rank < 2 else {}
+        yield Round("balance" if rank == 0 else "gather", peers, dict.fromkeys(peers, 4))
+        yield AllReduce("after", torch.ones(2))
+
+    assert "phase 'balance'" in str(error_of(scheduled(pattern(), 20.0), ProtocolMismatchError, within=10))
 
 
-def test_broken_method() -> None:
+@ranks(3)
+def test_broken_method(rank, world_size):
     """If the method fails on one rank, all ranks report that failure without waiting for the time-out."""
-    heard = reports(failure_workers.broken_method, 3)
-    assert sorted(heard) == [0, 1, 2]
-    for kind, peers, seconds, text in heard.values():
-        assert kind == "ExchangeError", text
-        assert peers == (1,)
-        assert seconds < 10
-        assert "rank 1 failed, see its traceback: no room for the lists" in text
+
+    def pattern():
+        yield AllReduce("before", torch.ones(2))
+        if rank == 1:
+            raise MemoryError("no room for the lists")
+        yield AllReduce("after", torch.ones(2))
+
+    error = error_of(scheduled(pattern(), 20.0), ExchangeError, within=10)
+    assert error.peers == (1,)
+    assert "rank 1 failed, see its traceback: no room for the lists" in str(error)
 
 
-@pytest.mark.parametrize(("is_subgroup", "hangs"), [(False, False), (True, False), (True, True)])
-def test_failure_in_a_smaller_group(is_subgroup: bool, hangs: bool) -> None:
-    """The ranks of a larger group name the rank at fault alone, and not a rank that only waited for it."""
-    heard = reports(failure_workers.broken_in_smaller_group, 4, is_subgroup, hangs)
-    assert sorted(heard) == [1, 2, 3]
-    for kind, peers, seconds, text in heard.values():
-        assert kind == ("ExchangeTimeoutError" if hangs else "ExchangeError"), text
-        assert peers == (1,), text
-        assert seconds < 10
-    for rank in (2, 3):
-        said = "no answer from rank 1 within" if hangs else "rank 1 failed, see its traceback: no room for the lists"
-        assert said in heard[rank][-1]
-    if is_subgroup:
-        assert "phase 'team' of test, in round 2, phase 'inner' among ranks [1, 2]" in heard[2][-1]
-
-
-def test_unknown_subgroup() -> None:
+@ranks(2)
+def test_unknown_subgroup(rank, world_size):
     """All ranks hear at once of a rank whose pattern names a subgroup that it does not have."""
-    heard = reports(failure_workers.unknown_subgroup, 2)
-    assert sorted(heard) == [0, 1]
-    for kind, peers, seconds, text in heard.values():
-        assert kind == "ExchangeError", text
-        assert peers == (1,), text
-        assert seconds < 10
+
+    def inner():
+        yield AllReduce("inner", torch.ones(2))
+
+    def pattern():
+        yield InSubgroup("team", (0, 1) if rank == 0 else (1, 2), inner())
+
+    assert error_of(scheduled(pattern(), 20.0, subgroups=[(0, 1)]), ExchangeError, within=10).peers == (1,)
 
 
-def test_unconfirmed_step() -> None:
-    """A step that one rank could not confirm is taken by all ranks after they regroup."""
-    heard = reports(failure_workers.unconfirmed, 3)
-    assert {rank: heard[rank] for rank in (10, 11, 12)} == dict.fromkeys((10, 11, 12), ("together again",))
+def fail_or_hang(hangs: bool) -> None:
+    """Fail at once, or take longer than any time-out."""
+    if not hangs:
+        raise MemoryError("no room for the lists")
+    time.sleep(LONG)
 
 
-def test_frozen_on_one_rank() -> None:
-    """All ranks reject a step if a parameter is frozen on one of them."""
-    heard = reports(failure_workers.frozen, 3)
-    assert sorted(heard) == [0, 1, 2]
-    for kind, _, _, text in heard.values():
-        assert kind == "ProtocolMismatchError", text
-        assert "frozen state of parameter 1 of shape (20, 6): ranks [0, 2] have False, rank 1 has True" in text
-        assert "freeze the same parameters" in text
+@ranks(4)
+@pytest.mark.parametrize(("is_subgroup", "hangs"), [(False, False), (True, False), (True, True)])
+def test_failure_in_a_smaller_group(rank, world_size, is_subgroup, hangs):
+    """The ranks of a larger group name the rank at fault alone, and not a rank that only waited for it.
 
+    Rank 1 fails in a group with rank 2, which waits for its message. Rank 3 waits for both in a larger group. Ranks
+    have different numbers in each group. Rank 0 is in none of them.
+    """
+    members, pair = [1, 2, 3], (0, 1)  # ranks 1 and 2, as numbered among the members
+    limit = timedelta(seconds=2 if hangs else 20)
+    group, group_of_pair = dist.new_group(members), dist.new_group([1, 2])
+    if rank not in members:
+        return
+    whole = ProcessGroupScheduler(group, limit, stamp="test", subgroups=[pair] if is_subgroup else [])
 
-LAUNCHER = """
-from failure_workers import asleep
-from helpers import reports, run_workers
-if __name__ == "__main__":
-    run_workers(asleep, 2, listen=lambda number: print(number, flush=True))
-"""
+    def of_pair(victim):
+        yield AllReduce("connect", torch.ones(2))
+        if rank == 1:
+            fail_or_hang(hangs)
+        else:
+            yield Round("inner", {}, {victim: 3})
 
+    def of_all():
+        if is_subgroup and rank in (1, 2):
+            yield InSubgroup("team", pair, of_pair(pair.index(0)))
+        yield AllReduce("outer", torch.ones(2))
 
-def test_workers_end_with_their_launcher(tmp_path: Path) -> None:
-    """If the process that started workers is killed, they end, too."""
-    script = tmp_path / "launcher.py"
-    script.write_text(LAUNCHER)
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, str(script)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as launcher:
-        workers = [int(launcher.stdout.readline()) for _ in range(2)]
-        assert all(map(is_running, workers))
-        launcher.send_signal(signal.SIGKILL)
-    assert end_soon(workers)
+    def action():
+        whole.agree_on_exchange_id()
+        if not is_subgroup and rank in (1, 2):
+            try:
+                ProcessGroupScheduler(group_of_pair, limit, stamp="test").run(of_pair(0))
+            except Exception as error:
+                raise whole.fail(error) from error
+        whole.run(of_all())
+
+    error = error_of(action, ExchangeTimeoutError if hangs else ExchangeError, within=10)
+    assert error.peers == (1,)
+    said = "no answer from rank 1 within" if hangs else "rank 1 failed, see its traceback: no room for the lists"
+    assert rank == 1 or said in str(error)
+    if is_subgroup and rank == 2:
+        assert "phase 'team' of test, in round 2, phase 'inner' among ranks [1, 2]" in str(error)

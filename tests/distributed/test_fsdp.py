@@ -1,44 +1,412 @@
-"""FSDP2 inside of replicas that exchange sparsely, on real gloo processes: two replicas of two shards."""
+"""What FSDP2 leaves in ``.grad`` is exchanged among the replicas of each shard. What does not fit is refused."""
 
 from __future__ import annotations
 
-from contextlib import suppress
-from datetime import timedelta
+import gc
+from functools import partial
 
-import fsdp_edge_workers as edges
-import fsdp_workers
 import pytest
-from helpers import run_situations, run_workers
-from tritoncomm.demo.local_workers import WorkerError
-
-
-@pytest.mark.parametrize(
-    "situations",
-    [
-        [
-            *(fsdp_workers.shards_of_one_rank, fsdp_workers.shards_of_two_ranks, fsdp_workers.settings_of_fsdp),
-            *(fsdp_workers.accumulation, fsdp_workers.passes, fsdp_workers.gradients_of_others),
-            fsdp_workers.clipped_after_synchronize,
-        ],
-        [
-            *(fsdp_workers.dense_training, fsdp_workers.conservation, fsdp_workers.loss_scaling),
-            *(fsdp_workers.rejected_steps, fsdp_workers.life_of_a_step, fsdp_workers.nodes),
-        ],
-        [
-            *(edges.refused_groups, edges.refused_models, edges.groups_are_used_again, edges.stopped_update),
-            edges.options_that_differ,
-        ],
-    ],
-    ids=lambda situations: f"{situations[0].__name__} and others",
+import torch
+import torch.distributed as dist
+import tritoncomm
+from models import (
+    Pair,
+    Shards,
+    Uneven,
+    adamw,
+    equal,
+    exact,
+    flat,
+    gradients,
+    loss_of,
+    mesh,
+    net,
+    residual,
+    same,
+    sgd,
+    sharded,
+    total,
+    train,
 )
-def test_situations(situations: list) -> None:
-    """Each situation passes. The same processes run several situations, because starting them is slow."""
-    run_situations(situations, 4)
+from test_ddp import Stack
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+from tritoncomm import ConfigMismatchError, ConfigurationError, ProtocolMismatchError
+from tritoncomm.amp import GradScaler
+
+from ranks import ranks
+
+REFUSED = (ConfigurationError, ConfigMismatchError)  # a rank hears of the error of another one, or has its own
 
 
-def test_killed_rank() -> None:
-    """All survivors raise an error that names the killed rank in the same step, before any of them steps."""
-    heard: list[tuple[int, str]] = []
-    with suppress(WorkerError):
-        run_workers(edges.killed, 4, listen=heard.append, grace=timedelta(seconds=30))
-    assert sorted(heard) == [(0, "named"), (2, "named"), (3, "named")]
+def shards_of(model: nn.Module | None = None, **fields) -> tuple[nn.Module, dist.ProcessGroup]:
+    """Return a sharded model and the group of its replicas. There are two shards."""
+    over = mesh()
+    return sharded(model or Uneven(), over, **fields), over["replicate"].get_group()
+
+
+@ranks(3)
+@pytest.mark.parametrize(("optimizer", "settings"), [(adamw, {"max_grad_norm": 0.5}), (sgd, {"algo": "spardl"})])
+def test_shards_of_one_rank(rank, world_size, optimizer, settings):
+    """With shards of one rank each, FSDP2 trains as the plain module, to the bit."""
+
+    def backward(model, step):
+        for micro in range(2):
+            loss_of(model, rank, 2 * step + micro).backward()
+
+    pair = Pair("fsdp", optimizer=optimizer, settings={"warmup_steps": 2} | settings)
+    for step in range(5):
+        pair.step(partial(backward, step=step))
+    assert equal(pair.model)
+
+
+@ranks(4)
+@pytest.mark.parametrize(
+    ("optimizer", "settings", "steps"),
+    [
+        (adamw, {"warmup_steps": 2}, 25),  # past a renewal of the scale
+        (partial(adamw, amsgrad=True), {"algo": "topk_allgather"}, 4),
+        (sgd, {"algo": "exdyna"}, 4),
+        (sgd, {"dense_below": 16, "small": "8bit", "warmup_steps": 16}, 4),
+    ],
+)
+def test_shards_of_two_ranks(rank, world_size, optimizer, settings, steps):
+    """Each shard is exchanged with its replicas as plain parameters of this shape are."""
+    model, group = shards_of()
+    pair = Shards(model, group, optimizer, **settings)
+    for step in range(steps):
+        pair.optimizer.zero_grad()
+        loss_of(model, rank, step).backward()
+        pair.take()
+    assert equal(model, group)
+    if optimizer is adamw:
+        assert pair.optimizer.metrics()["density_delivered"] < 0.5
+        state = pair.optimizer.state[next(iter(model.parameters()))]
+        assert all(isinstance(state[name], DTensor) for name in ("exp_avg", "last_delivered"))
+        assert bool((state["last_delivered"].to_local() < 25).any())  # not every coordinate in every step
+
+
+POLICIES = {
+    "bf16": {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)},
+    "bf16 and fp32": {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)},
+    "fp16": {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float16)},
+    "offload": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
+    "not resharded": {"reshard_after_forward": False},
+    "in turns": {"reshard_after_forward": True},
+}
+
+
+@ranks(4)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_policies_of_fsdp(rank, world_size, policy):
+    """Mixed precision, offloaded parameters and every way to reshard: what is in ``.grad`` is exchanged."""
+    model, group = shards_of(**POLICIES[policy])
+    pair = Shards(model, group)
+    for step in range(3):
+        model.set_reshard_after_backward(policy != "in turns" or step % 2 == 0)
+        pair.optimizer.zero_grad(set_to_none=step != 1)
+        loss_of(model, rank, step).backward()
+        pair.take()
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert equal(model, group)
+
+
+@ranks(4)
+def test_accumulation(rank, world_size):
+    """Micro-batches add up, whether FSDP reduces each of them or only the last one. One exchange takes all of them."""
+    model, group = shards_of()
+    pair = Shards(model, group)
+    switches = ("set_requires_gradient_sync", "set_requires_all_reduce", "set_is_last_backward", "")
+    for step, switch in enumerate(switches):
+        pair.optimizer.zero_grad()
+        for micro in range(3):
+            if switch:
+                getattr(model, switch)(micro == 2)
+            loss_of(model, rank, 3 * step + micro).backward()
+        pair.take()
+    assert pair.optimizer.metrics()["steps"] == 4
+
+
+@ranks(4)
+@pytest.mark.parametrize(("algo", "density"), [("dense", None), ("oktopk", 1.0)])
+def test_dense_training(rank, world_size, algo, density):
+    """The dense method and density 1 train like plain averaging over all ranks, also a layer that one replica uses."""
+    model, group = shards_of()
+    reference = Uneven()
+    fields = {} if density is None else {"density": density}
+    optimizer = exact(adamw(model), algo, model=model, process_group=group, **fields)
+    plain = adamw(reference)
+    for step in range(4):
+        optimizer.zero_grad()
+        plain.zero_grad()
+        loss_of(model, rank, step, spare=step != 2 or rank < 2).backward()
+        for r in range(world_size):
+            (loss_of(reference, r, step, spare=step != 2 or r < 2) / world_size).backward()
+        optimizer.step()
+        plain.step()
+    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.allclose(p.full_tensor(), q, atol=1e-5)
+
+
+class Twice(nn.Module):
+    """Uses a layer twice, with or without recomputation in backward."""
+
+    def __init__(self, *, recompute):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.head, self.recompute = nn.Linear(6, 6), nn.Linear(6, 3), recompute
+
+    def forward(self, x):
+        """Apply the same layer twice."""
+        for _ in range(2):
+            x = torch.tanh(checkpoint(self.layer, x, use_reentrant=False) if self.recompute else self.layer(x))
+        return self.head(x)
+
+
+PASSES = {
+    "twice": (partial(Twice, recompute=False), ["layer", ""]),
+    "recomputed": (partial(Twice, recompute=True), ["layer", ""]),
+    "recomputed in the root": (partial(Twice, recompute=True), [""]),
+    "nested": (Stack, ["layers.0", "layers.1", "head", ""]),
+    "no common root": (net, ["0", "2", "4"]),
+}
+
+
+@ranks(4)
+@pytest.mark.parametrize("kind", PASSES)
+def test_passes(rank, world_size, kind):
+    """A layer that is used twice or recomputed, nested passes, and no common root. Hooks see this replica's own."""
+    over = mesh()
+    make, names = PASSES[kind]
+    model = make()
+    for name in names:
+        fully_shard(model.get_submodule(name), mesh=over["shard"])
+    pair, seen = Shards(model, over["replicate"].get_group()), []
+    for parameter in pair.parameters:
+        parameter.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.to_local().clone()))
+    for step in range(3):
+        seen.clear()
+        pair.optimizer.zero_grad()
+        loss_of(model, rank, step).backward()
+        held = [p.grad.to_local() for p in pair.parameters]
+        assert kind == "twice" or all(any(torch.equal(one, other) for other in held) for one in seen)
+        pair.take()
+
+
+@ranks(4)
+def test_reduction_outside_of_autograd(rank, world_size):
+    """As pipelining does."""
+    model, group = shards_of()
+    pair = Shards(model, group)
+    for step in range(2):
+        pair.optimizer.zero_grad()
+        model.set_requires_gradient_sync(requires_gradient_sync=False)
+        for micro in range(2):
+            loss_of(model, rank, 2 * step + micro).backward()
+        assert all(p.grad is None for p in model.parameters())
+        model.set_requires_gradient_sync(requires_gradient_sync=True)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):  # as torch.distributed.pipelining.stage does
+                fully_shard.state(module)._fsdp_param_group.post_backward()
+        fully_shard.state(model)._root_post_backward_final_callback()
+        assert all(p.grad is not None for p in model.parameters())
+        pair.take()
+
+
+@ranks(4)
+def test_loss_scaling(rank, world_size):
+    """An overflow in one shard skips the step of all, and scales stay equal. Other steps are as without a scaler."""
+    (model, group), (other, _) = shards_of(), shards_of()
+    optimizer, plain = (exact(adamw(each), model=each, process_group=group) for each in (model, other))
+    scaler = GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+    for step in range(5):
+        optimizer.zero_grad()
+        factor = float("inf") if step == 3 and rank == 1 else 1.0
+        scaler.scale(loss_of(model, rank, step) * factor).backward()
+        if step % 2:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        if step != 3:
+            train(other, plain, rank, [step])
+        assert torch.equal(flat(model), flat(other)), step
+        assert same(scaler.get_scale())
+    assert optimizer.metrics()["skipped_steps"] == 1
+
+
+@ranks(4)
+@pytest.mark.parametrize("policy", ["skip", "raise"])
+@pytest.mark.parametrize("place", ["loss", "shard"])
+def test_rejected_steps(rank, world_size, policy, place):
+    """A NaN on one rank, or in one shard, skips the step of all shards and replicas, or raises on all."""
+    model, group = shards_of()
+    optimizer = exact(adamw(model), model=model, process_group=group, on_nonfinite=policy)
+    train(model, optimizer, rank, range(2))
+    before, pending = flat(model), residual(optimizer)
+    optimizer.zero_grad()
+    loss_of(model, rank, 2).backward()
+    if rank == 1:
+        for parameter in list(model.parameters())[: None if place == "loss" else 1]:
+            parameter.grad.to_local().view(-1)[0] = float("nan")
+    if policy == "raise":
+        with pytest.raises(tritoncomm.NonFiniteError, match=r"rank 1: layers\.0\.weight \(1 values\)"):
+            optimizer.step()
+    else:
+        optimizer.step()
+    assert torch.equal(flat(model), before)
+    assert torch.equal(residual(optimizer), pending)
+    train(model, optimizer, rank, [3])
+    assert flat(model).isfinite().all()
+    assert equal(model, group)
+
+
+@ranks(4)
+def test_flush_and_clipping_after_synchronize(rank, world_size):
+    """Both see all shards. Decay outweighs the gradients here, and would make up most of the norm."""
+    model, group = shards_of()
+    optimizer = exact(sgd(model, weight_decay=1.0), model=model, process_group=group)
+    train(model, optimizer, rank, range(4))
+    optimizer.flush()
+    assert optimizer.metrics()["residual_norm"] == 0
+    optimizer.zero_grad()
+    loss_of(model, rank, 5, spare=False).backward()
+    optimizer.synchronize()
+    spare = flat(model.spare)
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 1e-3).full_tensor()
+    assert float(norm) < 2
+    assert float(total(gradients(model).square().sum())) == pytest.approx(2 * 1e-6, rel=1e-2)
+    optimizer.step()
+    assert torch.equal(flat(model.spare), spare)
+    assert equal(model, group)
+
+
+@ranks(4)
+def test_nodes(rank, world_size):
+    """With ``node_group`` and the dense method, four replicas in two nodes average like plain averaging."""
+    over, node = mesh(1), dist.new_subgroups(2)[0]
+    model = sharded(Uneven(), over)
+    group = over["replicate"].get_group()
+    optimizer = exact(sgd(model), "dense", model=model, process_group=group, node_group=node)
+    loss_of(model, rank, 0).backward()
+    whole = total(gradients(model)) / world_size
+    optimizer.step()
+    assert torch.allclose(gradients(model), whole, atol=1e-6)
+    optimizer = exact(optimizer.optimizer, model=model, process_group=group, node_group=node)
+    train(model, optimizer, rank, range(1, 4))
+    assert equal(model)
+
+
+@ranks(4)
+def test_momentum_over_uneven_shards_is_clipped_like_plain(rank, world_size):
+    """Decay that is a part of the gradient reaches shards as plain parameters, after averages were clipped."""
+    over = mesh(1)
+    models = sharded(Uneven(), over), Uneven()
+    groups = {"process_group": over["replicate"].get_group()}, {}
+    optimizers = [
+        exact(sgd(model, weight_decay=1.0), model=model, **group) for model, group in zip(models, groups, strict=True)
+    ]
+    for step in range(4):
+        norms = []
+        for model, optimizer in zip(models, optimizers, strict=True):
+            optimizer.zero_grad()
+            loss_of(model, rank, step, spare=False).backward()
+            optimizer.synchronize()
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+            norms.append(float(norm.full_tensor() if isinstance(norm, DTensor) else norm))
+            optimizer.step()
+        assert norms[0] == norms[1] < 2
+        assert torch.equal(*map(flat, models))
+
+
+def refused(trained: nn.Module, group: dist.ProcessGroup | None, match: str, **fields) -> None:
+    """Wrap an optimizer of a model, with it as ``model`` unless ``fields`` have another one, and expect an error."""
+    with pytest.raises(REFUSED, match=match):
+        tritoncomm.wrap(adamw(trained), process_group=group, **{"model": trained} | fields)
+
+
+@ranks(4)
+def test_refused_groups(rank, world_size):
+    """Without ``process_group``, or with another one than that of the replicas, the error says which one to pass."""
+    over = mesh()
+    model = sharded(Uneven(), over)
+    for group in (None, dist.group.WORLD, over["shard"].get_group()):
+        refused(model, group, r"process_group")
+        refused(model, group, r"process_group", model=None)
+    half = fully_shard(net(), mesh=over)  # replicas that FSDP averages itself
+    refused(half, over["replicate"].get_group(), r'mesh\["(shard|replicate)"\]')
+    refused(half, over["replicate"].get_group(), r"process_group", model=None)
+
+
+@ranks(4)
+def test_refused_models(rank, world_size):
+    """Parameters that ``fully_shard`` missed, several meshes, other replicas and settings, and FSDP1 are named."""
+    over = mesh()
+    group = over["replicate"].get_group()
+    for ignored in (False, True):
+        model = Uneven()
+        for layer in [*model.layers, model.spare]:
+            fully_shard(layer, mesh=over["shard"])
+        if ignored:
+            fully_shard(model, mesh=over["shard"], ignored_params={model.head.weight, model.head.bias})
+        refused(model, group, r"head\.weight.*fully_shard|fully_shard.*head\.weight")
+    two = net()
+    fully_shard(two[0], mesh=over["shard"])
+    fully_shard(two[2], mesh=DeviceMesh("cpu", torch.arange(world_size)))
+    fully_shard(two[4], mesh=over["shard"])
+    refused(two, group, r"mesh|process_group")
+    one = sharded(Uneven(), over)
+    if rank == world_size - 1:  # the replicas of the other shard are equal
+        one.head.weight.to_local().detach().fill_(1.0)
+    refused(one, group, r"values of head\.weight: rank \d has")
+    tritoncomm.wrap(adamw(one), model=one, process_group=group, broadcast_parameters=True)
+    assert equal(one, group)
+    refused(sharded(Uneven(), over), group, r"recipe|density", density=0.1 if rank < 2 else 0.2)
+    first = FullyShardedDataParallel(Uneven(), device_id=torch.device("cpu"), use_orig_params=True)
+    for given in (None, first):
+        refused(first, None, r"FullyShardedDataParallel.* use fully_shard", model=given, broadcast_parameters=True)
+
+
+@ranks(4)
+def test_process_groups_are_used_again(rank, world_size):
+    """Wrapping an optimizer of shards again, or that of another model, creates no further process group."""
+    over = mesh()
+    counts = []
+    for number in range(4):
+        if number % 2 == 0:
+            model = sharded(Uneven(), over)
+        optimizer = exact(adamw(model), model=model, process_group=over["replicate"].get_group())
+        train(model, optimizer, rank, range(1))
+        counts.append(len(dist.distributed_c10d._world.pg_names))
+        del optimizer
+        gc.collect()
+    assert counts[1:] == counts[1:2] * 3, counts
+
+
+@ranks(4)
+def test_options_that_differ(rank, world_size):
+    """A rate, or what is frozen, that differs between ranks with the same shard is named on the ranks of all shards."""
+    model, group = shards_of()
+    optimizer = exact(adamw(model), model=model, process_group=group)
+    train(model, optimizer, rank, range(2))
+    before, options = flat(model), optimizer.param_groups[0]
+    for odd, said in (((3,), "rank 1 has 0.01, rank 3 has 0.02"), ((0, 3), "rank 0 has 0.02, rank 2 has 0.01")):
+        options["lr"] = 0.02 if rank in odd else 0.01
+        with pytest.raises(ProtocolMismatchError, match=f"nothing has changed.*lr of parameter group 0: {said}"):
+            train(model, optimizer, rank, [2])
+        options["lr"] = 0.01
+    model.head.weight.requires_grad_(rank < 2)  # in one replica
+    with pytest.raises(ProtocolMismatchError, match=r"frozen state of head\.weight: rank 0 has False, rank 2 has True"):
+        train(model, optimizer, rank, [2])
+    model.head.weight.requires_grad_()
+    assert torch.equal(flat(model), before)
+    train(model, optimizer, rank, range(2, 4))
+    assert equal(model, group)

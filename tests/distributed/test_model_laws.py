@@ -8,7 +8,7 @@ from functools import cache
 import pytest
 import torch
 import tritoncomm
-from helpers import possible, run_workers
+from helpers import run_workers
 from model_law_workers import Seen, Setup, record
 from tritoncomm import algorithms
 from tritoncomm.algorithms import takes_density
@@ -17,6 +17,7 @@ from tritoncomm.step.exchange.stages import Staged
 
 import laws
 from depth import DEEP
+from recipes import possible
 
 # Kinds of modules and numbers of ranks. With four ranks, FSDP has two replicas of two shards.
 PLACES = (("ddp", 3), ("fsdp", 1), ("fsdp", 4))

@@ -1,154 +1,341 @@
-"""The process-group scheduler and the wrapped optimizer on real gloo processes."""
+"""Real gloo processes: their results are those of the simulation, to the bit, and those of averaging by hand."""
 
 from __future__ import annotations
 
-from contextlib import suppress
-from pathlib import Path
+import os
+import threading
+import time
+import weakref
+from contextvars import ContextVar
+from datetime import timedelta
+from typing import Any, NamedTuple
 
-import process_group_workers
 import pytest
 import torch
-from helpers import possible, run_workers, shared_out
-from process_group_workers import Seen
-from tritoncomm import SimulatedWorld, algorithms
-from tritoncomm.demo.local_workers import WorkerError
+import torch.distributed as dist
+import tritoncomm
+from models import adamw, equal, exact, flat, loss_of, residual, same, sgd, tiny, total, train
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+from tritoncomm import (
+    ConfigMismatchError,
+    ConfigurationError,
+    PeerLostError,
+    SimulatedWorld,
+    SparseVector,
+    algorithms,
+)
+from tritoncomm.planning.link import measure_link
+from tritoncomm.scheduler import messages
+from tritoncomm.scheduler.cost import Traffic
+from tritoncomm.scheduler.group_collectives import SMALL
+from tritoncomm.scheduler.process_group import ProcessGroupScheduler
+from tritoncomm.scheduler.rounds import AllGather, AllReduce, AllToAll, Pattern, Post, Round
+from tritoncomm.scheduler.simulated import SimulatedScheduler
+from tritoncomm.step.exchange.feedback import ErrorFeedback
 
+import laws
 from depth import DEEP
+from ranks import ranks
+from recipes import possible, shared_out
 
-# Each method at every world size, and each of the other recipes at one of them where several workers run.
+FAMILIES = ("random", "ties", "one-region", "zero", "disjoint", "cancelling", "random")
+
+
+class Seen(NamedTuple):
+    """The results of one step on one rank."""
+
+    indices: list[int]
+    value_bits: list[int]
+    residual_bits: list[int]
+    state: object
+    sent: Traffic
+    received: Traffic
+
+    @classmethod
+    def of(cls, mean: SparseVector, feedback: ErrorFeedback, sent: Traffic, received: Traffic) -> Seen:
+        """Return the results as plain numbers, which can be compared."""
+        mean = mean.trimmed()
+        values, owed = (tensor.view(torch.int32).tolist() for tensor in (mean.values, feedback.residual))
+        return cls(mean.indices.tolist(), values, owed, feedback.algorithm.state, sent, received)
+
+
 RECIPES = {1: possible(0.07, 1)} | shared_out({size: possible(0.07, size) for size in (2, 3, 5)})
 
 
-@pytest.mark.parametrize("world_size", RECIPES)
-def test_equals_simulation(world_size: int) -> None:
+@pytest.fixture
+def runs(world_size):
+    """The recipes to run, and the number of steps. Workers do not know how deep a run is."""
+    return {name: 7 if DEEP or name in algorithms() else 5 for name in RECIPES[world_size]}
+
+
+@ranks(1, 2, 3, 5, limit=200.0)
+def test_equals_simulation(rank, world_size, runs):
     """Bits, residuals, states and traffic of every recipe equal those of the simulation.
 
     Methods take seven steps, and so does everything in a deep run. Five reach both periods of the other recipes.
     """
-    runs = {
-        name: (recipe, process_group_workers.case_of(recipe, world_size, 7 if DEEP or name in algorithms() else 5))
-        for name, recipe in RECIPES[world_size].items()
-    }
-    found = run_workers(process_group_workers.exchanges, world_size, runs)
-    assert list(found[0]) == list(runs)
-    for name, (recipe, case) in runs.items():
+    for name, steps in runs.items():
+        recipe = possible(0.07, world_size)[name]
+        case = laws.Case(world_size, laws.length(recipe, 211), FAMILIES[:steps], seed=world_size)
+        scheduler = ProcessGroupScheduler(subgroups=recipe.subgroups(world_size))
+        feedback, found = ErrorFeedback(recipe.build(case.numel)), []
+        for gradient in case.gradients():
+            mean = scheduler.run(feedback.begin(gradient[rank], rank, world_size))
+            feedback.commit()
+            found.append(Seen.of(mean, feedback, scheduler.meter.sent, scheduler.meter.received))
+        of_ranks = [None] * world_size
+        dist.gather_object(found, of_ranks if rank == 0 else None)
         world = SimulatedWorld(recipe, world_size, case.numel)
-        for step, gradient in enumerate(case.gradients()):
-            means = world.step(gradient)
-            for rank, worker in enumerate(world.workers):
-                seen = Seen.of(means[rank], worker, world.traffic[rank], world.received[rank])
-                assert found[rank][name][step] == seen, (name, step, rank)
+        for step, gradient in enumerate(case.gradients() if rank == 0 else ()):
+            for each, mean in enumerate(world.step(gradient)):
+                seen = Seen.of(mean, world.workers[each], world.traffic[each], world.received[each])
+                assert of_ranks[each][step] == seen, (name, step, each)
 
 
-def test_every_recipe_runs_between_processes() -> None:
+def test_every_recipe_runs_between_processes():
     """No recipe is left out that accepts 2, 3 or 5 workers, and every method runs with all of these numbers."""
     accepted = {size: set(possible(0.07, size)) for size in (2, 3, 5)}
     assert set.union(*(set(RECIPES[size]) for size in accepted)) == set.union(*accepted.values())
     assert all(accepted[size] & {*algorithms()} <= set(RECIPES[size]) for size in accepted)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 5] if DEEP else [3])
-def test_laws(world_size: int) -> None:
-    """Conservation, agreement, determinism and refusal hold between real processes.
+def one_op(op: AllReduce) -> Pattern[torch.Tensor]:
+    """Yield one operation and return its reply."""
+    reply: torch.Tensor = yield op
+    return reply
 
-    A deep run has every recipe. Otherwise they only equal the simulation, in which the laws hold.
+
+@ranks(1, 2, 5)
+def test_collectives(rank, world_size):
+    """Short collectives, which are messages, and long ones, of the backend, give what the simulation gives.
+
+    Sums of short ones have its bits: ranks are added in order. gloo adds in another one, so long ones get integers.
     """
-    recipes = {name: each for name, each in possible(0.05, world_size).items() if DEEP or name in algorithms()}
-    assert run_workers(process_group_workers.laws_on_processes, world_size, recipes) == [None] * world_size
+    scheduler, simulated = ProcessGroupScheduler(), SimulatedScheduler(world_size)
+    generator = torch.Generator().manual_seed(world_size)
+    for dtype in (torch.int32, torch.int64, torch.float32, torch.float64):
+        for size in (0, 1, SMALL // dtype.itemsize, SMALL // dtype.itemsize + 1):
+            values = torch.randn(world_size, size, generator=generator).to(dtype)
+            rows = (1e3 * torch.randn(world_size, world_size, size, generator=generator)).to(dtype)
+            values = values if size * dtype.itemsize <= SMALL else values.round()
+            for kind, tensors in (
+                (AllReduce, values),
+                (AllGather, values),
+                (AllToAll, rows),
+                (AllToAll, rows[..., 0:1]),
+            ):
+                expected = simulated.run([one_op(kind("test", tensor)) for tensor in tensors])[rank]
+                found = scheduler.run(one_op(kind("test", tensors[rank])))
+                assert found.dtype == dtype
+                assert torch.equal(found, expected), (kind, dtype, size)
+                assert scheduler.meter.sent == simulated.meters[rank].sent
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_wrapped_training(world_size: int) -> None:
-    """Replicas stay identical, and the dense method equals averaging by hand."""
-    assert run_workers(process_group_workers.wrapped_training, world_size) == [None] * world_size
-
-
-def test_clipping_and_skipping() -> None:
-    """Clipping sees the averaged gradients, and all ranks skip the same steps."""
-    assert run_workers(process_group_workers.clipping_and_skipping, 3) == [None] * 3
-
-
-def test_mismatched_configurations() -> None:
-    """Every rank names each field that differs."""
-    assert run_workers(process_group_workers.mismatches, 3) == [None] * 3
-
-
-def test_small_tensors_in_8_bits() -> None:
-    """Small tensors in 8 bits lose nothing, and a checkpoint fits a run in which they travel in fp32."""
-    assert run_workers(process_group_workers.small_in_8_bits, 3) == [None] * 3
-
-
-def test_ranks_load_together() -> None:
-    """All ranks load a checkpoint together, or none does."""
-    assert run_workers(process_group_workers.loading, 3) == [None] * 3
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_measured_link(world_size: int) -> None:
-    """All ranks measure the same link."""
-    assert run_workers(process_group_workers.measured_link, world_size) == [None] * world_size
-
-
-def test_rejected_gradients() -> None:
-    """If one rank cannot exchange its gradient, no rank waits for it."""
-    assert run_workers(process_group_workers.rejected_gradients, 3) == [None] * 3
-
-
-def test_process_group_after_wrap() -> None:
-    """The first exchange raises an error if the process group was initialized after wrap()."""
-    assert run_workers(process_group_workers.late_group, 2) == [None] * 2
-
-
-def test_collectives_in_backward_are_released_here() -> None:
-    """Collectives that autograd started are released in this thread. A gloo thread would abort at interpreter exit."""
-    assert run_workers(process_group_workers.collectives_in_backward, 1) == [None]
-
-
-def test_subgroups() -> None:
+@ranks(5)
+def test_subgroups(rank, world_size):
     """Two groups exchange at the same time. A rank outside of a group is rejected."""
-    rejected: list[str] = []
-    assert run_workers(process_group_workers.subgroups, 5, listen=rejected.append) == [None] * 5
-    assert len(rejected) == 5
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3, 4])]
+    group, outside = groups if rank in (0, 2) else groups[::-1]
+    scheduler = ProcessGroupScheduler(group)
+    size = dist.get_world_size(group)
+    recipe = tritoncomm.OkTopk(density=0.1)
+    simulated, feedback = SimulatedWorld(recipe, size, 100), ErrorFeedback(recipe.build(100))
+    for gradient in laws.Case(size, 100, FAMILIES).gradients():
+        mean = scheduler.run(feedback.begin(gradient[scheduler.rank], scheduler.rank, size))
+        feedback.commit()
+        assert laws.same_vector(mean, simulated.step(gradient)[0])
+    with pytest.raises(ConfigurationError, match="not a member"):
+        exact(sgd(tiny()), process_group=outside)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 5])
-def test_collectives(world_size: int) -> None:
-    """Collectives of all kinds, dtypes and lengths equal those of the simulation."""
-    assert run_workers(process_group_workers.collectives, world_size) == [None] * world_size
+@ranks(3)
+def test_small_tensors_in_8_bits(rank, world_size):
+    """What is sent in 8 bits has a residual, in dense steps too. A run in fp32 resumes it, and flush() delivers it."""
+    model = tiny()
+    trained = [p for p in model.parameters() if p is not model.unused and p is not model.frozen]
+
+    def wrapped(small):
+        return exact(torch.optim.SGD(model.parameters(), lr=0.1), warmup_steps=1, dense_below=100, small=small)
+
+    def step(optimizer, number):
+        """Take a step, and return what was delivered to the parameters beyond the mean of this step's gradients."""
+        optimizer.zero_grad()
+        loss_of(model, rank, number).backward()
+        dense = total(flat(p.grad for p in trained)) / world_size
+        optimizer.synchronize()
+        delivered = flat(p.grad for p in trained)
+        optimizer.step()
+        return delivered - dense
+
+    def small_residual(optimizer):
+        return residual(optimizer)[-optimizer._vector.dense_numel :]
+
+    first = wrapped("8bit")
+    surplus = step(first, 0)
+    assert total(residual(first)[: -first._vector.dense_numel].abs()).any()
+    assert total(small_residual(first).abs()).any()
+    for number in range(1, 4):
+        surplus += step(first, number)
+    assert total(small_residual(first).abs()).any()
+    second = wrapped("fp32")
+    second.load_state_dict(first.state_dict())
+    surplus += step(second, 4)
+    assert not small_residual(second).any()
+    pending = second._vector.residuals_by_parameter()
+    left = total(torch.cat([pending[p] for p in trained])) / world_size
+    assert torch.allclose(surplus + left, torch.zeros_like(surplus), atol=1e-6)
+    third = wrapped("8bit")
+    third.load_state_dict(second.state_dict())
+    step(third, 5)
+    assert total(small_residual(third).abs()).any()
+    third.flush()
+    assert not residual(third).any()
+    assert equal(model)
 
 
-def test_receives_are_ahead() -> None:
-    """A message never waits for its receive to be posted."""
-    heard: list[str] = []
-    with suppress(WorkerError):  # they end without a result
-        run_workers(process_group_workers.receives_are_ahead, 2, listen=heard.append)
-    assert heard == ["done"]
+@ranks(3)
+def test_differences_are_named(rank, world_size):
+    """Fields of methods, arguments, parameters and options of one rank are named on every rank, with the field."""
+    odd = rank == 1
+
+    def attempt(named, model=None, optimizer=adamw, **fields):
+        with pytest.raises(ConfigMismatchError, match="rank 1 has") as caught:
+            tritoncomm.wrap(optimizer(tiny() if model is None else model), **fields)
+        assert named in str(caught.value)
+
+    attempt("steps of Warmup", warmup_steps=7 if odd else 8)
+    attempt("'Warmup around OkTopk'", warmup_steps=0 if odd else 8)
+    attempt("values of OkTopk", values="fp32" if odd else "4bit")
+    attempt("packed of OkTopk", packed=odd, values="fp32")
+    attempt("argument staleness", staleness="off" if odd else "aware")
+    attempt("argument small", small="8bit" if odd else "fp32")
+    attempt("broadcast_parameters", broadcast_parameters=odd)
+    attempt("values of parameter 1", tiny(seed=int(odd)))
+    attempt("dtype of parameter 0", tiny().double() if odd else tiny(), broadcast_parameters=True)
+    attempt("shape of parameter 0", nn.Linear(3 + odd, 2), broadcast_parameters=True)
+    attempt("number of parameters", nn.Linear(3, 2, bias=odd), broadcast_parameters=True)
+    a, b = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.ones(3))
+    attempt("parameter order differs", optimizer=lambda _: torch.optim.SGD([b, a] if odd else [a, b], lr=0.1))
+    attempt("name of parameter 0", optimizer=lambda _: torch.optim.SGD([("b" if odd else "a", a)], lr=0.1))
+    exact(adamw(tiny()))
 
 
-def test_profiles() -> None:
-    """A receive that is posted ahead does not outlive a profiler that was told of its begin."""
-    assert run_workers(process_group_workers.profiled, 2) == [None] * 2
+@ranks(2)
+def test_late_group(rank, world_size):
+    """The first step raises an error if the process group did not exist at wrap()."""
+    model = tiny()
+    group = dist.distributed_c10d._get_default_group()
+    dist.distributed_c10d._update_default_pg(None)
+    optimizer = exact(sgd(model))
+    dist.distributed_c10d._update_default_pg(group)
+    with pytest.raises(ConfigurationError, match=r"after wrap\(\)"):
+        train(model, optimizer, rank, [0])
 
 
-def test_another_default_group(tmp_path: Path) -> None:
-    """The default group is that of the moment."""
-    assert run_workers(process_group_workers.another_default_group, 2, str(tmp_path / "store")) == [None] * 2
+@ranks(2)
+def test_another_default_group(rank, world_size, tmp_path):
+    """An optimizer goes on with another default group, and its messages pass through that one."""
+    model = tiny()
+    optimizer = exact(sgd(model))
+    train(model, optimizer, rank, [0])
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=rank, world_size=world_size)
+    assert dist.group.WORLD not in messages._mailboxes
+    train(model, optimizer, rank, [1])
+    assert messages._mailboxes[dist.group.WORLD].sent
+    assert equal(model)
 
 
-def test_crash_shows_the_failing_rank() -> None:
-    """The traceback is that of the failing rank, not that of a rank that lost its peer."""
-    with pytest.raises(WorkerError, match=r"worker 1 failed:(.|\n)*ZeroDivisionError: the bug of rank 1"):
-        run_workers(process_group_workers.crash, 3)
+@ranks(1)
+def test_collectives_in_backward_are_released_here(rank, world_size):
+    """Collectives that autograd started are released in this thread. A gloo thread would abort at interpreter exit."""
+    variable: ContextVar[Any] = ContextVar("variable")
+    scheduler = ProcessGroupScheduler()
+    scheduler.agree_on_exchange_id()
+    died_in: list[int] = []
+
+    def backward():
+        value = nn.Module()
+        weakref.finalize(value, lambda: died_in.append(threading.get_ident()))
+        variable.set(value)
+        x = torch.ones(1000, requires_grad=True)  # a shorter one is exchanged without a collective
+        x.register_hook(lambda gradient: scheduler.run(one_op(AllReduce("test", gradient))))
+        x.sum().backward()
+        variable.set(None)
+
+    for _ in range(50):
+        backward()
+        time.sleep(0.01)  # lets gloo release its reference, which may take longer on a busy machine
+    assert len(died_in) in (48, 49), "the last one is still referenced, so this thread releases it"
+    elsewhere = sum(thread != threading.get_ident() for thread in died_in)
+    assert elsewhere <= 2, f"{elsewhere} of 50 died in a thread of gloo"
 
 
-def test_killed_worker_ends_the_run() -> None:
-    """A worker that dies without a traceback raises an error instead of a hang."""
-    with pytest.raises(WorkerError, match="worker 0 died without a traceback"):
-        run_workers(process_group_workers.vanish, 2)
+@ranks(2, lost=(1,))
+def test_receives_are_ahead(rank, world_size):
+    """When a round begins, the receives of its messages wait already: also after another exchange in the group.
+
+    A message that has arrived is read, though its sender has ended since. The next one is lost.
+    """
+    schedulers = [ProcessGroupScheduler(timeout=timedelta(seconds=10), stamp=name) for name in ("one", "two")]
+    peer, words = 1 - rank, torch.arange(5000, dtype=torch.int32)
+
+    def message(size):
+        inbox = yield Round("test", {peer: words[:size]}, {peer: size})
+        return inbox[peer]
+
+    schedulers[0].run(message(1))
+    box = messages._mailboxes[dist.group.WORLD]
+    for number, size in enumerate((5000, 3, 4999, 1)):
+        posted = [each.number for each in box.ahead[peer]]
+        assert posted == [box.posted[peer] - 1, box.posted[peer]]
+        assert torch.equal(schedulers[number % 2].run(message(size)), words[:size])
+        assert posted[0] not in [each.number for each in box.ahead[peer]]
+    assert box.sent[peer] == box.posted[peer] - 2
+    if rank == 1:
+
+        def last():
+            yield Post(Round("test", {peer: words[:7]}, {}))
+
+        schedulers[0].run(last())
+        time.sleep(0.2)
+        os._exit(0)
+    time.sleep(1.0)
+
+    def listening():
+        inbox = yield Round("test", {}, {peer: 7})
+        return inbox[peer]
+
+    assert torch.equal(schedulers[0].run(listening()), words[:7])
+    with pytest.raises(PeerLostError):
+        schedulers[0].run(listening())
 
 
-def test_threads_are_limited_in_workers_only() -> None:
-    """Workers limit their threads. The number of threads of this process stays the same."""
-    threads = torch.get_num_threads()
-    run_workers(process_group_workers.rejected_gradients, 2)
-    assert torch.get_num_threads() == threads
+@ranks(4)
+def test_profiles(rank, world_size):
+    """Every operation is an event with the name of its phase, also in nodes, for profiles that begin between steps.
+
+    A receive that is posted ahead does not outlive a profiler that was told of its begin.
+    """
+    model = tiny()
+    group = dist.new_group([rank // 2 * 2, rank // 2 * 2 + 1], use_local_synchronization=True)
+    optimizer = exact(sgd(model), node_group=group)
+    for first in (0, 4):
+        train(model, optimizer, rank, [first])
+        with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
+            train(model, optimizer, rank, range(first + 1, first + 3))
+        names = [event.name for event in profiler.events()]
+        assert {"counts", "split-and-reduce"} <= set(names)  # of the exchange between nodes
+        assert names.count("confirm") == names.count("between nodes") == 2
+        assert any("gloo:recv" in name for name in names)
+        del profiler
+
+
+@ranks(2, 3)
+def test_measured_link(rank, world_size):
+    """All ranks measure the same link."""
+    link = measure_link(None)
+    assert same(tuple(link))
+    assert 0 < link.latency < 1
+    assert link.bandwidth > 1e6

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from helpers import shared_out
 from tritoncomm import Recipe, Warmup, algorithms
 
 import laws
 import recipes
 from depth import DEEP, trials
 from emulated_cuda import exchanges
+from recipes import shared_out
 
 STEPS, NUMEL = trials(3, 4), 90
 # Every method with 2 and 3 ranks. Each other setting of it with one of them, and in a deep run with both.
