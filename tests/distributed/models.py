@@ -26,7 +26,8 @@ EXACT = {"dense_below": 0, "warmup_steps": 0, "small": "fp32"}
 def exact(optimizer: Any, algo: str | Recipe = "oktopk", **fields: Any) -> SparseOptimizer:
     """Wrap ``optimizer`` so that nothing is rounded, and the first step is sparse."""
     if isinstance(algo, str) and algo != "dense":
-        algo = tritoncomm.recipe(algo, density=fields.pop("density", 0.2))
+        own = {name: fields.pop(name) for name in ("density", "values", "static") if name in fields}
+        algo = tritoncomm.recipe(algo, **{"density": 0.2} | own)
     return tritoncomm.wrap(optimizer, algo, **EXACT | fields)
 
 

@@ -1,26 +1,106 @@
-"""``max_grad_norm``, which limits the gradient of a step by default, on real gloo processes."""
+"""Clipping by the norm of the averaged gradient, in ``wrap(max_grad_norm=...)``."""
 
 from __future__ import annotations
 
-import clipping_workers
-from helpers import run_situations, run_workers
+import pytest
+import torch
+import torch.distributed as dist
+from models import KINDS, adamw, equal, exact, flat, gradients, loss_of, mesh, net, opened, same, total, train
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from tritoncomm.step.tensors.shards import local
+
+from ranks import ranks
 
 
-def test_situations() -> None:
-    """Each situation passes with three ranks."""
-    situations = [
-        clipping_workers.limits_gradients, clipping_workers.limit_above_all_norms,
-        clipping_workers.bad_gradient_is_named, clipping_workers.limits_unscaled_gradients,
-        clipping_workers.changes_between_wraps,
-    ]  # fmt: skip
-    run_situations(situations, 3)
+def pending(optimizer, model) -> torch.Tensor:
+    """Return the residuals of this rank's shards in the order of the parameters of ``model``, flat."""
+    found = {}
+    for vector in optimizer._exchange.vectors:
+        found |= vector.residuals_by_parameter()
+    return torch.cat([found.get(each, torch.zeros_like(local(each)).flatten()) for each in model.parameters()])
 
 
-def test_shards() -> None:
-    """With two replicas of two shards, the norm is that of the whole gradient."""
-    run_situations([clipping_workers.limits_gradients_of_shards, clipping_workers.copies_count_once], 4)
+@ranks(4)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("is_scaled", [False, True])
+def test_gradient_times_one_factor_is_added(rank, world_size, kind, is_scaled):
+    """The factor is that of the norm of the whole mean, in unscaled units, up to the error of its estimate."""
+    model, given = opened(kind, net(), shards=2)
+    reference, optimizer, clipped = net(), exact(adamw(model), max_grad_norm=0.5, density=0.1, **given), 0
+    replicas = given.get("process_group")
+    size = dist.get_world_size(replicas)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=is_scaled)
+    for step in range(6):
+        with torch.no_grad():
+            for mine, theirs in zip(reference.parameters(), model.parameters(), strict=True):
+                mine.copy_(theirs.full_tensor() if kind == "fsdp" else theirs)
+        reference.zero_grad()
+        loss_of(reference, rank, step).backward()
+        dense = float((total(gradients(reference)) / world_size).norm())
+        before = total(pending(optimizer, model), replicas)
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model, rank, step)).backward()
+        scaler.unscale_(optimizer)
+        own = total(gradients(model), replicas)
+        optimizer.synchronize()
+        delivered = gradients(model)
+        scaler.step(optimizer)
+        scaler.update()
+        norm = optimizer.metrics()["grad_norm"]
+        assert norm == pytest.approx(dense, rel=0.2)
+        assert same(norm)
+        factor = min(1.0, 0.5 / norm)
+        clipped += factor < 0.8
+        added = size * delivered + total(pending(optimizer, model), replicas) - before
+        assert torch.allclose(added, factor * own, rtol=1e-4, atol=1e-5)
+    assert clipped >= 2
+    assert equal(model, replicas)
 
 
-def test_one_worker() -> None:
-    """There is no residual, and clipping is torch's."""
-    assert run_workers(clipping_workers.one_worker, 1) == [None]
+@ranks(2)
+def test_limit_that_is_not_reached(rank, world_size):
+    """It changes no bit. An optimizer that is wrapped again without one has none."""
+    models = net(), net()
+    optimizers = exact(adamw(models[0])), exact(adamw(models[1]), max_grad_norm=1e9)
+    for model, optimizer in zip(models, optimizers, strict=True):
+        train(model, optimizer, rank, range(4))
+    assert torch.equal(*map(flat, models))
+    optimizers[1].release()
+    again = exact(optimizers[1].optimizer)
+    train(models[1], again, rank, range(1))
+    assert "grad_norm" not in again.metrics()
+
+
+@ranks(4)
+@pytest.mark.parametrize("large", [1, 5])  # a bias that is split, and one of which all ranks have a copy
+def test_copies_count_once(rank, world_size, large):
+    """Parameters of which tensor parallelism keeps copies count once in the norm, whichever has most of it."""
+    over = mesh()
+    replicas = over["replicate"].get_group()
+    model, whole = net(), net()
+    with torch.no_grad():
+        for each in (model, whole):
+            each[2].bias.mul_(large)
+    split = parallelize_module(model, over["shard"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    optimizer = exact(adamw(split), process_group=replicas, max_grad_norm=0.5)
+    (loss_of(split, dist.get_rank(replicas), 0) * large).backward()
+    for replica in range(2):
+        (loss_of(whole, replica, 0) * large / 2).backward()
+    optimizer.step()
+    assert optimizer.metrics()["grad_norm"] == pytest.approx(float(gradients(whole).norm()), rel=0.15)
+    assert same(optimizer.metrics()["grad_norm"])
+
+
+@ranks(1)
+def test_one_worker(rank, world_size):
+    """A single worker clips as torch does, to the bit."""
+    models = net(), net()
+    optimizer, plain = exact(adamw(models[0]), max_grad_norm=0.05), adamw(models[1])
+    for step in range(4):
+        train(models[0], optimizer, rank, [step])
+        plain.zero_grad()
+        loss_of(models[1], rank, step).backward()
+        norm = torch.nn.utils.clip_grad_norm_(models[1].parameters(), 0.05)
+        plain.step()
+        assert optimizer.metrics()["grad_norm"] == float(norm)
+    assert torch.equal(*map(flat, models))

@@ -1,26 +1,250 @@
-"""Steps that stop on the way, on real gloo processes."""
+"""A step, or a comparison of ranks, that stops on the way, on one rank or on all."""
 
 from __future__ import annotations
 
-import interrupted_workers
+import os
+import signal
+import threading
+import time
+from contextlib import nullcontext
+
 import pytest
-from helpers import run_situations
+import torch
+import torch.distributed as dist
+from models import KINDS, adamw, equal, exact, flat, loss_of, net, opened, residual, train
+from torch import nn
+from tritoncomm import ConfigMismatchError, ExchangeError, ProtocolMismatchError, checkpoint
+from tritoncomm.amp import GradScaler
+
+from ranks import ranks
 
 
-@pytest.mark.parametrize(
-    "situations",
-    [
-        [
-            interrupted_workers.failing_hook,
-            interrupted_workers.given_up_step,
-            interrupted_workers.failing_after_the_step,
-        ],
-        [interrupted_workers.failing_update, interrupted_workers.failing_on_the_way],
-        [interrupted_workers.raised_in_a_wait, interrupted_workers.raised_in_the_confirmation],
-        [interrupted_workers.raised_in_a_check, interrupted_workers.raised_before_a_check],
-    ],
-    ids=lambda situations: ",".join(situation.__name__ for situation in situations),
-)
-def test_situations(situations: list) -> None:
-    """Each situation passes. The same processes run several situations, because starting them is slow."""
-    run_situations(situations, 2)
+def broken(*_: object) -> None:
+    """Fail as a hook that writes a file may."""
+    raise OSError("disk full")
+
+
+@ranks(2)
+@pytest.mark.parametrize("kind", ["plain", "ddp"])
+@pytest.mark.parametrize("is_scaled", [False, True])
+@pytest.mark.parametrize("fails", [(0,), (0, 1)])
+def test_failing_hook(rank, world_size, kind, is_scaled, fails):
+    """If a hook of the user raises before the step, on one rank or all, the step can be repeated, to the bit."""
+    ends = []
+    for breaks in (False, True):
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0, enabled=is_scaled)  # ours has a collective in each call
+        model, given = opened(kind, net())
+        optimizer = exact(adamw(model), max_grad_norm=0.05, **given)
+        for number in range(4):
+            optimizer.zero_grad()
+            scaler.scale(loss_of(model, rank, number)).backward()
+            if breaks and number == 2 and rank in fails:
+                hook = optimizer.optimizer.register_step_pre_hook(broken)
+                with pytest.raises(OSError, match="disk"):
+                    scaler.step(optimizer)
+                hook.remove()
+            scaler.step(optimizer)
+            scaler.update()
+        ends.append((flat(model), optimizer.metrics()["grad_norm"]))
+    assert torch.equal(ends[0][0], ends[1][0])
+    assert ends[0][1] == ends[1][1]
+
+
+@ranks(2)
+@pytest.mark.parametrize("kind", ["plain", "ddp"])
+@pytest.mark.parametrize("is_scaled", [False, True])
+def test_given_up_step(rank, world_size, kind, is_scaled):
+    """A loop that goes on after a hook has failed does not apply gradients of one rank, or scaled ones."""
+    scaler = GradScaler("cpu", init_scale=1024.0, enabled=is_scaled)
+    model, given = opened(kind, net())
+    optimizer = exact(adamw(model), **given)
+    train(model, optimizer, rank, range(2))
+    optimizer.zero_grad()
+    scaler.scale(loss_of(model, rank, 2)).backward()
+    hook = optimizer.optimizer.register_step_pre_hook(broken)
+    before = flat(model)
+    with pytest.raises(OSError, match="disk"):
+        scaler.step(optimizer)
+    hook.remove()
+    scaler.update()
+    model.zero_grad(set_to_none=False)
+    scaler.scale(loss_of(model, rank, 3)).backward()
+    with pytest.raises(RuntimeError, match="gradients have changed since"):
+        scaler.step(optimizer)
+    assert torch.equal(flat(model), before)
+    train(model, optimizer, rank, range(4, 6))
+    assert equal(model)
+    assert optimizer.metrics()["steps"] == 4
+
+
+@ranks(2)
+def test_failing_flush_is_repeated(rank, world_size):
+    """By ``step()``, with the same result."""
+    ends = []
+    for fails in (False, True):
+        model = net()
+        optimizer = exact(adamw(model), max_grad_norm=0.01)
+        train(model, optimizer, rank, range(3))
+        if fails:
+            hook = optimizer.optimizer.register_step_pre_hook(broken)
+            with pytest.raises(OSError, match="disk"):
+                optimizer.flush()
+            hook.remove()
+            optimizer.step()
+        else:
+            optimizer.flush()
+        assert not residual(optimizer).any()
+        ends.append(flat(model))
+    assert torch.equal(*ends)
+
+
+class FailingSGD(torch.optim.SGD):
+    """SGD whose update fails once, after it has changed a parameter, if ``fails`` is set."""
+
+    fails = False
+
+    def _init_group(self, *args):
+        """Go on with a step, or fail. The step itself is that of SGD."""
+        if self.fails:
+            self.fails = False
+            self.param_groups[0]["params"][0].add_(1.0)
+            raise MemoryError
+        return super()._init_group(*args)
+
+
+@ranks(4)
+@pytest.mark.parametrize("kind", KINDS)
+def test_failing_update(rank, world_size, kind, tmp_path):
+    """An update that stops in the middle is named on all ranks, also of other shards, and nothing is saved."""
+    model, given = opened(kind, net(), shards=2)
+    optimizer = exact(FailingSGD(model.parameters(), lr=0.1), **given)
+    train(model, optimizer, rank, range(3))
+    optimizer.optimizer.fails = rank == 1
+    with pytest.raises(MemoryError) if rank == 1 else nullcontext():
+        train(model, optimizer, rank, range(3, 4))
+    before, pending = flat(model), residual(optimizer)
+    for _ in range(2):
+        loss_of(model, rank, 4).backward()  # a loop that resets gradients after step()
+        with pytest.raises(ProtocolMismatchError, match=r"rank 1 has '3, and one that stopped'.*load a checkpoint"):
+            optimizer.step()
+    assert torch.equal(flat(model), before)
+    assert torch.equal(residual(optimizer), pending)
+    with pytest.raises((RuntimeError, ConfigMismatchError), match="stopped"):
+        checkpoint.save(optimizer, tmp_path / "never-written")
+    assert not (tmp_path / "never-written").exists()
+
+
+class PreemptedError(Exception):
+    """What a handler of a user raises."""
+
+
+def signal_soon(raised: BaseException) -> None:
+    """Let a signal arrive in this process, whose handler raises ``raised``."""
+
+    def handle(*_: object) -> None:
+        raise raised
+
+    signal.signal(signal.SIGUSR1, handle)
+    threading.Timer(0.4, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+
+
+RAISED = {
+    "PreemptedError": PreemptedError(),
+    "KeyboardInterrupt": KeyboardInterrupt(),
+    "SystemExit: 3": SystemExit(3),
+    "RuntimeError: the node timed out": RuntimeError("the node timed out"),
+}
+
+
+def interrupted(rank: int, raised: BaseException, act) -> ExchangeError | None:
+    """Interrupt rank 1 while it waits for rank 0 in ``act``. Return the error of rank 0, which hears of it at once."""
+    if rank == 1:
+        signal_soon(raised)
+    else:
+        time.sleep(0.8)
+    start = time.monotonic()
+    with pytest.raises(type(raised) if rank == 1 else ExchangeError) as caught:
+        act()
+    assert time.monotonic() - start < 10
+    assert caught.value is raised if rank == 1 else caught.value.peers == (1,)
+    return None if rank == 1 else caught.value
+
+
+@ranks(2)
+@pytest.mark.parametrize("text", RAISED)
+def test_raised_in_a_wait(rank, world_size, text):
+    """What a signal handler raises leaves as it is. The others get its type and text, also in the next step."""
+    model = net()
+    optimizer = exact(adamw(model))
+    train(model, optimizer, rank, range(2))
+    before, pending = flat(model), residual(optimizer)
+    loss_of(model, rank, 2).backward()
+    error = interrupted(rank, RAISED[text], optimizer.step)
+    assert error is None or str(error).endswith(f"rank 1 stopped: {text}")
+    assert torch.equal(flat(model), before)
+    assert torch.equal(residual(optimizer), pending)
+    with pytest.raises(ExchangeError, match=f"rank 1 stopped: {text}"):
+        optimizer.step()
+
+
+@ranks(2)
+def test_raised_in_the_confirmation(rank, world_size):
+    """A rank that stops as all confirm a step may be the only one that has not applied it, and can do so later."""
+    model = net()
+    optimizer = exact(adamw(model))
+    train(model, optimizer, rank, range(2))
+    exchange, confirm = optimizer._exchange, optimizer._exchange._confirm
+
+    def interrupted_confirm() -> None:
+        if rank == 1:
+            signal_soon(PreemptedError("SIGTERM"))
+        else:
+            time.sleep(0.8)
+        confirm()
+
+    exchange._confirm = interrupted_confirm
+    with pytest.raises(PreemptedError) if rank == 1 else nullcontext():
+        train(model, optimizer, rank, range(2, 3))
+    del exchange._confirm
+    assert optimizer.reset_process_group(dist.new_group()) == (rank == 1)
+    train(model, optimizer, rank, range(3, 5))
+    assert equal(model, optimizer.process_group)
+
+
+ACTS = {
+    "save": lambda optimizer: checkpoint.save(optimizer, "never-written"),
+    "load": lambda optimizer: optimizer.load_state_dict(optimizer.state_dict()),
+    "add": lambda optimizer: optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]}),
+    "wrap": lambda _: exact(adamw(net())),
+    "broadcast": lambda _: exact(adamw(net()), broadcast_parameters=True),
+}
+
+
+@ranks(2)
+@pytest.mark.parametrize("act", ACTS)
+def test_raised_in_a_check(rank, world_size, act):
+    """It leaves a comparison of ranks outside of a step as it is, too. The others do not wait for the time-out."""
+    model = net()
+    optimizer = exact(adamw(model))
+    train(model, optimizer, rank, range(2))
+    before = flat(model)
+    error = interrupted(rank, PreemptedError("SIGTERM"), lambda: ACTS[act](optimizer))
+    assert error is None or str(error).endswith("rank 1 stopped: PreemptedError: SIGTERM")
+    with pytest.raises(ExchangeError):  # the group has failed
+        train(model, optimizer, rank, range(2, 3))
+    assert torch.equal(flat(model), before)
+
+
+@ranks(2)
+def test_raised_before_a_check(rank, world_size):
+    """A rank that is interrupted by itself, while the others wait for its answer, reports it, too."""
+    optimizer = exact(adamw(net()))
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    if rank == 1:
+        optimizer.optimizer.add_param_group = interrupt
+    with pytest.raises(KeyboardInterrupt if rank == 1 else ExchangeError) as caught:
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+    assert rank == 1 or str(caught.value).endswith("rank 1 stopped: KeyboardInterrupt")

@@ -1,32 +1,336 @@
-"""Every text that names ranks, and every attribute that has them, has their global numbers."""
+"""A world of 4, of which ranks 2 and 3 exchange: they are called that in their group, where their numbers are 0 and 1.
+
+Rank 3 is at fault in every situation.
+"""
 
 from __future__ import annotations
 
+import os
+import re
+import time
+from datetime import timedelta
+
 import pytest
-import rank_name_workers
-from helpers import reports, run_workers
+import torch
+import torch.distributed as dist
+import tritoncomm
+from kit import log_lines
+from models import adamw, exact, loss_of, tiny, train
+from test_equality import flip
+from tritoncomm import (
+    ConfigMismatchError,
+    ConfigurationError,
+    ExchangeError,
+    ExchangeTimeoutError,
+    NonFiniteError,
+    PeerLostError,
+    ProtocolMismatchError,
+    algorithms,
+    checkpoint,
+)
+from tritoncomm.primitives import collectives
+from tritoncomm.primitives.accumulator import Accumulator
+from tritoncomm.primitives.packing import Encoding
+from tritoncomm.primitives.verdict import Verdict
+from tritoncomm.scheduler.process_group import ProcessGroupScheduler
+from tritoncomm.scheduler.rounds import AllReduce, InSubgroup, Round
+from tritoncomm.step.exchange.feedback import ErrorFeedback
 
-SITUATIONS = [
-    rank_name_workers.settings,
-    rank_name_workers.options,
-    rank_name_workers.drift,
-    rank_name_workers.nan_gradient,
-    rank_name_workers.inf_residual,
-    rank_name_workers.lonely_gradient,
-    rank_name_workers.scale,
-    rank_name_workers.numbers_received,
-    rank_name_workers.messages,
-    rank_name_workers.failed,
-    rank_name_workers.places,
-]
+from baselines import TopkDSA
+from ranks import ranks
+from tritoncomm_kernels import Selection
+
+MEMBERS, AT_FAULT = [2, 3], 3
+CPU = torch.device("cpu")
+# Numbers of ranks in a text. There is none of the ranks 0 and 1 in any.
+_NAMED = re.compile(r"ranks? (\[[\d, ]*\]|\d+)|waited for (\[[\d, ]*\])")
 
 
-@pytest.mark.parametrize("situation", SITUATIONS, ids=lambda each: each.__name__)
-def test_names_in_a_group(situation) -> None:
-    """Ranks 2 and 3 are called that in a group of these two."""
-    run_workers(situation, 4)
+def named(text: object) -> set[int]:
+    """Return the numbers of all ranks that ``text`` names."""
+    return {int(number) for found in _NAMED.findall(str(text)) for number in re.findall(r"\d+", "".join(found))}
 
 
-def test_names_of_lost_ranks() -> None:
-    """So is a rank that was lost."""
-    assert reports(rank_name_workers.lost, 4)
+def pair() -> dist.ProcessGroup:
+    """Return a new group of ranks 2 and 3. A group in which an exchange has failed is not used again."""
+    return dist.new_group(MEMBERS, timeout=timedelta(seconds=20), use_local_synchronization=True)
+
+
+def scheduler(seconds: float = 20, **fields) -> ProcessGroupScheduler:
+    """Return a scheduler of ranks 2 and 3."""
+    return ProcessGroupScheduler(pair(), timedelta(seconds=seconds), stamp="test", **fields)
+
+
+def wrapped(model, **fields) -> tritoncomm.SparseOptimizer:
+    """Return a wrapped AdamW of ranks 2 and 3."""
+    return exact(adamw(model), process_group=pair(), **fields)
+
+
+@ranks(4)
+def test_settings(rank, world_size):
+    """Settings that differ, entries of a list, one field of a recipe, and an argument that is wrong on one rank."""
+    if rank not in MEMBERS:
+        return
+    odd = rank == AT_FAULT
+    for said, seed, fields in (
+        (r"density of OkTopk: rank 2 has 0\.2, rank 3 has 0\.3", 0, {"density": 0.3 if odd else 0.2}),
+        (r"values of OkTopk: rank 2 has 'fp32', rank 3 has '4bit'", 0, {"values": "4bit" if odd else "fp32"}),
+        (r"values of parameter 1: rank 2 has -?\d+, rank 3 has -?\d+", int(odd), {}),
+    ):
+        with pytest.raises(ConfigMismatchError, match=said) as caught:
+            wrapped(tiny(seed), **fields)
+        assert named(caught.value) == {2, 3}
+    with pytest.raises(ConfigurationError if odd else ConfigMismatchError) as caught:
+        wrapped(tiny(), dense_below=-1 if odd else 0)
+    assert odd or "ranks [3] reported an error: rank 3: dense_below=-1" in str(caught.value)
+
+
+@ranks(4)
+def test_options(rank, world_size):
+    """A learning rate that differs in a step."""
+    if rank not in MEMBERS:
+        return
+    model = tiny()
+    optimizer = wrapped(model)
+    optimizer.param_groups[0]["lr"] = 0.01 * rank
+    with pytest.raises(ProtocolMismatchError, match=r"lr of parameter group 0: rank 2 has 0\.02, rank 3 has 0\.03"):
+        train(model, optimizer, rank, range(1))
+
+
+@ranks(4)
+def test_drift(rank, world_size):
+    """Replicas that differ, in a step and in a save."""
+    if rank not in MEMBERS:
+        return
+    model = tiny()
+    optimizer = wrapped(model)
+    if rank == AT_FAULT:
+        flip(model[0].weight)
+    said = r"differs between ranks: rank 2 has -?\d+, rank 3 has -?\d+"
+    with pytest.raises(ProtocolMismatchError, match=said):
+        train(model, optimizer, rank, range(2))
+    with pytest.raises(ConfigMismatchError, match=said):
+        checkpoint.save(optimizer, "unused")
+
+
+@ranks(4)
+def test_nan_gradient(rank, world_size):
+    """A NaN in a gradient, with each policy: of the exchange, and of local steps."""
+    if rank not in MEMBERS:
+        return
+    for policy, local_steps in [(policy, steps) for policy in ("raise", "skip") for steps in (1, 2)]:
+        model = tiny()
+        optimizer = wrapped(model, on_nonfinite=policy, local_steps=local_steps)
+        loss_of(model, rank, 0).backward()
+        if rank == AT_FAULT:
+            model[0].weight.grad[0, 0] = torch.nan
+        with log_lines() as lines:
+            if policy != "raise":
+                optimizer.step()
+            else:
+                for _ in range(local_steps - 1):
+                    optimizer.step()
+                with pytest.raises(NonFiniteError, match=r"gradients of rank 3: ") as caught:
+                    optimizer.step()
+                assert caught.value.ranks == (AT_FAULT,)
+                assert named(caught.value) == {AT_FAULT}
+        told = [{AT_FAULT}] if policy != "raise" and (rank == AT_FAULT or local_steps == 1) else []
+        assert [named(line) for line in lines] == told, (policy, local_steps, lines)
+
+
+@ranks(4)
+def test_inf_residual(rank, world_size):
+    """An Inf that no gradient has. Most methods find its rank. Others find a sum that overflows."""
+    if rank not in MEMBERS:
+        return
+    naming = set()
+    for algo in algorithms():
+        for fields in ({}, {"static": True}):
+            model = tiny()
+            try:
+                optimizer = wrapped(model, algo=algo, on_nonfinite="raise", **fields)
+            except ConfigurationError:  # the method has no such form, or no residual
+                continue
+            train(model, optimizer, rank, range(1))
+            if rank == AT_FAULT:
+                optimizer._vector.feedback.residual[10] = torch.inf
+            raised = []
+            try:
+                train(model, optimizer, rank, range(1, 2))
+            except NonFiniteError as error:
+                raised.append(error)
+            assert all(named(error) == set(error.ranks) <= {AT_FAULT} for error in raised), raised
+            naming |= {(algo, *fields) for error in raised if error.ranks}
+    assert {("oktopk",), ("oktopk", "static"), ("topk_allgather",), ("topk_dsa",)} <= naming, naming
+
+
+@ranks(4)
+def test_lonely_gradient(rank, world_size):
+    """A NaN that a group of one worker finds."""
+    if rank not in MEMBERS:
+        return
+    alone = ProcessGroupScheduler(dist.new_group([rank], use_local_synchronization=True))
+    for recipe in (tritoncomm.OkTopk(density=0.2), TopkDSA(density=0.2)):
+        feedback = ErrorFeedback(recipe.build(20))
+        with pytest.raises(NonFiniteError) as caught:
+            alone.run(feedback.begin(torch.full((20,), torch.nan), 0, 1))
+        assert caught.value.ranks == (rank,)
+        assert named(caught.value) == {rank}
+
+
+@ranks(4)
+def test_scale(rank, world_size):
+    """A step that the scaler of one rank did not want to skip."""
+    if rank not in MEMBERS:
+        return
+    model = tiny()
+    optimizer = wrapped(model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(loss_of(model, rank, 0)).backward()
+    if rank == AT_FAULT:
+        model[0].weight.grad[0, 0] = torch.inf
+    with log_lines() as lines:
+        scaler.step(optimizer)
+    assert [named(line) for line in lines if "did not find" in line] == ([] if rank == AT_FAULT else [{2}])
+
+
+@ranks(4)
+def test_numbers_received(rank, world_size):
+    """Numbers and messages that a method rejects."""
+    if rank not in MEMBERS:
+        return
+    number, odd = MEMBERS.index(rank), rank == AT_FAULT
+    found = Verdict(CPU)
+    found.check_messages(torch.tensor([int(odd)], dtype=torch.int32))
+    patterns = {
+        "received counts [9] from ranks [3]": collectives.share_counts([9 if odd else 1] * 2, True, CPU, limit=5),
+        "ranks [3] received malformed messages": found.settle(2),
+        "rank 3 has 4 entries to send": _gathering(number),
+        "rank 3 has 4 entries, but received 3": _gathering_all(number),
+        "rank 3 has 4 candidates": _evening_out(number),
+    }
+    overflow = collectives.share_rows([1], not odd, 2, CPU, phase="sizes", limit=5, reason=collectives.OVERFLOW)
+    with pytest.raises(NonFiniteError, match=r"ranks \[3\] hold a sum of finite gradients") as caught:
+        scheduler().run(overflow)
+    assert caught.value.ranks == (AT_FAULT,)
+    for said, pattern in patterns.items():
+        with pytest.raises(ProtocolMismatchError) as caught:
+            scheduler().run(pattern)
+        assert said in str(caught.value)
+        assert named(caught.value) <= {2, 3}, caught.value
+
+
+FOUR = Selection.of(torch.arange(4, dtype=torch.int32), torch.ones(4))
+CUTS, PACKED = (0, 50, 100), Encoding("fp32", "always")
+
+
+def _gathering(number: int):
+    """Announce another number of entries than there is, on the second rank."""
+    yield AllReduce("begin", torch.ones(1))
+    if number == 1:
+        regions = collectives.Regions(CUTS, [4, 3], PACKED)
+        yield from collectives.gather_regions(FOUR, regions, 1, 2, trigger=9.0, width=1, phase="all-gather")
+    yield AllReduce("end", torch.ones(1))
+
+
+def _gathering_all(number: int):
+    """As :func:`_gathering`, for a list of all entries."""
+    yield AllReduce("begin", torch.ones(1))
+    if number == 1:
+        accumulator = Accumulator(*torch.zeros(3, 100))
+        yield from collectives.all_gather_mean(FOUR, [4, 3], PACKED, accumulator, 1, 2)
+    yield AllReduce("end", torch.ones(1))
+
+
+def _evening_out(number: int):
+    """As :func:`_gathering`, for the candidates of Ok-Topk."""
+    yield AllReduce("begin", torch.ones(1))
+    if number == 1:
+        method = tritoncomm.OkTopk(density=0.1).build(100)
+        yield from method._even_out_and_gather(FOUR, [4, 5], CUTS, 1, 2)
+    yield AllReduce("end", torch.ones(1))
+
+
+@ranks(4)
+def test_messages(rank, world_size):
+    """A message of another phase, in a group and in a subgroup of it. All texts of the error are of both ranks."""
+    if rank not in MEMBERS:
+        return
+    number, odd = MEMBERS.index(rank), rank == AT_FAULT
+
+    def crossing():
+        yield Round("gather" if odd else "balance", {1 - number: torch.zeros(4, dtype=torch.int32)}, {1 - number: 4})
+
+    for is_subgroup in (False, True):
+
+        def within():
+            yield InSubgroup("team", (0, 1), crossing())
+
+        with pytest.raises(ProtocolMismatchError) as caught:
+            scheduler(subgroups=[(0, 1)]).run(within() if is_subgroup else crossing())
+        text = str(caught.value)
+        assert f"exchange failed on rank {rank}, step 1" in text
+        assert "message to rank 2 from rank 3: " in text or "message to rank 3 from rank 2: " in text
+        peers = f"(sends to ranks [{5 - rank}], expects from ranks [{5 - rank}])"
+        assert ("among ranks [2, 3]" if is_subgroup else peers) in text
+        assert named(text) == {2, 3}
+
+
+@ranks(4)
+def test_failed(rank, world_size):
+    """A method that fails on one rank, and a rank that comes too late."""
+    if rank not in MEMBERS:
+        return
+
+    def pattern(error: Exception | None, delay: float):
+        yield AllReduce("before", torch.ones(1))
+        if rank == AT_FAULT and error is not None:
+            raise error
+        if rank == AT_FAULT:
+            time.sleep(delay)
+        yield Round("sums", {}, {0: 4} if rank == AT_FAULT else {1: 4})
+
+    for error, limit, kind, said in (
+        (MemoryError("no room"), 20, ExchangeError, "rank 3 failed, see its traceback: no room"),
+        (None, 1, ExchangeTimeoutError, "no answer from rank 3 within the time-out (rank 2 waited for [3])"),
+    ):
+        with pytest.raises(kind) as caught:
+            scheduler(limit).run(pattern(error, 5.0))
+        assert caught.value.peers == (AT_FAULT,)
+        assert f"failed on rank {rank}, " in str(caught.value)
+        assert rank == AT_FAULT or said in str(caught.value), caught.value
+        assert named(caught.value) <= {2, 3}
+
+
+@ranks(4, lost=(3,))
+def test_lost(rank, world_size):
+    """A rank that ends in a step, and one that ends while ranks compare settings."""
+    if rank not in MEMBERS:
+        return
+    model, groups = tiny(), [pair(), pair()]
+    optimizer = exact(adamw(model), process_group=groups[0])
+    train(model, optimizer, rank, range(1))
+    if rank == AT_FAULT:
+        os._exit(0)
+    for action in (lambda: train(model, optimizer, rank, [1]), lambda: exact(adamw(model), process_group=groups[1])):
+        with pytest.raises(PeerLostError, match=r"failed on rank 2, .*lost rank 3 ") as caught:
+            action()
+        assert caught.value.peers == (AT_FAULT,)
+        assert named(caught.value) == {2, 3}
+
+
+@ranks(4)
+def test_places(rank, world_size, tmp_path):
+    """A node that is none, and the folder of another group."""
+    if rank not in MEMBERS:
+        return
+    group, alone = pair(), dist.new_group([rank], use_local_synchronization=True)
+    with pytest.raises(ConfigurationError, match=r"node_group has ranks \[2, 3\] of \[[23]\]"):
+        exact(adamw(tiny()), process_group=alone, node_group=group)
+    optimizer = exact(adamw(tiny()), process_group=alone)
+    if rank != AT_FAULT:
+        checkpoint.save(optimizer, tmp_path)
+    dist.barrier(group)
+    if rank == AT_FAULT:
+        with pytest.raises(ConfigurationError, match=r"the state of ranks \[2\], and this group has ranks \[3\]"):
+            checkpoint.save(optimizer, tmp_path)
