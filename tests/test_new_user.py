@@ -7,11 +7,9 @@ import io
 import logging
 from typing import Any
 
-import optimizer_list_workers
 import pytest
 import torch
 import tritoncomm
-from helpers import run_situations
 from torch import nn
 from torch.optim.lr_scheduler import CyclicLR, LRScheduler, OneCycleLR
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -290,11 +288,6 @@ def test_nobody_scans_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gc, "get_referrers", scan)
     model = net()
     train(model, tritoncomm.wrap(torch.optim.AdamW(model.parameters()), density=0.1), 0, 2)
-
-
-def test_every_optimizer_trains_at_its_defaults() -> None:
-    """Muon, a list of Muon and AdamW, Lion, schedule-free and torch's optimizers train on two workers."""
-    run_situations([optimizer_list_workers.trains_like_dense], 2)
 
 
 def test_reset_of_residuals_and_its_argument() -> None:

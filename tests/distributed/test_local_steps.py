@@ -1,80 +1,654 @@
-"""The exchange of updates, and of several optimizers together, on real gloo processes."""
+"""Workers that step alone between exchanges, and several optimizers as one: nothing of what they change is lost."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
+import copy
+import re
 
-import local_steps_checkpoint_workers as checkpoints
-import local_steps_workers as workers
-import optimizer_list_workers as optimizers
 import pytest
-from helpers import reports, run_situations, run_workers
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import tritoncomm
+from kit import log_lines
+from models import KINDS, Uneven, equal, exact, flat, mesh, net, opened, residual, same, sharded, total
+from models import loss_of as loss_of_net
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from tritoncomm import ConfigMismatchError, ConfigurationError, OkTopk, ProtocolMismatchError
+from tritoncomm.checkpoint import ResidualState
+from tritoncomm.planning import planner
 
-SITUATIONS = [
-    workers.conserved,
-    workers.free_between_exchanges,
-    workers.without_gradient,
-    workers.alone_with_a_residual,
-    workers.length_is_matched,
-    workers.merged_and_flushed,
-    workers.refused,
-    optimizers.several_optimizers,
-    workers.rates_differ,
-    optimizers.clipped_together,
-    optimizers.not_clipped_twice,
-    optimizers.scaled_list,
-    optimizers.local_steps_beside,
-    workers.kinds_of_models,
-    workers.scaled,
-    checkpoints.copied,
-    workers.inside_averaged,
-    workers.loaded_weights,
-    workers.weights_of_one_rank,
-    workers.outer_rate,
-    workers.figures,
-    workers.merged_on_one_rank,
-    optimizers.mixed_skip,
-    optimizers.parameter_that_was_added,
-    optimizers.options_of_one_rank,
-]
+from ranks import ranks
+
+METHODS = {
+    "1 bit": tritoncomm.recipe("quantized", values="1bit"),
+    "2 bits": tritoncomm.recipe("quantized", values="2bit"),
+    # DGC has a momentum of its own, and is refused.
+    **{name: planner.at(name, 0.1) for name in tritoncomm.algorithms() if name not in ("quantized", "dgc")},
+}
+SHAPES = [(16, 16), (40,), (8, 8, 2)]
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 5])
-def test_situations(world_size: int) -> None:
-    """Each situation passes."""
-    run_situations(SITUATIONS, world_size)
+def parameters_of(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
+    """Return parameters that are small integers, the same on all ranks."""
+    generator = torch.Generator().manual_seed(5)
+    return [nn.Parameter(torch.randint(-8, 9, shape, generator=generator).to(dtype)) for shape in SHAPES]
 
 
-def test_one_worker() -> None:
-    """A worker that is alone in its process group exchanges with nobody."""
-    needs_others = {
-        workers.refused, workers.rates_differ, workers.kinds_of_models, workers.merged_on_one_rank,
-        optimizers.mixed_skip,
-    }  # fmt: skip
-    run_situations([each for each in SITUATIONS if each not in needs_others], 1)
+def give(parameters, step: int, rank: int, world_size: int) -> torch.Tensor:
+    """Give every parameter a gradient of integers that are multiples of the number of workers, and return them."""
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    for parameter in parameters:
+        drawn = torch.randint(-8, 9, parameter.shape, generator=generator)
+        parameter.grad = (drawn * world_size).to(parameter.dtype)
+    return flat(p.grad for p in parameters)
 
 
-@pytest.mark.parametrize("situation", [workers.lost, workers.lost_in_confirmation])
-def test_lost_worker(situation: Callable[..., None]) -> None:
-    """The other two workers repeat or complete the exchange, and train to the end."""
-    assert reports(situation, 3) == dict.fromkeys((0, 1), ("trained to the end",))
+def wrapped(parameters, recipe, **settings) -> tritoncomm.SparseOptimizer:
+    """Return SGD that changes parameters by their gradients, and exchanges updates."""
+    inner = torch.optim.SGD(parameters, lr=1.0)
+    return tritoncomm.wrap(inner, exchange="updates", updates_algo=recipe, **settings)
 
 
-def test_joining_worker() -> None:
-    """A third worker joins two, and all train on."""
-    run_workers(workers.joins, 3)
+def owed(optimizer) -> torch.Tensor:
+    """Return the residual of this worker, in the order of the parameters."""
+    return torch.cat(list(optimizer._exchange.vectors[0].residuals_by_parameter().values()))
 
 
-def test_shards(tmp_path: Path) -> None:
-    """Two replicas of two shards each train, stop and resume."""
-    run_workers(checkpoints.sharded, 4, str(tmp_path))
-    run_workers(workers.one_bad_shard, 4)
-    run_workers(workers.loaded_shards, 4)
+def linear() -> nn.Linear:
+    """Return a layer."""
+    torch.manual_seed(0)
+    return nn.Linear(8, 8)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
-def test_checkpoints(world_size: int, tmp_path: Path) -> None:
-    """Local steps, and a list of optimizers, can be saved and resumed."""
-    run_workers(checkpoints.in_checkpoints, world_size, str(tmp_path / "local steps"))
-    run_workers(checkpoints.list_in_a_checkpoint, world_size, str(tmp_path / "list"))
+def step_of(model: nn.Module, optimizer, step: int, rank: int) -> None:
+    """Take a step by a batch of this worker."""
+    rows = torch.randn(4, 8, generator=torch.Generator().manual_seed(100 * step + rank))
+    optimizer.zero_grad()
+    (model(rows) - rows).square().mean().backward()
+    optimizer.step()
+
+
+def adam_of(model: nn.Module, method: str = "2 bits", **settings) -> tritoncomm.SparseOptimizer:
+    """Return Adam with three local steps and outer momentum."""
+    inner = torch.optim.Adam(model.parameters(), lr=0.05)
+    options = {"local_steps": 3, "outer_lr": 0.8, "outer_momentum": 0.6, "updates_algo": METHODS[method], **settings}
+    return tritoncomm.wrap(inner, model=model, **options)
+
+
+@ranks(1, 2, 3, 5)
+@pytest.mark.parametrize("local_steps", [2, 3])
+def test_conservation(rank, world_size, local_steps):
+    """Residuals and changes before = world size x mean + residuals after, to the bit, for each method, and all agree.
+
+    Between exchanges parameters are what the bare optimizer makes of this worker's gradients. An exchange receives what
+    the method predicts at most.
+    """
+    for name, recipe in METHODS.items():
+        parameters = parameters_of()
+        optimizer = wrapped(parameters, recipe, local_steps=local_steps)
+        vector = optimizer._exchange.vectors[0]
+        for step in range(2 * local_steps):
+            before, anchor = owed(optimizer), flat(optimizer._local.anchors)
+            forecast = vector.feedback.algorithm.predicted_traffic(world_size)
+            moved = flat(parameters) - give(parameters, step, rank, world_size)
+            optimizer.step()
+            if (step + 1) % local_steps:
+                assert torch.equal(flat(parameters), moved), (name, step)
+                continue
+            mean = anchor - flat(optimizer._local.anchors)
+            left = total(before + anchor - moved) - world_size * mean - total(owed(optimizer))
+            assert not left.any(), (name, step)
+            assert equal(parameters), (name, step)
+            assert torch.equal(flat(parameters), flat(optimizer._local.anchors))
+            assert vector.meter.received.bytes <= forecast.received.bytes + 100 * world_size, name  # and confirmation
+
+
+@ranks(2, 3)
+@pytest.mark.parametrize("local_steps", [1, 4])
+def test_parameters_without_gradient(rank, world_size, local_steps):
+    """What has no gradient on any rank stays as it is, with its residual. What one rank trains, all get."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(*shape, bias=False) for shape in ((8, 23), (23, 8), (8, 3))))
+    inner = torch.optim.NAdam(model.parameters(), lr=0.05)
+    optimizer = tritoncomm.wrap(inner, model=model, local_steps=local_steps)
+    generator = torch.Generator().manual_seed(rank)
+
+    def trained(steps, *, uses_last):
+        """Train, and return the last layer and its residual."""
+        for _ in range(steps):
+            optimizer.zero_grad()
+            hidden = model[1](model[0](torch.randn(4, 8, generator=generator)))
+            (model[2](hidden) if uses_last else hidden).square().mean().backward()
+            optimizer.step()
+        optimizer.merge()
+        assert equal(model)
+        return flat(model[2]), [*optimizer._exchange.vectors[0].residuals_by_parameter().values()][-1].clone()
+
+    never = trained(0, uses_last=False)
+    assert all(map(torch.equal, never, trained(6, uses_last=False)))
+    kept = trained(6, uses_last=True)
+    assert kept[1].any()
+    assert all(map(torch.equal, kept, trained(9, uses_last=False)))
+    assert not torch.equal(kept[0], trained(4, uses_last=rank == 0)[0])  # the others have no gradient
+
+
+@ranks(2)
+@pytest.mark.parametrize("kind", [torch.optim.NAdam, torch.optim.AdamW])
+def test_worker_that_is_left_alone(rank, world_size, kind):
+    """It applies what it owes, also to what has no gradient any more, and is then the bare optimizer, to the bit."""
+    alone = [dist.new_group([each]) for each in range(world_size)][rank]
+    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 30, bias=False))
+    settings = {"density": 0.1, "dense_below": 0, "warmup_steps": 0} if kind is torch.optim.AdamW else {}
+    optimizer = tritoncomm.wrap(kind(model.parameters(), lr=0.05), model=model, broadcast_parameters=True, **settings)
+    generator = torch.Generator().manual_seed(rank)
+    for step in range(8):
+        optimizer.zero_grad()
+        hidden = model[0](torch.randn(4, 8, generator=generator))
+        (model[1](hidden) if step < 5 else hidden).square().mean().backward()
+        if step == 5:
+            optimizer.reset_process_group(alone)
+            assert owed(optimizer).any()
+        bare = copy.deepcopy(model)
+        own = kind(bare.parameters(), lr=0.05)
+        own.load_state_dict(copy.deepcopy(optimizer.optimizer.state_dict()))
+        for mine, theirs in zip(bare.parameters(), model.parameters(), strict=True):
+            mine.grad = None if theirs.grad is None else theirs.grad.clone()
+        optimizer.step()
+        if step > 4:
+            assert not owed(optimizer).any()
+        if step > 5:
+            own.step()
+            assert torch.equal(flat(bare), flat(model))
+
+
+@ranks(2, 3)
+@pytest.mark.parametrize("is_common", [False, True])
+def test_length_is_matched(rank, world_size, is_common):
+    """The mean of independent updates gets the length of one of them, and that of equal updates keeps its length."""
+    parameters = [nn.Parameter(torch.zeros(20_000))]
+    optimizer = wrapped(parameters, "dense")
+    gradient = torch.randn(20_000, generator=torch.Generator().manual_seed(0 if is_common else rank))
+    parameters[0].grad = gradient.clone()
+    optimizer.step()
+    ratio = float(flat(parameters).norm() / (total(gradient) / world_size).norm())
+    assert ratio == pytest.approx(1.0 if is_common else world_size**0.5, rel=0.1)
+    assert equal(parameters)
+
+
+@ranks(2, 3)
+def test_flush_with_an_outer_rate(rank, world_size):
+    """It moves the common parameters by the rate times what all owe and have changed since the last exchange."""
+    model = linear()
+    optimizer = adam_of(model, "oktopk")
+    for step in range(5):
+        step_of(model, optimizer, step, rank)
+    assert optimizer.metrics()["steps_until_exchange"] == 1
+    anchors = flat(optimizer._local.anchors)
+    pending = total(owed(optimizer) + anchors - flat(model)) / world_size
+    optimizer.flush()
+    assert not owed(optimizer).any()
+    assert equal(model)
+    torch.testing.assert_close(flat(model), anchors - 0.8 * pending)
+
+
+@ranks(2)
+def test_outer_rate(rank, world_size):
+    """It can be set between two exchanges. One that differs between ranks, or is invalid, is refused by name."""
+    parameters = parameters_of()
+    optimizer = wrapped(parameters, "dense", local_steps=2)
+    for rate in (1.0, 0.5):
+        optimizer.outer_lr = rate
+        before, given = flat(parameters), 0.0
+        for step in range(2):
+            given = given + give(parameters, step, rank, world_size)
+            optimizer.step()
+        torch.testing.assert_close(before - flat(parameters), rate * total(given) / world_size)
+    with pytest.raises(ConfigurationError, match="outer_lr=-1"):
+        optimizer.outer_lr = -1
+    optimizer.outer_lr = 1.0 + rank
+    give(parameters, 0, rank, world_size)
+    optimizer.step()
+    with pytest.raises(ProtocolMismatchError, match="lr of the common parameters"):
+        optimizer.merge()
+    optimizer.outer_lr = 1.0
+    optimizer.merge()
+    assert equal(parameters)
+
+
+@ranks(2)
+def test_rates_of_local_steps_may_differ(rank, world_size):
+    """Also numbers that an optimizer keeps in its groups, once it has stepped by itself. Other options may not."""
+    model = linear()
+    optimizer = tritoncomm.wrap(torch.optim.AdamW(model.parameters(), lr=0.1), model=model, local_steps=2)
+    for step in range(4):
+        optimizer.param_groups[0]["lr"] = 0.1 / (1 + rank * (step > 1))
+        step_of(model, optimizer, step, rank)
+    assert equal(model)
+    optimizer.reset_process_group()
+    optimizer.param_groups[0]["amsgrad"] = rank == 0
+    with pytest.raises(ConfigMismatchError, match="amsgrad of parameter group 0"):
+        optimizer.reset_process_group()
+
+
+@ranks(2)
+def test_figures(rank, world_size):
+    """Metrics count steps, exchanges and bytes. Synchronizing leaves gradients alone."""
+    parameters = parameters_of()
+    optimizer = wrapped(parameters, METHODS["1 bit"], local_steps=2)
+    moved = 0.0
+    for step in range(2):
+        own = give(parameters, step, rank, world_size)
+        optimizer.synchronize()
+        assert torch.equal(flat(p.grad for p in parameters), own)
+        moved = moved + own
+        optimizer.step()
+        figures = optimizer.metrics()
+        assert figures["inner_steps"] == step + 1
+        assert figures["exchanges"] == figures["steps"] == step
+        assert figures["bytes_per_step"] == pytest.approx(figures["bytes_sent_total"] / (step + 1))
+    assert figures["delta_norm"] == pytest.approx(float(moved.norm()))
+
+
+@ranks(3)
+@pytest.mark.parametrize("settings", [{}, {"outer_momentum": 0.5}])
+def test_worker_that_joins(rank, world_size, settings):
+    """It has the state of another, and owes nothing. The others owe the same in the larger group."""
+    groups = [dist.new_group([0, 1]), dist.new_group([2])]
+    parameters = parameters_of(torch.float64)
+    recipe = OkTopk(density=0.1)
+    optimizer = wrapped(parameters, recipe, local_steps=2, process_group=groups[rank == 2], **settings)
+    for step in range(4 if rank < 2 else 0):
+        give(parameters, step, rank, 2)
+        optimizer.step()
+    state = [[p.detach() for p in parameters], optimizer.state_dict()] if rank == 0 else [None, None]
+    dist.broadcast_object_list(state, src=0)
+    if rank == 2:
+        with torch.no_grad():
+            torch._foreach_copy_(parameters, state[0])
+        optimizer.load_state_dict(state[1], residuals="reset")
+    before = owed(optimizer)
+    assert (rank == 2) != bool(before.any())
+    optimizer.reset_process_group(dist.group.WORLD)
+    torch.testing.assert_close(owed(optimizer), before * 3 / 2)
+    kept, anchor, given = total(owed(optimizer)), flat(optimizer._local.anchors), 0.0
+    for step in range(4, 8):
+        given = given + give(parameters, step, rank, world_size)
+        optimizer.step()
+    assert equal(parameters)
+    assert optimizer.metrics()["exchanges"] == 4
+    if not settings:
+        moved = world_size * (anchor - flat(parameters)) + total(owed(optimizer))
+        torch.testing.assert_close(moved, kept + total(given), rtol=0, atol=1e-2)
+
+
+@ranks(4)
+@pytest.mark.parametrize("settings", [{}, {"local_steps": 2}])
+def test_kinds_of_models(rank, world_size, settings):
+    """A plain module, one in DDP and one in shards of one rank each end with the same bits."""
+    ends = []
+    for kind in KINDS:
+        model, given = opened(kind, net())
+        inner = torch.optim.RMSprop(model.parameters(), lr=0.01)
+        optimizer = tritoncomm.wrap(inner, updates_algo=METHODS["2 bits"], **settings, **given)
+        for step in range(4):
+            optimizer.zero_grad()
+            loss_of_net(model, rank, step).backward()
+            optimizer.step()
+        assert equal(model)
+        ends.append(flat(model))
+    assert torch.equal(ends[0], ends[1])
+    assert torch.equal(ends[0], ends[2])
+
+
+@ranks(4)
+def test_one_bad_shard(rank, world_size):
+    """The shards of a replica leave out a step together. What all replicas load afterwards is the new beginning."""
+    over = mesh()
+    model, group = sharded(Uneven(), over), over["replicate"].get_group()
+    inner = torch.optim.AdamW(model.parameters(), lr=0.01)
+    optimizer = tritoncomm.wrap(inner, model=model, process_group=group, local_steps=2, max_grad_norm=1.0)
+    for step in range(4):
+        optimizer.zero_grad()
+        loss_of_net(model, rank, step).backward()
+        if step == 1 and rank == 0:
+            model.head.weight.grad.to_local().fill_(float("nan"))
+        optimizer.step()
+    assert equal(model, group)
+    assert optimizer.metrics()["exchanges"] == 2
+    assert optimizer.metrics()["left_out_steps"] == (rank < 2)
+    loaded = {name: 2 * parameter.detach() for name, parameter in model.state_dict().items()}
+    model.load_state_dict(loaded)
+    optimizer.param_groups[0]["lr"] = 1e-4
+    for step in range(2):
+        optimizer.zero_grad()
+        loss_of_net(model, rank, step).backward()
+        optimizer.step()
+    assert equal(model, group)
+    assert all((p - loaded[name]).to_local().abs().max() < 1e-2 for name, p in model.state_dict().items() if p.numel())
+
+
+@ranks(2)
+def test_inside_averaged(rank, world_size):
+    """Inside ``averaged()``, which may be nested, whatever would use or replace this worker's parameters raises."""
+    model = linear()
+    optimizer = adam_of(model)
+    step_of(model, optimizer, 0, rank)
+    own = flat(model)
+    actions = {
+        "state_dict()": optimizer.state_dict,
+        "copying": lambda: copy.deepcopy(optimizer),
+        "merge()": optimizer.merge,
+        "flush()": optimizer.flush,
+        "step()": optimizer.step,
+        "load_state_dict()": lambda: optimizer.load_state_dict(optimizer.optimizer.state_dict()),
+    }
+    with optimizer.averaged():
+        with optimizer.averaged():
+            assert equal(model)
+        for name, action in actions.items():
+            with pytest.raises(RuntimeError, match=re.escape(f"{name} inside averaged()")):
+                action()
+    assert torch.equal(flat(model), own)
+
+
+@ranks(2)
+def test_loaded_weights(rank, world_size):
+    """Between two exchanges they count as a step, and a warning says so once. Behind one they are the new beginning."""
+    model, other = linear(), nn.Linear(8, 8)
+    optimizer = tritoncomm.wrap(torch.optim.RMSprop(model.parameters(), lr=1e-3), model=model, local_steps=4)
+    step_of(model, optimizer, 0, rank)
+    with log_lines() as lines:
+        with optimizer.averaged():
+            pass
+        assert not lines
+        model.load_state_dict(other.state_dict())
+        for _ in range(2):
+            with optimizer.averaged():
+                assert not torch.equal(flat(model), flat(other))
+    assert len([line for line in lines if "Before you load weights, call merge()" in line]) == 1
+    optimizer.merge()
+    model.load_state_dict(other.state_dict())
+    step_of(model, optimizer, 1, rank)
+    with optimizer.averaged():
+        assert torch.equal(flat(model), flat(other))
+
+
+@ranks(2)
+@pytest.mark.parametrize("loaders", [(1,), (0, 1)])
+def test_weights_that_differ(rank, world_size, loaders):
+    """They are refused, in ``merge`` and ``flush``, too, until all load a checkpoint, as the error says."""
+    model = linear()
+    optimizer = tritoncomm.wrap(torch.optim.RMSprop(model.parameters(), lr=1e-3), model=model)
+    step_of(model, optimizer, 0, rank)
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    if rank in loaders:
+        with torch.no_grad():
+            model.weight.mul_(2 + rank)
+    for action in (lambda: step_of(model, optimizer, 1, rank), optimizer.merge, optimizer.flush):
+        with pytest.raises(ProtocolMismatchError, match=r"loaded weights of the common .*load the same checkpoint"):
+            action()
+    model.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    step_of(model, optimizer, 1, rank)
+    assert equal(model)
+
+
+@ranks(2)
+@pytest.mark.parametrize("saved_after", [3, 4, 5])
+def test_checkpoint_of_torch(rank, world_size, saved_after, tmp_path):
+    """It resumes to the bit, after any number of local steps, if they were merged. So does a copy of the optimizer."""
+    model = linear()
+    optimizer = adam_of(model)
+    for step in range(saved_after):
+        step_of(model, optimizer, step, rank)
+    if saved_after > 3:
+        with pytest.raises(RuntimeError, match=r"local steps? w.* not exchanged: call merge\(\)"):
+            ResidualState(optimizer).state_dict()
+    twin, twins = copy.deepcopy((model, optimizer))
+    step_of(twin, twins, saved_after, rank)
+    optimizer.merge()
+    dcp.save(content(model, optimizer), checkpoint_id=tmp_path)
+    again = linear()
+    resumed = adam_of(again)
+    load(again, resumed, tmp_path)
+    again.load_state_dict(nn.Linear(8, 8).state_dict())  # what belongs to this rank comes after the model
+    with resumed.averaged():
+        assert torch.equal(flat(again), flat(model))
+    for step in range(saved_after, 8):
+        step_of(model, optimizer, step, rank)
+        step_of(again, resumed, step, rank)
+        assert torch.equal(flat(again), flat(model))
+
+
+def content(model, optimizer, **fields) -> dict:
+    """Return what is saved."""
+    weights, state = get_state_dict(model, optimizer)
+    return {"model": weights, "optimizer": state, "residuals": ResidualState(optimizer, **fields)}
+
+
+def load(model, optimizer, path, **fields) -> None:
+    """Load it."""
+    state = content(model, optimizer, **fields)
+    dcp.load(state, checkpoint_id=path)
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+
+
+@ranks(2)
+@pytest.mark.parametrize("is_list", [False, True])
+def test_copies_go_on(rank, world_size, is_list):
+    """A deep copy of a model and its optimizer continues to the bit, also between two exchanges."""
+    model = mixed() if is_list else linear()
+    optimizer = tritoncomm.wrap(muon(model), model=model) if is_list else adam_of(model, "oktopk")
+    for step in range(4):
+        step_of(model, optimizer, step, rank)
+    twin, twins = copy.deepcopy((model, optimizer))
+    for step in range(4, 8):
+        step_of(model, optimizer, step, rank)
+        step_of(twin, twins, step, rank)
+    assert torch.equal(flat(model), flat(twin))
+    assert torch.equal(residual(optimizer), residual(twins))
+
+
+@ranks(4)
+@pytest.mark.parametrize("steps", [4, 5])  # no and one local step since the last exchange
+def test_checkpoint_of_shards(rank, world_size, steps, tmp_path):
+    """Two replicas of two shards resume to the bit, and as plain modules of other ranks owe the same."""
+    settings = {"local_steps": 2, "updates_algo": OkTopk(density=0.1), "outer_momentum": 0.5}
+    over = mesh()
+    group = over["replicate"].get_group()
+
+    def made(is_sharded):
+        model = sharded(Uneven(), over) if is_sharded else Uneven()
+        inner = torch.optim.AdamW(model.parameters(), lr=0.01)
+        return model, tritoncomm.wrap(inner, model=model, process_group=group if is_sharded else None, **settings)
+
+    def train(model, optimizer, numbers):
+        for number in numbers:
+            optimizer.zero_grad()
+            loss_of_net(model, rank, number).backward()
+            optimizer.step()
+
+    def pending(optimizer):
+        return total(sum(each.double().sum() for each in (owed(optimizer), *optimizer._local._deltas())))
+
+    model, optimizer = made(True)
+    train(model, optimizer, range(steps))
+    optimizer.merge()
+    dcp.save(content(model, optimizer), checkpoint_id=tmp_path)
+    again, resumed = made(True)
+    load(again, resumed, tmp_path)
+    before = pending(optimizer) / 2  # replicas
+    for each in ((model, optimizer), (again, resumed)):
+        train(*each, range(steps, steps + 5))
+    assert torch.equal(flat(again), flat(model))
+    assert torch.equal(owed(resumed), owed(optimizer))
+    plain, other = made(False)
+    load(plain, other, tmp_path, checkpoint_id=tmp_path)
+    torch.testing.assert_close(pending(other) / world_size, before)
+    train(plain, other, range(4, 8))
+    assert equal(plain)
+
+
+def mixed() -> nn.Sequential:
+    """Return a model with matrices and vectors."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
+
+
+def muon(model: nn.Module) -> list[torch.optim.Optimizer]:
+    """Return Muon for matrices, which exchanges updates, and AdamW for the rest, which exchanges gradients."""
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    rest = [p for p in model.parameters() if p.dim() == 1]
+    return [torch.optim.Muon(matrices, lr=0.05, weight_decay=0.0), torch.optim.AdamW(rest, lr=0.02)]
+
+
+@ranks(2)
+@pytest.mark.parametrize("settings", [{}, {"local_steps": 2}])
+def test_list_of_muon_and_adamw(rank, world_size, settings, tmp_path):
+    """One exchange has Muon's updates and AdamW's gradients. A checkpoint of torch resumes both, to the bit."""
+    model = mixed()
+    parts = muon(model)
+    optimizer = tritoncomm.wrap(parts, model=model, max_grad_norm=1.0, **settings)
+    assert all(own is part.param_groups[0] for own, part in zip(optimizer.param_groups, parts, strict=True))
+    for step in range(4):
+        step_of(model, optimizer, step, rank)
+    assert equal(model)
+    assert optimizer.metrics()["steps"] == 4 // settings.get("local_steps", 1)
+    dcp.save(content(model, optimizer), checkpoint_id=tmp_path)
+    again = mixed()
+    resumed = tritoncomm.wrap(muon(again), model=again, max_grad_norm=1.0, **settings)
+    load(again, resumed, tmp_path)
+    for step in range(4, 6):
+        step_of(model, optimizer, step, rank)
+        step_of(again, resumed, step, rank)
+    assert torch.equal(flat(again), flat(model))
+    if not settings:
+        with pytest.raises(RuntimeError, match="max_grad_norm"):
+            optimizer.synchronize()
+
+
+@ranks(2)
+def test_order_of_a_list_in_a_checkpoint(rank, world_size, tmp_path):
+    """Another one is refused by name."""
+    model = mixed()
+    optimizer = tritoncomm.wrap(muon(model), model=model)
+    step_of(model, optimizer, 0, rank)
+    tritoncomm.checkpoint.save(optimizer, tmp_path)
+    other = mixed()
+    reverse = tritoncomm.wrap(muon(other)[::-1], model=other)
+    with pytest.raises(ConfigurationError, match="written for Muon and AdamW, this optimizer is AdamW and Muon"):
+        tritoncomm.checkpoint.load(reverse, tmp_path)
+
+
+class Plain(torch.optim.Optimizer):
+    """Subtracts gradients, and has no rule for late ones."""
+
+    def __init__(self, params, lr: float = 1.0) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None) -> None:
+        """Take a step."""
+        for group in self.param_groups:
+            for parameter in (p for p in group["params"] if p.grad is not None):
+                parameter.sub_(parameter.grad, alpha=group["lr"])
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("large", [0, 1])  # either of them has most of the norm
+def test_one_norm_of_a_list(rank, world_size, large):
+    """It limits the mean, or the gradients of this worker where updates are exchanged."""
+    parameters = [nn.Parameter(torch.zeros(600)), nn.Parameter(torch.zeros(20, 30))]
+    kinds = [Plain(parameters[:1]), torch.optim.SGD(parameters[1:], lr=1.0)]
+    optimizer = exact(kinds, density=1.0, updates_algo="dense", max_grad_norm=1.0)
+    generator = torch.Generator().manual_seed(rank)
+    grads = [torch.randn(p.shape, generator=generator) * 100.0 ** (i == large) for i, p in enumerate(parameters)]
+    for parameter, grad in zip(parameters, grads, strict=True):
+        parameter.grad = grad.clone()
+    optimizer.step()
+    means = [total(grad) / world_size for grad in grads]
+    own, whole = (float(torch.nn.utils.get_total_norm(each)) for each in (grads, means))
+    (gain,) = [vector.gain for vector in optimizer._exchange.vectors if vector.options.is_anchor]
+    expected = total(grads[0] / own) / world_size * (1.0 if gain is None else gain)
+    torch.testing.assert_close(-parameters[0].detach(), expected, rtol=1e-4, atol=1e-6)
+    factor = float(parameters[1].detach().norm() / means[1].norm()) * whole
+    assert factor == pytest.approx(1, abs=0.15 if world_size > 1 else 1e-4)  # the norm of the mean is an estimate
+    assert optimizer.metrics()["grad_norm"] == pytest.approx(whole, rel=0.15)
+
+
+@ranks(2)
+@pytest.mark.parametrize("local_steps", [1, 4])
+def test_limit_is_one_of_gradients(rank, world_size, local_steps):
+    """``max_grad_norm`` limits gradients, and not what several steps have changed."""
+    parameters = [nn.Parameter(torch.zeros(100))]
+    options = {"local_steps": local_steps, "updates_algo": "dense", "outer_lr": 0.5}
+    optimizer = tritoncomm.wrap(Plain(parameters, lr=10.0), exchange="updates", max_grad_norm=1.0, **options)
+    for _ in range(local_steps):
+        parameters[0].grad = torch.ones(100)
+        optimizer.step()
+    torch.testing.assert_close(parameters[0].detach(), torch.full((100,), -0.5 * local_steps))
+
+
+@ranks(2)
+@pytest.mark.parametrize("kind", ["no scaler", "torch", "ours"])
+def test_nan_in_a_list(rank, world_size, kind):
+    """A NaN in a gradient that is exchanged skips it on all ranks, and updates are exchanged all the same."""
+    model = mixed()
+    optimizer = tritoncomm.wrap(muon(model), model=model)
+    make = tritoncomm.amp.GradScaler if kind == "ours" else torch.amp.GradScaler
+    scaler = make("cpu", init_scale=1000.0, enabled=kind != "no scaler")
+    for step in range(4):
+        optimizer.zero_grad()
+        rows = torch.randn(4, 8, generator=torch.Generator().manual_seed(100 * step + rank))
+        scaler.scale((model(rows) - rows).square().mean()).backward()
+        matrices, bias = flat([model[0].weight, model[2].weight]), flat([model[0].bias])
+        if step == 2 and rank == 1:
+            model[0].bias.grad[0] = float("nan")
+        scaler.step(optimizer)
+        scaler.update()
+        assert equal(model), step
+        assert torch.equal(flat([model[0].bias]), bias) == (step == 2)
+        if kind == "no scaler":
+            assert not torch.equal(flat([model[0].weight, model[2].weight]), matrices)
+    assert optimizer.metrics()["skipped_steps"] == 1
+
+
+@ranks(2)
+def test_parameter_that_one_of_a_list_gets_later(rank, world_size):
+    """It is an error before any of them steps. What it says to do works."""
+    model, extra = mixed(), nn.Parameter(torch.ones(4))
+    parts = muon(model)
+    optimizer = tritoncomm.wrap(parts, model=model)
+    step_of(model, optimizer, 0, rank)
+    before = flat(model)
+    parts[1].add_param_group({"params": [extra]})
+    extra.grad = torch.ones(4)
+    for _ in range(2):
+        with pytest.raises(ConfigurationError, match=r"for a list.*call flush\(\) and wrap again"):
+            optimizer.step()
+    assert torch.equal(flat(model), before)
+    optimizer.flush()
+    again = tritoncomm.wrap(parts, model=model)
+    extra.grad = torch.ones(4)
+    again.step()
+    assert extra.tolist() != [1.0] * 4
+    assert equal([*model.parameters(), extra])
+
+
+@ranks(2)
+def test_local_steps_beside_exchanged_gradients(rank, world_size):
+    """Of two optimizers of one model, one does not compare what the other one trains locally."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8))
+    first = tritoncomm.wrap(torch.optim.AdamW(model[0].parameters()), model=model)
+    second = tritoncomm.wrap(torch.optim.AdamW(model[1].parameters()), model=model, local_steps=4)
+    for step in range(11):  # the first one compares after 1 and 10 steps
+        second.zero_grad()
+        step_of(model, first, step, rank)
+        second.step()
+    assert equal(model[0])
+    assert not equal(model[1])
+    second.merge()
+    assert same(flat(model[1]).tolist())

@@ -1,34 +1,283 @@
-"""What users do by mistake, on real gloo processes."""
+"""What users do by mistake is an error on all ranks, and what is no mistake is not."""
 
 from __future__ import annotations
 
-from functools import partial
+from copy import deepcopy
+from functools import wraps
+from types import MethodType
 
-import misuse_workers
+import numpy as np
 import pytest
-from helpers import run_situations, run_workers
+import torch
+import torch.distributed as dist
+from kit import everywhere, log_lines
+from models import adamw, ddp, equal, exact, flat, gradients, loss_of, net, opened, residual, same, sgd, tiny, train
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.optim.lr_scheduler import ExponentialLR
+from tritoncomm import ConfigMismatchError, ConfigurationError, NonFiniteError, ProtocolMismatchError, checkpoint
+
+from ranks import ranks
 
 
-@pytest.mark.parametrize(
-    "situations",
-    [
-        [
-            misuse_workers.original_stepped,
-            misuse_workers.parameters_added_to_original,
-            misuse_workers.rejected_group,
-            misuse_workers.other_state,
-            misuse_workers.settings_of_some_ranks,
-        ],
-        [misuse_workers.groups_that_are_none, misuse_workers.other_schedule],
-        [misuse_workers.usual_scripts, misuse_workers.replaced_steps, misuse_workers.other_default_dtype],
-    ],
-    ids=lambda situations: ",".join(situation.__name__ for situation in situations),
-)
-def test_situations(situations: list) -> None:
-    """Each situation passes. The same processes run several situations, because starting them is slow."""
-    run_situations(situations, 2)
+@ranks(2)
+def test_step_of_the_original(rank, world_size):
+    """It raises while it is wrapped, by a scaler, too, and steps again when nobody holds the wrapped one."""
+    model = tiny()
+    base = adamw(model)
+    optimizer = exact(base)
+    loss_of(model, rank, 0).backward()
+    before = flat(model)
+    with pytest.raises(RuntimeError, match=r"AdamW.*tritoncomm\.wrap"):
+        base.step()
+    with pytest.raises(RuntimeError, match=r"tritoncomm\.wrap"):
+        torch.amp.GradScaler("cpu", enabled=False).step(base)
+    assert torch.equal(flat(model), before)
+    again = exact(base)  # wrapped twice: both may step
+    train(model, again, rank, range(1, 2))
+    train(model, optimizer, rank, range(2, 3))
+    assert equal(model)
+    del optimizer, again
+    base.step()
 
 
-def test_one_folder_for_two(tmp_path) -> None:
-    """Checkpoints of two optimizers, or of two groups, do not mix."""
-    assert run_workers(partial(misuse_workers.one_folder_for_two, folder=str(tmp_path)), 4) == [None] * 4
+@ranks(2)
+@pytest.mark.parametrize("adds", [(0, 1), (0,)])
+def test_parameters_added_to_the_original(rank, world_size, adds):
+    """They are not exchanged, which is an error on all ranks."""
+    model = tiny()
+    base = sgd(model)
+    optimizer = exact(base, on_nonfinite="raise")
+    train(model, optimizer, rank, range(1))
+    before, held = flat(model), residual(optimizer)
+    if rank in adds:
+        base.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+    loss_of(model, rank, 1).backward()
+    with pytest.raises((ConfigurationError, NonFiniteError), match=r"add_param_group\(\) of the wrapped"):
+        optimizer.step()
+    assert torch.equal(flat(model), before)
+    assert torch.equal(residual(optimizer), held)
+
+
+STATES = {
+    "optimizer state": lambda state: state.update(state={}),
+    "optimizer state: step of parameter": lambda state: next(iter(state["state"].values())).update(step=torch.ones(())),
+    "steps": lambda state: state.pop("tritoncomm"),
+}
+
+
+@ranks(2)
+@pytest.mark.parametrize("field", STATES)
+def test_states_that_differ(rank, world_size, field):
+    """Nothing is loaded, and training goes on."""
+    model = tiny()
+    optimizer = exact(adamw(model))
+    train(model, optimizer, rank, range(2))
+    before, loaded = residual(optimizer), deepcopy(optimizer.state_dict())
+    if rank:
+        STATES[field](loaded)
+    with pytest.raises(ConfigMismatchError, match=field):
+        optimizer.load_state_dict(loaded)
+    assert torch.equal(residual(optimizer), before)
+    train(model, optimizer, rank, range(2, 4))
+    assert equal(model)
+
+
+@ranks(2)
+def test_numbers_that_differ(rank, world_size):
+    """Rates that are tensors, and options that are several numbers, are named, with the ranks. Training can go on."""
+    model = ddp(net())
+    optimizer = exact(adamw(model, lr=torch.tensor(0.01)), model=model)
+    train(model, optimizer, rank, range(2))
+    options = optimizer.param_groups[0]
+    options["lr"] = options["lr"] / (1 + rank)
+    with pytest.raises(ProtocolMismatchError, match=r"lr of parameter group 0: rank 0 has 0.0.*, rank 1 has 0.00"):
+        train(model, optimizer, rank, [2])
+    options["lr"], options["betas"] = torch.tensor(0.01), [0.9, 0.99 if rank else 0.999]
+    with pytest.raises(ProtocolMismatchError, match=r"betas of parameter group 0: rank 0 has \(0.9, 0.999\), rank 1"):
+        train(model, optimizer, rank, [2])
+    options["betas"] = (0.9, 0.999)
+    train(model, optimizer, rank, [2])
+    assert equal(model)
+
+
+@ranks(2)
+def test_numbers_that_are_equal(rank, world_size):
+    """Other types, entries of the user, a removed group and states that were looked at are no difference."""
+    first, second = nn.Parameter(torch.ones(4, 4)), nn.Parameter(torch.ones(4, 4))
+    base = torch.optim.SGD([{"params": [first]}, {"params": [second]}], lr=0.1, weight_decay=0)
+    if rank == 0:
+        assert not base.state[first]
+    optimizer = exact(base)
+    for number in range(4):
+        for parameter in (first, second):
+            parameter.grad = torch.full((4, 4), float(rank + number))
+        if rank == 0:
+            for group in base.param_groups:
+                group["lr"], group["weight_decay"] = np.float64(0.1), 0.0
+        base.param_groups[0]["seconds"] = float(rank)
+        if number == 2:
+            del base.param_groups[1]
+            second.requires_grad_(requires_grad=False)
+        optimizer.step()
+    assert equal([first])
+    base.param_groups[0]["params"][0] = nn.Parameter(torch.ones(4, 4))
+    with pytest.raises(ConfigurationError, match="wrap again"):
+        optimizer.step()
+
+
+@ranks(2)
+def test_wrap_that_failed_leaves_the_optimizer(rank, world_size):
+    """It steps on, while the error is alive. So does one that was released."""
+    model = tiny()
+    base = adamw(model)
+    with pytest.raises(ConfigMismatchError) as caught:
+        exact(base, density=0.1 + 0.1 * rank)
+    loss_of(model, 0, 0).backward()
+    base.step()
+    assert caught.value
+    exact(base).release()
+    base.step()
+
+
+class Proxy:
+    """An object that shares the attributes of an optimizer, as those of Fabric do, and passes on its step."""
+
+    def __new__(cls, inner: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """Return an instance of a class that is derived from the one of ``inner``."""
+        kind = type("Proxied", (type(inner),), {"step": lambda self, closure=None: inner.step(closure)})
+        proxy = kind.__new__(kind)
+        proxy.__dict__ = inner.__dict__
+        return proxy
+
+
+def counting(base: torch.optim.Optimizer, called: list[int]) -> None:
+    """Replace the step."""
+    own = base.step
+    base.step = lambda closure=None: called.append(1) or own(closure)
+
+
+def marked(base: torch.optim.Optimizer, called: list[int]) -> None:
+    """Replace the step over that of a scheduler, as decorators do."""
+    ExponentialLR(base, gamma=0.9)
+    own = base.step
+    base.step = wraps(own)(lambda closure=None: called.append(1) or own(closure))
+
+
+def covered(base: torch.optim.Optimizer, called: list[int]) -> None:
+    """Replace the step under that of a scheduler."""
+    own = base.step
+    base.step = MethodType(lambda self, closure=None: called.append(1) or own(closure), base)
+    ExponentialLR(base, gamma=0.9)
+
+
+# What changes the step, how often its replacement is called, and whether the step is aware of delays.
+REPLACED = {
+    "counting": (counting, 2, False),
+    "marked": (marked, 2, False),
+    "covered": (covered, 2, False),
+    "a scheduler": (lambda base, _: ExponentialLR(base, gamma=0.9), 0, True),
+    "a bound method": (lambda base, _: setattr(base, "step", base.step), 0, True),
+}
+
+
+@ranks(2)
+@pytest.mark.parametrize("name", REPLACED)
+@pytest.mark.parametrize("is_late", [False, True])
+def test_replaced_steps(rank, world_size, name, is_late):
+    """A step that was replaced is called once, with its hooks. A scheduler and a bound method replace none."""
+    change, calls, is_aware = REPLACED[name]
+    model, called, hooked = tiny(), [], []
+    base = adamw(model)
+    if not is_late:
+        change(base, called)
+    base.register_step_pre_hook(lambda *_: hooked.append(1))
+    optimizer = exact(base)
+    if is_late:
+        change(base, called)
+    train(model, optimizer, rank, range(2))
+    assert (len(called), len(hooked)) == (calls, 2)
+    assert any("last_delivered" in state for state in base.state.values()) == is_aware
+    assert equal(model)
+
+
+@ranks(2)
+def test_proxy(rank, world_size):
+    """It is stepped as what it stands for."""
+    model = tiny()
+    train(model, exact(Proxy(torch.optim.SGD(model.parameters(), lr=0.1))), rank, range(2))
+    assert equal(model)
+
+
+@ranks(2)
+def test_model_of_one_rank(rank, world_size):
+    """A model that is passed on some ranks only is named on all ranks, and DDP still averages its gradients."""
+    model = ddp(net())
+    with pytest.raises(ConfigMismatchError, match="model: rank 0 has 'DistributedDataParallel'"):
+        exact(adamw(model), model=model if rank == 0 else None)
+    loss_of(model, rank, 0).backward()
+    assert same(gradients(model).tolist())
+
+
+@ranks(2)
+def test_groups_that_are_none(rank, world_size):
+    """A mesh, a list of ranks or a group of other ranks in the place of a process group is named."""
+    mesh = init_device_mesh("cpu", (world_size,))
+    other = [dist.new_group([each]) for each in range(world_size)][1 - rank]
+    optimizer = exact(adamw(tiny()))
+    for group, named in ((mesh, "get_group"), ([0, 1], r"\[0, 1\]"), ("world", "'world'"), (other, "not a member")):
+        for name in ("process_group", "node_group"):
+            with pytest.raises(ConfigurationError, match=f"{name}.*{named}|{named}.*{name}"):
+                exact(adamw(tiny()), **{name: group})
+        with pytest.raises(ConfigurationError, match=f"process_group.*{named}|{named}.*process_group"):
+            optimizer.reset_process_group(group)
+
+
+@ranks(4)
+def test_one_folder_for_two(rank, world_size, tmp_path):
+    """A warning says that a second optimizer overwrites a first one. Two groups do not share a folder, nor at once."""
+    first, second = (exact(adamw(tiny(seed))) for seed in range(2))
+    checkpoint.save(first, tmp_path / "one")
+    with log_lines() as lines:
+        again = exact(first.optimizer)  # the same optimizer
+        checkpoint.save(again, tmp_path / "one")
+        checkpoint.save(second, tmp_path / "two")
+        assert not any("another optimizer" in line for line in lines)
+        checkpoint.save(second, tmp_path / "one")
+    assert any("state of another optimizer of this process" in line for line in lines)
+    # Stages of a pipeline: the ranks 0 and 2, and the ranks 1 and 3.
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    stage = exact(adamw(tiny(rank % 2)), process_group=groups[rank % 2])
+    refused = False
+    try:
+        checkpoint.save(stage, tmp_path / "at once")
+    except (ConfigurationError, ConfigMismatchError) as error:
+        refused = True
+        assert all(text in str(error) for text in ("ranks [0, 2]", "ranks [1, 3]"))  # noqa: PT017 - one group does
+    of_ranks = everywhere(refused)
+    assert of_ranks[:2] == of_ranks[2:]
+    assert any(of_ranks)
+
+
+@ranks(2)
+@pytest.mark.parametrize("kind", ["plain", "ddp"])
+@pytest.mark.parametrize("fields", [{}, {"values": "4bit", "small": "8bit", "dense_below": 8}, {"select_by": "update"}])
+def test_default_dtype(rank, world_size, kind, fields):
+    """Training does not depend on the dtype in which torch creates tensors by default."""
+    ends = []
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        model, given = opened(kind, net())
+        batches = [torch.randn(8, 6, generator=torch.Generator().manual_seed(9 * n + rank)) for n in range(4)]
+        torch.set_default_dtype(dtype)
+        try:
+            optimizer = exact(adamw(model), max_grad_norm=1.0, **fields, **given)
+            for batch in batches:
+                optimizer.zero_grad()
+                model(batch).square().mean().backward()
+                optimizer.step()
+            optimizer.flush()
+        finally:
+            torch.set_default_dtype(torch.float32)
+        ends.append(flat(model))
+    assert torch.equal(ends[0], ends[1])
+    assert torch.equal(ends[0], ends[2])

@@ -1,43 +1,292 @@
-"""Features of real training around the exchange, on real gloo processes."""
+"""What surrounds the exchange in real training: every optimizer, scalers, precision, nodes, and what is said."""
 
 from __future__ import annotations
 
-from functools import partial
+import copy
+import logging
+import pickle
+import re
+from contextlib import nullcontext
 
 import pytest
-import training_precision_workers as precision
-import training_workers
-from helpers import run_situations, run_workers
+import torch
+import torch.distributed as dist
+import tritoncomm
+from kit import log_lines
+from models import adamw, equal, exact, flat, gradients, loss_of, residual, same, sgd, tiny, total, train
+from schedulefree import AdamWScheduleFree
+from test_local_steps import muon, step_of
+from test_rules import Lion
+from torch import nn
+from tritoncomm import ConfigMismatchError, ConfigurationError, NonFiniteError
+from tritoncomm.amp import GradScaler
+
+from ranks import ranks
+
+# How each is made, and how far some may end above dense on a task this small. The others may end 25 % above it.
+OPTIMIZERS = {
+    "Muon and AdamW": (muon, 2.0),
+    "Muon": (lambda model: torch.optim.Muon(model.parameters(), lr=0.05, weight_decay=0.0), 2.2),
+    "Lion": (lambda model: Lion(model.parameters(), lr=0.01), 1.25),
+    "schedule-free": (lambda model: AdamWScheduleFree(model.parameters(), lr=0.05), 1.25),
+    "Adafactor": (lambda model: torch.optim.Adafactor(model.parameters(), lr=0.05), 1.25),
+    "Adagrad": (lambda model: torch.optim.Adagrad(model.parameters(), lr=0.1), 1.25),
+    "RMSprop": (lambda model: torch.optim.RMSprop(model.parameters(), lr=0.01), 1.25),
+    "NAdam": (lambda model: torch.optim.NAdam(model.parameters(), lr=0.03), 1.25),
+    "RAdam": (lambda model: torch.optim.RAdam(model.parameters(), lr=0.03), 2.0),
+    "Adamax": (lambda model: torch.optim.Adamax(model.parameters(), lr=0.03), 1.25),
+    "Adadelta": (lambda model: torch.optim.Adadelta(model.parameters(), lr=1.0), 1.25),
+    "Rprop": (lambda model: torch.optim.Rprop(model.parameters(), lr=0.01), 11.0),
+    "ASGD": (lambda model: torch.optim.ASGD(model.parameters(), lr=0.3), 1.25),
+    "SGD": (lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), 1.25),
+    "AdamW": (lambda model: torch.optim.AdamW(model.parameters(), lr=0.03), 1.25),
+}
 
 
-@pytest.mark.parametrize("ours", [True, False], ids=["ours", "torch"])
-def test_loss_scaling(ours: bool) -> None:
-    """Both GradScalers work with and without unscale_() and clipping, before and after synchronize()."""
-    routes = [partial(precision.loss_scaling, ours=ours, route=route) for route in precision.ROUTES]
-    run_situations(routes, 3)
+@ranks(2)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizer_trains_at_its_defaults(rank, world_size, name):
+    """Most end where a dense run does, or lower, and nothing warns. The start is at 1.1."""
+    make, limit = OPTIMIZERS[name]
+    ends = []
+    for settings in ({"algo": "dense", "exchange": "gradients"}, {}):
+        torch.manual_seed(0)
+        bias = name != "Muon"
+        model = nn.Sequential(nn.Linear(8, 32, bias=bias), nn.Tanh(), nn.Linear(32, 8, bias=bias))
+        with log_lines() as lines:
+            optimizer = tritoncomm.wrap(make(model), model=model, **settings)
+        # On a model as small as this, all is sent dense, and that is said.
+        assert not [line for line in lines if "of a dense all-reduce" not in line], lines
+        if name == "schedule-free":
+            optimizer.train()
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / 60)
+        for step in range(60):
+            step_of(model, optimizer, step, rank)
+            schedule.step()
+        if name == "schedule-free":
+            optimizer.eval()
+        assert equal(model)
+        rows = torch.randn(256, 8, generator=torch.Generator().manual_seed(9))
+        ends.append(float((model(rows) - rows).square().mean().detach()))
+    assert ends[1] < limit * ends[0], ends
 
 
-@pytest.mark.parametrize(
-    "situations",
-    [
-        [precision.scaled_synchronize, precision.autocast, training_workers.accumulation, training_workers.clipping],
-        [
-            precision.non_finite,
-            precision.names_in_messages,
-            training_workers.double_reduction,
-            training_workers.broadcast,
-        ],
-        [training_workers.changed_settings, training_workers.flushing, training_workers.weight_decay],
-        [precision.no_gradients_under_a_scaler, training_workers.zero_learning_rate, precision.policies_under_a_scaler],
-        [training_workers.logged_choice, training_workers.rejected_then_retried, training_workers.nothing_is_late],
-    ],
-    ids=lambda situations: ",".join(situation.__name__ for situation in situations),
-)
-def test_situations(situations: list) -> None:
-    """Each situation passes. The same processes run several situations, because starting them is slow."""
-    run_situations(situations, 3)
+@ranks(3)
+@pytest.mark.parametrize("make", [GradScaler, torch.amp.GradScaler])
+@pytest.mark.parametrize("route", ["step", "unscale", "synchronize"])
+def test_loss_scaling(rank, world_size, make, route):
+    """The run equals one without scaler and without the batches that overflow, also if gradients are clipped.
+
+    With torch's scaler, scales differ afterwards, and ranks that keep theirs say so.
+    """
+
+    def finish(optimizer, model):
+        if route == "synchronize":
+            optimizer.synchronize()
+        if route != "step":
+            assert float(nn.utils.clip_grad_norm_(model.parameters(), 0.01)) > 0.01  # it does clip
+
+    model, plain = tiny(), tiny()
+    optimizer, unscaled = exact(sgd(model)), exact(sgd(plain))
+    scaler = make("cpu", init_scale=2.0**8, growth_interval=2)
+    with log_lines() as lines:
+        for step in range(6):
+            optimizer.zero_grad()
+            scaler.scale(loss_of(model, rank, step)).backward()
+            if step in (2, 4) and rank == 1:
+                model[0].weight.grad[2, 1] = float("inf")
+            if route != "step":
+                scaler.unscale_(optimizer)
+            finish(optimizer, model)
+            scaler.step(optimizer)
+            scaler.update()
+            if step not in (2, 4):
+                unscaled.zero_grad()
+                loss_of(plain, rank, step).backward()
+                finish(unscaled, plain)
+                unscaled.step()
+            assert torch.equal(flat(model), flat(plain)), step
+            assert torch.equal(residual(optimizer), residual(unscaled))
+    assert equal(model)
+    assert same(scaler.get_scale()) == (make is GradScaler)
+    assert sum("all scales stay equal" in line for line in lines) == (make is not GradScaler and rank != 1)
 
 
-def test_nodes() -> None:
-    """Two nodes of two ranks exchange sparsely between the nodes."""
-    assert run_workers(training_workers.nodes, 4) == [None] * 4
+@ranks(2)
+@pytest.mark.parametrize("policy", ["raise", "skip"])
+def test_policy_under_a_scaler_of_torch(rank, world_size, policy):
+    """``on_nonfinite`` decides about an overflow that ``synchronize`` finds."""
+    model = tiny()
+    optimizer, scaler = exact(sgd(model), on_nonfinite=policy), torch.amp.GradScaler("cpu", init_scale=4.0)
+    before = flat(model)
+    scaler.scale(loss_of(model, rank, 0)).backward()
+    if rank == 1:
+        model[0].weight.grad[0, 0] = float("inf")
+    scaler.unscale_(optimizer)
+    with pytest.raises(NonFiniteError) if policy == "raise" else nullcontext():
+        optimizer.synchronize()
+    if policy == "skip":
+        scaler.step(optimizer)
+    assert torch.equal(flat(model), before)
+
+
+@ranks(2)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_autocast(rank, world_size, dtype):
+    """Replicas agree and the loss falls with bf16 forward passes and with bf16 parameters."""
+    model = tiny().to(dtype)
+    optimizer = exact(adamw(model))
+    losses = []
+    for step in range(30):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = loss_of(model, rank, step % 3)
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < losses[0]
+    assert equal(model)
+    assert residual(optimizer).dtype == torch.float32
+
+
+@ranks(3)
+def test_nothing_is_late(rank, world_size):
+    """With ``quantized``, AdamW takes its own step on the delivered mean, to the bit, and has no state of delays."""
+    model, other = tiny(), tiny()
+    with log_lines() as lines:
+        optimizer = tritoncomm.wrap(adamw(model), "quantized", dense_below=0)
+    bare = adamw(other)
+    for step in range(4):
+        optimizer.zero_grad()
+        loss_of(model, rank, step).backward()
+        held = optimizer._vector.feedback.residual.clone()
+        layout = optimizer._vector.layout
+        held = total(held + layout.read_gradients(torch.empty(layout.numel)))
+        optimizer.synchronize()
+        kept = held - world_size * layout.read_gradients(torch.empty(layout.numel))
+        for parameter, theirs in zip(model.parameters(), other.parameters(), strict=True):
+            theirs.grad = None if parameter.grad is None else parameter.grad.clone()
+        optimizer.step()
+        bare.step()
+        assert torch.equal(flat(model), flat(other))
+        assert torch.allclose(kept, total(residual(optimizer)), atol=1e-5)
+        assert residual(optimizer).any()
+    assert optimizer.metrics()["density_delivered"] == 1.0
+    assert {key for state in optimizer.state.values() for key in state} == {"step", "exp_avg", "exp_avg_sq"}
+    assert not [line for line in lines if "staleness-aware" in line]
+
+
+@ranks(3)
+def test_broadcast(rank, world_size):
+    """It copies frozen and transposed parameters, too, from the first rank of a group. Others raise."""
+
+    def model(seed):
+        torch.manual_seed(seed)
+        made = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 2))
+        made[0].weight = nn.Parameter(torch.randn(5, 4).t())
+        made[1].bias.requires_grad_(False)
+        return made
+
+    net = model(rank)
+    exact(sgd(net), broadcast_parameters=True)
+    assert torch.equal(flat(net), flat(model(0)))
+    unwritable = nn.Linear(3, 2)
+    if rank == 1:
+        unwritable.weight = nn.Parameter(torch.zeros(1, 1).expand(2, 3))
+    with pytest.raises(RuntimeError if rank == 1 else ConfigMismatchError, match="single memory location"):
+        exact(sgd(unwritable), broadcast_parameters=True)
+    group = dist.new_group([1, 2])  # its first rank is 1
+    if rank > 0:
+        within = model(rank)
+        exact(sgd(within), broadcast_parameters=True, process_group=group)
+        assert torch.equal(flat(within), flat(model(1)))
+
+
+@ranks(3)
+def test_logged_choice(rank, world_size):
+    """One line logs the choice and its savings. It is a warning if there are none."""
+    lines: list[tuple[int, str]] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append((record.levelno, record.getMessage()))
+    logger = logging.getLogger("tritoncomm")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        for density in (0.01, 0.9):
+            torch.manual_seed(0)
+            exact(sgd(nn.Linear(300, 300)), density=density, dense_below=1024)
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(logging.NOTSET)
+    if rank:
+        assert not lines
+        return
+    (level, text), (other_level, other_text) = lines
+    assert (level, other_level) == (logging.INFO, logging.WARNING)
+    assert "OkTopk(density=0.01" in text
+    assert "over 3 ranks: 90,300 values, of which 300 in small tensors are sent dense" in text
+    assert "each rank receives " in text
+    assert " times less than the 482 kB of a dense all-reduce" in text
+    assert "density=0.9" in other_text
+    assert "not less than the 482 kB of a dense all-reduce: use algo='dense'" in other_text
+
+
+@ranks(4)
+def test_nodes(rank, world_size):
+    """With node_group, nodes average densely and exchange sparsely, like the Hierarchical recipe."""
+    node = dist.new_subgroups(2)[0]
+    models = tiny(), tiny(), tiny()
+    recipe = tritoncomm.Hierarchical(recipe=tritoncomm.OkTopk(density=0.2), node_size=2)
+    optimizers = (
+        exact(sgd(models[0]), node_group=node),
+        exact(sgd(models[1]), recipe),
+        exact(sgd(models[2]), "dense", node_group=node),
+    )
+    for step in range(4):
+        for model, optimizer in zip(models[:2], optimizers[:2], strict=True):
+            train(model, optimizer, rank, [step])
+    assert torch.equal(flat(models[0]), flat(models[1]))
+    assert equal(models[0])
+    loss_of(models[2], rank, 0).backward()
+    whole = total(gradients(models[2])) / world_size
+    optimizers[2].step()
+    assert torch.allclose(gradients(models[2]), whole, atol=1e-6)
+    odd = dist.new_group([rank % 2, rank % 2 + 2], use_local_synchronization=True)
+    with pytest.raises(ConfigurationError, match="consecutive ranks"):
+        exact(sgd(models[0]), node_group=odd)
+
+
+@ranks(3)
+def test_copies(rank, world_size):
+    """A copy on one rank disturbs nobody. One on all ranks has an exchange of its own, also in a rejected call."""
+    model, extra = tiny(), nn.Parameter(torch.ones(6))
+    optimizer = exact(sgd(model))
+    train(model, optimizer, rank, [0])
+    with pytest.raises((ConfigurationError, ConfigMismatchError), match="complex"):
+        optimizer.add_param_group({"params": [nn.Parameter(extra.detach() * 1j) if rank == 0 else extra]})
+    optimizer.add_param_group({"params": [extra]})
+    train(model, optimizer, rank, [1])
+    if rank == 2:
+        copy.deepcopy(optimizer)
+        pickle.loads(pickle.dumps(optimizer))  # noqa: S301 - our own
+    train(model, optimizer, rank, [2])
+    twin, twins = copy.deepcopy((model, optimizer))
+    for each in ((model, optimizer), (twin, twins)):
+        train(*each, rank, [3])
+    assert torch.equal(flat(model), flat(twin))
+    assert equal(model)
+
+
+@ranks(2)
+@pytest.mark.parametrize("kind", ["plain", "named"])
+def test_names_in_messages(rank, world_size, kind):
+    """Errors have the names of parameters that were passed with names, else their numbers and shapes."""
+    model = tiny()
+    parameters = model.named_parameters() if kind == "named" else model.parameters()
+    optimizer = exact(torch.optim.SGD(parameters, lr=0.1), on_nonfinite="raise")
+    loss_of(model, rank, 0).backward()
+    model[2].weight.grad[0, : 1 + rank] = float("nan")
+    name = "2.weight" if kind == "named" else "parameter 3 of shape (3, 20)"
+    said = re.escape(f"rank 0: {name} (1 values); rank 1: {name} (2 values)")
+    with pytest.raises(NonFiniteError, match=said):
+        optimizer.step()

@@ -10,7 +10,7 @@ import torch.distributed as dist
 import tritoncomm
 from fsdp_models import mesh
 from helpers import same_everywhere
-from optimizer_list_workers import Lion
+from test_rules import Lion
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from tritoncomm.step.tensors.shards import local

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 import tritoncomm
-from optimizer_list_workers import Lion as PlainLion
+from test_rules import Lion
 from torch import nn
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.step.exchange.layout import BucketLayout, Delivered
@@ -23,28 +23,11 @@ from tritoncomm_kernels import Padded
 RATE, DECAY = 0.01, 0.1
 
 
-class Lion(PlainLion):
-    """Lion with decoupled weight decay, as users have it."""
-
-    def __init__(self, params, weight_decay: float = DECAY) -> None:
-        super().__init__(params, lr=RATE)
-        for group in self.param_groups:
-            group["weight_decay"] = weight_decay
-
-    @torch.no_grad()
-    def step(self, closure=None) -> None:
-        """Decay, and take a step."""
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                parameter.mul_(1 - group["lr"] * group["weight_decay"])
-        super().step()
-
-
 def made(**fields) -> tuple[list[nn.Parameter], Lion]:
     """Return two parameters and their optimizer."""
     generator = torch.Generator().manual_seed(0)
     parameters = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in ((6, 5), (7,))]
-    return parameters, Lion(parameters, **fields)
+    return parameters, Lion(parameters, **{"lr": RATE, "weight_decay": DECAY} | fields)
 
 
 def gradients(steps: int) -> Iterator[list[torch.Tensor]]:
@@ -109,7 +92,7 @@ def test_delivered_at_once_is_the_optimizer_itself() -> None:
 def test_a_late_sum() -> None:
     """After tau steps, a coordinate moves by f learning rates, and its average by tau steps of the mean gradient."""
     parameter = nn.Parameter(torch.full((10,), 1000.0))
-    lion = Lion([parameter], weight_decay=0.0)
+    lion = Lion([parameter], lr=RATE, weight_decay=0.0)
     rule = LateLion.from_options(lion, WrapOptions())
     for step in range(16):
         last = step == 15
@@ -127,7 +110,7 @@ def test_catching_up_is_limited_by_the_tensor() -> None:
     """A tensor moves by a twentieth of its norm at most, unless dense steps would move it further."""
     for start, factor in ((1.0, 0.05 / RATE), (1e-3, 1.0)):
         parameter = nn.Parameter(torch.full((100,), start))
-        rule = LateLion.from_options(Lion([parameter], weight_decay=0.0), WrapOptions())
+        rule = LateLion.from_options(Lion([parameter], lr=RATE, weight_decay=0.0), WrapOptions())
         for step in range(16):
             last = step == 15
             parameter.grad = torch.ones(100)
