@@ -66,7 +66,7 @@ def test_schedulers_and_hooks() -> None:
     backward(net)
     optimizer.step()
     scheduler.step()
-    assert optimizer.optimizer.param_groups[0]["lr"] == 0.025
+    assert optimizer.param_groups[0]["lr"] == 0.025
     assert called == ["before", "after"]
 
 
@@ -216,18 +216,30 @@ def test_bad_arguments_are_named(arguments: dict[str, object], named: str) -> No
 
 
 def test_step_that_was_replaced() -> None:
-    """A ``step`` that the user has put into the place of Adam's is called, and what it changes is exchanged."""
-    net, called = model(), []
-    base = torch.optim.AdamW(net.parameters(), lr=0.1)
+    """A ``step`` that the user has put into the place of Adam's would hide ours: it is refused, in a list, too."""
+    net = model()
+    base = torch.optim.AdamW(net[0].parameters(), lr=0.1)
+    torch.optim.lr_scheduler.StepLR(base, 1)  # wraps it, too
     own = base.step
-    base.step = lambda closure=None: called.append(1) or own(closure)
-    optimizer = tritoncomm.wrap(base)
-    before = net[0].weight.clone()
-    backward(net)
-    optimizer.step()
-    assert called == [1]
-    assert optimizer.metrics()["inner_steps"] == 1
-    assert not torch.equal(net[0].weight, before)
+    base.step = lambda closure=None: own(closure)
+    for given in (base, [base, sgd(net[1:])]):
+        with pytest.raises(ConfigurationError, match=r"replaced step\(\) of this one AdamW.*write a subclass"):
+            tritoncomm.wrap(given)
+    assert type(base) is torch.optim.AdamW
+
+
+def test_attributes_that_would_be_hidden() -> None:
+    """An optimizer with a public method or attribute that a wrapped one has is refused by its name."""
+
+    class Metered(torch.optim.SGD):
+        def metrics(self) -> None:
+            """Return nothing."""
+
+    base = sgd(model())
+    base.merge = True
+    for given, name in ((Metered(model().parameters()), "metrics"), (base, "merge")):
+        with pytest.raises(ConfigurationError, match=f"has an attribute '{name}'"):
+            tritoncomm.wrap(given)
 
 
 def test_residual_norm_of_large_values() -> None:
@@ -237,7 +249,7 @@ def test_residual_norm_of_large_values() -> None:
     for parameter in net.parameters():
         parameter.grad = torch.full_like(parameter, 1e30)
     optimizer.step()
-    left = torch.cat(optimizer._vector.feedback.residual.double().split(7))
+    left = torch.cat(optimizer._tritoncomm.setup.vector.feedback.residual.double().split(7))
     assert optimizer.metrics()["residual_norm"] == pytest.approx(float(left.norm()))
     assert left.any()
 
@@ -246,7 +258,7 @@ def test_unsupported_optimizers_are_rejected() -> None:
     """wrap() rejects modules, wrapped optimizers, LBFGS, complex parameters and sparse gradients by name."""
     with pytest.raises(ConfigurationError, match=r"a Sequential: pass a torch\.optim\.Optimizer"):
         sparse_wrap(model())
-    with pytest.raises(ConfigurationError, match=r"wrapped already.*optimizer\.optimizer"):
+    with pytest.raises(ConfigurationError, match=r"wrapped already.*release"):
         sparse_wrap(sparse_wrap(sgd(model())))
     with pytest.raises(ConfigurationError, match="LBFGS"):
         sparse_wrap(torch.optim.LBFGS(model().parameters()))

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from tritoncomm.optimizer import SparseOptimizer
+from tritoncomm.optimizer import SparseOptimizer, stepper_of
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -34,7 +34,8 @@ class GradScaler(torch.amp.GradScaler):
                 "synchronize() has averaged scaled gradients: call scaler.unscale_(optimizer) before synchronize()"
             )
         super().unscale_(optimizer)
-        optimizer.note_unscaled(torch.stack([*self._found_inf_per_device(optimizer).values()]).amax())
+        found = torch.stack([*self._found_inf_per_device(optimizer).values()]).amax()
+        stepper_of(optimizer).state.found_in_unscale = found
 
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         return self._with_entry(super()._check_inf_per_device(optimizer))
@@ -53,7 +54,7 @@ class GradScaler(torch.amp.GradScaler):
         """Take the step of ``optimizer``. If all ranks have skipped it, :meth:`update` lowers the scale of each."""
         wrapped = optimizer if self.is_enabled() and isinstance(optimizer, SparseOptimizer) else None
         if wrapped is not None:
-            wrapped.keeps_scales_equal = True
+            stepper_of(wrapped).keeps_scales_equal = True
         result = super().step(optimizer, *args, **kwargs)
         if wrapped is not None and wrapped.all_skipped:
             for found in self._found_inf_per_device(optimizer).values():

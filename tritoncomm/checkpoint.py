@@ -25,11 +25,12 @@ import torch
 import torch.distributed as dist
 
 from tritoncomm.errors import ConfigMismatchError, ConfigurationError
-from tritoncomm.optimizer import SparseOptimizer
+from tritoncomm.optimizer import SparseOptimizer, loadable, setup_of
 from tritoncomm.scheduler.process_group import is_distributed, reporting
 from tritoncomm.scheduler.ranks import global_ranks
 from tritoncomm.step import agree
 from tritoncomm.step.optimizer_list import parts_of
+from tritoncomm.step.rules.step import saved_state
 from tritoncomm.step.saved import state as exchange_state
 from tritoncomm.step.saved.portable import (
     COMMON,
@@ -42,6 +43,7 @@ from tritoncomm.step.saved.portable import (
     resharded,
     split,
 )
+from tritoncomm.step.torch_internals import original_class
 from tritoncomm_kernels import devices
 
 __all__ = ["ResidualState", "load", "save"]
@@ -75,9 +77,10 @@ def save(optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
             update.
     """
     optimizer, folder = _sparse(optimizer), Path(folder)
-    exchange, group, device = optimizer._exchange, optimizer._everybody, optimizer._device  # noqa: SLF001 - as below
+    setup = setup_of(optimizer)
+    exchange, group, device = setup.exchange, setup.everybody, setup.device
     with agree.propagate_errors(group, device):
-        optimizer._check_saveable("save()")  # noqa: SLF001 - this is a part of the optimizer
+        setup.check_saveable("save()")
     _compare({agree.UPDATES: exchange.updates}, optimizer)
     optimizer.merge()
     if is_distributed():
@@ -104,7 +107,7 @@ def _write(content: dict[str, Any], data: Path, optimizer: SparseOptimizer) -> d
     """Write the ``content`` of each rank into the folder ``data``. Return the checksums of all files, by name."""
     from torch.distributed.checkpoint import state_dict_saver  # noqa: PLC0415 - importing it takes a while
 
-    group, device = optimizer._everybody, optimizer._device  # noqa: SLF001 - of the exchange, no setting
+    group, device = setup_of(optimizer).everybody, setup_of(optimizer).device
     (rank, _), failed = _place_in(group), f"{data.parent} cannot be written"
     with _all_or_none(optimizer, failed):
         state_dict_saver.save({"optimizer": content}, checkpoint_id=data, process_group=group)
@@ -140,7 +143,7 @@ def _check_owner(optimizer: SparseOptimizer, folder: Path) -> None:
             "folder of its own",
             folder,
         )
-    ranks = global_ranks(optimizer._everybody) if is_distributed() else [0]  # noqa: SLF001 - of this library
+    ranks = global_ranks(setup_of(optimizer).everybody) if is_distributed() else [0]
     if not is_distributed() or len(ranks) == dist.get_world_size() or dist.get_rank() != ranks[0]:
         return
     own = folder / f"group-of-rank-{ranks[0]}.json"
@@ -182,7 +185,7 @@ def state_of_rank(optimizer: SparseOptimizer, folder: Path) -> dict[str, Any]:
     """Return the state that :func:`load` loads on this rank, after all ranks have checked theirs. Nothing changes."""
     from torch.distributed.checkpoint import state_dict_loader  # noqa: PLC0415 - importing it takes a while
 
-    group, device = optimizer._everybody, optimizer._device  # noqa: SLF001 - of the exchange, no setting
+    group, device = setup_of(optimizer).everybody, setup_of(optimizer).device
     rank, size = _place_in(group)
     failed = f"{folder} cannot be loaded"
     with agree.propagate_errors(group, device):
@@ -206,7 +209,7 @@ def state_of_rank(optimizer: SparseOptimizer, folder: Path) -> dict[str, Any]:
         state_dict_loader.load({"optimizer": content}, checkpoint_id=data, process_group=group, planner=_planner())
     state = own.read(content)
     with agree.propagate_errors(group, device), _named(failed):
-        optimizer.loadable(state)
+        loadable(setup_of(optimizer), state)
     _compare({"state": "can be loaded"}, optimizer)
     return state
 
@@ -219,14 +222,14 @@ def _place_in(group: dist.ProcessGroup | None) -> tuple[int, int]:
 def _compare(fields: dict[str, Any], optimizer: SparseOptimizer) -> None:
     """Raise on all ranks if one has other ``fields``, or has reported an error."""
     if is_distributed():
-        agree.compare(fields, optimizer._everybody, optimizer._device)  # noqa: SLF001 - of this library
+        agree.compare(fields, setup_of(optimizer).everybody, setup_of(optimizer).device)
 
 
 def _gathered(fields: dict[str, Any], optimizer: SparseOptimizer) -> list[dict[str, Any]]:
     """Return the ``fields`` of all ranks."""
     if not is_distributed():
         return [fields]
-    return list(agree.all_gather(fields, optimizer._everybody, optimizer._device).values())  # noqa: SLF001 - as above
+    return list(agree.all_gather(fields, setup_of(optimizer).everybody, setup_of(optimizer).device).values())
 
 
 @contextmanager
@@ -237,7 +240,7 @@ def _all_or_none(optimizer: SparseOptimizer, failed: str) -> Iterator[None]:
     """
     from torch.distributed.checkpoint.api import CheckpointException  # noqa: PLC0415 - importing it takes a while
 
-    group, device = optimizer._everybody, optimizer._device  # noqa: SLF001 - of the exchange, no setting
+    group, device = setup_of(optimizer).everybody, setup_of(optimizer).device
     together = reporting(group, device, "checkpoint") if is_distributed() else nullcontext()
     with together, devices.on(device), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
@@ -310,7 +313,7 @@ def _replace(file: Path, content: Any) -> None:
 
 
 def _kind(optimizer: SparseOptimizer) -> str:
-    return " and ".join(type(each).__name__ for each in parts_of(optimizer.optimizer))
+    return " and ".join(original_class(each).__name__ for each in parts_of(optimizer))
 
 
 def _sparse(optimizer: torch.optim.Optimizer) -> SparseOptimizer:
@@ -384,7 +387,7 @@ class ResidualState:
         """
         if self._saved is not None:
             return self._state.rooms()
-        local_steps = self.optimizer._local  # noqa: SLF001 - of this library
+        local_steps = setup_of(self.optimizer).local
         if local_steps is not None and local_steps.taken:
             raise RuntimeError(
                 f"{local_steps.taken} local steps were not exchanged: call merge() before you save with "
@@ -400,15 +403,16 @@ class ResidualState:
         """Load this rank's state, for ``dcp.load``. If a rank cannot load its state, nothing changes on any rank."""
         optimizer, state = self.optimizer, self._state.read(state_dict)
         # set_optimizer_state_dict loads the state of the original optimizer, before or after this.
-        optimizer.load_state_dict(optimizer.optimizer.state_dict() | {"tritoncomm": state["tritoncomm"]})
-        if optimizer._local is not None:  # noqa: SLF001 - of this library
+        optimizer.load_state_dict(saved_state(optimizer) | {"tritoncomm": state["tritoncomm"]})
+        local_steps = setup_of(optimizer).local
+        if local_steps is not None:
             every = self._state.every
             own = {every[number]: each for number, each in state["state"].items()}
-            optimizer._local.load_later(state["tritoncomm"]["local"], own)  # noqa: SLF001 - as above
+            local_steps.load_later(state["tritoncomm"]["local"], own)
 
     def _check_step(self, saved: Saved) -> None:
         """Raise if a single worker, which takes the optimizer's own steps, has saved what this optimizer needs."""
-        if len(saved.replicas) == 1 and self.optimizer._optimizer_step.takes_aware_step:  # noqa: SLF001 - no setting
+        if len(saved.replicas) == 1 and setup_of(self.optimizer).steps.takes_aware_step:
             raise ConfigurationError(
                 "a single worker or replica has saved this checkpoint, so it has no residuals, and no state of the "
                 "staleness-aware step: load it into model and optimizer before wrap(), without ResidualState"
@@ -426,7 +430,7 @@ class _RankState:
     def __init__(self, optimizer: SparseOptimizer, saved: Saved | None) -> None:
         self.optimizer, self.saved = optimizer, saved
         self.every = [parameter for parameter, _ in agree.named_parameters(optimizer)]
-        self._parameters = optimizer._exchange.parameters  # noqa: SLF001 - of the exchange, no setting
+        self._parameters = setup_of(optimizer).exchange.parameters
         self._here = ShardOfReplica.here(self._parameters, optimizer.process_group)
 
     def content(self, *, whole: bool = False) -> dict[str, Any]:
@@ -453,7 +457,7 @@ class _RankState:
         ``content`` is what :meth:`content` or :meth:`rooms` has returned, as it was read.
         """
         optimizer, here, saved = self.optimizer, self._here, self.saved
-        group, device = optimizer._everybody, optimizer._device  # noqa: SLF001 - of the exchange, no setting
+        group, device = setup_of(optimizer).everybody, setup_of(optimizer).device
         with agree.propagate_errors(group, device):
             packed = {key: io.BytesIO(value) for key, value in content.items() if isinstance(value, bytes)}
             rests = {key: torch.load(value, weights_only=True, map_location="cpu") for key, value in packed.items()}
@@ -492,7 +496,7 @@ class _RankState:
 
         They belong to optimizers that exchange updates, or are ignored.
         """
-        stepped, ignored = self.optimizer._stepped, self.optimizer._parameters.ignored  # noqa: SLF001 - of this library
+        stepped, ignored = setup_of(self.optimizer).stepped, setup_of(self.optimizer).parameters.ignored
         every = [(id(group), id(each)) for group in self.optimizer.param_groups for each in group["params"]]
         return {number for number, (group, each) in enumerate(every) if group in stepped or each in ignored}
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from tritoncomm.algorithms import Hierarchical, Recipe
 from tritoncomm.errors import ConfigurationError
-from tritoncomm.optimizer import SparseOptimizer
+from tritoncomm.optimizer import SparseOptimizer, check_free, sparse
 from tritoncomm.scheduler.process_group import is_distributed
 from tritoncomm.step import agree
 from tritoncomm.step.agree.private_group import numbered_groups
@@ -41,6 +41,7 @@ from tritoncomm.step.settings import (
     is_alone,
     resolved_small,
 )
+from tritoncomm.step.setup import Setup
 
 __all__ = ["wrap"]
 
@@ -178,11 +179,7 @@ def wrap(
         whole = whole_of(optimizer, names)
         for each in listed:
             check_optimizer(each, alone=is_alone(group), names=names)
-        if any(isinstance(each, SparseOptimizer) for each in listed):
-            raise ConfigurationError(
-                "optimizer is one that tritoncomm.wrap() returned, so it is wrapped already: call its step(), or pass "
-                "optimizer.optimizer, the original one, to wrap it with other settings"
-            )
+        check_free([whole, *listed])
         if not isinstance(broadcast_parameters, bool):
             raise ConfigurationError(f"broadcast_parameters={broadcast_parameters!r}: must be True or False")
         check_model(model, group)
@@ -245,7 +242,7 @@ def wrap(
             told |= numbered_groups()
         agree.compare(told, group, device)
     with agree.propagate_errors(group, device):
-        wrapped = SparseOptimizer(
+        setup = Setup(
             whole,
             chosen,
             group,
@@ -257,4 +254,4 @@ def wrap(
         keep_gradients_local(model)
     if not broadcast_parameters:
         compare_buffers(model, whole, group)
-    return wrapped
+    return sparse(whole, setup)

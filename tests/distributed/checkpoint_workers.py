@@ -58,7 +58,7 @@ def runs_of(world_size: int, names: list[str]):
 
 def state_digest(model, optimizer) -> str:
     """Return a digest of the parameters, the residual and the method's state."""
-    state = optimizer._vector.feedback.algorithm.state
+    state = optimizer._tritoncomm.setup.vector.feedback.algorithm.state
     return exchange_state.checksum({"model": flat(model), "residual": residual(optimizer), "state": repr(state)})
 
 
@@ -391,12 +391,14 @@ def between_exchanges(rank: int, world_size: int, send, folder: str) -> None:
     train(model, optimizer, rank, range(6))
     with pytest.raises(RuntimeError, match=r"2 local steps were not exchanged: call merge\(\)"):
         checkpoint.ResidualState(optimizer).state_dict()
-    owed = total(residual(optimizer) + torch.cat([each.reshape(-1) for each in optimizer._local._deltas()]))
-    anchors = torch.cat([each.detach().reshape(-1) for each in optimizer._local.anchors])
+    owed = total(
+        residual(optimizer) + torch.cat([each.reshape(-1) for each in optimizer._tritoncomm.setup.local._deltas()])
+    )
+    anchors = torch.cat([each.detach().reshape(-1) for each in optimizer._tritoncomm.setup.local.anchors])
     checkpoint.save(optimizer, folder)
     assert optimizer.metrics()["steps_until_exchange"] == 4
     assert same_everywhere(flat(model))
-    given = anchors - torch.cat([each.detach().reshape(-1) for each in optimizer._local.anchors])
+    given = anchors - torch.cat([each.detach().reshape(-1) for each in optimizer._tritoncomm.setup.local.anchors])
     torch.testing.assert_close(world_size * given + total(residual(optimizer)), owed)
     pending = residual_mean(optimizer)
     if rank == 0:
@@ -408,7 +410,7 @@ def taken_up(rank: int, world_size: int, send, folder: str) -> None:
     model = tiny_model(seed=9)
     optimizer = wrap(model, density=None, local_steps=4, updates_algo=tritoncomm.OkTopk(density=0.1))
     checkpoint.load(optimizer, folder)
-    state = optimizer._local._optimizers[0].state
+    state = optimizer._tritoncomm.setup.local._optimizers[0].state
     assert all(own["exp_avg"].any() for own in state.values() if "exp_avg" in own)
     pending = residual_mean(optimizer)
     if rank == 0:

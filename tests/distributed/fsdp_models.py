@@ -117,6 +117,6 @@ class Shards:
     def check(self) -> None:
         """Raise if parameters or residuals differ."""
         assert _bits(self.parameters) == _bits(self.plain)
-        (ours,), (theirs,) = (each._exchange.vectors for each in (self.optimizer, self.of_plain))
+        (ours,), (theirs,) = (each._tritoncomm.setup.exchange.vectors for each in (self.optimizer, self.of_plain))
         assert laws.same_bits(ours.feedback.residual, theirs.feedback.residual)
         assert self.optimizer.metrics()["steps"] == self.of_plain.metrics()["steps"]

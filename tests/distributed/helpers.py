@@ -106,7 +106,7 @@ def _name(situation: Callable[..., None]) -> str:
 
 def residual(optimizer: tritoncomm.SparseOptimizer) -> torch.Tensor:
     """Return a copy of this rank's residual."""
-    return optimizer._vector.feedback.residual.clone()
+    return optimizer._tritoncomm.setup.vector.feedback.residual.clone()
 
 
 def same_everywhere(value: object, group: dist.ProcessGroup | None = None) -> bool:

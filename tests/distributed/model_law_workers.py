@@ -138,7 +138,10 @@ class Trained:
         split = given.split([math.prod(shape) for shape in self.shapes])
         self.model([part.view(shape) for part, shape in zip(split, self.shapes, strict=True)]).backward()
         self.optimizer.synchronize()
-        gradient, delivered = self.flat([p.grad for p in self.model.parameters()]), self.optimizer._exchange.delivered
+        gradient, delivered = (
+            self.flat([p.grad for p in self.model.parameters()]),
+            self.optimizer._tritoncomm.setup.exchange.delivered,
+        )
         mean = sparse(gradient)
         if self.setup.is_one_tensor and delivered is not None:  # it may have entries of zero
             mean = delivered[0].mean.trimmed()
@@ -157,12 +160,12 @@ class Trained:
 
     def residual(self) -> torch.Tensor:
         """Return a copy of this rank's residual in the order of the parameters."""
-        parts = self.optimizer._vector.residuals_by_parameter()
+        parts = self.optimizer._tritoncomm.setup.vector.residuals_by_parameter()
         return torch.cat([parts[p] for p in self.model.parameters()])
 
     def state(self) -> Any:
         """Return a copy of the state of the method."""
-        return copy.deepcopy(self.optimizer._vector.feedback.algorithm.state)
+        return copy.deepcopy(self.optimizer._tritoncomm.setup.vector.feedback.algorithm.state)
 
     def prescribed(self, given: torch.Tensor) -> torch.Tensor:
         """Return this rank's shard of the gradient, from the gradients of all ranks. FSDP averages over the shards."""
@@ -195,10 +198,10 @@ def recorded(rank: int, world_size: int, setup: Setup) -> list[Seen]:
             mean = trained.step(given[rank])
             seen.append(Seen(trained.prescribed(given), before, mean, trained.residual()))
             continue
-        feedback = trained.optimizer._vector.feedback
+        feedback = trained.optimizer._tritoncomm.setup.vector.feedback
         saved = copy.deepcopy(feedback.state_dict())
         allowed = feedback.algorithm.predicted_traffic(world_size // trained.shards)
-        mean, meter = trained.step(given[rank]), copy.deepcopy(trained.optimizer._vector.meter)
+        mean, meter = trained.step(given[rank]), copy.deepcopy(trained.optimizer._tritoncomm.setup.vector.meter)
         seen.append(
             Seen(trained.prescribed(given), before, mean, trained.residual(), trained.state(), saved, allowed, meter)
         )

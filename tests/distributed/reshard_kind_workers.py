@@ -48,7 +48,7 @@ class Run(SavedRun):
     def owe(self, rank: int) -> None:
         """Replace the residual by small integers times a power of two, of which every sum is exact."""
         generator = torch.Generator().manual_seed(rank)
-        own = self.optimizer._vector.feedback.residual
+        own = self.optimizer._tritoncomm.setup.vector.feedback.residual
         own.copy_(torch.randint(-64, 65, own.shape, generator=generator) * 2.0**-5)
 
     def state_bits(self) -> dict[str, list]:

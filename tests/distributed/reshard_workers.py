@@ -151,6 +151,6 @@ def load_plain(rank: int, world_size: int, send, folder: str) -> None:
 
 
 def _plain_pending(optimizer: tritoncomm.SparseOptimizer) -> list[float]:
-    update = optimizer._vector.feedback.residual.clone()
+    update = optimizer._tritoncomm.setup.vector.feedback.residual.clone()
     dist.all_reduce(update)
     return (update / dist.get_world_size()).tolist()

@@ -47,7 +47,7 @@ class SavedRun:
     def pending(self) -> dict[str, torch.Tensor]:
         """Return the pending update of each whole parameter: the mean of the residuals over the replicas."""
         residuals: dict[torch.Tensor, torch.Tensor] = {}
-        for vector in self.optimizer._exchange.vectors:
+        for vector in self.optimizer._tritoncomm.setup.exchange.vectors:
             residuals |= vector.residuals_by_parameter()
         found = {}
         for name, parameter in self.parameters.items():

@@ -73,7 +73,7 @@ def tensor_parallel(rank: int, world_size: int, send) -> None:
     parallelize_module(model, both["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
     fully_shard(model, mesh=both["shard"])
     wrapped = tritoncomm.wrap(adamw(model), process_group=both["replicate"].get_group())
-    assert len(wrapped._exchange.vectors) == 2
+    assert len(wrapped._tritoncomm.setup.exchange.vectors) == 2
 
 
 class Embedded(nn.Module):
@@ -141,7 +141,7 @@ def replicated_parameters(rank: int, world_size: int, send) -> None:
     clipped.train(0, 25)
     assert clipped.optimizer.metrics()["density_delivered"] < 0.9
     norms = tritoncomm.wrap(adamw(clipped.model.block), process_group=grid["data"].get_group(), dense_below=4)
-    assert norms._exchange.vectors[0].dense_numel == 24  # one-dimensional, in a vector of their own
+    assert norms._tritoncomm.setup.exchange.vectors[0].dense_numel == 24  # one-dimensional, in a vector of their own
     run = TensorParallel(grid, **ROUNDED)
     run.train(0, 7)
     assert run.optimizer.metrics()["residual_norm"] > 0

@@ -27,7 +27,7 @@ def test_pending_update_is_conserved(before: int, after: int, seed: int) -> None
     ]
     pending = sum(torch.cat(state["residuals"]).double() for state in states) / before
     parameters = [torch.nn.Parameter(torch.zeros(n)) for n in (3, 2)]
-    exchange = tritoncomm.wrap(torch.optim.SGD(parameters))._exchange
+    exchange = tritoncomm.wrap(torch.optim.SGD(parameters))._tritoncomm.setup.exchange
     methods = [vector.feedback.algorithm.state_dict() for vector in exchange.vectors]
     of_ranks = [
         exchange_state.carry_over(

@@ -108,7 +108,7 @@ def steps_of(
 
 def innermost(optimizer: tritoncomm.SparseOptimizer) -> object:
     """Return the algorithm inside of those that wrap it."""
-    algorithm = optimizer._vector.feedback.algorithm
+    algorithm = optimizer._tritoncomm.setup.vector.feedback.algorithm
     while hasattr(algorithm, "inner"):
         algorithm = algorithm.inner
     return algorithm
@@ -316,7 +316,10 @@ def test_unused_parameters(make: type[torch.optim.Optimizer]) -> None:
             optimizer.step()
             found.append(current_gpu().syncs.total())
             head.append(
-                (values_of(parameters[2]), values_of(optimizer._vector.residuals_by_parameter()[parameters[2]]))
+                (
+                    values_of(parameters[2]),
+                    values_of(optimizer._tritoncomm.setup.vector.residuals_by_parameter()[parameters[2]]),
+                )
             )
         waits = all(torch.equal(*pair) for each in head[4:8] for pair in zip(head[3], each, strict=True))
         return found, waits, torch.equal(head[7][0], head[9][0])

@@ -69,7 +69,7 @@ def _train(rank: int, device: str, optimizer: str, steps: int = 4, **fields: Any
         wrapped.zero_grad()
         doors.loss_of(model, rank, step, device).backward()
         wrapped.step()
-        seen.append(doors.bits([*model.parameters(), wrapped._vector.feedback.residual]))
+        seen.append(doors.bits([*model.parameters(), wrapped._tritoncomm.setup.vector.feedback.residual]))
     return seen
 
 
@@ -134,7 +134,7 @@ def test_wrap_without_set_device(method: str) -> None:
                 loss = doors.loss_of(model, rank, step, "cuda")
             loss.backward()
             wrapped.step()
-        return doors.bits([*model.parameters(), wrapped._vector.feedback.residual])
+        return doors.bits([*model.parameters(), wrapped._tritoncomm.setup.vector.feedback.residual])
 
     found = ranks.run(train, 2, network=Network(2, several_gpus=True))
     on_cpu = ranks.run(lambda rank: _train(rank, "cpu", "adamw", **METHODS[method])[-1], 2, backend="gloo")
@@ -151,7 +151,7 @@ def _train_shards(rank: int, device: str, optimizer: str, **fields: Any) -> list
             doors.loss_of(model, rank, 2 * step + micro, device).backward()
         wrapped.step()
         shards = [parameter.to_local() for parameter in model.parameters()]
-        seen.append(doors.bits([*shards, wrapped._vector.feedback.residual]))
+        seen.append(doors.bits([*shards, wrapped._tritoncomm.setup.vector.feedback.residual]))
     return seen
 
 
@@ -218,7 +218,7 @@ def test_rejected_step(kind: str, method: str) -> None:
             except NonFiniteError as raised:
                 error = str(raised)
             shards = [local(parameter) for parameter in model.parameters()]
-            seen.append((error, doors.bits([*shards, optimizer._vector.feedback.residual])))
+            seen.append((error, doors.bits([*shards, optimizer._tritoncomm.setup.vector.feedback.residual])))
         return seen
 
     on_gpu, on_cpu = doors.on_both(train, 2, seed=2)
@@ -247,7 +247,7 @@ def test_coupled_decay(method: str, synchronizes: bool) -> None:
                 for parameter in model.parameters():
                     parameter.grad.mul_(0.5)
             optimizer.step()
-        return doors.bits([*model.parameters(), optimizer._vector.feedback.residual])
+        return doors.bits([*model.parameters(), optimizer._tritoncomm.setup.vector.feedback.residual])
 
     on_gpu, on_cpu = doors.on_both(train, 2)
     assert on_gpu == on_cpu
@@ -288,7 +288,7 @@ def test_gradients_in_buckets() -> None:
             if buckets is not None:
                 buckets.fill()
             optimizer.step()
-        return doors.bits([*model.parameters(), optimizer._vector.feedback.residual])
+        return doors.bits([*model.parameters(), optimizer._tritoncomm.setup.vector.feedback.residual])
 
     found = [
         result
@@ -320,9 +320,9 @@ def test_checkpoint(method: str, optimizer: str, world_size: int, tmp_path: Path
         checkpoint.save(wrapped, folder)
         if rank == 0:
             torch.save([values_of(parameter) for parameter in model.parameters()], folder / "model.pt")
-        state = [each for held in wrapped.optimizer.state.values() for each in held.values()]
+        state = [each for held in wrapped.state.values() for each in held.values()]
         moved = all(isinstance(each, CudaTensor) == (device == "cuda") for each in state if each.dim())
-        return doors.bits([*model.parameters(), wrapped._vector.feedback.residual]), moved
+        return doors.bits([*model.parameters(), wrapped._tritoncomm.setup.vector.feedback.residual]), moved
 
     first = {device: tmp_path / device for device in ("cuda", "cpu")}
     list(doors.on_both(lambda rank, device: train(rank, device, first[device]), world_size, seed=world_size))

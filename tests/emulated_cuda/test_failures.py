@@ -81,14 +81,17 @@ def test_wrap(algo: str, fault: Callable[[], None]) -> None:
             optimizer.step()
         ranks.meet()
         if rank == VICTIM:
-            failing(optimizer._vector.scheduler, fault)
+            failing(optimizer._tritoncomm.setup.vector.scheduler, fault)
         optimizer.zero_grad()
         doors.loss_of(model, rank, 2, "cuda").backward()
-        before, started = doors.bits([*model.parameters(), optimizer._vector.feedback.residual]), time.monotonic()
+        before, started = (
+            doors.bits([*model.parameters(), optimizer._tritoncomm.setup.vector.feedback.residual]),
+            time.monotonic(),
+        )
         with pytest.raises(tritoncomm.ExchangeError) as caught:
             optimizer.step()
         checked(caught.value, time.monotonic() - started, fault)
-        assert doors.bits([*model.parameters(), optimizer._vector.feedback.residual]) == before
+        assert doors.bits([*model.parameters(), optimizer._tritoncomm.setup.vector.feedback.residual]) == before
         if rank == VICTIM:
             return []
         left = [each for each in range(WORLD_SIZE) if each != VICTIM]
@@ -132,7 +135,7 @@ def test_shards(fault: Callable[[], None]) -> None:
         step_of(model, optimizer, rank, 0)
         ranks.meet()
         if rank == VICTIM:
-            failing(optimizer._vector.scheduler, fault)
+            failing(optimizer._tritoncomm.setup.vector.scheduler, fault)
         optimizer.zero_grad()
         doors.loss_of(model, rank, 1, "cuda").backward()
         started = time.monotonic()
@@ -158,7 +161,7 @@ def test_lost_rank_where_the_host_reads(kind: str, garbage: int, monkeypatch: py
         step_of(model, optimizer, rank, 0)
         ranks.meet()
         if rank == VICTIM:
-            failing(optimizer._vector.scheduler, dies, operation=1)
+            failing(optimizer._tritoncomm.setup.vector.scheduler, dies, operation=1)
         optimizer.zero_grad()
         doors.loss_of(model, rank, 1, "cuda").backward()
         started = time.monotonic()
@@ -188,7 +191,7 @@ def test_rank_that_raises_beside_an_exchange(kind: str, place: str) -> None:
         model, optimizer = opened(kind, LATE)
         step_of(model, optimizer, rank, 0)
         ranks.meet()
-        vector = optimizer._vector
+        vector = optimizer._tritoncomm.setup.vector
         if rank == VICTIM:
             setattr({"read_gradients": vector.layout, "begin": vector.feedback}[place], place, out_of_memory)
         optimizer.zero_grad()
@@ -218,7 +221,7 @@ def test_rank_that_hangs(kind: str) -> None:
         step_of(model, optimizer, rank, 0)
         ranks.meet()
         if rank == VICTIM:
-            failing(optimizer._vector.scheduler, lambda: released.wait(10) and None)
+            failing(optimizer._tritoncomm.setup.vector.scheduler, lambda: released.wait(10) and None)
         optimizer.zero_grad()
         doors.loss_of(model, rank, 1, "cuda").backward()
         with pytest.raises(tritoncomm.ExchangeTimeoutError) as caught:
@@ -243,7 +246,7 @@ def test_rank_that_is_interrupted_outside_of_a_step() -> None:
         step_of(model, optimizer, rank, 0)
         ranks.meet()
         if rank == VICTIM:
-            optimizer.optimizer.add_param_group = interrupted
+            optimizer.add_param_group = interrupted
         start = time.monotonic()
         with pytest.raises(KeyboardInterrupt if rank == VICTIM else tritoncomm.ExchangeError) as caught:
             optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(3, device="cuda"))]})

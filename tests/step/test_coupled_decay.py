@@ -71,7 +71,7 @@ def test_decay_that_gradients_outweigh_is_late_like_them(algo: str) -> None:
         optimizer.step()
         assert torch.count_nonzero(parameter.grad) < 1000
         went += parameter.grad
-    assert torch.equal(came, went + optimizer._residuals[parameter].view(64, 64))
+    assert torch.equal(came, went + optimizer._tritoncomm.setup.residuals[parameter].view(64, 64))
 
 
 def test_decay_is_not_sent() -> None:
@@ -83,7 +83,7 @@ def test_decay_is_not_sent() -> None:
         parameter.grad[:8] = 1e-3 * torch.randn(8, 64, generator=torch.Generator().manual_seed(step))
         optimizer.step()
         assert torch.allclose(parameter.grad[8:], 0.1 * torch.ones(56, 64), rtol=1e-2)
-        assert not optimizer._residuals[parameter].view(64, 64)[8:].any()
+        assert not optimizer._tritoncomm.setup.residuals[parameter].view(64, 64)[8:].any()
         assert optimizer.metrics()["density_delivered"] < 0.2
 
 
@@ -250,7 +250,7 @@ def test_synchronize_changes_no_bit_of_a_step(density: float, static: bool) -> N
                     handle.remove()
             optimizer.step()
             seen.append(parameter.grad.clone())
-        results.append((parameter.detach(), optimizer._residuals[parameter], *seen))
+        results.append((parameter.detach(), optimizer._tritoncomm.setup.residuals[parameter], *seen))
     for one, two in zip(*results, strict=True):
         assert torch.equal(one, two)
 

@@ -207,12 +207,12 @@ def adamw(net: nn.Module, **fields) -> tritoncomm.SparseOptimizer:
 
 def is_preconditioned(optimizer: tritoncomm.SparseOptimizer) -> bool:
     """Whether entries are selected by their update."""
-    return optimizer._vector.scale is not None
+    return optimizer._tritoncomm.setup.vector.scale is not None
 
 
 def moment_of(optimizer: tritoncomm.SparseOptimizer) -> Moment:
     """Return the second moment that the scale is computed from."""
-    return optimizer._vector.scale.moment
+    return optimizer._tritoncomm.setup.vector.scale.moment
 
 
 def test_select_by() -> None:
@@ -267,7 +267,9 @@ def test_resume_across_a_renewal() -> None:
     train(net, optimizer, 35, 65)
     train(again, loaded, 35, 65)
     assert all(map(torch.equal, net.parameters(), again.parameters()))
-    assert torch.equal(optimizer._vector.feedback.residual, loaded._vector.feedback.residual)
+    assert torch.equal(
+        optimizer._tritoncomm.setup.vector.feedback.residual, loaded._tritoncomm.setup.vector.feedback.residual
+    )
 
 
 @pytest.mark.parametrize("algo", ["oktopk", "exdyna", "spardl", "topk_allgather"])
@@ -279,12 +281,12 @@ def test_checkpoint_with_another_select_by(saved_by: str, loaded_by: str, carrie
     optimizer = adamw(net, algo=algo, select_by=saved_by, warmup_steps=3)
     train(net, optimizer, 0, 25)
     loaded = adamw(copy.deepcopy(net), algo=algo, select_by=loaded_by, warmup_steps=3)
-    state = exchange_state.saved(optimizer._exchange)
+    state = exchange_state.saved(optimizer._tritoncomm.setup.exchange)
     if carried:
         state = exchange_state.taken_over(state, [state], rank=0, world_size=1)
-    (feedback,) = exchange_state.loaded(loaded._exchange, state)
-    loaded._vector.feedback = feedback
-    assert torch.equal(feedback.residual, optimizer._vector.feedback.residual)
+    (feedback,) = exchange_state.loaded(loaded._tritoncomm.setup.exchange, state)
+    loaded._tritoncomm.setup.vector.feedback = feedback
+    assert torch.equal(feedback.residual, optimizer._tritoncomm.setup.vector.feedback.residual)
     assert feedback.algorithm.state_dict()["inner"]["taken"] == 25
     if loaded_by == "update":
         assert moment_of(loaded).steps == 0
@@ -294,11 +296,11 @@ def test_checkpoint_with_another_select_by(saved_by: str, loaded_by: str, carrie
 def test_checkpoint_with_other_shapes() -> None:
     """A second moment of other shapes is rejected by name, and nothing is loaded."""
     optimizer, other = adamw(model()), adamw(model())
-    state = exchange_state.saved(optimizer._exchange)
+    state = exchange_state.saved(optimizer._tritoncomm.setup.exchange)
     state["algorithm"][0]["moment"]["rows"] = torch.zeros(3, dtype=torch.float64)
     state = with_checksum(**{key: value for key, value in state.items() if key not in ("schema", "checksum")})
     with pytest.raises(ConfigurationError, match="second moment has 3 rows and 30 columns, expected 50 and 30"):
-        exchange_state.loaded(other._exchange, state)
+        exchange_state.loaded(other._tritoncomm.setup.exchange, state)
 
 
 def test_moment_survives_changes() -> None:
@@ -313,8 +315,10 @@ def test_moment_survives_changes() -> None:
     assert loaded.steps == 25
     assert torch.equal(loaded.rows, before.rows)
     assert torch.equal(loaded.columns, before.columns)
-    state = exchange_state.saved(optimizer._exchange)
-    optimizer._exchange.restore(exchange_state.carry_over(optimizer._exchange, [state], 2.0, state["algorithm"]))
+    state = exchange_state.saved(optimizer._tritoncomm.setup.exchange)
+    optimizer._tritoncomm.setup.exchange.restore(
+        exchange_state.carry_over(optimizer._tritoncomm.setup.exchange, [state], 2.0, state["algorithm"])
+    )
     assert moment_of(optimizer) == before
     optimizer.add_param_group({"params": list(more.parameters())})
     after = moment_of(optimizer)

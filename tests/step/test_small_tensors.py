@@ -28,7 +28,7 @@ def test_small_tensors_are_sent_dense() -> None:
     for opt, trained in ((bare, plain), (optimizer, wrapped)):
         backward(trained)
         opt.step()
-    residuals_by_parameter = optimizer._vector.residuals_by_parameter()
+    residuals_by_parameter = optimizer._tritoncomm.setup.vector.residuals_by_parameter()
     for (name, a), b in zip(plain.named_parameters(), wrapped.parameters(), strict=True):
         if name == "0.weight":
             assert not torch.equal(a, b)
@@ -130,13 +130,13 @@ def test_residuals_stay_with_their_parameters() -> None:
     second = tritoncomm.wrap(torch.optim.SGD(loaded, lr=0.1), density=0.01)
     second.load_state_dict(first.state_dict())
     for a, b in zip(
-        first._vector.residuals_by_parameter().values(),
-        second._vector.residuals_by_parameter().values(),
+        first._tritoncomm.setup.vector.residuals_by_parameter().values(),
+        second._tritoncomm.setup.vector.residuals_by_parameter().values(),
         strict=True,
     ):
         assert torch.equal(a, b)
         assert a.any()
-    assert second._vector.feedback.algorithm.state_dict()["inner"]["step"] == 0
+    assert second._tritoncomm.setup.vector.feedback.algorithm.state_dict()["inner"]["step"] == 0
 
 
 @pytest.mark.parametrize("exchange", ["gradients", "updates"])
@@ -155,4 +155,4 @@ def test_groups_that_are_dense(exchange: str) -> None:
     assert 0 < int((matrix != 0).sum()) < 200
     inner.param_groups[0]["dense"] = "yes"
     with pytest.raises(ConfigurationError, match="a parameter group has dense='yes'"):
-        tritoncomm.wrap(inner)
+        tritoncomm.wrap(torch.optim.SGD(inner.param_groups))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tritoncomm.optimizer import SparseOptimizer
+from tritoncomm.optimizer import SparseOptimizer, setup_of
 
 
 def average(optimizer: SparseOptimizer) -> bool:
@@ -11,7 +11,7 @@ def average(optimizer: SparseOptimizer) -> bool:
     That is so if updates are exchanged, also of some optimizers of a list. To clip this worker's gradients before the
     exchange is safe: replicas stay equal.
     """
-    local_steps = optimizer._local  # noqa: SLF001 - of this library
+    local_steps = setup_of(optimizer).local
     if local_steps is not None:
         local_steps.say_gradients_are_local()
         return False
@@ -22,4 +22,4 @@ def average(optimizer: SparseOptimizer) -> bool:
 
 def clips_itself(optimizer: SparseOptimizer) -> bool:
     """Return True if :meth:`~tritoncomm.SparseOptimizer.step` limits the norm, so that the trainer need not."""
-    return optimizer._options.max_grad_norm is not None  # noqa: SLF001 - as above
+    return setup_of(optimizer).options.max_grad_norm is not None

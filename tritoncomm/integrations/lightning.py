@@ -19,7 +19,7 @@ from tritoncomm.algorithms import Recipe
 from tritoncomm.amp import with_equal_scales
 from tritoncomm.integrations import residuals as beside
 from tritoncomm.integrations.clipping import average
-from tritoncomm.optimizer import SparseOptimizer
+from tritoncomm.optimizer import SparseOptimizer, setup_of, stepper_of
 
 __all__ = ["SparseDDPStrategy"]
 
@@ -82,7 +82,7 @@ class SparseDDPStrategy(DDPStrategy):
         if optimizer.is_synchronized:
             return
         scaler = getattr(self.precision_plugin, "scaler", None)
-        if scaler is not None and not optimizer.is_unscaled:
+        if scaler is not None and stepper_of(optimizer).state.found_in_unscale is None:
             scaler.unscale_(optimizer)
         average(optimizer)
 
@@ -121,8 +121,8 @@ class SparseDDPStrategy(DDPStrategy):
         return super().optimizer_step(optimizer, closure_and_exchange, model, **kwargs)
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Return the state of the original optimizer. Lightning writes the one of the first rank."""
-        return super().optimizer_state(optimizer.optimizer)  # type: ignore[no-any-return]
+        """Return the state of the optimizer without residuals. Lightning writes the one of the first rank."""
+        return {key: each for key, each in super().optimizer_state(optimizer).items() if key != "tritoncomm"}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Save the checkpoint on the first rank, and a residual on each rank."""
@@ -133,7 +133,7 @@ class SparseDDPStrategy(DDPStrategy):
 
     def _wrap_again(self) -> None:
         """Wrap the optimizers again if they got further parameters. A fine-tuning callback will train them."""
-        new = [parameter for each in self.optimizers for parameter in each._parameters.new]  # noqa: SLF001
+        new = [parameter for each in self.optimizers for parameter in setup_of(each).parameters.new]
         if not new:
             return
         before = [(parameter, parameter.requires_grad) for parameter in new]
@@ -141,7 +141,7 @@ class SparseDDPStrategy(DDPStrategy):
             parameter.requires_grad = True
         for optimizer in self.optimizers:
             optimizer.release()
-        self._wrap([optimizer.optimizer for optimizer in self.optimizers])
+        self._wrap(self.optimizers)
         for parameter, requires_grad in before:
             parameter.requires_grad = requires_grad
 

@@ -17,7 +17,7 @@ from tritoncomm.algorithms import Recipe
 from tritoncomm.amp import with_equal_scales
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.integrations.clipping import average, clips_itself
-from tritoncomm.optimizer import SparseOptimizer
+from tritoncomm.optimizer import SparseOptimizer, setup_of
 from tritoncomm.scheduler.process_group import is_distributed
 
 
@@ -52,15 +52,15 @@ def connect(
         accelerator.scaler = with_equal_scales(accelerator.scaler, accelerator.device)
         for each in accelerator._optimizers:  # noqa: SLF001 - no public attribute has them
             each.scaler = accelerator.scaler
-    replace_inner(prepared, sparse)
+    renew_methods(prepared)
     _average_before_clipping(accelerator)
     return sparse
 
 
-def replace_inner(prepared: AcceleratedOptimizer, optimizer: torch.optim.Optimizer) -> None:
-    """Let ``prepared`` step ``optimizer``."""
-    # As if it were unpickled, because with a scaler it keeps methods of its optimizer.
-    prepared.__setstate__(prepared.__getstate__() | {"optimizer": optimizer})
+def renew_methods(prepared: AcceleratedOptimizer) -> None:
+    """Let ``prepared`` call the methods that its optimizer has now. With a scaler, it keeps those of before."""
+    optimizer = prepared.optimizer
+    prepared.__setstate__(prepared.__getstate__())
     if prepared.scaler is None or not isinstance(optimizer, SparseOptimizer):
         return
     step = optimizer.step
@@ -89,7 +89,7 @@ def _average_before_clipping(accelerator: Accelerator) -> None:
         if all(map(clips_itself, averaged)):
             return _norm_of_means(averaged)
         # Gradients of other parameters are local, and would make norms differ between ranks.
-        held = {id(parameter) for each in averaged for parameter in each._exchange.parameters}  # noqa: SLF001 - as below
+        held = {id(parameter) for each in averaged for parameter in setup_of(each).exchange.parameters}
         return nn.utils.clip_grad_norm_([each for each in chosen if id(each) in held], max_norm, norm_type)
 
     def clip_grad_value_(parameters: Any, value: float) -> None:
@@ -135,7 +135,7 @@ def _norm_of_means(optimizers: Iterable[SparseOptimizer]) -> torch.Tensor:
     """
     norms = []
     for optimizer in optimizers:
-        found = optimizer._exchange.gradient_norm if optimizer.is_synchronized else None  # noqa: SLF001 - of this library
+        found = setup_of(optimizer).exchange.gradient_norm if optimizer.is_synchronized else None
         gradients = (p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
         norms.append(nn.utils.get_total_norm(gradients) if found is None else found.float())
     norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms))

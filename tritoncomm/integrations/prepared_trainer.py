@@ -6,7 +6,7 @@ from typing import Any
 
 from tritoncomm.algorithms import Recipe
 from tritoncomm.errors import ConfigurationError
-from tritoncomm.integrations.prepared import connect, has_peers, replace_inner
+from tritoncomm.integrations.prepared import connect, has_peers, renew_methods
 from tritoncomm.optimizer import SparseOptimizer
 from tritoncomm.step.optimizer_list import parts_of
 
@@ -20,10 +20,10 @@ def connect_trainer(trainer: Any, algo: str | Recipe | None, settings: dict[str,
 
 def disconnect_trainer(trainer: Any) -> None:
     """Let the optimizer of ``trainer`` step as before. Without effect if it does."""
-    sparse = trainer.optimizer.optimizer
-    if isinstance(sparse, SparseOptimizer):
-        replace_inner(trainer.optimizer, sparse.optimizer)
-        sparse.release()
+    optimizer = trainer.optimizer.optimizer
+    if isinstance(optimizer, SparseOptimizer):
+        optimizer.release()
+        renew_methods(trainer.optimizer)
 
 
 def trained_ids(trainer: Any) -> set[int]:
@@ -33,11 +33,11 @@ def trained_ids(trainer: Any) -> set[int]:
 
 
 def state_to_continue(before: SparseOptimizer | None, trainer: Any) -> dict[str, Any] | None:
-    """Return the state of ``before``, with its residual, if ``trainer`` still has its original optimizer.
+    """Return the state of ``before``, with its residual, if ``trainer`` still has it.
 
     None if an error or a signal has stopped an update, so that residual and parameters are not of the same step.
     """
-    if before is None or before.optimizer is not trainer.optimizer.optimizer:
+    if before is not trainer.optimizer.optimizer or not isinstance(before, SparseOptimizer):
         return None
     before.zero_grad()  # a step that an interrupt has ended may have averaged gradients
     try:

@@ -6,6 +6,7 @@ import inspect
 from pathlib import Path
 from typing import Any
 
+from torch.utils.hooks import RemovableHandle
 from transformers import Trainer, TrainerCallback
 
 from tritoncomm import checkpoint
@@ -47,6 +48,7 @@ class SparseGradients(TrainerCallback):
         self._algo, self._settings = algo, settings
         self.optimizer: SparseOptimizer | None = None
         self._trained: set[int] = set()  # ids of the parameters that it trains
+        self._handle: RemovableHandle | None = None
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         """Wrap the optimizer, with the residuals of the checkpoint from which the Trainer resumes.
@@ -54,10 +56,12 @@ class SparseGradients(TrainerCallback):
         Without one, go on with those of the ``train()`` before, or of a larger batch that memory was too short for.
         """
         trainer, resumed = (_trainer_frame()[name] for name in ("self", "resume_from_checkpoint"))
-        disconnect_trainer(trainer)  # of a train() that an error or an interrupt ended
+        if self._handle is not None:
+            self._handle.remove()
         trained = trained_ids(trainer)
         goes_on = resumed is None and trained == self._trained
         before = state_to_continue(self.optimizer, trainer) if goes_on else None
+        disconnect_trainer(trainer)
         if before is not None or (resumed is not None and self._restore):
             forget_state(trainer)  # loaded below: wrap() would warn that its residuals are lost
         self.optimizer = connect_trainer(trainer, self._algo, self._settings)
@@ -67,6 +71,8 @@ class SparseGradients(TrainerCallback):
         elif resumed is not None and self._restore:
             with beside.name_the_fix("SparseGradients()"):
                 checkpoint.load(self.optimizer, Path(resumed) / beside.FOLDER)
+        # A train() that resumes loads the state of one rank before it comes here.
+        self._handle = self.optimizer.register_load_state_dict_pre_hook(_without_residual)
 
     def on_step_end(self, _args: Any, _state: Any, control: Any, **__: Any) -> None:
         """Let all workers hold the same parameters before they evaluate or save, and at the end.
@@ -89,12 +95,9 @@ class SparseGradients(TrainerCallback):
             folder = Path(frame["self"]._get_output_dir(frame["trial"]))  # noqa: SLF001 - of a search, not args' folder
             checkpoint.save(self.optimizer, folder / f"checkpoint-{state.global_step}" / beside.FOLDER)
 
-    def on_train_end(self, *_: Any, **__: Any) -> None:
-        """Take the wrapped optimizer out, because a second ``train()`` may resume and load the state of one rank.
 
-        It is kept here with its residual, for a second ``train()`` that does not.
-        """
-        disconnect_trainer(_trainer_frame()["self"])
+def _without_residual(_: Any, state: dict[str, Any]) -> dict[str, Any]:
+    return {key: each for key, each in state.items() if key != "tritoncomm"}
 
 
 def _trainer_frame() -> Any:

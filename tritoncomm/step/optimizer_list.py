@@ -10,7 +10,7 @@ import torch
 
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.step.tensors.names import label_of
-from tritoncomm.step.torch_internals import explain_cycles
+from tritoncomm.step.torch_internals import StateHooks, explain_cycles
 
 __all__ = ["OptimizerList", "parts_of", "whole_of"]
 
@@ -98,12 +98,18 @@ class OptimizerList(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of all optimizers."""
-        return join([optimizer.state_dict() for optimizer in self.optimizers])
+        hooks = StateHooks(self)
+        hooks.before_saving()
+        return hooks.after_saving(join([optimizer.state_dict() for optimizer in self.optimizers]))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what :meth:`state_dict` returned."""
-        for optimizer, own in zip(self.optimizers, split(state_dict, self.optimizers), strict=True):
+        hooks = StateHooks(self)
+        for optimizer, own in zip(
+            self.optimizers, split(hooks.before_loading(state_dict), self.optimizers), strict=True
+        ):
             optimizer.load_state_dict(own)
+        hooks.after_loading()
 
 
 _explained: list[Callable[..., Any]] = []  # once there is a list

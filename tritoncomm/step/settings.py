@@ -18,7 +18,7 @@ from tritoncomm.errors import ConfigurationError
 from tritoncomm.primitives.quantized_mean import DENSE_FORMATS
 from tritoncomm.scheduler.process_group import is_distributed
 from tritoncomm.step.tensors.names import label_of
-from tritoncomm.step.torch_internals import has_hooks, has_own_step, is_flattened, is_zero
+from tritoncomm.step.torch_internals import has_hooks, is_flattened, is_zero, original_class
 
 logger = logging.getLogger("tritoncomm")
 
@@ -240,8 +240,8 @@ def _check_closure(optimizer: torch.optim.Optimizer) -> None:
 
     The closure is called before the exchange, and the original optimizer steps by averaged gradients without it.
     """
-    _, *arguments = inspect.signature(type(optimizer).step).parameters.items()
-    for name, each in [] if has_own_step(optimizer) else arguments:
+    _, *arguments = inspect.signature(original_class(optimizer).step).parameters.items()
+    for name, each in arguments:
         if each.default is each.empty and each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD):
             raise ConfigurationError(
                 f"{type(optimizer).__name__}.step() needs its argument {name!r}, and a wrapped optimizer calls a "

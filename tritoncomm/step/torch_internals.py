@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterable
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
 from functools import wraps
 from typing import Any
 
@@ -18,6 +20,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hoo
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import lr_scheduler
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 # Not torch.compiler.disable, which imports the compiler even if it is not used.
 without_compile = torch._disable_dynamo  # type: ignore[attr-defined]  # noqa: SLF001
@@ -151,13 +154,64 @@ def is_interruption(error: BaseException) -> bool:
 
 
 def step_hooks(optimizer: torch.optim.Optimizer) -> tuple[list[Callable[..., Any]], list[Callable[..., Any]]]:
-    """Return the hooks of ``optimizer`` before and after its step.
-
-    A wrapped optimizer takes the step without torch's hooks, which run for the wrapper already, and runs those that the
-    user has registered with the original optimizer.
-    """
+    """Return the hooks of ``optimizer`` before and after its step. A wrapped optimizer runs them around its rule."""
     before, after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks  # noqa: SLF001
     return list(before.values()), list(after.values())
+
+
+def global_step_hooks() -> tuple[list[Callable[..., Any]], list[Callable[..., Any]]]:
+    """Return the hooks of all optimizers before and after a step."""
+    return list(_global_optimizer_pre_hooks.values()), list(_global_optimizer_post_hooks.values())
+
+
+class StateHooks:
+    """The hooks of ``optimizer`` around ``state_dict()`` and ``load_state_dict()``, run by the caller.
+
+    A method of torch, and of many other optimizers, runs them itself. In the context, there are none.
+    """
+
+    _NAMES = (
+        "_optimizer_state_dict_pre_hooks",
+        "_optimizer_state_dict_post_hooks",
+        "_optimizer_load_state_dict_pre_hooks",
+        "_optimizer_load_state_dict_post_hooks",
+    )
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._held = [getattr(optimizer, name) for name in self._NAMES]
+
+    def __enter__(self) -> None:
+        for name in self._NAMES:
+            setattr(self._optimizer, name, OrderedDict())
+
+    def __exit__(self, *_: object) -> None:
+        for name, hooks in zip(self._NAMES, self._held, strict=True):
+            setattr(self._optimizer, name, hooks)
+
+    def before_saving(self) -> None:
+        """Run the hooks before ``state_dict()``."""
+        for hook in list(self._held[0].values()):
+            hook(self._optimizer)
+
+    def after_saving(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return ``state`` as the hooks after ``state_dict()`` leave it."""
+        return self._changed(self._held[1], state)
+
+    def before_loading(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return ``state`` as the hooks before ``load_state_dict()`` leave it."""
+        return self._changed(self._held[2], state.copy())
+
+    def after_loading(self) -> None:
+        """Run the hooks after ``load_state_dict()``."""
+        for hook in list(self._held[3].values()):
+            hook(self._optimizer)
+
+    def _changed(self, hooks: Mapping[int, Callable[..., Any]], state: dict[str, Any]) -> dict[str, Any]:
+        for hook in list(hooks.values()):
+            changed = hook(self._optimizer, state)
+            state = state if changed is None else changed
+        return state
 
 
 def has_hooks(optimizer: torch.optim.Optimizer) -> bool:
@@ -169,19 +223,55 @@ def has_hooks(optimizer: torch.optim.Optimizer) -> bool:
     return "_optimizer_step_pre_hooks" in vars(optimizer)
 
 
+def original_class(optimizer: torch.optim.Optimizer) -> type[torch.optim.Optimizer]:
+    """Return the class of ``optimizer`` before ``wrap`` gave it another one."""
+    found: type[torch.optim.Optimizer] = getattr(type(optimizer), "wrapped_class", type(optimizer))
+    return found
+
+
+def change_class(optimizer: torch.optim.Optimizer, kind: type[torch.optim.Optimizer]) -> None:
+    """Make ``optimizer`` an instance of ``kind``, whose ``step`` schedules then know.
+
+    A schedule puts a function around ``step`` of the object, to see that it is called. It is put around the new one.
+    """
+    counted = vars(optimizer).pop("step", None)
+    optimizer.__class__ = kind
+    if counted is None:
+        return
+    step, reference = kind.step, weakref.ref(optimizer)
+
+    @wraps(step)
+    def count(*args: Any, **kwargs: Any) -> Any:
+        found = reference()
+        assert found is not None  # it is called
+        mark_stepped(found)
+        return step(found, *args, **kwargs)
+
+    count._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # noqa: SLF001
+    optimizer.step = count  # type: ignore[method-assign]
+
+
 def has_own_step(optimizer: torch.optim.Optimizer) -> bool:
     """Return True if somebody has replaced ``step`` of this one object by another method.
 
     Learning rate schedulers put a counter around the method, which does not count.
     """
-    own = vars(optimizer).get("step")
-    while getattr(getattr(own, "__code__", None), "co_filename", None) == lr_scheduler.__file__:
-        own = own.__wrapped__  # type: ignore[union-attr]
-    return own is not None and getattr(own, "__func__", own) is not type(optimizer).step
+    own: Any = vars(optimizer).get("step")
+    while hasattr(own, "_wrapped_by_lr_sched") and hasattr(own, "__wrapped__"):
+        own = own.__wrapped__
+    step = type(optimizer).step
+    return own is not None and getattr(own, "__func__", own) not in (step, getattr(step, "__wrapped__", step))
 
 
-def written_step(kind: type[torch.optim.Optimizer]) -> Callable[..., Any]:
-    """Return ``step`` of a class as its author wrote it. torch wraps it, for each class again."""
+def step_below_hooks(optimizer: torch.optim.Optimizer) -> None:
+    """Call ``step()`` of the class of ``optimizer`` without the hooks that torch has put around it."""
+    step = original_class(optimizer).step
+    inspect.unwrap(step, stop=lambda inner: not getattr(inner, "hooked", False))(optimizer)
+
+
+def written_step(optimizer: torch.optim.Optimizer | type[torch.optim.Optimizer]) -> Callable[..., Any]:
+    """Return ``step`` of an optimizer's class as its author wrote it. torch wraps it, for each class again."""
+    kind = optimizer if isinstance(optimizer, type) else original_class(optimizer)
     step: Callable[..., Any] = kind.step
     while getattr(step, "__globals__", {}).get("__name__") == "torch.optim.optimizer" and hasattr(step, "__wrapped__"):
         step = step.__wrapped__
@@ -189,10 +279,8 @@ def written_step(kind: type[torch.optim.Optimizer]) -> Callable[..., Any]:
 
 
 def steps_as(optimizer: torch.optim.Optimizer, kinds: tuple[type[torch.optim.Optimizer], ...]) -> bool:
-    """Return True if ``optimizer`` takes the step of one of ``kinds``: neither it nor a subclass has another one."""
-    if has_own_step(optimizer) or not isinstance(optimizer, kinds):
-        return False
-    return written_step(type(optimizer)) in map(written_step, kinds)
+    """Return True if ``optimizer`` takes the step of one of ``kinds``: no subclass has another one."""
+    return isinstance(optimizer, kinds) and written_step(optimizer) in map(written_step, kinds)
 
 
 def hooks_key(optimizer: torch.optim.Optimizer) -> int:

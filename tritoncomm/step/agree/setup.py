@@ -18,7 +18,7 @@ from tritoncomm.scheduler.ranks import global_ranks
 from tritoncomm.step.agree.compare import LOADED, STATE, VALUES, compare
 from tritoncomm.step.agree.number import numbers
 from tritoncomm.step.tensors.shards import local
-from tritoncomm.step.torch_internals import is_interruption
+from tritoncomm.step.torch_internals import is_interruption, original_class
 from tritoncomm.version import __version__
 from tritoncomm_kernels import devices
 
@@ -72,7 +72,7 @@ def compare_setup(
         return
     fields: dict[str, Any] = {
         "version": __version__,
-        "optimizer": type(optimizer).__name__,
+        "optimizer": original_class(optimizer).__name__,
         "algorithm": recipe.name,
         "recipe": " around ".join(type(layer).__name__ for layer in recipe.layers),
         "steps": steps,

@@ -31,7 +31,7 @@ from tritoncomm.step.model.parameters import KnownParameters
 from tritoncomm.step.rules.step import OptimizerStep, OptimizerSteps, gradients_of, limit_norm, norm_of
 from tritoncomm.step.settings import WrapOptions
 from tritoncomm.step.tensors.shards import all_finite, like_parameter, local
-from tritoncomm.step.torch_internals import version_of
+from tritoncomm.step.torch_internals import original_class, version_of
 
 logger = logging.getLogger("tritoncomm")
 
@@ -144,9 +144,9 @@ class LocalSteps:
         """Ids of the parameter groups by which this worker steps."""
         return {id(group) for each in self._optimizers for group in each.param_groups}
 
-    def guard(self) -> None:
-        """Let ``step()`` of the original optimizers raise an error from now on."""
-        self._steps.guard()
+    def guard(self, whole: torch.optim.Optimizer) -> None:
+        """Let ``step()`` of the original optimizers but ``whole`` raise an error from now on."""
+        self._steps.guard(whole)
 
     def unguard(self) -> None:
         """Allow ``step()`` of the original optimizers again."""
@@ -177,7 +177,7 @@ class LocalSteps:
             logger.info(
                 "gradients stay those of this worker until step(), because %s exchanges updates: what changes .grad "
                 "before changes them alone, and clipping limits their norm",
-                " and ".join(type(each).__name__ for each in self._optimizers),
+                " and ".join(original_class(each).__name__ for each in self._optimizers),
             )
 
     @property
@@ -202,6 +202,7 @@ class LocalSteps:
     @torch.no_grad()
     def take(
         self,
+        whole: torch.optim.Optimizer,
         scale: torch.Tensor | None,
         found: torch.Tensor | None,
         others: Sequence[torch.optim.Optimizer] = (),
@@ -211,6 +212,7 @@ class LocalSteps:
         A step with a NaN, an Inf or an overflow is left out on this worker, and counts.
 
         Args:
+            whole: The optimizer that was wrapped, whose hooks run.
             scale: Loss scale by which gradients must be divided. None if they are not scaled.
             found: Overflow flag of a ``GradScaler``. None without one.
             others: Optimizers of the same list whose gradients are exchanged. They are divided by ``scale``, too, and
@@ -241,7 +243,7 @@ class LocalSteps:
                 norm = norm_of(trained)
             limit_norm([*trained, *(rest if self._steps.alone else ())], norm, limit)
             self._steps.grad_norm = float(norm)
-        self._steps.step([], self._counted(), clip=False)
+        self._steps.step([], self._counted(), whole, clip=False)
         self._note_versions()
 
     @contextmanager
@@ -522,7 +524,9 @@ class LocalSteps:
         for optimizer in self._optimizers:
             held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
             states = {number: inner[parameter] for number, parameter in enumerate(held) if parameter in inner}
-            optimizer.load_state_dict({"state": states, "param_groups": optimizer.state_dict()["param_groups"]})
+            kind = original_class(optimizer)
+            groups = kind.state_dict(optimizer)["param_groups"]
+            kind.load_state_dict(optimizer, {"state": states, "param_groups": groups})
 
     def renew(self) -> None:
         """Take the parameters for the anchor when the next step begins: a state without an anchor was loaded.

@@ -22,7 +22,6 @@ from tritoncomm.scheduler.ranks import global_ranks
 from tritoncomm.step import agree
 from tritoncomm.step.agree.number import numbers
 from tritoncomm.step.model.ignored import AliveIds
-from tritoncomm.step.model.proxy import OptimizerProxy
 from tritoncomm.step.model.refuse import is_stepping, is_wrapped
 from tritoncomm.step.tensors.shards import has_bits
 from tritoncomm.step.torch_internals import (
@@ -178,9 +177,9 @@ _guards: list[RemovableHandle] = []  # the hook of all optimizers, once a module
 def _check_not_stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """Raise if ``optimizer`` steps local gradients by itself. A wrapped one, and what it consists of, may step.
 
-    The original of a wrapped one has a hook of its own, which raises next.
+    A part of a wrapped list has a hook of its own, which raises next.
     """
-    if isinstance(optimizer, OptimizerProxy) or is_stepping() or is_wrapped(optimizer) or creates_state(optimizer):
+    if is_stepping() or is_wrapped(optimizer) or creates_state(optimizer):
         return
     for parameter in (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None):
         name, reference = _names.get(parameter, ("", lambda: None))

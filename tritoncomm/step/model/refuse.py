@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import wraps
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 
 from tritoncomm.step.tensors.shards import local
-from tritoncomm.step.torch_internals import creates_state, has_hooks, hooks_key, step_hooks
+from tritoncomm.step.torch_internals import creates_state, has_hooks, hooks_key, original_class, step_hooks
 
 # Attributes of every optimizer. They hold no other one.
 _OF_ALL = ("state", "param_groups", "defaults")
@@ -62,33 +63,38 @@ def may_step(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def is_wrapped(optimizer: torch.optim.Optimizer) -> bool:
-    """Return True if ``optimizer`` will :func:`refuse` to step by itself."""
-    return refuse in step_hooks(optimizer)[0]
+    """Return True if ``optimizer`` was wrapped, or is a part of one that was and will :func:`refuse` to step."""
+    return original_class(optimizer) is not type(optimizer) or refuse in step_hooks(optimizer)[0]
 
 
 def refuse(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Raise :class:`RuntimeError` before an original optimizer steps by itself. A hook of it, while it is wrapped."""
+    """Raise :class:`RuntimeError` before a part of a wrapped optimizer steps by itself. A hook of it."""
     if not may_step(optimizer) and not creates_state(optimizer):
         raise RuntimeError(
-            f"this {type(optimizer).__name__}, or a list or an optimizer that contains it, was wrapped, and its own "
-            "step() does not exchange gradients: assign the result, optimizer = tritoncomm.wrap(optimizer, ...), and "
-            "call step() of that, or release() it first"
+            f"a list or an optimizer that contains this {type(optimizer).__name__} was wrapped, and its own step() "
+            "does not exchange gradients: call step() of what tritoncomm.wrap() returned, or release() that first"
         )
 
 
-def forwarded(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``method`` of an original optimizer, which raises if it has changed parameters while there are gradients.
+def checked_methods(kind: type[torch.optim.Optimizer]) -> dict[str, Callable[..., Any]]:
+    """Return the public methods of an optimizer's class beside those of every optimizer, checked by name.
 
-    They are this rank's own, so that parameters differ between ranks then.
+    Each raises if it has changed parameters while there are gradients. They are this rank's own, so that parameters
+    differ between ranks then.
     """
-    optimizer: torch.optim.Optimizer = method.__self__  # type: ignore[attr-defined]
+    kinds = kind.__mro__[: kind.__mro__.index(torch.optim.Optimizer)]
+    names = {name for each in kinds for name, value in vars(each).items() if inspect.isfunction(value)}
+    chosen = sorted(name for name in names if not name.startswith("_") and name not in SWAPS)
+    return {name: _checked(getattr(kind, name)) for name in chosen if not hasattr(torch.optim.Optimizer, name)}
 
+
+def _checked(method: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(method)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        before = _versions(optimizer)
-        result = method(*args, **kwargs)
+    def call(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        before = [] if may_step(optimizer) else _versions(optimizer)
+        result = method(optimizer, *args, **kwargs)
         if before and before != _versions(optimizer):
-            kind = type(optimizer).__name__
+            kind = original_class(optimizer).__name__
             raise RuntimeError(
                 f"{method.__name__}() of {kind} has changed parameters by gradients of this rank alone, so they differ "
                 f"between ranks now: load a checkpoint. Only step() exchanges gradients: wrap the optimizer inside "

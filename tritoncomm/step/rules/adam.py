@@ -80,7 +80,7 @@ class StalenessAwareAdam(AwareStep):
     def fits(optimizer: torch.optim.Optimizer) -> bool:
         """Return True for ``Adam`` and ``AdamW``, and for subclasses that do not override ``step``."""
         kinds = torch.optim.Adam, torch.optim.AdamW
-        return isinstance(optimizer, kinds) and written_step(type(optimizer)) in map(written_step, kinds)
+        return isinstance(optimizer, kinds) and written_step(optimizer) in map(written_step, kinds)
 
     @classmethod
     def from_options(cls, optimizer: torch.optim.Optimizer, options: WrapOptions) -> StalenessAwareAdam:

@@ -19,7 +19,7 @@ from tritoncomm.step.rules.aware import AwareStep
 from tritoncomm.step.rules.lion import LateLion
 from tritoncomm.step.rules.sgd import LateSGD
 from tritoncomm.step.settings import DEFAULT_ALGO, WrapOptions
-from tritoncomm.step.torch_internals import has_own_step, steps_as
+from tritoncomm.step.torch_internals import steps_as
 
 logger = logging.getLogger("tritoncomm")
 
@@ -46,9 +46,7 @@ def is_linear(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def find_rule(optimizer: torch.optim.Optimizer) -> type[AwareStep] | None:
-    """Return the rule for ``optimizer``, or None if there is none for its type, or its ``step`` was replaced."""
-    if has_own_step(optimizer):
-        return None
+    """Return the rule for ``optimizer``, or None if there is none for its type."""
     return next((rule for rule in RULES if rule.fits(optimizer)), None)
 
 

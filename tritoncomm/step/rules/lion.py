@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import torch
 
 from tritoncomm.step.rules.late import Held, LateRule
+from tritoncomm.step.torch_internals import original_class
 
 # Options of public implementations, with the values at which their step is that of the paper.
 _PLAIN = {
@@ -42,7 +43,7 @@ class LateLion(LateRule):
 
         Options are in the groups, or attributes. One that is not known and is set may change the step.
         """
-        if type(optimizer).__name__ != "Lion":
+        if original_class(optimizer).__name__ != "Lion":
             return False
         options, groups = {*optimizer.defaults, *_PLAIN}, optimizer.param_groups
         if not all(name in each for each in groups for name in ("lr", "betas", "weight_decay")):

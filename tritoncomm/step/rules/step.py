@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -25,8 +24,10 @@ from tritoncomm.step.rules.choose import find_rule
 from tritoncomm.step.settings import WrapOptions
 from tritoncomm.step.tensors.shards import local
 from tritoncomm.step.torch_internals import (
-    has_own_step,
+    global_step_hooks,
     mark_stepped,
+    original_class,
+    step_below_hooks,
     step_hooks,
     steps_as,
     version_of,
@@ -156,7 +157,7 @@ def _naming_closure(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     except (AssertionError, RuntimeError, TypeError, ValueError) as error:
         text = str(error)
         if "closure" in text.lower() or "'NoneType' object is not callable" in text:
-            kind = type(optimizer).__name__
+            kind = original_class(optimizer).__name__
             raise ConfigurationError(
                 f"{kind}.step() has failed: {text}. A wrapped optimizer calls a closure once, before the exchange, and "
                 f"{kind}.step() without it. Wrap the optimizer inside {kind} instead, if it has one, or use another "
@@ -205,13 +206,13 @@ class OptimizerStep:
         """True if the next step is the staleness-aware one."""
         return self._aware is not None and not self.alone
 
-    def guard(self) -> None:
+    def guard(self, whole: torch.optim.Optimizer) -> None:
         """Let ``optimizer.step()``, and that of optimizers inside it, raise an error from now on.
 
-        It does so as long as this object lives.
+        It does so as long as this object lives. That of ``whole``, which was wrapped, exchanges.
         """
-        handles = [each.register_step_pre_hook(refuse) for each in (self.optimizer, *self._inside)]
-        self._unguard = weakref.finalize(self, _remove, handles)
+        guarded = [each for each in (self.optimizer, *self._inside) if each is not whole]
+        self._unguard = weakref.finalize(self, _remove, [each.register_step_pre_hook(refuse) for each in guarded])
         self._unguard.atexit = False
 
     def unguard(self) -> None:
@@ -228,8 +229,8 @@ class OptimizerStep:
             self._aware.check_options()
 
     def hooks(self) -> tuple[list[Callable[..., Any]], list[Callable[..., Any]]]:
-        """Return the hooks of the user before and after the step. What replaces the method decides about hooks."""
-        before, after = ([], []) if has_own_step(self.optimizer) else step_hooks(self.optimizer)
+        """Return the hooks of the user before and after the step."""
+        before, after = step_hooks(self.optimizer)
         return [hook for hook in before if hook is not refuse], after
 
     def take(self, aware: Callable[[AwareStep], None], *, decayed: bool = False) -> None:
@@ -237,7 +238,7 @@ class OptimizerStep:
 
         ``decayed``: whether ``.grad`` contains the coupled weight decay.
         """
-        rule = None if has_own_step(self.optimizer) or self.alone else self._aware
+        rule = None if self.alone else self._aware
         without_decay = _without_coupled_decay(self.optimizer) if decayed else nullcontext()
         # Neither is for the parameters that are this rank's own: the original step takes them before.
         is_changed = rule is not None or (decayed and bool(_coupled_groups(self.optimizer)))
@@ -245,18 +246,12 @@ class OptimizerStep:
         with stepping((self.optimizer, *self._inside)), _naming_closure(self.optimizer):
             if present(apart):
                 with hidden(self._common):
-                    self._take_own_step()
+                    step_below_hooks(self.optimizer)
             with hidden(apart), without_decay:
                 if rule is None:
-                    self._take_own_step()
+                    step_below_hooks(self.optimizer)
                 else:
                     aware(rule)
-
-    def _take_own_step(self) -> None:
-        if has_own_step(self.optimizer):
-            self.optimizer.step()
-        else:
-            _step_below_hooks(self.optimizer)
 
     @property
     def ignored(self) -> list[torch.Tensor]:
@@ -315,10 +310,10 @@ class OptimizerSteps:
         """True if the next step of an optimizer is the staleness-aware one."""
         return any(part.takes_aware_step for part in self.parts)
 
-    def guard(self) -> None:
-        """Let ``step()`` of every optimizer, and of those inside, raise an error from now on."""
+    def guard(self, whole: torch.optim.Optimizer) -> None:
+        """Let ``step()`` of every optimizer but ``whole``, and of those inside, raise an error from now on."""
         for part in self.parts:
-            part.guard()
+            part.guard(whole)
 
     def unguard(self) -> None:
         """Allow ``step()`` of every optimizer again."""
@@ -334,6 +329,7 @@ class OptimizerSteps:
         self,
         delivered: Sequence[Delivered],
         update: AbstractContextManager[None],
+        hooked: torch.optim.Optimizer | None,
         *,
         clip: bool = True,
         untouched: bool = False,
@@ -345,6 +341,8 @@ class OptimizerSteps:
             delivered: The averaged gradients. Their indices select the delivered coordinates.
             update: Entered when the pre-hooks have run, and left when the update is complete. Before, nothing has
                 changed.
+            hooked: The optimizer that was wrapped, whose hooks run, and those of all optimizers. Hooks of the parts of
+                a list always run. None if hooks have run in this step.
             clip: Whether to clip ``.grad`` to ``max_grad_norm`` first.
             untouched: Whether nobody could change ``.grad`` since ``delivered`` was written to it. The staleness-aware
                 step then reads the values of ``delivered``, unless they are clipped or a pre-hook sees them.
@@ -376,18 +374,19 @@ class OptimizerSteps:
                 if each.is_flat:
                     rule.step_flat(each, read_gradients=reads)
 
-        self._apply(aware, clipping(), decayed=decayed)
+        self._apply(aware, clipping(), hooked, decayed=decayed)
 
     def initialize_state(self, parameters: Iterable[torch.Tensor]) -> None:
         """Create the optimizer's state by a step that changes no parameter: learning rates and gradients are zero."""
         every = list(parameters)
-        self._apply(lambda rule, _: rule.step(every, [None] * len(every)), nullcontext())
+        self._apply(lambda rule, _: rule.step(every, [None] * len(every)), nullcontext(), None)
 
     @without_compile
     def _apply(
         self,
         aware: Callable[[AwareStep, bool], None],
         update: AbstractContextManager[None],
+        hooked: torch.optim.Optimizer | None,
         *,
         decayed: bool = False,
     ) -> None:
@@ -395,25 +394,28 @@ class OptimizerSteps:
 
         The second argument of ``aware`` is False if a pre-hook may have changed the gradients.
         """
-        # The step below the hooks is called, and hooks are run here. Hooks of all optimizers would run twice otherwise:
-        # they have run for the wrapped optimizer.
-        hooks = [part.hooks() for part in self.parts]
-        for part, (before, _) in zip(self.parts, hooks, strict=True):
-            mark_stepped(part.optimizer)
-            _run(before, part.optimizer)
-        readable = not any(before for before, _ in hooks)
+        # Steps below torch's hooks are called, and hooks run here: before, gradients are averaged.
+        hooks = [(part.optimizer, *part.hooks()) for part in self.parts]
+        if hooked is not None:
+            is_list = all(each is not hooked for each, _, _ in hooks)
+            of_all, own = global_step_hooks(), step_hooks(hooked) if is_list else ([], [])
+            hooks = [(hooked, of_all[0] + own[0], []), *hooks, (hooked, [], own[1] + of_all[1])]
+        for optimizer, before, _ in hooks:
+            mark_stepped(optimizer)
+            _run(before, optimizer)
+        readable = not any(before for _, before, _ in hooks)
         with update:
             for part in self.parts:
                 part.take(lambda rule: aware(rule, readable), decayed=decayed)
-        for part, (_, after) in zip(self.parts, hooks, strict=True):
-            _run(after, part.optimizer)
+        for optimizer, _, after in hooks:
+            _run(after, optimizer)
 
 
 def saved_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return the state of ``optimizer``, which any sharding can load."""
     states = []
     for part in parts_of(optimizer):
-        rule, state = find_rule(part), part.state_dict()
+        rule, state = find_rule(part), original_class(part).state_dict(part)
         states.append(state if rule is None else rule.saved(part, state))
     return join(states)
 
@@ -477,12 +479,3 @@ def whole(norm: Any) -> torch.Tensor:
 def _run(hooks: Iterable[Callable[..., Any]], optimizer: torch.optim.Optimizer) -> None:
     for hook in hooks:
         hook(optimizer, (), {})
-
-
-def _step_below_hooks(optimizer: torch.optim.Optimizer) -> None:
-    """Call ``optimizer.step()`` without the hooks that torch has put around the method of its class."""
-    step = type(optimizer).step
-    if getattr(step, "hooked", False):
-        inspect.unwrap(step, stop=lambda inner: not getattr(inner, "hooked", False))(optimizer)
-    else:  # somebody has replaced the method
-        optimizer.step()

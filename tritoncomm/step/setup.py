@@ -1,0 +1,311 @@
+"""What a wrapped optimizer is made of: parameters, method, options and process group. They are compared here."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tritoncomm.algorithms import Hierarchical, Recipe
+from tritoncomm.errors import ConfigMismatchError
+from tritoncomm.scheduler.process_group import is_distributed
+from tritoncomm.step import agree
+from tritoncomm.step.agree.replica import Replica, let_differ
+from tritoncomm.step.exchange.machine import GradientExchange, State
+from tritoncomm.step.exchange.vector import VectorExchange
+from tritoncomm.step.local.steps import LocalSteps
+from tritoncomm.step.model.module import check_model, ignored_ids, keep_gradients_local, names_of, rest_of
+from tritoncomm.step.model.parameters import KnownParameters
+from tritoncomm.step.optimizer_list import OptimizerList, parts_of
+from tritoncomm.step.recipes import log_choice, never_delays, with_warmup_and_nodes
+from tritoncomm.step.rules.choose import exchanges_updates
+from tritoncomm.step.rules.step import OptimizerStep, OptimizerSteps
+from tritoncomm.step.saved import state as exchange_state
+from tritoncomm.step.settings import WrapOptions, check_optimizer, is_alone
+from tritoncomm.step.torch_internals import original_class
+from tritoncomm.step.vectors import Part, dense_ids, exchange_of
+from tritoncomm_kernels.devices import is_asynchronous
+
+logger = logging.getLogger("tritoncomm")
+
+
+class Setup:
+    """What ``optimizer`` exchanges, how, and with whom. All ranks make it alike, and it compares them.
+
+    Args:
+        optimizer: The optimizer that is wrapped, or the list of them.
+        recipe: The recipe of the exchange of gradients.
+        process_group: The process group. None is the default group.
+        options: The options of ``wrap``.
+        updates_recipe: The recipe of the exchange of updates.
+        broadcast_parameters: Whether to copy parameters and buffers from the first rank first. Default: False.
+        model: The module that is trained, if it is known. Default: None.
+
+    Attributes:
+        optimizer: See above.
+        options: See above.
+        recipe: The recipe of the optimizers that exchange gradients, if there are any.
+        parts: Each optimizer whose gradients are exchanged.
+        exchange: The exchange of their gradients.
+        local: The optimizers that step by themselves, if any.
+        steps: The steps of the optimizers of ``parts``.
+        parameters: The parameters that are exchanged.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        recipe: Recipe,
+        process_group: dist.ProcessGroup | None,
+        options: WrapOptions,
+        *,
+        updates_recipe: Recipe,
+        broadcast_parameters: bool = False,
+        model: nn.Module | None = None,
+    ) -> None:
+        self.optimizer, self.options = optimizer, options
+        self.names, ignored = names_of(model), ignored_ids(model)
+        local = [each for each in parts_of(optimizer) if exchanges_updates(each, options)]
+        alone = is_alone(process_group)
+        self.local = LocalSteps(local, options, self.names, ignored, alone=alone) if local else None
+        if self.local is not None:
+            self.local.check()
+        self.parts = [Part(each, recipe) for each in parts_of(optimizer) if not exchanges_updates(each, options)]
+        # What exchanges gradients: the optimizer of an anchor takes the place of those that step locally.
+        self.exchanged = optimizer
+        if self.local is not None:
+            self.parts.insert(0, Part(self.local.outer, updates_recipe, is_anchor=True))
+            self.exchanged = OptimizerList([part.optimizer for part in self.parts])
+        self.recipe = self.parts[-1].recipe
+        steps = [
+            OptimizerStep(
+                part.optimizer,
+                options,
+                delayed=not never_delays(part.recipe),
+                alone=alone,
+                is_anchor=part.is_anchor,
+                ignored=ignored,
+            )
+            for part in self.parts
+        ]
+        self.steps = OptimizerSteps(steps, options)
+        self.steps.check()
+        anchor_names = {} if self.local is None else self.local.names
+        self.parameters = KnownParameters(self.exchanged, self.names | anchor_names, ignored)
+        self._others, buffers = rest_of(model, optimizer)
+        self.exchange = self._build(process_group, None)
+        exchange_state.warn_about_lost_residual(optimizer)
+        self._compare(self.exchange, others=self._others, buffers=buffers, broadcast=broadcast_parameters)
+        if broadcast_parameters and self.local is not None:
+            self.local.accept()
+        self._log()
+
+    def _log(self) -> None:
+        """Log what is exchanged, once for each recipe."""
+        if is_distributed():
+            for recipe in dict.fromkeys(vector.recipe for vector in self.exchange.vectors):
+                vectors = [vector for vector in self.exchange.vectors if vector.recipe == recipe]
+                first, parts = vectors[0], [vector.part for vector in vectors]
+                log_choice(recipe, first.rank, first.world_size, parts, on_gpu=is_asynchronous(first.device))
+        elif int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            logger.warning("WORLD_SIZE is set, but torch.distributed is not initialized: nothing will be exchanged")
+
+    def guard(self) -> None:
+        """Let optimizers of a list, and those inside, refuse to step by themselves."""
+        self.steps.guard(self.optimizer)
+        if self.local is not None:
+            self.local.guard(self.optimizer)
+
+    def unguard(self) -> None:
+        """Allow that again."""
+        self.steps.unguard()
+        if self.local is not None:
+            self.local.unguard()
+
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """The process group of the exchange. None is the default process group."""
+        return self.exchange.options.group
+
+    @property
+    def everybody(self) -> dist.ProcessGroup | None:
+        """The ranks that must change alike: those of the exchange, or those of all shards."""
+        all_shards = self.exchange.all_shards
+        return self.process_group if all_shards is None else all_shards.group
+
+    @property
+    def device(self) -> torch.device | None:
+        """The device of the parameters."""
+        return agree.device_of(self.optimizer)
+
+    @property
+    def has_shards(self) -> bool:
+        """True if shards of DTensors are exchanged, within several groups of ranks."""
+        return self.exchange.all_shards is not None
+
+    @property
+    def is_synchronized(self) -> bool:
+        """True after an exchange, until its mean is applied or thrown away."""
+        return self.exchange.state is State.READY
+
+    @property
+    def is_mixed(self) -> bool:
+        """True if some optimizers exchange updates, and others gradients."""
+        return self.local is not None and len(self.parts) > 1
+
+    @property
+    def exchanges_only_updates(self) -> bool:
+        """True if no gradient is exchanged. An overflow or a NaN in one is then a matter of its rank alone."""
+        return all(part.is_anchor for part in self.parts)
+
+    @property
+    def stepped(self) -> set[int]:
+        """Ids of the parameter groups by which this rank takes local steps."""
+        return set() if self.local is None else self.local.stepped
+
+    @property
+    def vector(self) -> VectorExchange:
+        """The flat vector of an optimizer that has one."""
+        (vector,) = self.exchange.vectors
+        return vector
+
+    @property
+    def residuals(self) -> dict[torch.Tensor, torch.Tensor]:
+        """Flat views of this rank's residuals, by parameter."""
+        found: dict[torch.Tensor, torch.Tensor] = {}
+        for vector in self.exchange.vectors:
+            found |= vector.residuals_by_parameter()
+        return found
+
+    @property
+    def decays_in_vector(self) -> bool:
+        """True if coupled weight decay is added to what is exchanged, see :mod:`tritoncomm.step.exchange.decay`.
+
+        A single worker and a dense exchange leave it to the optimizer.
+        """
+        return not (self.exchange.vectors[-1].is_bare or never_delays(self.recipe))
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add the same parameter group on all ranks. Residuals are kept. If this raises, nothing has changed."""
+        self.check_no_pending_step("add_param_group()")
+        before, exchange, local_steps = len(self.optimizer.param_groups), self.exchange, self.local
+        anchors = 0 if local_steps is None else len(local_steps.anchors)
+        try:
+            with agree.propagate_errors(self.process_group, self.device):
+                original_class(self.optimizer).add_param_group(self.optimizer, param_group)
+                if local_steps is not None:
+                    local_steps.add_new_parameters()
+                self.recipe.check_optimizer(self.optimizer)
+                self.steps.check()
+                exchange = self._build(self.process_group, self.exchange)
+            self._compare(exchange, stepped=self.stepped)
+        except BaseException:
+            del self.optimizer.param_groups[before:]
+            if local_steps is not None:
+                local_steps.remove_new_parameters(anchors)
+            self.parameters.note()
+            raise
+        self.exchange = exchange_state.continued(exchange, self.exchange)
+
+    def _replace_recipes(self, changed: Mapping[Recipe, Recipe]) -> None:
+        self.parts = [part._replace(recipe=changed.get(part.recipe, part.recipe)) for part in self.parts]
+        self.recipe = self.parts[-1].recipe
+
+    def continue_in(
+        self,
+        process_group: dist.ProcessGroup | None,
+        node_group: dist.ProcessGroup | None,
+        module: nn.Module | None,
+        *,
+        caught_up: bool,
+    ) -> None:
+        """Exchange in ``process_group`` from now on. Residuals are scaled. All its ranks call this.
+
+        ``caught_up`` is True if some ranks have just applied a step that the others had applied before.
+        """
+        exchange, step = self.exchange, self.steps
+        with agree.propagate_errors(process_group, self.device):
+            recipes = {
+                part.recipe: with_warmup_and_nodes(
+                    part.recipe.recipe if isinstance(part.recipe, Hierarchical) else part.recipe,
+                    0,
+                    node_group,
+                    process_group,
+                    self.options.small,
+                )
+                for part in self.parts
+            }
+            step.alone = is_alone(process_group)
+            check_optimizer(self.optimizer, alone=step.alone)
+            step.check()
+            check_model(module, process_group)
+            keep_gradients_local(module)
+        trained, options = self.parameters.trained, self.options
+        agree.compare_setup(
+            self.optimizer, trained, recipes[self.recipe], options, exchange.steps, process_group, self.device,
+            state=exchange.replica.state(), caught_up=caught_up, stepped=self.stepped,
+            ignored=self.parameters.ignored,
+        )  # fmt: skip
+        if self.local is not None:
+            self.local.forget_loading()
+        exchange.restart()
+        of_vectors = [recipes[vector.recipe] for vector in exchange.vectors]
+        exchange_state.moved(exchange, of_vectors, process_group)
+        self._replace_recipes(recipes)
+
+    def note_new(self) -> None:
+        """Exchange the gradients of parameters, too, that require them only now. A single worker does."""
+        self.exchange = exchange_state.continued(self._build(self.process_group, self.exchange), self.exchange)
+
+    def _build(self, group: dist.ProcessGroup | None, before: GradientExchange | None) -> GradientExchange:
+        """Return an exchange of the gradients of all parameters that require them, in place of ``before``."""
+        self.parameters.note()
+        trained = self.parameters.trained
+        dense = dense_ids(self.optimizer)
+        if self.local is not None:
+            dense |= {anchor for anchor, owner in self.local.owners.items() if id(owner) in dense}
+        exchange = exchange_of(self.exchanged, self.parts, trained, self.options, group, dense=dense, before=before)
+        if self.local is not None:
+            exchange.owners = self.local.owners
+        held = agree.parameter_ids(self.optimizer)  # a group may have been added, of parameters that were not held
+        others = [(parameter, name) for parameter, name in self._others if id(parameter) not in held]
+        if self.options.local_steps > 1 and self.local is not None:
+            let_differ(self.local.owners.values())
+            others = []  # such as averages of parameters, which differ with them
+        common_names = [name for _, name in self.parameters.common]
+        exchange.replica = Replica(self.exchanged, common_names, others, self.parameters.ignored)
+        return exchange
+
+    def _compare(self, exchange: GradientExchange, **fields: Any) -> None:
+        trained, group, all_shards = self.parameters.trained, exchange.options.group, exchange.all_shards
+        try:
+            agree.compare_setup(
+                self.optimizer, trained, self.recipe, self.options, exchange.steps, group, self.device,
+                state=exchange.replica.state(), ignored=self.parameters.ignored, **fields,
+            )  # fmt: skip
+        except ConfigMismatchError as error:
+            if all_shards is not None:
+                agree.propagate_error(str(error), all_shards.group, self.device)
+            raise
+        if all_shards is not None:  # replicas of other shards may differ
+            agree.compare({}, all_shards.group, self.device)
+        exchange.agree_on_exchange_id()
+
+    def check_no_pending_step(self, action: str) -> None:
+        """Raise unless the last step is complete, also if all ranks have skipped it."""
+        self.check_saveable(action)
+        if self.is_synchronized:
+            raise RuntimeError(f"a step was skipped, or a hook failed after it: call zero_grad() before {action}")
+
+    def check_saveable(self, action: str) -> None:
+        """Raise unless residuals and parameters belong to the same step."""
+        self.exchange.check_complete()
+        if self.local is not None:
+            self.local.check_not_averaged(action)
+        if self.is_synchronized and self.exchange.delivered is not None:
+            raise RuntimeError(f"the exchanged gradients have not been used yet: call step() before {action}")

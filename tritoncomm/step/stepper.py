@@ -1,0 +1,292 @@
+"""The step of a wrapped optimizer: exchange, confirm, apply."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tritoncomm.errors import NonFiniteError
+from tritoncomm.scheduler.process_group import is_distributed
+from tritoncomm.step import agree
+from tritoncomm.step.exchange.limit import sketch_of_owners
+from tritoncomm.step.exchange.machine import State
+from tritoncomm.step.exchange.vector import listed
+from tritoncomm.step.local.steps import LocalSteps
+from tritoncomm.step.model import ignored
+from tritoncomm.step.model.misuse import LocalClipping
+from tritoncomm.step.rules.step import StepState, coupled_decay
+from tritoncomm.step.setup import Setup
+from tritoncomm.step.torch_internals import creates_state, without_compile
+
+__all__ = ["Stepper"]
+
+logger = logging.getLogger("tritoncomm")
+
+
+class Stepper:
+    """Takes the steps of a wrapped optimizer.
+
+    Args:
+        setup: What the optimizer is made of.
+
+    Attributes:
+        setup: See above.
+        all_skipped: Whether all ranks have skipped the last step, because of a NaN, an Inf or an overflow in gradients.
+        keeps_scales_equal: Whether a scaler reads ``all_skipped``, so that scales stay equal and no warning is due.
+        state: What is known of averaged gradients, until they are applied.
+    """
+
+    def __init__(self, setup: Setup) -> None:
+        self.setup = setup
+        self.all_skipped = self.keeps_scales_equal = False
+        self.state = StepState()
+        self._clipping = LocalClipping()
+        # What a GradScaler has set: its scale, if it has not unscaled the gradients, and its overflow flag.
+        self._scale: torch.Tensor | None = None
+        self._found: torch.Tensor | None = None
+
+    @without_compile
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """See :meth:`tritoncomm.SparseOptimizer.step`."""
+        held = vars(self.setup.optimizer)
+        # The optimizer's own step would take them for its own. A GradScaler removes them if step() succeeds.
+        scaler: dict[str, Any] = {name: held.pop(name) for name in ("grad_scale", "found_inf") if name in held}
+        self._scale, self._found = scaler.get("grad_scale"), scaler.get("found_inf")
+        try:
+            with torch.profiler.record_function(f"Optimizer.step#{type(self.setup.optimizer).__name__}.step"):
+                loss = self._step(closure)
+        except BaseException as error:
+            self.note_failure(error)
+            raise
+        finally:
+            self._scale = self._found = None
+        held.update(scaler)
+        return loss
+
+    def _step(self, closure: Callable[[], Any] | None) -> Any:
+        setup, loss, self.all_skipped = self.setup, None, False
+        if closure is not None:
+            if setup.is_synchronized:  # the closure may not change them
+                self.state.note_versions(setup.exchange.gradients)
+            with torch.enable_grad():
+                loss = closure()
+        if creates_state(setup.optimizer):  # nothing may be exchanged, because other ranks may not take this step
+            setup.steps.initialize_state(setup.exchange.parameters)
+            if setup.local is not None:
+                setup.local.initialize_state()
+            return loss
+        if setup.local is None:
+            self.exchange_and_apply()
+            return loss
+        if not setup.is_synchronized:
+            if setup.local.is_pending:
+                raise RuntimeError("the exchange after the last step has not been completed: call merge() first")
+            setup.exchange.check_complete()
+            setup.exchange.check_group()
+            setup.parameters.check()  # before the first of a list steps
+            self._take_local_step(setup.local)
+        if setup.local.is_due:
+            self.merge(setup.local)
+        return loss
+
+    def _take_local_step(self, local_steps: LocalSteps) -> None:
+        """Let the optimizers that exchange updates step by this worker's gradients."""
+        setup = self.setup
+        if setup.steps.alone and local_steps.are_outdated:  # a single worker trains what it is given
+            local_steps.add_new_parameters()
+        scale, found = self._scale, self.state.found_in_unscale if self._found is None else self._found
+        others = [part.optimizer for part in setup.parts if not part.is_anchor]
+        setup.exchange.counted = None
+        if others and setup.options.max_grad_norm is not None and not setup.steps.alone:
+            anchored = [vector for vector in setup.exchange.vectors if vector.options.is_anchor]
+            shard, shards = setup.exchange.shard, setup.exchange.shards
+            setup.exchange.counted = sketch_of_owners(anchored, local_steps.owners, shard, shards, scale)
+        local_steps.take(setup.optimizer, scale, found, others)
+        self._scale = None  # gradients of others are exchanged without it
+        if not others:  # an overflow of this rank is no matter of the exchange
+            self._found = self.state.found_in_unscale = None
+        if not local_steps.is_due:
+            self.state.reset()
+
+    def exchange_and_apply(self) -> None:
+        """Exchange, unless that was done, and apply the mean."""
+        setup, scale, found = self.setup, self._scale, self._found
+        exchange, untouched = setup.exchange, not setup.is_synchronized  # nobody sees .grad before the rule
+        if untouched:
+            self.synchronize()
+            exchange = setup.exchange
+        elif scale is not None and self.state.scale is None:
+            raise RuntimeError("synchronize() has averaged scaled gradients: call scaler.unscale_(optimizer) first")
+        self.state.check_unchanged(exchange.gradients)
+        if exchange.delivered is None:
+            exchange.discard()
+            self.all_skipped = not setup.exchanges_only_updates
+            if not self.keeps_scales_equal:
+                self.state.warn_about_scale(found)
+            if setup.is_mixed:
+                self._exchange_updates_alone()
+        else:
+            self._apply(untouched=untouched)
+        self.state.reset()
+
+    def _exchange_updates_alone(self) -> None:
+        """Exchange updates without the gradients of this step, which all ranks have skipped."""
+        for part in self.setup.parts:
+            if not part.is_anchor:
+                part.optimizer.zero_grad(set_to_none=True)
+        self.state.reset()
+        self._scale = self._found = None
+        self.synchronize()
+        if self.setup.exchange.delivered is None:
+            self.setup.exchange.discard()
+        else:
+            self._apply(untouched=True)
+
+    @torch.no_grad()
+    def merge(self, local_steps: LocalSteps) -> None:
+        """See :meth:`tritoncomm.SparseOptimizer.merge`."""
+        local_steps.check_not_averaged("merge()")
+        if not self.setup.is_synchronized:
+            if not local_steps.taken:
+                return
+            vectors = self.setup.exchange.vectors
+            local_steps.give(alone=all(each.keeps_gradient() for each in vectors if each.options.is_anchor))
+        try:
+            self.exchange_and_apply()
+        except BaseException as error:
+            self.note_failure(error)
+            raise
+        local_steps.is_pending = False
+
+    @property
+    def outer_group(self) -> dict[str, Any]:
+        """The options of the step of the common parameters by the mean update."""
+        if self.setup.local is None:
+            raise RuntimeError("outer_lr: no optimizer exchanges updates")
+        group: dict[str, Any] = self.setup.local.outer.param_groups[0]
+        return group
+
+    def _apply(self, *, untouched: bool) -> None:
+        """Take the optimizer's step over what is delivered. If a hook of the user fails before it, nothing is lost."""
+        setup, exchange = self.setup, self.setup.exchange
+        setup.steps.alone = all(vector.is_bare for vector in exchange.vectors)
+        delivered, clip, steps = exchange.delivered or [], not exchange.is_flush, exchange.steps
+        # Hooks of the user have run around the local steps.
+        hooked = setup.optimizer if setup.local is None else None
+        update = exchange.update() if setup.local is None else self._settling(setup.local)
+        try:
+            setup.steps.step(delivered, update, hooked, clip=clip, untouched=untouched, decayed=setup.decays_in_vector)
+        except Exception:
+            if exchange.steps > steps:  # a hook after the update: a repeated call does not take the step again
+                exchange.skip()
+            raise
+
+    @contextmanager
+    def _settling(self, local_steps: LocalSteps) -> Iterator[None]:
+        exchange = self.setup.exchange
+        gains = {id(each): vector.gain for vector in exchange.vectors for each in vector.parameters}
+        with exchange.update(), local_steps.settling(gains):
+            yield
+
+    def note_failure(self, error: BaseException) -> None:
+        """Note that a step has failed. Unless a signal has ended it, it can be repeated if its update has not begun."""
+        if not isinstance(error, Exception):
+            self.setup.exchange.stop()
+        elif self.setup.is_synchronized:
+            self.state.note_versions(self.setup.exchange.gradients)
+
+    def withdraw(self) -> None:
+        """Throw away averaged gradients that no step has used."""
+        if self.setup.local is not None:
+            self.setup.local.withdraw()
+        self.setup.exchange.discard()
+        self.state.reset()
+
+    @without_compile
+    @torch.no_grad()
+    def synchronize(self, *, hides_decay: bool = False) -> None:
+        """Exchange. ``hides_decay``: somebody may look at ``.grad``, which then has no decay in it."""
+        setup = self.setup
+        if setup.steps.alone and setup.parameters.are_outdated:  # a single worker trains what it is given
+            setup.note_new()
+        exchange, scale = setup.exchange, self._scale
+        found = self.state.found_in_unscale if self._found is None else self._found
+        own = setup.steps.ignored
+        # Once, when the step is to be applied: here, or where this rank catches up with the others.
+        self._prepare_own = partial(ignored.prepare, own, scale)
+        try:
+            exchange.exchange(
+                local_error=setup.parameters.local_error(),
+                scale=1.0 if scale is None else float(scale),
+                fault=self._fault(found, own),
+                decay=coupled_decay(setup.exchanged) if setup.decays_in_vector else {},
+                hides_decay=hides_decay,
+                look=None if setup.local is not None or setup.steps.alone else self._clipping.look,
+            )
+            self._prepare_own()
+        except NonFiniteError as error:
+            if setup.options.on_nonfinite == "raise" and found is None:
+                raise
+            logger.log(logging.INFO if found is not None else logging.WARNING, "step skipped on all ranks: %s", error)
+            exchange.skip()
+        self.state.written, self.state.scale = exchange.gradients, scale
+
+    def _fault(self, found: torch.Tensor | None, own: Sequence[torch.Tensor]) -> str:
+        """Return what is NaN or Inf on this rank beside the gradients that are exchanged, or an empty text.
+
+        Args:
+            found: Overflow flag of a ``GradScaler``. None without one.
+            own: The parameters that are this rank's own, and whose gradients must be finite.
+        """
+        if found is not None and bool(found):
+            return "all, because the scaled loss overflowed"
+        bad = listed(ignored.non_finite(own, self.setup.names))
+        return bad if self.setup.local is None else bad or self.setup.local.fault
+
+    @torch.no_grad()
+    def flush(self) -> None:
+        """See :meth:`tritoncomm.SparseOptimizer.flush`."""
+        setup = self.setup
+        setup.check_no_pending_step("flush()")
+        if setup.local is not None:
+            setup.local.fold(setup.residuals)
+        setup.exchange.flush()
+        for parameter in setup.steps.ignored:
+            parameter.grad = None
+        self._prepare_own = partial(ignored.prepare, (), None)
+        self.state.written = setup.exchange.gradients
+        try:
+            with nullcontext() if setup.local is None else setup.local.without_momentum():
+                self._apply(untouched=False)
+        except BaseException as error:
+            self.note_failure(error)
+            raise
+
+    def continue_in(
+        self, process_group: dist.ProcessGroup | None, node_group: dist.ProcessGroup | None, module: nn.Module | None
+    ) -> bool:
+        """Exchange in ``process_group`` from now on. Return whether a step of other ranks was applied here.
+
+        See :meth:`tritoncomm.SparseOptimizer.reset_process_group`.
+        """
+        exchange, told, caught_up = self.setup.exchange, dict[int, list[int]](), False
+        if is_distributed():
+            own = {"steps": exchange.steps, "absent": exchange.presence.positions(exchange.parameters)}
+            gathered = agree.all_gather(own, process_group, self.setup.device)
+            told = {of["steps"]: of["absent"] for of in gathered.values()}
+            caught_up = exchange.state is State.SUSPENDED and exchange.steps + 1 == max(told)
+            if caught_up:
+                exchange.presence.set(exchange.parameters, told[max(told)])
+                exchange.catch_up()
+                self._prepare_own()
+                self._apply(untouched=False)
+        self.state.reset()
+        self.setup.continue_in(process_group, node_group, module, caught_up=len(told) > 1)
+        return caught_up
