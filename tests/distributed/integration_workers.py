@@ -229,7 +229,24 @@ def transformers_worker(rank: int, world_size: int, send: Any, folder: str) -> N
     check_limits(folder, data)
     check_interrupted(folder, data)
     check_trains_twice(folder, data)
+    check_resumes_again(folder, data)
     check_refusals(folder, data)
+
+
+def check_resumes_again(folder: str, data: list[Any]) -> None:
+    """The Trainer that has trained resumes, too, although it loads the state of one rank on all of them first."""
+    import transformers  # noqa: PLC0415 - optional
+    from tritoncomm.integrations.transformers import SparseGradients  # noqa: PLC0415 - optional
+
+    arguments = transformers.TrainingArguments(
+        output_dir=f"{folder}/again", max_steps=4, use_cpu=True, ddp_backend="gloo", report_to=[], disable_tqdm=True,
+        logging_strategy="no", save_strategy="steps", save_steps=2,
+    )  # fmt: skip
+    trainer = transformers.Trainer(Net(), arguments, train_dataset=data, callbacks=[SparseGradients(**SETTINGS)])
+    trainer.train()
+    first = weights(trainer.model)
+    trainer.train(resume_from_checkpoint=f"{folder}/again/checkpoint-2")
+    assert torch.equal(weights(trainer.model), first)
 
 
 def transformers_alone(rank: int, world_size: int, send: Any, folder: str) -> None:
@@ -278,7 +295,7 @@ def check_limits(folder: str, data: list[Any]) -> None:
     for clips_itself in (trained(0.0), trained(-1.0), trained(MAX_NORM, part=True)):
         assert "grad_norm" not in clips_itself[1].metrics()
     trainer, optimizer = trained(MAX_NORM, max_grad_norm=123.0)
-    assert optimizer._options.max_grad_norm == 123.0
+    assert optimizer._tritoncomm.setup.options.max_grad_norm == 123.0
     parameter = nn.Parameter(torch.ones(100))
     parameter.grad = torch.ones(100)
     trainer.accelerator.clip_grad_norm_([parameter], 1.0)
@@ -286,7 +303,7 @@ def check_limits(folder: str, data: list[Any]) -> None:
 
 
 def check_interrupted(folder: str, data: list[Any]) -> None:
-    """After an interrupt, as in a notebook, the same Trainer trains again, and is itself afterwards."""
+    """After an interrupt, as in a notebook, the same Trainer trains again."""
     import transformers  # noqa: PLC0415 - optional
     from tritoncomm.integrations.transformers import SparseGradients  # noqa: PLC0415 - optional
 
@@ -304,10 +321,8 @@ def check_interrupted(folder: str, data: list[Any]) -> None:
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
     trainer.remove_callback(interrupt)
-    first = callback.optimizer
     trainer.train()
-    assert callback.optimizer is not first
-    assert type(trainer.optimizer.optimizer) is torch.optim.AdamW
+    assert callback.optimizer is trainer.optimizer.optimizer
 
 
 def check_trains_twice(folder: str, data: list[Any]) -> None:
@@ -345,7 +360,6 @@ def check_trains_twice(folder: str, data: list[Any]) -> None:
         assert [steps for _, steps in found] == [0, 4]
         assert found[1][0].any()
         assert same_everywhere(weights(net).tolist())
-        assert kind is Short or callback.optimizer is not first
     trainer.model.layers[0].weight.requires_grad_(requires_grad=False)
     trainer.model_wrapped = trainer.model  # so that DDP knows
     trainer.train()  # by other parameters: the pending update is lost

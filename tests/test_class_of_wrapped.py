@@ -1,0 +1,223 @@
+"""wrap() returns the optimizer that it was given, with another class: what holds it goes on."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import tritoncomm
+from torch import nn
+from torch.optim.lr_scheduler import StepLR
+from tritoncomm.errors import ConfigurationError
+
+from small_model import backward, model
+
+
+def adamw(net: nn.Module) -> torch.optim.AdamW:
+    """Return an optimizer of ``net``."""
+    return torch.optim.AdamW(net.parameters(), lr=0.01)
+
+
+def wrap(optimizer: Any, **settings: Any) -> tritoncomm.SparseOptimizer:
+    """Wrap ``optimizer`` so that a small model is exchanged sparsely."""
+    return tritoncomm.wrap(optimizer, **{"density": 0.2, "dense_below": 0} | settings)
+
+
+def take(net: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
+    """Take some steps."""
+    for step in range(steps):
+        optimizer.zero_grad()
+        backward(net, step)
+        optimizer.step()
+
+
+def test_it_is_the_same_object_of_both_classes() -> None:
+    """A script need not assign the result. Two optimizers of a kind have the same class."""
+    net = model()
+    optimizer = adamw(net)
+    groups, state = optimizer.param_groups, optimizer.state
+    assert wrap(optimizer) is optimizer
+    assert isinstance(optimizer, torch.optim.AdamW)
+    assert isinstance(optimizer, tritoncomm.SparseOptimizer)
+    assert optimizer.param_groups is groups
+    assert optimizer.state is state
+    assert type(optimizer) is type(wrap(adamw(model())))
+    assert type(optimizer).__name__ == "SparseAdamW"
+    take(net, optimizer, 3)
+    assert optimizer.metrics()["steps"] == 3
+
+
+def test_release_gives_the_class_back() -> None:
+    """A released optimizer steps as before, can be wrapped again, and a schedule goes on without a warning."""
+    net, control = model(), model()
+    optimizer, bare = adamw(net), adamw(control)
+    schedules = [StepLR(each, 1, 0.5) for each in (optimizer, bare)]
+    for _ in range(2):
+        wrap(optimizer)
+        optimizer.release()
+        assert type(optimizer) is torch.optim.AdamW
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            take(net, optimizer, 2)
+            schedules[0].step()
+        take(control, bare, 2)
+        schedules[1].step()
+        assert all(map(torch.equal, net.parameters(), control.parameters()))
+    assert not hasattr(optimizer, "metrics")
+    copy.deepcopy(optimizer)
+
+
+def test_release_of_a_list() -> None:
+    """The parts of a released list step by themselves again, and before raise by name."""
+    net = model()
+    parts = [torch.optim.SGD(net[0].parameters(), lr=0.1), torch.optim.AdamW(net[2].parameters())]
+    together = wrap(parts)
+    backward(net)
+    for part in parts:
+        with pytest.raises(RuntimeError, match=rf"this {type(part).__name__} was wrapped.*release\(\)"):
+            part.step()
+    together.release()
+    for part in parts:
+        part.step()
+    assert type(together) is tritoncomm.OptimizerList
+
+
+def test_hooks_see_averages_once_also_after_a_load() -> None:
+    """Every load of torch patches the class's step with hooks. Hooks still run once, around the update."""
+    net = model()
+    optimizer = wrap(adamw(net), max_grad_norm=1e-3)
+    seen: list[str] = []
+    optimizer.register_step_pre_hook(
+        lambda *_: seen.append(f"before {sum(float(p.grad.square().sum()) for p in net.parameters()) < 1e-4}")
+    )
+    optimizer.register_step_post_hook(lambda *_: seen.append("after"))
+    take(net, optimizer, 1)
+    optimizer.load_state_dict(optimizer.state_dict())
+    take(net, optimizer, 1)
+    assert seen == ["before True", "after"] * 2
+
+
+def test_a_hook_that_raises_after_the_update_does_not_repeat_it() -> None:
+    """The step has been taken when a post-hook raises."""
+    net = model()
+    optimizer = wrap(adamw(net))
+    handle = optimizer.register_step_post_hook(lambda *_: 1 / 0)
+    backward(net)
+    with pytest.raises(ZeroDivisionError):
+        optimizer.step()
+    handle.remove()
+    before = [p.detach().clone() for p in net.parameters()]
+    assert optimizer.metrics()["steps"] == 1
+    optimizer.step()  # nothing is left of it
+    assert all(map(torch.equal, net.parameters(), before))
+
+
+class Sharpness(torch.optim.SGD):
+    """Stands for an optimizer whose script calls two methods."""
+
+    @torch.no_grad()
+    def first_step(self) -> None:
+        """Change the parameters by this rank's gradients."""
+        for parameter in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            parameter.add_(parameter.grad, alpha=0.1)
+
+    def note(self) -> str:
+        """Change nothing."""
+        return "noted"
+
+    def step(self, closure: Any = None) -> Any:
+        """Take a step that uses the other method."""
+        self.first_step()
+        return super().step(closure)
+
+
+def test_inherited_methods_that_change_parameters() -> None:
+    """They would use this rank's gradients: they raise by name. The optimizer's own step may call them."""
+    net = model()
+    optimizer = wrap(Sharpness(net.parameters(), lr=0.1))
+    backward(net)
+    assert optimizer.note() == "noted"
+    optimizer.step()
+    optimizer.zero_grad()
+    optimizer.first_step()  # without gradients, nothing changes
+    backward(net)
+    with pytest.raises(RuntimeError, match=r"first_step\(\) of Sharpness has changed parameters"):
+        optimizer.first_step()
+
+
+class Private(torch.optim.SGD):
+    """An optimizer with private names that a wrapper could use, too."""
+
+    _exchange = "own"
+
+    def _apply(self) -> float:
+        return 2.0
+
+    def step(self, closure: Any = None) -> Any:
+        """Take a step by a private method."""
+        for parameter in (p for group in self.param_groups for p in group["params"]):
+            parameter.data -= self._apply() * self.param_groups[0]["lr"] * parameter.grad
+        return closure
+
+
+def test_private_names_of_the_optimizer_stay_its_own() -> None:
+    """Only one private name is added."""
+    net = model()
+    optimizer = wrap(Private(net.parameters(), lr=0.1))
+    take(net, optimizer, 1)
+    assert optimizer._exchange == "own"
+    added = {name for name in dir(tritoncomm.SparseOptimizer) if not name.startswith("__")}
+    added -= set(dir(torch.optim.SGD))
+    assert {name for name in added if name.startswith("_")} <= {"_tritoncomm", "_step_supports_amp_scaling"}
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_scaler_leaves_nothing_behind(fused: bool) -> None:
+    """The optimizer's own step sees neither the scale nor the flag, and they are removed, also after an error."""
+    net, control = model(), model()
+    optimizer = wrap(torch.optim.AdamW(net.parameters(), lr=0.01, fused=fused), density=1.0)
+    reference = torch.optim.AdamW(control.parameters(), lr=0.01, fused=fused)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for step in range(3):
+        optimizer.zero_grad()
+        x = torch.randn(16, 4, generator=torch.Generator().manual_seed(step))
+        scaler.scale((net(x) - x.sum(1, keepdim=True)).square().mean()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        assert not {"grad_scale", "found_inf"} & set(vars(optimizer))
+        reference.zero_grad()
+        backward(control, step)
+        reference.step()
+    assert all(map(torch.allclose, net.parameters(), control.parameters()))
+    handle = optimizer.register_step_pre_hook(lambda *_: 1 / 0)
+    optimizer.zero_grad()
+    scaler.scale(net(x).square().mean()).backward()
+    with pytest.raises(ZeroDivisionError):
+        scaler.step(optimizer)
+    handle.remove()
+    assert not {"grad_scale", "found_inf"} & set(vars(optimizer))
+
+
+def test_a_failed_wrap_changes_no_class() -> None:
+    """After an error, the optimizer is what it was."""
+    optimizer = adamw(model())
+    with pytest.raises(ConfigurationError, match="density"):
+        tritoncomm.wrap(optimizer, density=2.0)
+    assert type(optimizer) is torch.optim.AdamW
+    assert not hasattr(optimizer, "_tritoncomm")
+
+
+def test_a_result_that_is_dropped_still_exchanges(caplog: pytest.LogCaptureFixture) -> None:
+    """A script that calls wrap() and forgets its result trains as one that keeps it."""
+    net, control = model(), model()
+    optimizer = adamw(net)
+    with caplog.at_level(logging.WARNING, "tritoncomm"):
+        wrap(optimizer)
+        take(net, optimizer, 3)
+    take(control, wrap(adamw(control)), 3)
+    assert all(map(torch.equal, net.parameters(), control.parameters()))
+    assert not caplog.text
