@@ -45,7 +45,7 @@ def error_of(action: Callable[[], object], kind: type[Exception], *, within: flo
 
 def die_at(optimizer: tritoncomm.SparseOptimizer, number: int) -> None:
     """Kill this process when it is about to perform its ``number``-th operation from now."""
-    scheduler = optimizer._exchange.vectors[0].scheduler
+    scheduler = optimizer._tritoncomm.setup.exchange.vectors[0].scheduler
     perform, left = scheduler._perform, [number]
 
     def fatal(op):
@@ -161,7 +161,7 @@ def test_lost_in_confirmation(rank, world_size, kind):
     for step in range(3):
         run.step(step)
     if rank == 1:
-        not_confirmed(run.optimizer._exchange)
+        not_confirmed(run.optimizer._tritoncomm.setup.exchange)
     with pytest.raises(PeerLostError) if rank == 1 else nullcontext():
         run.step(3)
     if rank == 2:
@@ -189,7 +189,7 @@ def test_unconfirmed_step_of_a_rank_that_is_not_lost(rank, world_size):
     model = tiny()
     optimizer = exact(adamw(model), timeout=FAST)
     train(model, optimizer, rank, range(1))
-    scheduler = optimizer._vector.scheduler
+    scheduler = optimizer._tritoncomm.setup.vector.scheduler
     perform = scheduler._perform
 
     def lossy(op):
@@ -313,12 +313,12 @@ def test_mismatches(rank, world_size, kind, said):
         optimizer = exact(adamw(model), "topk_allgather", timeout=FAST)
         loss_of(model, rank, 0).backward()
         if odd and kind == "step":
-            optimizer._vector.scheduler.step += 1
+            optimizer._tritoncomm.setup.vector.scheduler.step += 1
         elif odd:
-            vector = optimizer._vector
+            vector = optimizer._tritoncomm.setup.vector
             options = dataclasses.replace(vector.options, recipe=tritoncomm.TopkAllgather(density=0.2000001))
-            optimizer._exchange.vectors = [VectorExchange(vector.parameters, vector.names, options)]
-            optimizer._vector.scheduler.set_exchange_id(1)  # as if all ranks had agreed on it
+            optimizer._tritoncomm.setup.exchange.vectors = [VectorExchange(vector.parameters, vector.names, options)]
+            optimizer._tritoncomm.setup.vector.scheduler.set_exchange_id(1)  # as if all ranks had agreed on it
         action = optimizer.step
     error_text = str(error_of(action, ProtocolMismatchError, within=5))
     assert re.search(said, error_text), error_text

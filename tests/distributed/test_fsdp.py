@@ -300,7 +300,8 @@ def test_nodes(rank, world_size):
     whole = total(gradients(model)) / world_size
     optimizer.step()
     assert torch.allclose(gradients(model), whole, atol=1e-6)
-    optimizer = exact(optimizer.optimizer, model=model, process_group=group, node_group=node)
+    optimizer.release()
+    exact(optimizer, model=model, process_group=group, node_group=node)
     train(model, optimizer, rank, range(1, 4))
     assert equal(model)
 

@@ -65,11 +65,11 @@ def test_conservation(rank, world_size, algo, fields):
     parameters = made()
     inner = torch.optim.SGD(parameters, lr=0.0, weight_decay=DECAY)
     optimizer = exact(inner, algo, select_by="gradient", **({} if algo == "dense" else fields))
-    decay = DECAY if optimizer._decays_in_vector else 0.0
+    decay = DECAY if optimizer._tritoncomm.setup.decays_in_vector else 0.0
     for step in range(18):
-        held = {p: r.clone() for p, r in optimizer._vector.residuals_by_parameter().items()}
+        held = {p: r.clone() for p, r in optimizer._tritoncomm.setup.vector.residuals_by_parameter().items()}
         take(optimizer, parameters, step, rank)
-        left = optimizer._vector.residuals_by_parameter()
+        left = optimizer._tritoncomm.setup.vector.residuals_by_parameter()
         for position, (parameter, gradient) in enumerate(zip(parameters, drawn(step, rank), strict=True)):
             is_used = total(torch.tensor(float(gradient is not None))) > 0
             assert (parameter.grad is not None) == is_used, (step, position)
@@ -155,7 +155,7 @@ def test_lost_before_it_knew(rank, world_size):
     parameters = made()
     optimizer = exact(torch.optim.SGD(parameters, lr=0.1, momentum=0.9))
     take(optimizer, parameters, 0, rank)
-    presence, agree = optimizer._exchange.presence, optimizer._exchange.presence.agree
+    presence, agree = optimizer._tritoncomm.setup.exchange.presence, optimizer._tritoncomm.setup.exchange.presence.agree
 
     def lost(*arguments) -> None:
         before = presence.absent

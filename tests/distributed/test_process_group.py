@@ -169,11 +169,11 @@ def test_small_tensors_in_8_bits(rank, world_size):
         return delivered - dense
 
     def small_residual(optimizer):
-        return residual(optimizer)[-optimizer._vector.dense_numel :]
+        return residual(optimizer)[-optimizer._tritoncomm.setup.vector.dense_numel :]
 
     first = wrapped("8bit")
     surplus = step(first, 0)
-    assert total(residual(first)[: -first._vector.dense_numel].abs()).any()
+    assert total(residual(first)[: -first._tritoncomm.setup.vector.dense_numel].abs()).any()
     assert total(small_residual(first).abs()).any()
     for number in range(1, 4):
         surplus += step(first, number)
@@ -182,7 +182,7 @@ def test_small_tensors_in_8_bits(rank, world_size):
     second.load_state_dict(first.state_dict())
     surplus += step(second, 4)
     assert not small_residual(second).any()
-    pending = second._vector.residuals_by_parameter()
+    pending = second._tritoncomm.setup.vector.residuals_by_parameter()
     left = total(torch.cat([pending[p] for p in trained])) / world_size
     assert torch.allclose(surplus + left, torch.zeros_like(surplus), atol=1e-6)
     third = wrapped("8bit")

@@ -153,7 +153,7 @@ def test_inf_residual(rank, world_size):
                 continue
             train(model, optimizer, rank, range(1))
             if rank == AT_FAULT:
-                optimizer._vector.feedback.residual[10] = torch.inf
+                optimizer._tritoncomm.setup.vector.feedback.residual[10] = torch.inf
             raised = []
             try:
                 train(model, optimizer, rank, range(1, 2))

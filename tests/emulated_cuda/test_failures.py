@@ -233,9 +233,12 @@ def test_rank_that_hangs(kind: str) -> None:
     assert ranks.run(train, WORLD_SIZE, network=Network(WORLD_SIZE, limit=6.0)) == [(VICTIM,)] * WORLD_SIZE
 
 
-def interrupted(*_: object) -> None:
-    """Raise what Ctrl-C raises."""
-    raise KeyboardInterrupt
+class Interrupting(dict):
+    """A parameter group that is interrupted as it is read."""
+
+    def __getitem__(self, key: str) -> object:
+        """Raise what Ctrl-C raises."""
+        raise KeyboardInterrupt
 
 
 def test_rank_that_is_interrupted_outside_of_a_step() -> None:
@@ -245,11 +248,10 @@ def test_rank_that_is_interrupted_outside_of_a_step() -> None:
         model, optimizer = opened("plain", LATE)
         step_of(model, optimizer, rank, 0)
         ranks.meet()
-        if rank == VICTIM:
-            optimizer.add_param_group = interrupted
+        group = Interrupting if rank == VICTIM else dict
         start = time.monotonic()
         with pytest.raises(KeyboardInterrupt if rank == VICTIM else tritoncomm.ExchangeError) as caught:
-            optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(3, device="cuda"))]})
+            optimizer.add_param_group(group(params=[torch.nn.Parameter(torch.ones(3, device="cuda"))]))
         assert rank == VICTIM or str(caught.value).endswith("rank 1 stopped: KeyboardInterrupt"), caught.value
         return time.monotonic() - start
 

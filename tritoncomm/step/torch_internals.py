@@ -254,10 +254,10 @@ def change_class(optimizer: torch.optim.Optimizer, kind: type[torch.optim.Optimi
 def has_own_step(optimizer: torch.optim.Optimizer) -> bool:
     """Return True if somebody has replaced ``step`` of this one object by another method.
 
-    Learning rate schedulers put a counter around the method, which does not count.
+    Learning rate schedulers, and :func:`change_class`, put a counter around the method, which does not count.
     """
     own: Any = vars(optimizer).get("step")
-    while hasattr(own, "_wrapped_by_lr_sched") and hasattr(own, "__wrapped__"):
+    while getattr(getattr(own, "__code__", None), "co_filename", None) in (lr_scheduler.__file__, __file__):
         own = own.__wrapped__
     step = type(optimizer).step
     return own is not None and getattr(own, "__func__", own) not in (step, getattr(step, "__wrapped__", step))
