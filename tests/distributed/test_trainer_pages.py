@@ -79,7 +79,7 @@ def test_preempted_page_saves(launcher: PreparedLauncher, tmp_path: Path) -> Non
     assert {file.name.split("-")[0] for file in folder.iterdir()} == {"model.pt", "checkpoint.json", "data"}
     script.write_text(as_printed)
     _, steps = _reported(launcher.run(script, folder=tmp_path, world_size=2))
-    assert steps == [33, 33]
+    assert steps == [34, 34]  # flush() takes one, too
 
 
 @pytest.mark.parametrize(
