@@ -14,6 +14,7 @@ from __future__ import annotations
 import atexit
 import faulthandler
 import functools
+import importlib
 import importlib.util
 import inspect
 import multiprocessing
@@ -71,7 +72,7 @@ def ranks(*world_sizes: int, limit: float = 60.0, lost: Collection[int] = ()) ->
         @pytest.mark.parametrize("world_size", world_sizes)
         @functools.wraps(body)
         def test(world_size: int, **arguments: Any) -> None:
-            _POOL.run(body, world_size, arguments, limit, lost)
+            POOL.run(body, world_size, arguments, limit, lost)
 
         parameters = inspect.signature(body).parameters.values()
         test.__signature__ = inspect.Signature([each for each in parameters if each.name != "rank"])  # type: ignore[attr-defined]
@@ -157,12 +158,12 @@ class Pool:
         self._workers = []
 
 
-_POOL = Pool()
+POOL = Pool()
 
 
 def end() -> None:
     """End the processes now, for what ends this one without a clean-up."""
-    _POOL.close()
+    POOL.close()
 
 
 def _end_of(worker: _Worker) -> str:
@@ -186,6 +187,17 @@ def _main(pipe: Connection, log: str) -> None:  # runs in the process of a rank
             pipe.recv()  # until all ranks have ended: one that closes its group earlier looks lost
             with suppress(RuntimeError, AssertionError):
                 torch.distributed.destroy_process_group()
+            _forget_meshes()
+
+
+def _forget_meshes() -> None:
+    """Clear what torch keeps of meshes of the last test. Those of the next one look equal, and have other groups."""
+    redistribute = sys.modules.get("torch.distributed.tensor._redistribute")
+    if redistribute is not None:
+        debug = importlib.import_module("torch.distributed.tensor.debug")
+        debug._clear_sharding_prop_cache()
+        redistribute._gen_transform_infos.cache_clear()
+        getattr(redistribute, "_planner_cache", {}).clear()  # of newer versions
 
 
 def _outcome(

@@ -221,3 +221,17 @@ def test_a_result_that_is_dropped_still_exchanges(caplog: pytest.LogCaptureFixtu
     take(control, wrap(adamw(control)), 3)
     assert all(map(torch.equal, net.parameters(), control.parameters()))
     assert not caplog.text
+
+
+def test_attributes_that_would_be_hidden() -> None:
+    """An optimizer with a public method or attribute that a wrapped one has is refused by its name."""
+
+    class Metered(torch.optim.SGD):
+        def metrics(self) -> None:
+            """Return nothing."""
+
+    base = torch.optim.SGD(model().parameters())
+    base.merge = True
+    for given, name in ((Metered(model().parameters()), "metrics"), (base, "merge")):
+        with pytest.raises(ConfigurationError, match=f"has an attribute '{name}'"):
+            wrap(given)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-
 import pytest
 import torch
 from torch import nn
@@ -11,36 +9,6 @@ from tritoncomm import ConfigurationError
 
 from small_model import backward, model, sgd, sparse_wrap
 from tritoncomm_kernels import root_mean_square
-
-
-@pytest.mark.parametrize("make", [sgd, lambda net: torch.optim.AdamW(net.parameters(), lr=0.01)], ids=["sgd", "adamw"])
-def test_resume(make) -> None:
-    """A saved and resumed run equals an uninterrupted one, and the bare optimizer can load the checkpoint."""
-    straight, stopped = model(), model()
-    first = sparse_wrap(make(straight), density=0.1)
-    second = sparse_wrap(make(stopped), density=0.1)
-
-    def step(net: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
-        optimizer.zero_grad()
-        backward(net, seed)
-        optimizer.step()
-
-    for seed in range(5):
-        step(straight, first, seed)
-        step(stopped, second, seed)
-    file = io.BytesIO()
-    torch.save([stopped.state_dict(), second.state_dict()], file)
-    file.seek(0)
-    weights, saved = torch.load(file, weights_only=True)
-    resumed = model()
-    resumed.load_state_dict(weights)
-    third = sparse_wrap(make(resumed), density=0.1)
-    third.load_state_dict(saved)
-    for seed in range(5, 9):
-        step(straight, first, seed)
-        step(resumed, third, seed)
-    assert all(map(torch.equal, straight.parameters(), resumed.parameters()))
-    make(model()).load_state_dict(saved)
 
 
 def test_foreign_checkpoints_are_rejected() -> None:
@@ -71,26 +39,6 @@ def test_foreign_checkpoints_are_rejected() -> None:
     with pytest.raises(ConfigurationError, match=r"expected keys 'state', 'param_groups', got \['epoch'\]"):
         optimizer.load_state_dict({"epoch": 3})
     assert optimizer.metrics()["residual_norm"] == residual_norm
-
-
-def test_rejected_checkpoint_changes_nothing() -> None:
-    """A checkpoint of another method is rejected before the wrapped optimizer changes."""
-    net = model()
-    optimizer = sparse_wrap(sgd(net), algo="topk_allgather")
-    other = sparse_wrap(torch.optim.SGD(model().parameters(), lr=9.0, momentum=0.9))
-    with pytest.raises(ConfigurationError, match="recipe='oktopk'"):
-        optimizer.load_state_dict(other.state_dict())
-    assert optimizer.param_groups[0]["lr"] == 0.05
-
-
-def test_state_dict_raises_between_synchronize_and_step() -> None:
-    """state_dict() raises between synchronize() and step(), when only the gradients hold the delivered values."""
-    net = model()
-    optimizer = sparse_wrap(sgd(net))
-    backward(net)
-    optimizer.synchronize()
-    with pytest.raises(RuntimeError, match="have not been used yet: call step"):
-        optimizer.state_dict()
 
 
 def test_unmodified_steps_reset_staleness() -> None:

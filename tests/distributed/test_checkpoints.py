@@ -1,133 +1,338 @@
-"""Checkpoints: bit-identical resume, and the same pending update with another world size."""
+"""Checkpoints in a folder: killed saves, damaged files, every method, and other nodes or numbers of ranks."""
 
 from __future__ import annotations
 
+import os
+import signal
+import sys
+from collections.abc import Callable
+from contextlib import contextmanager
 from pathlib import Path
 
-import checkpoint_workers
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import tritoncomm
-from helpers import run_workers
-from hypothesis import given
-from hypothesis import strategies as st
-from tritoncomm.demo.local_workers import WorkerError
+from models import adamw, equal, exact, flat, loss_of, residual, same, sgd, tiny, total, train
+from torch import nn
+from tritoncomm import ConfigMismatchError, ConfigurationError, checkpoint
 from tritoncomm.step.saved import state as exchange_state
 
+from baselines import DGC
 from depth import DEEP
+from ranks import POOL, ranks
+from recipes import possible
+
+REFUSED = (ConfigurationError, ConfigMismatchError)
 
 
-@given(before=st.integers(1, 12), after=st.integers(1, 12), seed=st.integers(0, 1000))
-def test_pending_update_is_conserved(before: int, after: int, seed: int) -> None:
-    """Another number of ranks conserves sum(residual) / world_size, exactly if both numbers are powers of two."""
-    generator = torch.Generator().manual_seed(seed)
-    states = [
-        {"residuals": [torch.randint(-64, 65, (n,), generator=generator).float() * before for n in (2, 3)]}
-        for _ in range(before)
-    ]
-    pending = sum(torch.cat(state["residuals"]).double() for state in states) / before
-    parameters = [torch.nn.Parameter(torch.zeros(n)) for n in (3, 2)]
-    exchange = tritoncomm.wrap(torch.optim.SGD(parameters))._tritoncomm.setup.exchange
-    methods = [vector.feedback.algorithm.state_dict() for vector in exchange.vectors]
-    of_ranks = [
-        exchange_state.carry_over(
-            exchange,
-            [state | {"algorithm": methods} for state in states[rank::after]],
-            after / before,
-            methods,
-            parameters[::-1],
-        )
-        for rank in range(after)
-    ]
-    now = sum(feedback.residual.double() for (feedback,) in of_ranks) / after
-    now = torch.cat([now[3:], now[:3]])  # the states have the parameters in the other order
-    exact = (before & (before - 1)) == 0 and (after & (after - 1)) == 0
-    assert torch.equal(now, pending) if exact else torch.allclose(now, pending, rtol=1e-5, atol=1e-4)
+def names_of_runs() -> list[str]:
+    """Return the recipes to save and resume: those whose states have other fields, or every recipe in a deep run.
 
-
-def test_killed_saves(tmp_path: Path) -> None:
-    """A rank is killed at ten places of a save into a used folder, which then has the old state, or the new one."""
-    heard: list[tuple[int, int, list[str]]] = []
-    for place in range(len(checkpoint_workers.PLACES)):
-        with pytest.raises(WorkerError) as caught:
-            run_workers(checkpoint_workers.killed, 2, str(tmp_path / str(place)), place, listen=heard.append)
-        assert "not killed" not in str(caught.value)
-    expected = {
-        place: [digests for _, _, digests in sorted(each for each in heard if each[0] == place)] for place, *_ in heard
-    }
-    assert len(expected) == len(checkpoint_workers.PLACES) == 10
-    run_workers(checkpoint_workers.left_of_kills, 2, str(tmp_path), expected)
-
-
-def test_sizes(tmp_path: Path) -> None:
-    """The state of the optimizer is not written by every rank."""
-    run_workers(checkpoint_workers.sizes, 4, str(tmp_path))
-
-
-def test_drifted_replicas(tmp_path: Path) -> None:
-    """They are refused, not blended."""
-    run_workers(checkpoint_workers.drifted, 3, str(tmp_path))
-
-
-def test_save_between_exchanges(tmp_path: Path) -> None:
-    """Workers merge their local steps before they save. One, two or three workers go on from there."""
-    heard: list[tuple[list[float], list[int]]] = []
-    run_workers(checkpoint_workers.between_exchanges, 2, str(tmp_path), listen=heard.append)
-    for world_size in (1, 2, 3):
-        run_workers(checkpoint_workers.taken_up, world_size, str(tmp_path), listen=heard.append)
-    (pending, weights), *others = heard
-    assert any(pending)
-    for found, other_weights in others:
-        assert found == pytest.approx(pending, rel=1e-5, abs=1e-6)
-        assert other_weights == weights
-
-
-def test_killed_and_resumed_equals_gone_on(tmp_path: Path) -> None:
-    """A run that is resumed by other processes equals one that goes on, bit for bit, for every state and rank.
-
-    A deep run has every recipe. Otherwise the laws resume the other ones.
+    Neither the static form nor the format of values has a state of its own. Two formats that ``wrap`` chooses are there
+    all the same.
     """
-    names = checkpoint_workers.names_of_runs(3, every=DEEP)
-    straight: list[tuple[str, int, str]] = []
-    with pytest.raises(WorkerError):
-        run_workers(checkpoint_workers.until_killed, 3, str(tmp_path), names, listen=straight.append)
-    resumed: list[tuple[str, int, str]] = []
-    run_workers(checkpoint_workers.resumed, 3, str(tmp_path), names, listen=resumed.append)
-    assert sorted(resumed) == sorted(straight)
-    assert len(straight) > 3 * 25
+    recipes = possible(0.15, 3).items()
+    names = [name for name, recipe in recipes if not hasattr(recipe, "tail") and not hasattr(recipe, "shapes")]
+    alike = {name for name in names if "static" in name or "bit" in name} - {"oktopk-4bit", "warmup-8bit"}
+    return [name for name in names if DEEP or name not in alike]
 
 
-@pytest.mark.parametrize(("before", "after"), [(4, 2), (3, 4), (2, 1)])
-@pytest.mark.parametrize("recipe", ["oktopk", "exdyna", "dgc"])
-def test_resume_with_another_world_size(recipe: str, before: int, after: int, tmp_path: Path) -> None:
-    """The pending update stays the same whether ranks are added or removed."""
-    pending: list[list[float]] = []
-    run_workers(checkpoint_workers.write, before, str(tmp_path), recipe, listen=pending.append)
-    run_workers(checkpoint_workers.read, after, str(tmp_path), recipe, listen=pending.append)
-    assert any(pending[0])
-    assert pending[1] == pytest.approx(pending[0], rel=1e-5, abs=1e-6)
+@ranks(3)
+@pytest.mark.parametrize("name", names_of_runs())
+def test_every_method_goes_on_to_the_bit(rank, world_size, name, tmp_path):
+    """Parameters, residual and the method's state are those of a run that went on."""
+
+    def made():
+        model = tiny()
+        inner = torch.optim.SGD(model.parameters(), lr=0.1) if "dgc" in name else adamw(model)
+        return model, exact(inner, possible(0.15, world_size)[name])
+
+    model, optimizer = made()
+    train(model, optimizer, rank, range(3))
+    checkpoint.save(optimizer, tmp_path)
+    weights = {key: value.clone() for key, value in model.state_dict().items()}
+    again, resumed = made()
+    again.load_state_dict(weights)
+    checkpoint.load(resumed, tmp_path)
+    ends = []
+    for each, own in ((model, optimizer), (again, resumed)):
+        train(each, own, rank, range(3, 5))
+        ends.append((flat(each), residual(own), str(own._tritoncomm.setup.vector.feedback.algorithm.state)))
+    assert torch.equal(ends[0][0], ends[1][0])
+    assert torch.equal(ends[0][1], ends[1][1])
+    assert ends[0][2] == ends[1][2]
 
 
-def test_resume_with_other_nodes(tmp_path: Path) -> None:
+# Where a save is killed: the rank, and how far it is with what it does in the folder.
+PLACES = [(0, 0.0), (0, 0.25), (0, 0.5), (0, 0.625), (0, 0.75), (0, 0.875), (1, 0.0), (1, 0.6)]
+
+
+def digest(optimizer: tritoncomm.SparseOptimizer) -> str:
+    """Return a digest of what a checkpoint holds."""
+    state = optimizer.state_dict()
+    return exchange_state.checksum({"state": state["state"], "residuals": state["tritoncomm"]["residuals"]})
+
+
+def digests_of(folder: str, rank: int) -> Path:
+    """Return the file beside ``folder`` that has the digests of what it may hold."""
+    return Path(folder).parent / f"digests of {rank} in {Path(folder).name}"
+
+
+def killed(rank: int, world_size: int, folder: str, at: int, share: float) -> None:
+    """Save into a new folder twice, and then once more, in which rank ``at`` is killed. Files have the digests."""
+    model = tiny()
+    optimizer = exact(adamw(model))
+    digests, calls = [], []
+
+    def watch(event: str, args: tuple) -> None:
+        if any(isinstance(each, str | os.PathLike) and str(each).startswith(folder) for each in args):
+            calls.append(event)
+            if len(digests) == 3 and rank == at and len(calls) > share * count:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(watch)
+    for step in range(3):
+        train(model, optimizer, rank, [step])
+        digests.append(digest(optimizer))
+        if step == 2:
+            digests_of(folder, rank).write_text("\n".join(digests[1:]))
+        count, calls = len(calls), []
+        checkpoint.save(optimizer, folder)
+    raise AssertionError("not killed")
+
+
+def left_of_kills(rank: int, world_size: int, folder: str) -> None:
+    """Load what each kill has left: the old state or the new one, of all ranks. Then save again."""
+    found = []
+    for place in range(len(PLACES)):
+        own = Path(folder, str(place))
+        optimizer = exact(adamw(tiny()))
+        checkpoint.load(optimizer, own)
+        found.append(digests_of(str(own), rank).read_text().split().index(digest(optimizer)))
+        checkpoint.save(optimizer, own)
+        dist.barrier()  # rank 0 removes what is left of earlier saves
+        assert sorted(file.name.split("-")[0] for file in own.iterdir()) == ["checkpoint.json", "data"]
+    assert same(found)
+    assert set(found) == {0, 1}, "no kill came before the end of a save, or none after it"
+
+
+def test_killed_saves(tmp_path):
+    """A rank is killed at some places of a save into a used folder, which then has the old state, or the new one."""
+    for place, (at, share) in enumerate(PLACES):
+        with pytest.raises(pytest.fail.Exception, match=f"rank {at} of 2 failed:\nexit code -9"):
+            POOL.run(killed, 2, {"folder": str(tmp_path / str(place)), "at": at, "share": share}, 60.0, ())
+    POOL.run(left_of_kills, 2, {"folder": str(tmp_path)}, 60.0, ())
+
+
+@ranks(4)
+def test_sizes(rank, world_size, tmp_path):
+    """What four ranks save is about one state of Adam, and the residuals of all ranks."""
+    model = nn.Linear(300, 300, bias=False)
+    optimizer = exact(adamw(model), broadcast_parameters=True)
+    for step in range(2):
+        optimizer.zero_grad()
+        model(torch.full((1, 300), 1.0 + rank + step)).sum().backward()
+        optimizer.step()
+    checkpoint.save(optimizer, tmp_path)
+    ages = sum("last_delivered" in state for state in optimizer.state.values())
+    needed = 4 * model.weight.numel() * (2 + ages + world_size)
+    written = sum(file.stat().st_size for file in tmp_path.rglob("*") if file.is_file())
+    assert needed < written < 1.1 * needed
+
+
+@ranks(3)
+@pytest.mark.parametrize("members", [(0, 1, 2), (0, 1), (0,)])
+def test_local_steps_on_other_ranks(rank, world_size, members, tmp_path):
+    """A job that is preempted between two exchanges saves, and the next one, of any size, has lost nothing."""
+
+    def made(group=None):
+        model = tiny()
+        local = {"local_steps": 4, "updates_algo": tritoncomm.OkTopk(density=0.1)}
+        return model, tritoncomm.wrap(adamw(model), process_group=group, **local)
+
+    def pending(optimizer, group=None):
+        return total(residual(optimizer), group) / dist.get_world_size(group)
+
+    model, optimizer = made()
+    train(model, optimizer, rank, range(6))
+    changed = flat(optimizer._tritoncomm.setup.local._deltas())
+    owed, anchors = total(residual(optimizer) + changed), flat(optimizer._tritoncomm.setup.local.anchors)
+    checkpoint.save(optimizer, tmp_path)
+    assert optimizer.metrics()["steps_until_exchange"] == 4
+    given = world_size * (anchors - flat(optimizer._tritoncomm.setup.local.anchors))
+    torch.testing.assert_close(given + total(residual(optimizer)), owed)
+    before, weights = pending(optimizer), flat(model)
+    assert before.any()
+    group = dist.new_group(list(members))
+    if rank not in members:
+        return
+    again, resumed = made(group)
+    checkpoint.load(resumed, tmp_path)
+    torch.testing.assert_close(pending(resumed, group), before)
+    assert torch.equal(flat(again), weights)
+    train(again, resumed, rank, range(6, 10))
+    assert equal(again, group)
+
+
+# Other nodes between one run and the next: ranks, and ranks of a node or None for one node, in the order of the runs.
+CHAINS = [[(4, 2), (2, None), (4, 2)], [(4, 2), (3, None), (4, 2)], [(4, 2), (4, None), (4, 2)]]
+
+
+def in_nodes(rank: int, world_size: int, folder: str, algo: str, ranks_per_node: int | None, number: int) -> None:
+    """Take up the run where the one before has ended, train, and save. At last nothing has been lost on the way.
+
+    Numbers are exact: gradients are multiples of 12, of which 3 and 4 ranks take a mean. The learning rate is 1, so
+    that parameters become minus the sum of all updates. The pending update is that of the save in both ways of loading.
+    """
+    model = nn.Linear(60, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    node = None if ranks_per_node is None else dist.new_subgroups(ranks_per_node)[0]
+    recipe = DGC(density=0.1, momentum=0.0) if algo == "dgc" else algo
+    inner = torch.optim.SGD(model.parameters(), lr=1.0)
+    fields = {} if algo == "dgc" else {"density": 0.1}
+    optimizer = exact(inner, recipe, warmup_steps=2, node_group=node, **fields)
+
+    def pending():
+        return total(residual(optimizer)) / world_size
+
+    own, given, first = Path(folder, str(number)), torch.zeros(60), 4 * number
+    if number:
+        last = Path(folder, str(number - 1))
+        before, given, weights = torch.load(last / "known.pt")
+        model.load_state_dict(weights)
+        checkpoint.load(optimizer, last)
+        assert torch.equal(pending(), before)
+        assert before.any()
+        optimizer.load_state_dict(optimizer.state_dict(), residuals="reset")
+        assert not pending().any()
+        residuals = checkpoint.ResidualState(optimizer, last / "dcp")
+        dcp.load({"residuals": residuals}, checkpoint_id=last / "dcp")
+        assert torch.equal(pending(), before)
+    for step in range(first, first + 4):
+        gradient = 12.0 * torch.randint(-8, 9, (60,), generator=torch.Generator().manual_seed(100 * step + rank))
+        optimizer.zero_grad()
+        model(gradient).sum().backward()
+        optimizer.step()
+        given += total(gradient) / world_size
+    assert optimizer.metrics()["steps"] == first + 4
+    assert optimizer.metrics()["density_delivered"] < 0.6  # the dense warm-up is not repeated
+    assert equal(model)
+    checkpoint.save(optimizer, own)
+    dcp.save({"residuals": checkpoint.ResidualState(optimizer)}, checkpoint_id=own / "dcp")
+    known = pending(), given, model.state_dict()
+    if rank == 0:
+        torch.save(known, own / "known.pt")
+    optimizer.flush()
+    assert torch.equal(model.weight[0], -given)
+
+
+@pytest.mark.parametrize("algo", ["oktopk", "exdyna", "dgc"])
+@pytest.mark.parametrize("chain", CHAINS)
+def test_resume_with_other_nodes(algo, chain, tmp_path):
     """Two nodes become one of two, three or four ranks, and two again. The pending update stays the same, exactly."""
-    chains = checkpoint_workers.CHAINS
-    for number in range(3):
-        for size in dict.fromkeys(chain[number] for chain in chains):
-            alike = [place for place, chain in enumerate(chains) if chain[number] == size]
-            run_workers(checkpoint_workers.in_nodes, size[0], str(tmp_path), alike, number)
+    for number, (world_size, per_node) in enumerate(chain):
+        run = {"folder": str(tmp_path), "algo": algo, "ranks_per_node": per_node, "number": number}
+        POOL.run(in_nodes, world_size, run, 60.0, ())
 
 
-@pytest.mark.parametrize("situation", [checkpoint_workers.damaged, checkpoint_workers.foreign])
-def test_bad_checkpoints_are_rejected(situation, tmp_path: Path) -> None:
-    """All ranks reject the checkpoint and report the reason."""
-    run_workers(situation, 3, str(tmp_path))
+class Attempts:
+    """A saved run, of which loading must fail in different ways, and change nothing."""
+
+    def __init__(self, rank: int, folder: Path) -> None:
+        self.rank, self.folder, self.model = rank, folder, tiny()
+        self.optimizer = exact(adamw(self.model))
+        train(self.model, self.optimizer, rank, range(3))
+        checkpoint.save(self.optimizer, folder)
+        (self.data,) = folder.glob("data-*")
+        train(self.model, self.optimizer, rank, range(3, 5))
+
+    def refused(self, named: str, optimizer: tritoncomm.SparseOptimizer | None = None, folder: str = ".") -> None:
+        """Load, with another ``optimizer`` or from another ``folder`` if there is one. It fails on all ranks."""
+        own = optimizer or self.optimizer
+        dist.barrier()
+        before = flat(self.model), residual(own), str(own.state_dict()["state"])
+        with pytest.raises(REFUSED, match=named):
+            checkpoint.load(own, self.folder / folder)
+        assert torch.equal(flat(self.model), before[0])
+        assert torch.equal(residual(own), before[1])
+        assert str(own.state_dict()["state"]) == before[2]
+        dist.barrier()
+
+    @contextmanager
+    def changed(self, name: str, change: Callable[[bytes], bytes | None]):
+        """Let a file be what ``change`` makes of it, or be missing if that is None."""
+        file = self.folder / name
+        content = file.read_bytes()
+        dist.barrier()
+        found = change(content)
+        if self.rank == 1:
+            file.unlink() if found is None else file.write_bytes(found)
+        yield
+        if self.rank == 1:
+            file.write_bytes(content)
+        dist.barrier()
 
 
-def test_distributed_checkpoint(tmp_path: Path) -> None:
-    """A run can be saved and resumed with torch.distributed.checkpoint."""
-    run_workers(checkpoint_workers.distributed_checkpoint, 2, str(tmp_path))
+DAMAGES = {
+    "truncated": lambda content: content[: len(content) // 2],
+    "changed": lambda content: content[:-300] + bytes([content[-300] ^ 1]) + content[-299:],
+    "missing": lambda content: None,
+}
 
 
-def test_one_state_for_all_ranks() -> None:
-    """The state of rank 0 loads on all ranks if it has no residual, in DDP and without it."""
-    assert run_workers(checkpoint_workers.one_state_for_all, 3) == [None] * 3
+@ranks(3)
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_files(rank, world_size, damage, tmp_path):
+    """They are rejected with their names."""
+    attempts = Attempts(rank, tmp_path)
+    for number in range(world_size):
+        name = f"{attempts.data.name}/__{number}_0.distcp"
+        with attempts.changed(name, DAMAGES[damage]):
+            attempts.refused(rf"{name} cannot be loaded: .*(checksum does not match|No such file)")
+    with attempts.changed(f"{attempts.data.name}/.metadata", DAMAGES[damage]):
+        attempts.refused(r"/\.metadata cannot be loaded")
+    with attempts.changed("checkpoint.json", DAMAGES["truncated" if damage == "changed" else damage]):
+        said = "contains no checkpoint: pass a folder" if damage == "missing" else r"checkpoint\.json cannot be loaded"
+        attempts.refused(said)
+    checkpoint.load(attempts.optimizer, tmp_path)
+
+
+@ranks(3)
+def test_foreign_checkpoints(rank, world_size, tmp_path):
+    """One of another method, model or schema is rejected, and so is what is no plain data."""
+    attempts = Attempts(rank, tmp_path)
+    attempts.refused("recipe='oktopk', here it is 'exdyna': use the algo that it was", exact(adamw(tiny()), "exdyna"))
+    attempts.refused("written for AdamW, this optimizer is SGD", exact(sgd(tiny())))
+    attempts.refused(
+        "a model with other parameters|groups of", exact(adamw(nn.Linear(6, 20)), broadcast_parameters=True)
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exchange_state, "SCHEMA", 4)
+        checkpoint.save(attempts.optimizer, tmp_path / "old")
+    attempts.refused(r"has schema=4, .* reads schema=\d", folder="old")
+    content = checkpoint._RankState.content
+
+    def with_an_object(self, **fields):
+        found = content(self, **fields)
+        return {key: tmp_path if isinstance(value, bytes) else value for key, value in found.items()}
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint._RankState, "content", with_an_object)
+        checkpoint.save(attempts.optimizer, tmp_path / "objects")
+    attempts.refused(r"weights_only|Weights only", folder="objects")
+
+
+@ranks(2)
+def test_optimizer_that_is_not_wrapped(rank, world_size, tmp_path):
+    """The error names the type, whether saving, loading, or as a part of a larger checkpoint."""
+    bare = adamw(tiny())
+    loss_of(tiny(), rank, 0).backward()
+    for call in (
+        lambda: checkpoint.save(bare, tmp_path),
+        lambda: checkpoint.load(bare, tmp_path),
+        lambda: checkpoint.ResidualState(bare),
+    ):
+        with pytest.raises(ConfigurationError, match="optimizer is a AdamW, which tritoncomm"):
+            call()

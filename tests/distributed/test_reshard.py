@@ -1,93 +1,255 @@
-"""Checkpoints of torch.distributed.checkpoint that are loaded on another mesh, on real gloo processes."""
+"""A run is saved by modules of one kind and loaded by those of another, also by other numbers of ranks and shards."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
-import reshard_workers
-from helpers import run_workers
-from reshard_workers import ENTRIES
-from saved_run import OF_ADAM
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import tritoncomm
+from models import Uneven, adamw, ddp, equal, exact, flat, mesh, residual, sharded, tiny, train
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from tritoncomm import ConfigMismatchError, ConfigurationError, checkpoint
+from tritoncomm.checkpoint import ResidualState
+from tritoncomm.step.saved import state as exchange_state
+
+from baselines import DGC
+from ranks import POOL, ranks
+
+KINDS = (("plain", 1), ("ddp", 1), ("fsdp", 1), ("fsdp", 2))  # and the number of shards
+OF_ADAM = ("step", "exp_avg", "exp_avg_sq")
+STEPS = 4  # all of them dense: a resumed run must not take another one
 
 
-class Saved(NamedTuple):
-    """A folder, and the pending update and the optimizer's state of what it holds."""
+def whole(value: torch.Tensor) -> torch.Tensor:
+    """Return a flat copy of ``value``, gathered if it is a DTensor."""
+    return (value.full_tensor() if isinstance(value, DTensor) else value).detach().flatten().clone()
 
-    folder: str
-    pending: dict
-    state: dict
+
+class Run:
+    """A module of some kind, with a wrapped AdamW or another optimizer.
+
+    Args:
+        kind: The kind, and the number of its shards.
+        make: Returns the optimizer of a module.
+        names: Of the dimensions of the mesh. The other order makes ranks swap shards.
+        **fields: Arguments of :func:`exact`.
+    """
+
+    def __init__(self, kind: tuple[str, int], make=adamw, names=("replicate", "shard"), **fields) -> None:
+        self.model, self.group, given = Uneven(), None, {}
+        if kind[0] == "ddp":
+            self.model = ddp(self.model)
+            given = {"model": self.model}
+        if kind[0] == "fsdp":
+            shape = dist.get_world_size() // kind[1], kind[1]
+            over = mesh(kind[1]) if names[0] == "replicate" else init_device_mesh("cpu", shape, mesh_dim_names=names)
+            self.group = over["replicate"].get_group()
+            given = {"model": sharded(self.model, over), "process_group": self.group}
+        self.optimizer = exact(make(self.model), **{"warmup_steps": STEPS, "density": 0.1} | fields, **given)
+        self.replicas = dist.get_world_size(self.group)
+        self.parameters = {name.removeprefix("module."): p for name, p in self.model.named_parameters()}
+
+    def owe(self, rank: int) -> None:
+        """Replace the residual by small integers times a power of two, of which every sum is exact."""
+        own = self.optimizer._tritoncomm.setup.vector.feedback.residual
+        own.copy_(torch.randint(-64, 65, own.shape, generator=torch.Generator().manual_seed(rank)) * 2.0**-5)
+
+    def content(self, **fields) -> dict:
+        """Return what torch.distributed.checkpoint saves and loads."""
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        return {"model": model, "optimizer": optimizer, "residuals": ResidualState(self.optimizer, **fields)}
+
+    def load(self, path: Path, **fields) -> None:
+        """Resume as docs/how-to/checkpoints.md shows."""
+        content = self.content(**fields)
+        dcp.load(content, checkpoint_id=path)
+        parts = {"model_state_dict": content["model"], "optim_state_dict": content["optimizer"]}
+        set_state_dict(self.model, self.optimizer, **parts)
+
+    def found(self, *, of_model: bool = True) -> dict[str, torch.Tensor]:
+        """Return whole parameters, their states, and pending updates: means of the residuals over the replicas."""
+        values = {}
+        residuals = self.optimizer._tritoncomm.setup.vector.residuals_by_parameter()
+        for name, p in self.parameters.items():
+            update = residuals[p].clone()
+            if isinstance(p, DTensor):
+                update = update.view(p.to_local().shape)
+                like = {"shape": p.shape, "stride": p.stride()}
+                update = DTensor.from_local(update, p.device_mesh, p.placements, **like).full_tensor()
+            dist.all_reduce(update, group=self.group)
+            values[f"{name} pending"] = update.flatten() / self.replicas
+            state = self.optimizer.state[p]
+            values |= {f"{name} {each}": whole(state[each]) for each in OF_ADAM}
+            if self.replicas > 1:
+                values |= {f"{name} {each}": whole(state[each]) for each in ("last_delivered", "last_aware")}
+            if of_model:
+                values[name] = whole(p)
+        return values
+
+
+def save(rank: int, world_size: int, folder: str) -> None:
+    """Train a module of each kind, save it in both ways, and go on. Files have what others must find."""
+    for kind in KINDS:
+        run, place = Run(kind), Path(folder, *map(str, kind))
+        train(run.model, run.optimizer, rank, range(STEPS))
+        run.owe(rank)
+        dcp.save(run.content(), checkpoint_id=place)
+        checkpoint.save(run.optimizer, place / "own")
+        found = run.found()
+        train(run.model, run.optimizer, rank, range(STEPS, STEPS + 2))
+        end = torch.cat([whole(p) for p in run.model.parameters()])
+        if rank == 0:
+            torch.save((found, end), place / "found.pt")
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
-    """Return what two replicas of two shards have saved."""
+def saved(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The folder into which four ranks have saved modules of each kind."""
     folder = str(tmp_path_factory.mktemp("saved"))
-    return Saved(folder, *_heard(reshard_workers.save, 4, folder, (2, 2))[0])
+    POOL.run(save, 4, {"folder": folder}, 60.0, ())
+    return folder
 
 
-def _heard(worker, world_size: int, *args) -> list[tuple[dict, dict]]:
-    """Return what rank 0 has sent of each mesh."""
-    heard: list[tuple[dict, dict]] = []
-    run_workers(worker, world_size, *args, listen=heard.append)
-    return heard
+@ranks(1, 2, 3, 4)
+@pytest.mark.parametrize("loader", KINDS)
+def test_every_kind_loads_every_kind(rank, world_size, loader, saved):
+    """Parameters, Adam's state and the pending update are those of the save, to the bit, in both ways of saving.
+
+    Another number of ranks keeps the mean of the residuals, exactly if both numbers of replicas are powers of two. The
+    same number of replicas ends with the bits of the run that was not stopped.
+    """
+    if world_size < loader[1] or world_size % loader[1]:
+        return
+    for saver in KINDS:
+        place = Path(saved, *map(str, saver))
+        expected, end = torch.load(place / "found.pt")
+        run, own = Run(loader), Run(loader)
+        with torch.no_grad():
+            for parameter in run.model.parameters():
+                parameter.zero_()
+        run.load(place, checkpoint_id=place)
+        checkpoint.load(own.optimizer, place / "own")
+        for found in (run.found(), own.found(of_model=False)):
+            assert any(value.any() for name, value in found.items() if "pending" in name)
+            for name, value in found.items():
+                torch.testing.assert_close(value, expected[name], rtol=1e-5 if world_size == 3 else 0, atol=0, msg=name)
+        assert run.optimizer.metrics()["steps"] == STEPS
+        train(run.model, run.optimizer, rank, range(STEPS, STEPS + 2))
+        assert equal(run.model, run.group)
+        delivered = run.optimizer.metrics()["density_delivered"]
+        assert delivered == 1 if run.replicas == 1 else delivered < 0.6  # the dense steps are not repeated
+        if world_size == 4 and loader[1] == saver[1]:
+            assert torch.equal(torch.cat([whole(p) for p in run.model.parameters()]), end)
 
 
-def _check(found: tuple[dict, dict], saved: Saved, entries: tuple[str, ...] = ENTRIES) -> None:
-    pending, state = found
-    assert any(any(update) for update in saved.pending.values())
-    assert pending == saved.pending  # exact, because all numbers of replicas are powers of two
-    assert state == {name: value for name, value in saved.state.items() if name.split()[-1] in entries}
-    assert {name.split()[-1] for name in state} == set(entries)
-
-
-def test_another_number_of_ranks(saved: Saved) -> None:
-    """Two replicas, or two shards, take over the state and the pending update of two by two, to the bit."""
-    two, one = _heard(reshard_workers.load, 2, saved.folder, [(2, 1), (1, 2)])
-    _check(two, saved)
-    _check(one, saved, OF_ADAM)  # a single replica takes the optimizer's own steps
-
-
-def test_another_mesh_of_as_many_ranks(saved: Saved) -> None:
-    """So do four replicas, four shards, and a mesh with its dimensions in the other order."""
-    four, one = _heard(reshard_workers.load, 4, saved.folder, [(4, 1), (1, 4)])
-    _check(four, saved)
-    _check(one, saved, OF_ADAM)
-    _check(_heard(reshard_workers.order_of_dimensions, 4, saved.folder)[0], saved)
-
-
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_without_the_place_of_the_checkpoint(saved: Saved, world_size: int) -> None:
+@ranks(2, 4)
+def test_without_the_place_of_the_checkpoint(rank, world_size, saved):
     """ResidualState then does not know who has saved. All ranks raise an error that says how to tell it."""
-    assert run_workers(reshard_workers.refused, world_size, saved.folder) == [None] * world_size
+    for saver, loader in ((KINDS[3], KINDS[2]), (KINDS[0], KINDS[3])):
+        run = Run(loader)
+        before = flat(run.model)
+        with pytest.raises(CheckpointException, match=r"ResidualState\(optimizer, checkpoint_id="):
+            run.load(Path(saved, *map(str, saver)))
+        assert torch.equal(flat(run.model), before)
+        assert not residual(run.optimizer).any()
+    with pytest.raises(ConfigurationError, match=r"checkpoint_id=.*nowhere: no checkpoint can be read"):
+        ResidualState(run.optimizer, checkpoint_id=f"{saved}/nowhere")
 
 
-def test_three_replicas(saved: Saved) -> None:
-    """Two replicas become three, up to the rounding of the factor."""
-    ((pending, _),) = _heard(reshard_workers.load, 3, saved.folder, [(3, 1)])
-    assert all(pending[name] == pytest.approx(update, rel=1e-5, abs=1e-9) for name, update in saved.pending.items())
+@ranks(4)
+def test_same_shards_and_their_order(rank, world_size, saved):
+    """On the same ranks it need not be told. In a mesh with its dimensions in the other order, ranks swap shards."""
+    place = Path(saved, "fsdp", "2")
+    expected, _ = torch.load(place / "found.pt")
+    for fields in ({}, {"storage_reader": dcp.FileSystemReader(place)}):
+        run = Run(KINDS[3])
+        run.load(place, **fields)
+        assert all(torch.equal(value, expected[name]) for name, value in run.found().items())
+    swapped = Run(KINDS[3], names=("shard", "replicate"))
+    swapped.load(place, checkpoint_id=place)
+    assert all(torch.equal(value, expected[name]) for name, value in swapped.found().items())
 
 
-def test_from_one_replica(tmp_path: Path) -> None:
-    """A single replica of two shards saves no residuals. Two replicas load the rest before ``wrap``."""
-    ((_, before),) = _heard(reshard_workers.save, 2, str(tmp_path), (1, 2))
-    ((pending, state),) = _heard(reshard_workers.from_one_replica, 2, str(tmp_path))
-    assert not any(any(update) for update in pending.values())
-    assert {name: value for name, value in state.items() if name.split()[-1] in OF_ADAM} == before
+@ranks(2)
+def test_from_one_replica(rank, world_size, tmp_path):
+    """A single replica of two shards saves no residuals. Two replicas load the rest before ``wrap``, as it says."""
+    run = Run(KINDS[3])
+    train(run.model, run.optimizer, rank, range(STEPS))
+    dcp.save(run.content(), checkpoint_id=tmp_path)
+    before = run.found()
+    run = Run(KINDS[2])
+    with pytest.raises(ConfigurationError, match=r"single .*before wrap\(\), without ResidualState"):
+        run.content(checkpoint_id=tmp_path)
+    model = sharded(Uneven(), mesh(1))
+    inner = adamw(model)
+    parts, states = get_state_dict(model, inner)
+    dcp.load({"model": parts, "optimizer": states}, checkpoint_id=tmp_path)
+    set_state_dict(model, inner, model_state_dict=parts, optim_state_dict=states)
+    optimizer = exact(inner, model=model, process_group=run.group)
+    for name, p in model.named_parameters():
+        assert torch.equal(whole(p), before[name])
+        assert all(torch.equal(whole(optimizer.state[p][each]), before[f"{name} {each}"]) for each in OF_ADAM)
+    train(model, optimizer, rank, range(STEPS, STEPS + 3))
+    assert equal(model, run.group)
 
 
-def test_the_same_mesh(tmp_path: Path) -> None:
-    """A run continues to the bit."""
-    assert run_workers(reshard_workers.same_mesh, 4, str(tmp_path)) == [None] * 4
+@ranks(4)
+@pytest.mark.parametrize("kind", [KINDS[0], KINDS[2], KINDS[3]])
+def test_momentum_of_a_method(rank, world_size, kind, tmp_path):
+    """Saved in dense steps, it belongs to the shards of the save: others start a new one."""
+
+    def made(kind):
+        return Run(kind, make=lambda model: torch.optim.SGD(model.parameters(), lr=0.01), algo=DGC(density=0.1))
+
+    run = made(KINDS[0])
+    train(run.model, run.optimizer, rank, range(1))
+    dcp.save(run.content(), checkpoint_id=tmp_path)
+    other = made(kind)
+    other.load(tmp_path, checkpoint_id=tmp_path)
+    train(other.model, other.optimizer, rank, range(1, 4))
+    assert equal(other.model, other.group)
 
 
-def test_a_model_that_is_not_sharded(tmp_path: Path) -> None:
-    """The pending update of two ranks is that of three."""
-    heard: list[list[float]] = []
-    run_workers(reshard_workers.save_plain, 2, str(tmp_path), listen=heard.append)
-    before, heard = heard[0], []
-    run_workers(reshard_workers.load_plain, 3, str(tmp_path), listen=heard.append)
-    assert any(before)
-    assert len(heard) == 3
-    assert all(update == pytest.approx(before, rel=1e-5, abs=1e-6) for update in heard)
+@ranks(4)
+def test_states_that_cannot_be_loaded(rank, world_size, tmp_path):
+    """Those of an older version, and truncated ones of one rank: nothing changes on any rank."""
+    run, other = Run(KINDS[0], warmup_steps=0), Run(KINDS[3], warmup_steps=0)
+    train(other.model, other.optimizer, rank, range(1))
+    before = residual(other.optimizer)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exchange_state, "SCHEMA", 4)
+        dcp.save({"residuals": ResidualState(run.optimizer)}, checkpoint_id=tmp_path)
+    with pytest.raises((ConfigurationError, ConfigMismatchError), match=r"has schema=4, .* reads schema=\d"):
+        dcp.load({"residuals": ResidualState(other.optimizer, checkpoint_id=tmp_path)}, checkpoint_id=tmp_path)
+    content = ResidualState(other.optimizer).state_dict()
+    if rank == 1:
+        content = {key: value[:50] if isinstance(value, bytes) else value for key, value in content.items()}
+    with pytest.raises(RuntimeError if rank == 1 else ConfigMismatchError, match="PytorchStreamReader"):
+        ResidualState(other.optimizer).load_state_dict(content)
+    assert torch.equal(residual(other.optimizer), before)
+
+
+@ranks(4)
+def test_stages_of_a_pipeline(rank, world_size, tmp_path):
+    """Two of them in one checkpoint load on the same ranks to the bit. They cannot be resharded."""
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+
+    def made() -> tuple[nn.Module, tritoncomm.SparseOptimizer]:
+        model = tiny(rank % 2)
+        return model, exact(adamw(model), process_group=groups[rank % 2])
+
+    model, optimizer = made()
+    train(model, optimizer, rank, range(3))
+    dcp.save({"residuals": ResidualState(optimizer)}, checkpoint_id=tmp_path)
+    _, resumed = made()
+    dcp.load({"residuals": ResidualState(resumed)}, checkpoint_id=tmp_path)
+    assert torch.equal(residual(resumed), residual(optimizer))
+    with pytest.raises(ConfigurationError, match="stages of a pipeline"):
+        ResidualState(resumed, checkpoint_id=tmp_path)

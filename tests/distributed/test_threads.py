@@ -1,23 +1,90 @@
-"""Replicas are equal whatever the number of threads, on real gloo processes."""
+"""Replicas on unlike processors stay equal, bit for bit: other numbers of threads, and other libraries."""
 
 from __future__ import annotations
 
-from datetime import timedelta
 from functools import partial
 
-import thread_workers
-from helpers import run_workers
+import pytest
+import torch
+import torch.distributed as dist
+import tritoncomm
+from models import mesh, same
+from test_local_steps import muon
+from test_rules import Lion
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from tritoncomm.step.tensors.shards import local
 
 from depth import DEEP
+from ranks import ranks
 
-LIMIT = timedelta(minutes=10)  # more threads than cores wait for one another
+STEPS = 40  # the first 16 of which are dense, and a scale is computed after 20
+ROWS, COLUMNS = 700, 1500  # torch sums more than a million values in parts, one per thread
+SPARSE = {"values": "4bit"}  # and the other defaults of wrap()
+optim = torch.optim
+# An optimizer, and arguments of wrap. A rate of 1 lets limits bind.
+RUNS = {
+    "momentum": (partial(optim.SGD, lr=1.0, momentum=0.9), SPARSE),
+    "AdamW": (partial(optim.AdamW, lr=0.01), SPARSE | {"max_grad_norm": 0.5}),
+    "Lion": (partial(Lion, lr=0.01), {"algo": "exdyna"}),  # which rounds no values
+    "updates of Adafactor": (partial(optim.Adafactor, lr=0.01), {}),
+    "local steps": (partial(optim.AdamW, lr=0.01), {"local_steps": 4, "outer_lr": 0.9, "outer_momentum": 0.6}),
+}
+# They differ from one of these in what is computed alike for every entry.
+DEEP_RUNS = {
+    "Nesterov momentum": (partial(optim.SGD, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01), SPARSE),
+    "SGD": (partial(optim.SGD, lr=0.1, weight_decay=0.01), SPARSE),
+    "Adam": (partial(optim.Adam, lr=0.01, weight_decay=0.01, amsgrad=True), {"algo": "spardl"}),
+    "no rule": (partial(optim.AdamW, lr=0.01), SPARSE | {"staleness": "off"}),
+    "quantized": (partial(optim.AdamW, lr=0.01), {"algo": "quantized", "values": "2bit"}),
+    "updates of a list": (None, {}),
+}
 
 
-def test_two_ranks() -> None:
-    """No sum that decides a bit of a parameter depends on how many threads compute it."""
-    run_workers(partial(thread_workers.two_ranks, deep=DEEP), 2, limit=LIMIT)
+def trains_alike(rank: int, name: str, steps: int, shards: bool = False, **more) -> None:
+    """Train by heavy-tailed gradients, and compare parameters after every exchange.
+
+    Each rank has another number of threads, which changes in the middle, and rank 0 another library.
+    """
+    torch.manual_seed(0)
+    net, group = nn.Sequential(nn.Linear(COLUMNS, ROWS), nn.LayerNorm(ROWS)), None
+    make, fields = (RUNS | DEEP_RUNS)[name]
+    if shards:
+        over = mesh()
+        net, group = fully_shard(net, mesh=over["shard"]), over["replicate"].get_group()
+        more["process_group"] = group
+    parameters = list(net.parameters())
+    optimizer = tritoncomm.wrap(muon(net) if make is None else make(parameters), **fields | more)
+    every = fields.get("local_steps", 1)
+    common, own = (torch.randn(ROWS * COLUMNS, generator=torch.Generator().manual_seed(n)) ** 3 for n in (9, rank))
+    try:
+        with torch.backends.mkldnn.flags(enabled=rank > 0):
+            for step in range(steps):
+                torch.set_num_threads(1 + (rank + (step >= steps // 2)) % 2)
+                for parameter in parameters:
+                    parameter.grad = torch.zeros_like(parameter)
+                    gradient = local(parameter.grad)
+                    gradient.copy_((own.roll(7919 * step) + common)[: gradient.numel()].view(gradient.shape))
+                optimizer.step()
+                bits = [
+                    int(local(p.detach()).contiguous().view(torch.int32).sum(dtype=torch.int64)) for p in parameters
+                ]
+                assert (step + 1) % every or same(bits, group), f"replicas differ after step {step + 1}"
+    finally:
+        torch.set_num_threads(1)
 
 
-def test_four_ranks() -> None:
+@ranks(2, limit=300.0)
+@pytest.mark.parametrize("name", RUNS | (DEEP_RUNS if DEEP else {}))
+def test_two_ranks(rank, world_size, name):
+    """No sum that decides a bit of a parameter depends on how many threads compute it: of each rule and format."""
+    trains_alike(rank, name, STEPS)
+
+
+@ranks(4, limit=300.0)
+@pytest.mark.parametrize("kind", ["nodes", "shards"])
+def test_four_ranks(rank, world_size, kind):
     """Nor do those of nodes and of shards."""
-    run_workers(partial(thread_workers.four_ranks, deep=DEEP), 4, limit=LIMIT)
+    nodes = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    more = {"node_group": nodes[rank // 2]} if kind == "nodes" else {}
+    trains_alike(rank, "momentum", 20, kind == "shards", **more)

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from tritoncomm import NonFiniteError, PeerLostError, ProtocolMismatchError, SparseOptimizer
+from tritoncomm import PeerLostError, SparseOptimizer
 from tritoncomm.step.exchange.machine import TRANSITIONS, State
 
 from emulated_cuda import ranks
@@ -19,20 +19,6 @@ from small_model import backward, model, sgd, sparse_wrap
 
 # Made once, as the generator of torch belongs to all threads.
 _MODEL = model()
-
-
-class FailingSGD(torch.optim.SGD):
-    """SGD whose update raises ``error`` once, after it has changed a parameter."""
-
-    error: BaseException | None = None
-
-    def _init_group(self, *args):
-        """Go on with a step, or fail. The step itself is that of SGD."""
-        if self.error is not None:
-            error, self.error = self.error, None
-            self.param_groups[0]["params"][0].add_(1.0)
-            raise error
-        return super()._init_group(*args)
 
 
 def opened(inner: Callable[[nn.Module], torch.optim.Optimizer] = sgd, **settings) -> tuple[nn.Module, SparseOptimizer]:
@@ -64,11 +50,6 @@ def held(net: nn.Module, optimizer: SparseOptimizer) -> list[Any]:
     tensors = [*net.parameters(), feedback.residual, *(value for value in inner if isinstance(value, torch.Tensor))]
     flat = [tensor.detach().float().reshape(-1).view(torch.int32).tolist() for tensor in tensors]
     return [flat, repr(feedback.algorithm.state), optimizer.metrics()["steps"]]
-
-
-def broken(*_: object) -> None:
-    """Fail as a hook that writes a file may."""
-    raise OSError("disk full")
 
 
 def interrupted(*_: object) -> None:
@@ -118,26 +99,6 @@ def test_nothing_changes_before_the_step_is_applied(algo: str) -> None:
         assert optimizer.metrics()["residual_norm"] > 0
 
 
-@pytest.mark.parametrize("set_to_none", [True, False])
-@pytest.mark.parametrize("algo", ["oktopk", "spardl", "exdyna", "dgc", "random_k"])
-def test_zero_grad_throws_the_mean_away(algo: str, set_to_none: bool) -> None:
-    """A mean that nobody used is a skipped step: residual and method are bit-identical, and so is all that follows."""
-    plain = lambda net: torch.optim.SGD(net.parameters(), lr=0.05)  # noqa: E731
-    (net, optimizer), (other, twin) = (opened(plain, algo=algo) for _ in range(2))
-    for number in range(1, 3):
-        before = held(net, optimizer)
-        optimizer.zero_grad()
-        backward(net, 9)
-        optimizer.synchronize()
-        optimizer.zero_grad(set_to_none=set_to_none)
-        assert state_of(optimizer) is State.IDLE
-        assert held(net, optimizer) == before
-        assert optimizer.metrics()["skipped_steps"] == number
-    train(net, optimizer, range(2, 5))
-    train(other, twin, range(2, 5))
-    assert held(net, optimizer) == held(other, twin)
-
-
 def test_ready_refuses_what_would_lose_the_mean() -> None:
     """In READY, the optimizer is neither saved nor changed, and gradients are not exchanged again."""
     net, optimizer = opened()
@@ -166,94 +127,6 @@ def test_ready_refuses_what_would_lose_the_mean() -> None:
     optimizer.state_dict()
 
 
-@pytest.mark.parametrize("flushes", [False, True])
-def test_a_hook_that_raises_before_the_update(flushes: bool) -> None:
-    """The step is READY, and can be repeated or thrown away. Nothing is lost."""
-    (net, optimizer), (other, twin) = opened(), opened()
-    for discards in (True, False):
-        before = held(net, optimizer)
-        optimizer.zero_grad()
-        if not flushes:
-            backward(net, 2)
-        handle = optimizer.register_step_pre_hook(broken)
-        with pytest.raises(OSError, match="disk"):
-            optimizer.flush() if flushes else optimizer.step()
-        handle.remove()
-        assert state_of(optimizer) is State.READY
-        assert held(net, optimizer) == before
-        if discards:
-            optimizer.zero_grad()
-            assert state_of(optimizer) is State.IDLE
-            assert held(net, optimizer) == before
-    optimizer.step()
-    assert state_of(optimizer) is State.IDLE
-    if flushes:
-        twin.flush()
-        assert optimizer.metrics()["residual_norm"] == 0
-        optimizer.zero_grad()
-    else:
-        train(other, twin, range(2, 3))
-    assert held(net, optimizer) == held(other, twin)
-
-
-def test_gradients_that_change_while_ready() -> None:
-    """A step that failed is not repeated with other gradients."""
-    net, optimizer = opened()
-    optimizer.zero_grad()
-    backward(net, 2)
-    handle = optimizer.register_step_pre_hook(broken)
-    with pytest.raises(OSError, match="disk"):
-        optimizer.step()
-    handle.remove()
-    before = held(net, optimizer)
-    backward(net, 3)
-    with pytest.raises(RuntimeError, match=r"gradients have changed.*zero_grad"):
-        optimizer.step()
-    assert state_of(optimizer) is State.READY
-    assert held(net, optimizer) == before
-    optimizer.zero_grad()
-    train(net, optimizer, range(3, 5))
-
-
-@pytest.mark.parametrize("error", [MemoryError("no room"), KeyboardInterrupt()])
-def test_an_update_that_stops(error: BaseException) -> None:
-    """STOPPED lasts until a state is loaded. Until then nothing is saved, and no step is taken."""
-    net, optimizer = opened(lambda net: FailingSGD(net.parameters(), lr=0.05))
-    saved = copy.deepcopy((net.state_dict(), optimizer.state_dict()))
-    optimizer.error = error
-    with pytest.raises(type(error)):
-        train(net, optimizer, range(2, 3))
-    assert state_of(optimizer) is State.STOPPED
-    before = held(net, optimizer)[0][:4]  # the parameters
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match=r"stopped update 3.*load"):
-            optimizer.state_dict()
-        with pytest.raises(ProtocolMismatchError, match=r"stopped.*load"):
-            train(net, optimizer, range(3, 4))
-        optimizer.zero_grad()
-        assert state_of(optimizer) is State.STOPPED
-        assert held(net, optimizer)[0][:4] == before
-    net.load_state_dict(saved[0])
-    optimizer.load_state_dict(saved[1])
-    assert state_of(optimizer) is State.IDLE
-    other, twin = opened(lambda net: FailingSGD(net.parameters(), lr=0.05))
-    train(net, optimizer, range(2, 5))
-    train(other, twin, range(2, 5))
-    assert held(net, optimizer) == held(other, twin)
-
-
-def test_a_signal_before_the_update() -> None:
-    """Other ranks may take a step that all have confirmed: a signal stops it, whether it comes in a hook or later."""
-    net, optimizer = opened()
-    optimizer.zero_grad()
-    backward(net, 2)
-    handle = optimizer.register_step_pre_hook(interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        optimizer.step()
-    handle.remove()
-    assert state_of(optimizer) is State.STOPPED
-
-
 def test_a_signal_in_the_exchange() -> None:
     """A signal before the confirmation changes nothing, and training goes on as without it."""
     (net, optimizer), (other, twin) = opened(), opened()
@@ -271,27 +144,6 @@ def test_a_signal_in_the_exchange() -> None:
     train(net, optimizer, range(2, 4))
     train(other, twin, range(2, 4))
     assert held(net, optimizer) == held(other, twin)
-
-
-@pytest.mark.parametrize("policy", ["skip", "raise"])
-def test_a_rejected_step(policy: str) -> None:
-    """A NaN leads back to IDLE. If the step is skipped, the next ``step()`` applies nothing."""
-    net, optimizer = opened(on_nonfinite=policy)
-    optimizer.zero_grad()
-    backward(net, 2)
-    net[0].weight.grad[0, 0] = float("nan")
-    before = held(net, optimizer)
-    if policy == "raise":
-        with pytest.raises(NonFiniteError):
-            optimizer.synchronize()
-    else:
-        optimizer.synchronize()
-        assert state_of(optimizer) is State.READY
-        optimizer.step()
-    assert state_of(optimizer) is State.IDLE
-    assert held(net, optimizer) == before
-    assert optimizer.metrics()["skipped_steps"] == 1
-    train(net, optimizer, range(3, 4))
 
 
 def test_loading_in_every_state() -> None:

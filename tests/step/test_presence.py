@@ -107,22 +107,6 @@ def test_a_residual_takes_no_place() -> None:
     assert int(torch.count_nonzero(p.grad)) == int(0.1 * 2 * 64 * 64)
 
 
-def test_frozen_after_wrap() -> None:
-    """The residual of a parameter that is frozen waits, until it trains again."""
-    p, q = pair()
-    optimizer = tritoncomm.wrap(MAKERS["SGD"]([p, q]), density=0.1)
-    take(optimizer, p, q, 4, using=lambda _: True)
-    residual = optimizer._tritoncomm.setup.vector.residuals_by_parameter()[q].clone()
-    q.requires_grad_(False)
-    value = q.detach().clone()
-    take(optimizer, p, q, 4, using=lambda step: step > 0)
-    assert torch.equal(q, value)
-    assert torch.equal(optimizer._tritoncomm.setup.vector.residuals_by_parameter()[q], residual)
-    q.requires_grad_(True)
-    take(optimizer, p, q, 2, using=lambda _: True)
-    assert not torch.equal(q.detach(), value)
-
-
 def test_flush_delivers_it() -> None:
     """A flush leaves no residual, also of parameters that nobody uses."""
     p, q = pair()
@@ -135,42 +119,6 @@ def test_flush_delivers_it() -> None:
     assert optimizer.metrics()["residual_norm"] == 0
     take(optimizer, p, q, 1, using=lambda _: False)
     assert q.grad is None
-
-
-def test_synchronize_and_rollback() -> None:
-    """After synchronize(), the gradient is None. What zero_grad() throws away has changed nothing."""
-    p, q = pair()
-    optimizer = tritoncomm.wrap(MAKERS["AdamW"]([p, q]), density=0.1)
-    take(optimizer, p, q, 4, using=lambda _: True)
-    take(optimizer, p, q, 2, using=lambda _: False)
-    before = optimizer._tritoncomm.setup.vector.feedback.residual.clone()
-    optimizer.zero_grad()
-    p.sum().backward()
-    optimizer.synchronize()
-    assert q.grad is None
-    assert torch.equal(optimizer._tritoncomm.setup.vector.feedback.residual, before)
-    optimizer.zero_grad()
-    assert torch.equal(optimizer._tritoncomm.setup.vector.feedback.residual, before)
-
-
-@pytest.mark.parametrize("kind", ["SGD", "AdamW"])
-def test_resume(kind: str) -> None:
-    """Saved, loaded and continued is never stopped, bit for bit, while a parameter waits."""
-    p, q = pair()
-    optimizer = tritoncomm.wrap(MAKERS[kind]([p, q]), density=0.1, exchange="gradients")
-    take(optimizer, p, q, 4, using=lambda _: True)
-    take(optimizer, p, q, 2, using=lambda _: False)
-    state = copy.deepcopy(optimizer.state_dict())
-    others = tuple(Parameter(each.detach().clone()) for each in (p, q))
-    resumed = tritoncomm.wrap(MAKERS[kind](others), density=0.1, exchange="gradients")
-    resumed.load_state_dict(state)
-    for own, *tensors in ((optimizer, p, q), (resumed, *others)):
-        take(own, *tensors, 6, using=lambda step: step in (2, 3, 5))
-    assert torch.equal(p, others[0])
-    assert torch.equal(q, others[1])
-    assert torch.equal(
-        resumed._tritoncomm.setup.vector.feedback.residual, optimizer._tritoncomm.setup.vector.feedback.residual
-    )
 
 
 @pytest.mark.parametrize("kind", ["SGD", "Adam", "AdamW"])
@@ -216,15 +164,3 @@ def test_a_rate_of_zero_without_delays(algo: str) -> None:
     inner.add_param_group({"params": [q], "lr": 0.0})
     take(tritoncomm.wrap(inner, algo), p, q, 3, using=lambda _: True)
     assert inner.state[q]["exp_avg"].any()
-
-
-def test_one_worker_is_the_bare_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A single worker takes torch's own steps, and None is None."""
-    monkeypatch.setattr("tritoncomm.step.settings.SINGLE_WORKER_SELECTS", False)
-    found = []
-    for wrapped in (False, True):
-        p, q = pair()
-        optimizer = MAKERS["AdamW"]([p, q])
-        take(tritoncomm.wrap(optimizer) if wrapped else optimizer, p, q, 6, using=lambda step: step in (1, 4))
-        found.append((p, q))
-    assert all(map(torch.equal, *found))
