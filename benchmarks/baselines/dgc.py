@@ -23,7 +23,8 @@ from tritoncomm.algorithms.base import (
 )
 from tritoncomm.errors import ConfigurationError, NonFiniteError
 from tritoncomm.primitives.accumulator import Accumulator
-from tritoncomm.primitives.collectives import all_gather_mean, dense_exchange
+from tritoncomm.primitives.collectives import dense_exchange
+from tritoncomm.primitives.exchange import all_gather_mean
 from tritoncomm.primitives.selection import entries_to_keep, rounding_figures
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.scheduler import cost

@@ -28,7 +28,7 @@ from tritoncomm import (
     algorithms,
     checkpoint,
 )
-from tritoncomm.primitives import collectives
+from tritoncomm.primitives import collectives, exchange
 from tritoncomm.primitives.accumulator import Accumulator
 from tritoncomm.primitives.packing import Encoding
 from tritoncomm.primitives.verdict import Verdict
@@ -238,7 +238,7 @@ def _gathering_all(number: int):
     yield AllReduce("begin", torch.ones(1))
     if number == 1:
         accumulator = Accumulator(*torch.zeros(3, 100))
-        yield from collectives.all_gather_mean(FOUR, [4, 3], PACKED, accumulator, 1, 2)
+        yield from exchange.all_gather_mean(FOUR, [4, 3], PACKED, accumulator, 1, 2)
     yield AllReduce("end", torch.ones(1))
 
 

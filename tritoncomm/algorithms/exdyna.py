@@ -20,23 +20,18 @@ import torch
 
 import tritoncomm_kernels as kernels
 from tritoncomm.algorithms.base import Bounds, BudgetedAlgorithm, IndexRecipe, StaticRecipe, check, check_at_least
-from tritoncomm.errors import ConfigurationError, NonFiniteError
+from tritoncomm.errors import ConfigurationError
 from tritoncomm.primitives.accumulator import Accumulator
-from tritoncomm.primitives.collectives import (
-    bruck_all_gather,
-    checked_counts,
-    dense_exchange,
-    mean_over_ranks,
-    share_rows,
-)
+from tritoncomm.primitives.collectives import checked_counts, dense_exchange, mean_over_ranks
+from tritoncomm.primitives.exchange import Count, Step, tight
 from tritoncomm.primitives.packing import Rows
-from tritoncomm.primitives.region_cuts import balanced_sizes, trimmed_sizes, widest
+from tritoncomm.primitives.region_cuts import balanced_sizes, widest
 from tritoncomm.primitives.selection import entries_to_keep
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.primitives.verdict import Verdict, with_verdict
 from tritoncomm.scheduler import cost
 from tritoncomm.scheduler.cost import Flow, Forecast, both
-from tritoncomm.scheduler.rounds import AllGather, AllReduce, Pattern
+from tritoncomm.scheduler.rounds import AllReduce, Pattern
 from tritoncomm_kernels import Padded, Selection
 from tritoncomm_kernels.rebalance import MAX_PARTITIONS
 from tritoncomm_kernels.workspace import copied_to
@@ -227,35 +222,37 @@ class ExDynaAlgorithm(BudgetedAlgorithm):
         return mean
 
     def _exchange(
-        self, acc: Accumulator, threshold: float, bounds: torch.Tensor, step: int, rank: int, world_size: int
+        self, acc: Accumulator, threshold: float, bounds: torch.Tensor, number: int, rank: int, world_size: int
     ) -> Pattern[tuple[SparseVector, Counts]]:
-        """Select, exchange, and remove what is delivered. Return the mean and the counts of all ranks.
+        """Select, exchange, and remove what is delivered in step ``number``. Return the mean and all ranks' counts.
 
-        ``bounds`` are those of the partitions, int32 ``[P + 1]``. With exact lengths, the ranks share their counts
-        first, in a message of their own. In the static form, counts are part of the verdict at the end.
+        ``bounds`` are those of the partitions, int32 ``[P + 1]``. Borders move, so messages with fixed room have the
+        span of the whole vector.
         """
+        step = Step.of(acc, self.encoding, rank, world_size)
         # Partition-wise exclusive gradient selection. The partitions rotate among the ranks.
-        place = (step + rank) % world_size
+        partitions = [(number + owner) % world_size for owner in range(world_size)]
+        place, ranges = partitions[rank], [(0, self.numel)] * world_size
         if acc.verdict is None:
-            union, counts = yield from self._select_and_gather(acc, threshold, bounds, step, rank, world_size)
+            cuts = bounds.tolist()
+            ranges = [(cuts[partition], cuts[partition + 1]) for partition in partitions]
+            own, figures = self._select(step, threshold, *ranges[rank], number)
         else:
             own, figures = self._select_padded(acc, acc.verdict, threshold, bounds[place : place + 2], world_size)
-            union = yield from self._gather_padded(acc, acc.verdict, own, step, world_size)
-        sums = acc.values_at(union)
-        if world_size > 1 and union.numel():
+        rooms = yield from step.rooms("counts", figures, self._room(world_size), self.capacity)
+        order = [(partition - number) % world_size for partition in range(world_size)]
+        union, _ = yield from step.to_all("indices", step.largest(own, rooms[rank]), ranges, rooms, order)
+        sums = acc.values_at(union.indices)
+        if world_size > 1 and union.room:
             sums = yield AllReduce("values", sums)
-        acc.clear_padded(union)  # every rank contributed its value at every selected index
-        if acc.verdict is None:
-            if kernels.has_non_finite(sums):  # raised on all ranks, because all hold the same sums
-                raise NonFiniteError("finite gradients overflow when summed; nothing was applied")
-            return SparseVector(union, sums / world_size, self.numel), counts
-        acc.verdict.check_sums(sums)
-        rows = yield from acc.verdict.settle(world_size, figures)
+        acc.clear(union.indices)  # every rank contributed its value at every selected index
+        step.check_sums(sums)
+        rows = yield from step.settle()
         passed, non_zero = (list(column) for column in zip(*rows, strict=True))
-        checked_counts("verdict", passed, self.numel)  # the next borders depend on them
-        acc.selected = min(passed[rank], self._room(world_size))
-        counts = Counts(passed, non_zero, acc.verdict.figures[:, 0].contiguous())
-        return SparseVector.padded(Padded(union, sums / world_size), self.numel), counts
+        checked_counts("counts", passed, self.numel)  # the next borders depend on them
+        acc.selected = min(passed[rank], rooms[rank])
+        counts = Counts(passed, non_zero, step.figures[:, 0].int().contiguous())
+        return step.vector(union._replace(values=sums)), counts
 
     def _state_for(self, world_size: int, layout: Layout) -> ExDynaState:
         """Return the state for ``world_size``. A change of world size starts with equal partitions.
@@ -298,60 +295,25 @@ class ExDynaAlgorithm(BudgetedAlgorithm):
         mean = yield from mean_over_ranks(quantile, world_size, acc.device, phase="start")
         return mean * (1.0 if self.state.settled else self.recipe.lift)
 
-    def _select_and_gather(
-        self, acc: Accumulator, threshold: float, bounds: torch.Tensor, step: int, rank: int, world_size: int
-    ) -> Pattern[tuple[torch.Tensor, Counts]]:
-        """Return the union of all selections, int32, and the counts of all ranks, with messages of exact lengths.
+    def _select(self, step: Step, threshold: float, start: int, stop: int, number: int) -> tuple[Padded, list[Count]]:
+        """Exclusive selection: return the entries from ``start`` up to ``stop`` that reach the threshold.
 
-        At most ``capacity`` entries are delivered. Each rank keeps its largest ones.
+        Also returns the figures of this rank: how many they are, and whether the accumulator has a non-zero. The pass
+        adds residual and gradient over the whole vector, so it finds every NaN and Inf.
         """
-        cuts = bounds.tolist()
-        own, finite = self._select(acc, threshold, cuts, (step + rank) % world_size, step)
-        non_zero = own.found > 0 or bool(acc.dense().any())
-        passed, non_zeros = yield from share_rows(
-            [own.found, non_zero], finite, world_size, acc.device, phase="counts", limit=self.numel
-        )
-        kept = trimmed_sizes(passed, self.capacity)
-        capped = kernels.largest(own, kept[rank], workspace=self.workspace)
-        union = yield from self._all_gather(capped.indices, kept, cuts, step, rank, world_size)
-        acc.selected = capped.found
-        return union, Counts(passed, non_zeros, torch.tensor(passed, dtype=torch.int32))
-
-    def _select(
-        self, acc: Accumulator, threshold: float, bounds: Sequence[int], partition: int, step: int
-    ) -> tuple[Selection, bool]:
-        """Exclusive selection: return the entries of ``partition``, and whether the whole accumulator is finite.
-
-        The pass adds residual and gradient over the whole vector, so it finds every NaN and Inf.
-        """
-        start, stop = bounds[partition], bounds[partition + 1]
-        own, finite = acc.at_least_inside(threshold, start, stop)
+        acc = step.acc
+        own, step.is_finite = acc.at_least_inside(threshold, start, stop)
         if self.recipe.parity and own.found == 0 and start < stop:  # every rank sends at least one index
-            forced = torch.tensor([start + step % (stop - start)], dtype=torch.int32, device=acc.device)
+            forced = torch.tensor([start + number % (stop - start)], dtype=torch.int32, device=acc.device)
             own = Selection.of(forced, acc.dense()[forced.long()])
-        return own, finite
-
-    def _all_gather(
-        self, own: torch.Tensor, kept: list[int], bounds: Sequence[int], step: int, rank: int, world_size: int
-    ) -> Pattern[torch.Tensor]:
-        """Return the union of all selections. They are disjoint, and in partition order they ascend."""
-        owners = [(partition - step) % world_size for partition in range(world_size)]
-        sections = {
-            owner: self.encoding.section(bounds[partition], bounds[partition + 1], kept[owner])
-            for partition, owner in enumerate(owners)
-        }
-        words = [sections[owner].words for owner in range(world_size)]
-        message, _ = sections[rank].encode(own, own.new_empty(0, dtype=torch.float32))
-        blocks = yield from bruck_all_gather(message, words, rank, world_size, phase="indices")
-        return torch.cat([sections[owner].decode(blocks[owner]).indices for owner in owners])
+        return tight(own), [own.found, own.found > 0 or bool(acc.dense().any())]
 
     def _select_padded(
         self, acc: Accumulator, verdict: Verdict, threshold: float, span: torch.Tensor, world_size: int
-    ) -> tuple[Padded, list[torch.Tensor]]:
+    ) -> tuple[Padded, list[Count]]:
         """Return the largest entries inside ``span`` (int32 ``[2]``) that reach the threshold, as many as have room.
 
-        Also returns the figures of this rank, int32 ``[1]`` each: how many reach it, and whether the accumulator has a
-        non-zero. The others stay in the residual. Nothing waits for a GPU.
+        Also returns the figures of :meth:`_select`. Entries without room stay in the residual. Nothing waits for a GPU.
         """
         values, held, room = acc.dense(), acc.workspace, self._room(world_size)
         extremes = torch.stack(torch.aminmax(values))  # one pass over the vector finds NaN, Inf and non-zeros
@@ -363,23 +325,6 @@ class ExDynaAlgorithm(BudgetedAlgorithm):
         passed = kernels.count_inside(values, reach, span, workspace=held)
         non_zero = (extremes != 0).any().to(torch.int32).reshape(1)
         return kernels.reaching(largest, reach, workspace=held), [passed, non_zero]
-
-    def _gather_padded(
-        self, acc: Accumulator, verdict: Verdict, own: Padded, step: int, world_size: int
-    ) -> Pattern[torch.Tensor]:
-        """Return the union of all selections, with padding. Nothing waits for a GPU."""
-        rows = self._rows(world_size, acc.device)
-        message, _ = rows.encode(Padded(own.indices[None], own.values[None]), workspace=acc.workspace)
-        gathered = (yield AllGather("indices", message[0])) if world_size > 1 else message
-        lists, malformed = rows.decode(gathered, workspace=acc.workspace)
-        verdict.check_messages(malformed)
-        # Rank r selects in partition (step + r) mod P. In partition order the indices ascend.
-        lists = lists._replace(indices=torch.roll(lists.indices, step % world_size, 0))
-        union = kernels.joined(lists, workspace=acc.workspace).indices[: self._union(world_size)]
-        before, after = union[:-1], union[1:]
-        descents = (after <= before) & (after >= 0)  # padding, which stands at the end, does not count
-        verdict.check_messages(descents.sum(dtype=torch.int32).reshape(1))
-        return union
 
     def _partitions(self, state: ExDynaState, layout: Layout, device: torch.device) -> Partitions:
         """Return the partitions of this step, as tensors on ``device``. Nothing waits for a GPU."""
@@ -455,13 +400,6 @@ class ExDynaAlgorithm(BudgetedAlgorithm):
         """Return the largest number of entries of all ranks in the static form."""
         return min(world_size * self._room(world_size), self.numel)
 
-    def _rows(self, world_size: int, device: torch.device) -> Rows:
-        """Return the layout of the messages of the static form.
-
-        Every message has the span of the whole vector, because borders move. Its length therefore never changes.
-        """
-        return Rows(self.encoding, kernels.constant((0,) * world_size, device), self.numel, self._room(world_size))
-
     def predicted_traffic(self, world_size: int, *, ordinary: bool = False) -> Forecast:
         """See :meth:`Algorithm.predicted_traffic`: the largest number of entries, all selected by one rank.
 
@@ -471,7 +409,7 @@ class ExDynaAlgorithm(BudgetedAlgorithm):
             return cost.dense(self.numel, world_size)
         layout = self.layout(world_size)
         if self.is_static:
-            words = self._rows(world_size, torch.device("cpu")).words
+            words = Rows(self.encoding, torch.zeros(1), self.numel, self._room(world_size)).words
             gathered = both(cost.all_gather(words, cost.WORD, world_size))
             reduced = both(cost.all_reduce(self._union(world_size), cost.WORD, world_size))
             forecast = with_verdict(Forecast({"indices": gathered, "values": reduced}), world_size, figures=2)

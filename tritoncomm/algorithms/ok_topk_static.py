@@ -256,7 +256,7 @@ class OkTopkStaticStep:
 
     def _alone(self, local: Padded, selected: torch.Tensor, kth: torch.Tensor) -> Pattern[Outcome]:
         """Return the result for a world size of 1, which is the local selection."""
-        self.acc.subtract_padded(local, rounded=False)
+        self.acc.subtract(local, rounded=False)
         (row,) = yield from self.verdict.settle(1, (selected, kth))
         self.acc.selected = row[0]
         threshold = self._following_local(*row)
@@ -349,15 +349,15 @@ class OkTopkStaticStep:
         """Remove the ``kept`` ones of the ``sent`` entries from the sum."""
         if self.form.encoding.rounds:
             values = torch.where(kept, sent.values, 0.0)
-            self.acc.subtract_padded(sent._replace(values=values), rounded=True)
+            self.acc.subtract(sent._replace(values=values), rounded=True)
         else:
-            self.acc.subtract_padded(only(sent, kept), rounded=False)
+            self.acc.subtract(only(sent, kept), rounded=False)
 
     def _keep_rest(self, sent: Padded, kept: torch.Tensor, reduced: _Reduced, regions: _Regions) -> None:
         """Add what rounding has cut off from the ``kept`` ones of the ``sent`` sums to the residual of their owner."""
         places = torch.where(sent.indices < 0, PADDING, sent.indices - regions.low)
         excess = torch.where(kept, sent.values - kernels.values_at(reduced.sums, places), 0.0)
-        self.acc.subtract_padded(sent._replace(values=excess), rounded=True)
+        self.acc.subtract(sent._replace(values=excess), rounded=True)
 
     def _edge(self, result: Padded, chosen: _Chosen) -> torch.Tensor:
         """Return ``edge`` of :class:`Figures`. Thresholds must not be learnt from rounded values."""

@@ -100,9 +100,8 @@ class WorkingVector(ABC):
     def _values_at(self, indices: torch.Tensor) -> torch.Tensor:
         """Return W at the ``indices`` of a list."""
 
-    @abstractmethod
     def _set(self, entries: Padded) -> None:
-        """Overwrite W at ``entries``."""
+        self.acc.replace(*entries)
 
     def _check_residual(self, left: torch.Tensor) -> None:  # noqa: B027 - exact lengths check each change
         """Check the values that W holds at the entries of the result."""
@@ -126,7 +125,7 @@ class WorkingVector(ABC):
         kept = ascending(final, self.acc.numel)
         for sent in self._taken:
             cleared = sent if residuals == "local" else torch.where(among(kept, sent), sent, PADDING)
-            self.acc.clear_padded(cleared)
+            self.acc.clear(cleared)
 
 
 class ExactVector(WorkingVector):
@@ -239,9 +238,6 @@ class ExactVector(WorkingVector):
     def _values_at(self, indices: torch.Tensor) -> torch.Tensor:
         return self.acc.dense().index_select(0, indices)  # without padding, torch is faster than the kernels
 
-    def _set(self, entries: Padded) -> None:
-        self.acc.replace(entries.indices, entries.values)
-
 
 class StaticVector(WorkingVector):
     """W with lists that have padding. Nothing waits for a GPU before :meth:`settle`."""
@@ -270,9 +266,9 @@ class StaticVector(WorkingVector):
         self._note(taken.indices)
         message, sent = rows.encode(taken, workspace=self.workspace)
         if rows.rounds:
-            self.acc.add_rows(sent, scale=-1.0)
+            self.acc.add(*sent, scale=-1.0)
         else:
-            self.acc.clear_padded(taken.indices)
+            self.acc.clear(taken.indices)
         self._taken.append(taken.indices)
         if gap is not None:
             message = torch.cat([message[:gap], message[gap + 1 :]])
@@ -285,7 +281,7 @@ class StaticVector(WorkingVector):
             self._note(entries.indices)
             held = self._log[-1].values
             self._set(entries)
-            self.acc.add_rows(sent, scale=-1.0)
+            self.acc.add(*sent, scale=-1.0)
             rest = self._values_at(entries.indices)
             self._set(entries._replace(values=held + (rest if share == 1.0 else share * rest)))
         return message.reshape(-1), sent
@@ -293,7 +289,7 @@ class StaticVector(WorkingVector):
     def add(self, message: torch.Tensor, blocks: Sequence[int]) -> None:
         received = self._read(self._rows(blocks), message)
         self._note(received.indices)
-        self.acc.add_rows(received)
+        self.acc.add(*received)
 
     def union(
         self, messages: Sequence[torch.Tensor], own: Padded | None = None, h: int | None = None, room: int | None = None
@@ -314,7 +310,7 @@ class StaticVector(WorkingVector):
         if share is not None:
             self._note(union.indices)
             before = self._values_at(kept.indices)
-            self.acc.add_rows(union, scale=share)
+            self.acc.add(*union, scale=share)
             self._set(kept._replace(values=before))
         return kept
 
@@ -347,9 +343,6 @@ class StaticVector(WorkingVector):
 
     def _values_at(self, indices: torch.Tensor) -> torch.Tensor:
         return self.acc.values_at(indices)
-
-    def _set(self, entries: Padded) -> None:
-        self.acc.replace_padded(entries)
 
     def _check_residual(self, left: torch.Tensor) -> None:
         self.verdict.check_sums(left)  # what several ranks truncate at one coordinate can overflow

@@ -228,41 +228,19 @@ class Accumulator:
         self.selected = k
         return entries
 
-    def subtract_padded(self, delivered: Padded, *, rounded: bool) -> None:
-        """Do the same as :meth:`subtract` for entries with padding. Nothing waits for a GPU."""
-        if rounded:
-            self.add_rows(delivered, scale=-1.0)
-        else:
-            self.clear_padded(delivered.indices)
-
-    def add_rows(self, rows: Padded, *, scale: float = 1.0) -> None:
-        """Add ``scale`` times the values of rows with padding to the sum, in row order. Nothing waits for a GPU."""
-        self._add()
-        self._timed(lambda: kernels.add_rows(self._scratch, rows, scale=scale, workspace=self.workspace))
-
-    def clear_padded(self, indices: torch.Tensor) -> None:
-        """Set the sum to zero at ``indices``, which may hold padding. Nothing waits for a GPU."""
-        self._add()
+    def clear(self, indices: torch.Tensor) -> None:
+        """Set the sum to zero at ``indices``, because these entries have been delivered. Padding is ignored."""
+        self._add_undivided()
         self._timed(lambda: kernels.set_at(self._scratch, indices))
 
-    def replace_padded(self, entries: Padded) -> None:
-        """Do the same as :meth:`replace` for entries with padding. Nothing waits for a GPU."""
-        self._add()
-        self._timed(lambda: kernels.set_at(self._scratch, entries))
-
-    def clear(self, indices: torch.Tensor) -> None:
-        """Set the sum to zero at ``indices``, because these entries have been delivered."""
-        self._add_undivided()
-        self._timed(lambda: self._scratch.index_fill_(0, indices.long(), 0.0))
-
-    def subtract(self, delivered: Selection, *, rounded: bool) -> None:
+    def subtract(self, delivered: Selection | Padded, *, rounded: bool) -> None:
         """Remove the ``delivered`` entries from the sum.
 
         If values were ``rounded``, they are subtracted, and the exact difference stays. Otherwise the sum becomes zero
         at their indices. See :meth:`clear`.
         """
         if rounded:
-            self.add(delivered.indices, -delivered.values)
+            self.add(delivered.indices, delivered.values, scale=-1.0)
         else:
             self.clear(delivered.indices)
 
@@ -272,25 +250,30 @@ class Accumulator:
         self._timed(self._scratch[start:stop].zero_)
 
     def replace(self, indices: torch.Tensor, values: torch.Tensor) -> None:
-        """Overwrite the sum at ``indices`` (unique) with ``values``."""
+        """Overwrite the sum at ``indices`` (unique) with ``values``. Padding is ignored."""
         self._add()
-        self._timed(lambda: self._scratch.index_copy_(0, indices.long(), values))
+        self._timed(lambda: kernels.set_at(self._scratch, Padded(indices, values)))
 
     def replace_range(self, start: int, values: torch.Tensor) -> None:
         """Overwrite the sum with ``values``, from coordinate ``start`` on."""
         self._add()
         self._timed(lambda: self._scratch[start : start + values.numel()].copy_(values))
 
-    def add(self, indices: torch.Tensor, values: torch.Tensor) -> None:
-        """Add ``values`` to the sum at ``indices`` (unique).
+    def add(self, indices: torch.Tensor, values: torch.Tensor, *, scale: float = 1.0) -> None:
+        """Add ``scale`` times ``values`` to the sum at ``indices`` (``[m]`` or ``[rows, m]``, unique in a row).
 
-        A rank that drops partial sums of other ranks adds them here. They stay in its residual.
+        Rows are added in order. A rank that drops partial sums of other ranks adds them here. They stay in its
+        residual. In a step with a verdict there may be padding, and nothing waits for a GPU.
         """
         self._add_undivided()
         divisor = self._divisor
         if divisor is not None:
-            values = values * divisor.index_select(0, indices)
-        self._timed(lambda: kernels.scatter_add(self._scratch, indices, values))
+            values = values * divisor[indices.clamp(min=0).long()]
+        if self.verdict is None:
+            self._timed(lambda: kernels.scatter_add(self._scratch, indices, values if scale == 1.0 else scale * values))
+        else:
+            rows = Padded(indices, values)
+            self._timed(lambda: kernels.add_rows(self._scratch, rows, scale=scale, workspace=self.workspace))
 
     def clear_all(self) -> None:
         """Set the whole sum to zero, because all of it has been delivered."""

@@ -23,7 +23,6 @@ from tritoncomm_kernels import Padded, Selection
 
 OVERFLOW = "hold a sum of finite gradients that overflows"
 LARGEST_ROUNDED = 2.0**126  # sums of this magnitude count as overflow if values are rounded
-_ALL_GATHER = "all-gather"  # the phase of :func:`all_gather_mean`
 NON_FINITE = -1  # sent in place of a count, so that a NaN or Inf is reported without an extra message
 
 
@@ -298,43 +297,6 @@ def _balance(block: Selection, regions: Regions, rank: int, world_size: int, wid
     receives = {p: section(p, count).words for p, count in arriving.items() if p != rank}
     yield from rotate(sends, receives, keep, rank, world_size, width=width, phase="balance")
     return Selection.join([block.slice(0, 0), *(parts[p] for p in sorted(parts))])
-
-
-def all_gather_mean(
-    own: Selection,
-    rooms: Sequence[int],
-    encoding: Encoding,
-    acc: Accumulator,
-    rank: int,
-    world_size: int,
-) -> Pattern[tuple[SparseVector, Selection]]:
-    """Return the mean over ranks of all ranks' entries, and the part of ``own`` that is in it, with the values sent.
-
-    The mean stores the union of all indices. Values are added in rank order, so all ranks get the same bits.
-    ``rooms[r]`` is the largest number of entries that rank r sends. ``encoding`` is the format of messages. All ranks
-    raise :class:`~tritoncomm.NonFiniteError` if an entry or a sum is NaN or Inf. No flag is needed, because every
-    selection includes NaN and Inf.
-    """
-    if world_size == 1:
-        encoding = packing.PLAIN
-    # Rounded values travel divided by the world size, because a quotient of a rounded sum would not be exact.
-    divisor = world_size if encoding.rounds else 1
-    if own.found > rooms[rank]:
-        raise ProtocolMismatchError(
-            f"phase {_ALL_GATHER!r}: rank {named([rank])[0]} has {own.found} entries, but received {rooms[rank]}"
-        )
-    sections = [encoding.section(0, acc.numel, room, divisor=divisor) for room in rooms]
-    message, sent = sections[rank].encode(own.indices, own.values)
-    words = [section.words for section in sections]
-    blocks = yield from bruck_all_gather(message, words, rank, world_size, phase=_ALL_GATHER)
-    lists = [section.decode(block)[:2] for section, block in zip(sections, blocks, strict=True)]
-    indices, sums = kernels.merge(lists, acc.numel, workspace=acc.workspace)
-    if kernels.has_non_finite(sums):
-        bad = [source for source, (_, values) in enumerate(lists) if kernels.has_non_finite(values)]
-        if bad:
-            raise non_finite(bad)
-        raise NonFiniteError("finite gradients overflow when summed; nothing was applied")
-    return SparseVector(indices, sums if encoding.rounds else sums / world_size, acc.numel), sent
 
 
 def shared_mean(

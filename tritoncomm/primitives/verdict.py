@@ -15,6 +15,7 @@ from tritoncomm.scheduler.rounds import AllGather, Pattern, read
 _PHASE = "verdict"
 _GRADIENTS, _SUMS, _MESSAGES = range(3)
 REJECTED = "a gradient or a sum of gradients contains NaN or Inf; nothing was applied"
+SUMS_OVERFLOW = "finite gradients overflow when summed; nothing was applied"
 
 
 class Verdict:
@@ -85,8 +86,7 @@ class Verdict:
                 "partition of the vector, or a message is corrupt"
             )
         if any(row[_SUMS] for row in rows):
-            overflow = "finite gradients overflow when summed; nothing was applied"
-            raise NonFiniteError(overflow if self._sums_only else REJECTED)
+            raise NonFiniteError(SUMS_OVERFLOW if self._sums_only else REJECTED)
         return [row[len(self._counts) :] for row in rows]
 
 
