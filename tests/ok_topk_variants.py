@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from tritoncomm import OkTopk
 from tritoncomm.algorithms.base import Bounds
 from tritoncomm.algorithms.ok_topk import OkTopkAlgorithm
-from tritoncomm.algorithms.ok_topk_thresholds import Triggers
+from tritoncomm.algorithms.ok_topk_rules import Triggers
 
 
 class _SparseOkTopk(OkTopkAlgorithm):

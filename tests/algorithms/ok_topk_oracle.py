@@ -12,7 +12,7 @@ from fractions import Fraction
 
 import numpy as np
 from tritoncomm import OkTopk
-from tritoncomm.algorithms.ok_topk_thresholds import WARM_START, corrected_threshold
+from tritoncomm.algorithms.ok_topk_rules import WARM_START, corrected_threshold
 
 
 @dataclass

@@ -11,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from ok_topk_oracle import Oracle
 from tritoncomm import OkTopk, SimulatedWorld, Warmup, recipe
-from tritoncomm.algorithms.ok_topk_thresholds import WARM_START
+from tritoncomm.algorithms.ok_topk_rules import WARM_START
 from tritoncomm.primitives.region_cuts import offsets
 from tritoncomm.scheduler.cost import HEADER_WORDS, WORD
 from tritoncomm.scheduler.rounds import Post

@@ -91,7 +91,7 @@ def test_what_does_not_fit_stays_in_the_residual(values: str) -> None:
     for step in range(3):
         world.step(heavy_tailed(world_size, numel, step))
     low, high = laws.states_of(world)[0].cuts[1:3]
-    room = world.workers[0].algorithm.static_form.pair_room(world_size)
+    room = world.workers[0].algorithm.caps.pair_room(world_size)
     assert room < high - low
     gradient = -world.residuals
     gradient[0, low:high] += 1000.0 + torch.arange(high - low).flip(0)
@@ -183,7 +183,7 @@ def test_loads_include_what_did_not_fit() -> None:
         world.step(heavy_tailed(world_size, numel, step))
     assert not any(state.force_repartition for state in laws.states_of(world))
     cuts, gradient = laws.states_of(world)[0].cuts, -world.residuals
-    assert world.workers[0].algorithm.static_form.pair_room(world_size) < 28
+    assert world.workers[0].algorithm.caps.pair_room(world_size) < 28
     for rank, counts in enumerate([(0, 14, 13, 13), (28, 4, 4, 4), (28, 4, 4, 4), (28, 4, 4, 4)]):
         for owner, count in enumerate(counts):
             gradient[rank, cuts[owner] : cuts[owner] + count] += 1e6
@@ -203,16 +203,16 @@ def test_sums_without_room_count_as_candidates() -> None:
     world = SimulatedWorld(OkTopkVariant(density=0.05, static=True, drift_low=0.0), world_size, numel)
     for step in range(3):
         world.step(heavy_tailed(world_size, numel, step))
-    form, cuts = world.workers[0].algorithm.static_form, laws.states_of(world)[0].cuts
+    caps, cuts = world.workers[0].algorithm.caps, laws.states_of(world)[0].cuts
     low = max(cuts[:-1], key=lambda cut: cuts[cuts.index(cut) + 1] - cut)
-    sent = form.pair_room(world_size)
+    sent = caps.pair_room(world_size)
     assert world_size * sent <= widest(cuts)
     gradient = -world.residuals
     for rank in range(world_size):
         gradient[rank, low + rank * sent : low + (rank + 1) * sent] += 1e6
     mean = world.step(gradient)[0]
     assert not reevaluated(world)
-    assert len(mean) == form.owner_room(world_size) < world_size * sent
+    assert len(mean) == caps.owner_room(world_size) < world_size * sent
     assert world.workers[0].algorithm.report["candidates"] == world_size * sent
 
 

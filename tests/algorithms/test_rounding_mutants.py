@@ -13,9 +13,9 @@ from test_quantize import MENU, has_the_menu, keeps_to_its_reach, leaves_an_exac
 from test_rounded_values import ROUNDED, method, sparse_floats
 from tritoncomm import SimulatedWorld
 from tritoncomm.algorithms import spardl_working
-from tritoncomm.algorithms.ok_topk import OkTopkAlgorithm
 from tritoncomm.primitives import collectives
 from tritoncomm.primitives.accumulator import Accumulator
+from tritoncomm.primitives.exchange import ExactStep
 from tritoncomm.primitives.packing import Encoding, Section
 from tritoncomm.primitives.selection import rest_of
 from tritoncomm.scheduler.simulated import SimulatedScheduler
@@ -122,13 +122,13 @@ def error_is_dropped(patch: Patch) -> None:
 
 def error_is_returned_twice(patch: Patch) -> None:
     """Let the owner keep what the block's rounding cut off twice."""
-    right = OkTopkAlgorithm._rest
+    right = ExactStep.rest
 
-    def wrong(self, sums, sent):
-        rest = right(self, sums, sent)
+    def wrong(self, gathered):
+        rest = right(self, gathered)
         return rest._replace(values=2 * rest.values)
 
-    patch.setattr(OkTopkAlgorithm, "_rest", wrong)
+    patch.setattr(ExactStep, "rest", wrong)
 
 
 def sender_keeps_half_of_what_it_sent(patch: Patch) -> None:

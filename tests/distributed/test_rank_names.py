@@ -207,7 +207,6 @@ def test_numbers_received(rank, world_size):
         "ranks [3] received malformed messages": found.settle(2),
         "rank 3 has 4 entries to send": _gathering(number),
         "rank 3 has 4 entries, but received 3": _gathering_all(number),
-        "rank 3 has 4 candidates": _evening_out(number),
     }
     overflow = collectives.share_rows([1], not odd, 2, CPU, phase="sizes", limit=5, reason=collectives.OVERFLOW)
     with pytest.raises(NonFiniteError, match=r"ranks \[3\] hold a sum of finite gradients") as caught:
@@ -239,15 +238,6 @@ def _gathering_all(number: int):
     if number == 1:
         accumulator = Accumulator(*torch.zeros(3, 100))
         yield from exchange.all_gather_mean(FOUR, [4, 3], PACKED, accumulator, 1, 2)
-    yield AllReduce("end", torch.ones(1))
-
-
-def _evening_out(number: int):
-    """As :func:`_gathering`, for the candidates of Ok-Topk."""
-    yield AllReduce("begin", torch.ones(1))
-    if number == 1:
-        method = tritoncomm.OkTopk(density=0.1).build(100)
-        yield from method._even_out_and_gather(FOUR, [4, 5], CUTS, 1, 2)
     yield AllReduce("end", torch.ones(1))
 
 

@@ -15,7 +15,6 @@ from tritoncomm.primitives.region_cuts import (
     moves,
     offsets,
     propose_cuts,
-    propose_cuts_padded,
     trimmed_sizes,
 )
 from tritoncomm.scheduler.cost import HEADER_WORDS, WORD
@@ -26,11 +25,17 @@ from tritoncomm_kernels import Padded, Selection
 supports = st.sets(st.integers(0, 99), max_size=40).map(lambda s: torch.tensor(sorted(s), dtype=torch.int32))
 
 
+def proposed(indices: torch.Tensor, world_size: int, free: int = 0) -> torch.Tensor:
+    """Return the proposal for these indices, in a list with ``free`` places for padding."""
+    ones = torch.ones(len(indices))
+    return propose_cuts(Padded.of(Selection.of(indices, ones), len(indices) + free), world_size)
+
+
 @given(st.lists(supports, min_size=1, max_size=9))
 def test_cuts_partition_the_entries(selected: list[torch.Tensor]) -> None:
     """Cuts ascend from 0 to n, and every entry lies in the region of its slice."""
     world_size = len(selected)
-    total = sum(propose_cuts(indices, world_size) for indices in selected)
+    total = sum(proposed(indices, world_size) for indices in selected)
     cuts = consensus_cuts(total.tolist(), 100)
     assert len(cuts) == world_size + 1
     assert (cuts[0], cuts[-1]) == (0, 100)
@@ -46,15 +51,14 @@ def test_cuts_partition_the_entries(selected: list[torch.Tensor]) -> None:
 @given(supports, st.integers(2, 9), st.integers(0, 5))
 def test_proposals_with_padding(indices: torch.Tensor, world_size: int, free: int) -> None:
     """A list with padding gives the same proposal as one without."""
-    padded = Padded.of(Selection.of(indices, torch.ones(len(indices))), len(indices) + free + 1)
-    assert torch.equal(propose_cuts_padded(padded, world_size), propose_cuts(indices, world_size))
+    assert torch.equal(proposed(indices, world_size, free + 1), proposed(indices, world_size))
 
 
 @given(st.sets(st.integers(0, 999), min_size=9), st.integers(1, 9))
 def test_equal_selections_balance_within_one(chosen: set[int], world_size: int) -> None:
     """If every worker selects the same entries, region counts differ by at most one."""
     indices = torch.tensor(sorted(chosen), dtype=torch.int32)
-    cuts = consensus_cuts((propose_cuts(indices, world_size) * world_size).tolist(), 1000)
+    cuts = consensus_cuts((proposed(indices, world_size) * world_size).tolist(), 1000)
     at = offsets(indices, cuts)
     counts = [b - a for a, b in pairwise(at)]
     assert max(counts) - min(counts) <= 1

@@ -23,9 +23,10 @@ from tritoncomm.algorithms.base import Bounds, BudgetedAlgorithm, IndexRecipe, S
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.primitives.accumulator import Accumulator
 from tritoncomm.primitives.collectives import checked_counts, dense_exchange, mean_over_ranks
-from tritoncomm.primitives.exchange import Count, Step, tight
+from tritoncomm.primitives.exchange import Step, tight
 from tritoncomm.primitives.packing import Rows
 from tritoncomm.primitives.region_cuts import balanced_sizes, widest
+from tritoncomm.primitives.region_sums import Count
 from tritoncomm.primitives.selection import entries_to_keep
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.primitives.verdict import Verdict, with_verdict
@@ -241,7 +242,8 @@ class ExDynaAlgorithm(BudgetedAlgorithm):
             own, figures = self._select_padded(acc, acc.verdict, threshold, bounds[place : place + 2], world_size)
         rooms = yield from step.rooms("counts", figures, self._room(world_size), self.capacity)
         order = [(partition - number) % world_size for partition in range(world_size)]
-        union, _ = yield from step.to_all("indices", step.largest(own, rooms[rank]), ranges, rooms, order)
+        own = step.largest(own, rooms)
+        union = (yield from step.to_all("indices", own, ranges, rooms, order=order)).entries
         sums = acc.values_at(union.indices)
         if world_size > 1 and union.room:
             sums = yield AllReduce("values", sums)

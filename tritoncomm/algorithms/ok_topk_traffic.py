@@ -1,12 +1,16 @@
-"""The traffic of Ok-Topk with messages of exact lengths: the most that the caps allow, and that of an even step."""
+"""The room of Ok-Topk's messages, and the traffic that follows: of an even step, at most, and with fixed room."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 
+import torch
+
+from tritoncomm.algorithms.ok_topk_rules import Figures
 from tritoncomm.primitives import distributed_topk
-from tritoncomm.primitives.packing import Encoding
+from tritoncomm.primitives.packing import Encoding, Rows
+from tritoncomm.primitives.verdict import with_verdict
 from tritoncomm.scheduler import cost
 from tritoncomm.scheduler.cost import Flow, Forecast, both
 
@@ -15,9 +19,10 @@ from tritoncomm.scheduler.cost import Flow, Forecast, both
 class Caps:
     """The limits of a step of :class:`~tritoncomm.OkTopk`, from which its traffic follows.
 
-    ``local_cap`` and ``global_cap`` are the largest number of entries that a rank selects, and that a step delivers. If
-    ``limits_pairs``, a rank sends at most k/P entries to one owner in steps that reuse thresholds. Blocks are balanced
-    if the largest exceeds ``balance_trigger`` times the mean size.
+    ``local_cap`` and ``global_cap`` are the largest number of entries that a rank selects, and that a step delivers.
+    ``pair_share`` and ``owner_share`` are the room of a message to one owner and of one owner, in multiples of an even
+    share of these caps. They are infinite where only the caps limit exact lengths. Blocks are balanced if the largest
+    exceeds ``balance_trigger`` times the mean size.
     """
 
     numel: int
@@ -25,8 +30,39 @@ class Caps:
     encoding: Encoding
     local_cap: int
     global_cap: int
-    limits_pairs: bool
+    pair_share: float
+    owner_share: float
     balance_trigger: float
+
+    def pair_room(self, world_size: int) -> int:
+        """Return the largest number of entries that a rank sends to one owner in a step that reuses thresholds."""
+        return math.ceil(min(self.local_cap, self.pair_share * self.local_cap / world_size))
+
+    def owner_room(self, world_size: int) -> int:
+        """Return the largest number of sums that one owner sends in a step that reuses thresholds."""
+        return math.ceil(min(self.global_cap, self.owner_share * self.global_cap / world_size))
+
+    def fixed(
+        self, world_size: int, span: int | None, *, reevaluate: bool = False, repartition: bool = False
+    ) -> Forecast:
+        """Return the traffic of a step with fixed room.
+
+        It is exact if ``span``, the width of the widest region, is given. Without ``span`` it is an upper bound.
+        """
+        rooms = (self.k, self.k) if reevaluate else (self.pair_room(world_size), self.owner_room(world_size))
+        pair, block = (self._row_words(room, span) for room in rooms)
+        phases = {
+            "split-and-reduce": both(cost.all_to_all(pair + 1, cost.WORD, world_size)),
+            "all-gather": both(cost.all_gather(block, cost.WORD, world_size)),
+        }
+        if repartition:
+            phases["repartition"] = both(cost.all_reduce(world_size, 2 * cost.WORD, world_size))
+        if reevaluate:
+            phases["rooms"] = both(cost.all_gather(1, cost.WORD, world_size))
+            phases["sizes"] = both(cost.all_gather(1, cost.WORD, world_size))
+            if min(self.numel, world_size * self.k) > self.k:
+                phases.update(distributed_topk.forecast(world_size).phases)
+        return with_verdict(Forecast(phases), world_size, len(Figures._fields))
 
     def even(self, world_size: int) -> Forecast:
         """Return the traffic of a step that reuses thresholds and cuts. 4k(P-1)/P words, if plain.
@@ -56,7 +92,7 @@ class Caps:
         """
         peers = world_size - 1
         sent = self.k if reevaluate else self.local_cap
-        pair = math.ceil(self.k / world_size) if self.limits_pairs and not reevaluate else sent
+        pair = sent if reevaluate else self.pair_room(world_size)
         sizes = cost.all_gather(3, 8, world_size)
         phases = {
             "counts": both(cost.all_to_all(1, 8, world_size)),
@@ -93,6 +129,12 @@ class Caps:
         leaving = min(rounds * received, peers * (self._words(largest, min(pieces, largest)) + extra))
         phases["all-gather"] = Flow(cost.messages(rounds, leaving), cost.messages(rounds, received))
         return phases
+
+    def _row_words(self, room: int, span: int | None) -> int:
+        if span is not None:
+            return Rows(self.encoding, torch.zeros(1), span, room).words
+        packed = "always" if self.encoding.rounds else self.encoding.packed  # see Rows
+        return self.encoding._replace(packed=packed).words_at_most(self.numel, room, 1)
 
     def _words(self, entries: int, sections: int) -> int:
         return self.encoding.words_at_most(self.numel, entries, sections)

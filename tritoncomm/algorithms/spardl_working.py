@@ -21,9 +21,8 @@ from tritoncomm.primitives.accumulator import Accumulator
 from tritoncomm.primitives.collectives import bruck_all_gather
 from tritoncomm.primitives.packing import Rows, Sections
 from tritoncomm.primitives.region_cuts import offsets
-from tritoncomm.primitives.selection import RoundingError, left_out, rest_of
+from tritoncomm.primitives.selection import RoundingError, among, ascending, left_out, rest_of
 from tritoncomm.primitives.sparse_vector import SparseVector
-from tritoncomm.primitives.static_regions import among, ascending
 from tritoncomm.primitives.verdict import REJECTED, Verdict
 from tritoncomm.scheduler.rounds import AllGather, Pattern
 from tritoncomm_kernels import Padded, Selection

@@ -7,50 +7,80 @@ residual, and collectives replace messages between two ranks. If all entries hav
 
 from __future__ import annotations
 
+import itertools
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
 import tritoncomm_kernels as kernels
 from tritoncomm.errors import NonFiniteError, ProtocolMismatchError
 from tritoncomm.primitives.accumulator import Accumulator
-from tritoncomm.primitives.collectives import bruck_all_gather, share_rows
+from tritoncomm.primitives.collectives import (
+    OVERFLOW,
+    Regions,
+    bruck_all_gather,
+    checked_counts,
+    gather_regions,
+    rotate,
+    share_counts,
+    share_rows,
+)
 from tritoncomm.primitives.packing import NO_VALUES, Encoding, Rows
-from tritoncomm.primitives.region_cuts import trimmed_sizes
-from tritoncomm.primitives.selection import rounding_figures
+from tritoncomm.primitives.region_cuts import offsets, region_starts, trimmed_sizes, widest
+from tritoncomm.primitives.region_sums import Count, DenseSums, ListedSums, OwnedSums, RegionSums
+from tritoncomm.primitives.selection import NO_KEY, among, ascending, before_rounding, only, rounding_figures
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.primitives.verdict import SUMS_OVERFLOW, Verdict, non_finite
 from tritoncomm.scheduler.ranks import named
-from tritoncomm.scheduler.rounds import AllGather, Pattern
+from tritoncomm.scheduler.rounds import AllGather, AllToAll, Inbox, Pattern, read
 from tritoncomm_kernels import Padded, Selection
+from tritoncomm_kernels.entries import PADDING
 
-Count = int | torch.Tensor  # a number that the host knows, or int32 [1] on the device
 Ranges = Sequence[tuple[int, int]]
+# Sums of 2^126 and more count as overflow if values are rounded, because what rounding cuts off must not overflow in
+# the residual. This factor makes them infinite.
+_ROUNDED_MARGIN = 4.0
+
+
+class Gathered(NamedTuple):
+    """Entries of all ranks, as one ascending list: means if values are rounded, else sums.
+
+    ``own`` are those of this rank, ``sent`` those of them that were sent, with the values that arrive. ``least`` is the
+    key of the smallest magnitude of all ranks before rounding (int32 ``[1]``), or None if it is unknown.
+    """
+
+    entries: Padded
+    own: Padded
+    sent: Padded
+    least: torch.Tensor | None = None
 
 
 class Step(ABC):
     """One step of one rank. Lists of entries are :class:`~tritoncomm_kernels.Padded`.
 
     With exact lengths, a list has no padding. With fixed room, only the device knows where padding begins.
-    ``encoding`` is the format of messages. A single worker neither packs nor rounds. ``is_finite`` says that this rank
-    has found no NaN or Inf. ``figures`` (integers ``[world_size, figures]``) are those of :meth:`rooms`.
+    ``encoding`` is the format of messages. A single worker neither packs nor rounds. ``width`` is the number of
+    messages between two ranks that are in transit together. ``is_finite`` says that this rank has found no NaN or Inf.
+    ``figures`` (integers ``[world_size, figures]``) are those of :meth:`settle`.
     """
 
     figures: torch.Tensor
 
-    def __init__(self, acc: Accumulator, encoding: Encoding, rank: int, world_size: int) -> None:
+    def __init__(self, acc: Accumulator, encoding: Encoding, rank: int, world_size: int, width: int) -> None:
         alone = Encoding(NO_VALUES if encoding.values == NO_VALUES else "fp32")
         self.encoding = encoding if world_size > 1 else alone
-        self.acc, self.rank, self.world_size = acc, rank, world_size
+        self.acc, self.rank, self.world_size, self.width = acc, rank, world_size, width
         self.is_finite = True
 
     @staticmethod
-    def of(acc: Accumulator, encoding: Encoding, rank: int, world_size: int) -> Step:
+    def of(acc: Accumulator, encoding: Encoding, rank: int, world_size: int, width: int = 1) -> Step:
         """Return the step for ``acc``: with fixed room if it has a verdict, otherwise with exact lengths."""
         if acc.verdict is None:
-            return ExactStep(acc, encoding, rank, world_size)
-        return FixedStep(acc, acc.verdict, encoding, rank, world_size)
+            return ExactStep(acc, encoding, rank, world_size, width)
+        return FixedStep(acc, acc.verdict, encoding, rank, world_size, width)
 
     @property
     def is_exact(self) -> bool:
@@ -76,26 +106,67 @@ class Step(ABC):
         """Return the ``k`` largest entries of the accumulator."""
 
     @abstractmethod
-    def largest(self, entries: Padded, count: int) -> Padded:
-        """Return the ``count`` largest of ``entries``. With fixed room, these are all that have a slot."""
+    def at_least(self, threshold: float, most: int) -> Padded:
+        """Return the entries of the accumulator that reach ``threshold``, but only the ``most`` largest of them."""
 
     @abstractmethod
-    def rooms(self, phase: str, figures: Sequence[Count], room: int, total: int) -> Pattern[list[int]]:
+    def check_gradient(self, values: torch.Tensor) -> None:
+        """Let all ranks reject the step if one of ``values``, which this rank has selected, is NaN or Inf.
+
+        A selection includes every NaN and Inf.
+        """
+
+    @abstractmethod
+    def check_sums(self, sums: torch.Tensor) -> None:
+        """Let all ranks, which hold the same ``sums``, reject the step if one of them is NaN or Inf."""
+
+    @abstractmethod
+    def rooms(self, phase: str, figures: Sequence[Count], room: int | None, total: int) -> Pattern[list[int]]:
         """Return the number of slots of each rank's message.
 
         With exact lengths, all ranks exchange their ``figures``. The first of them is the number of entries, and the
-        slots are these numbers, scaled down if they exceed ``total``. With fixed room, each message has ``room`` slots,
-        and the figures are part of the verdict. :meth:`settle` returns those of all ranks.
+        slots are these numbers, scaled down if they exceed ``total``. With fixed room, each message has ``room`` slots.
+        If it is None, the slots are the numbers of entries, too. :meth:`settle` returns the figures of all ranks.
+        """
+
+    @abstractmethod
+    def largest(self, entries: Padded, counts: Sequence[int]) -> Padded:
+        """Return as many of the largest ``entries`` as ``counts`` has for this rank.
+
+        With fixed room, the list has room for the largest of ``counts``.
+        """
+
+    @abstractmethod
+    def to_owners(self, phase: str, entries: Padded, cuts: Sequence[int], room: int | None) -> Pattern[OwnedSums]:
+        """Send ``entries`` to the owners of their regions, between ``cuts``. Return the sums of this rank's region.
+
+        No owner gets more than the ``room`` largest ones, if that is given. Terms are added in rotation order: those of
+        rank r, r-1, r-2, ..., regardless of the order of arrival.
         """
 
     @abstractmethod
     def to_all(
-        self, phase: str, entries: Padded, ranges: Ranges, rooms: Sequence[int], order: Sequence[int]
-    ) -> Pattern[tuple[Padded, Padded]]:
-        """Gather the entries of all ranks. Return them as one ascending list, and what was sent of ``entries``.
+        self,
+        phase: str,
+        entries: Padded,
+        ranges: Ranges,
+        rooms: Sequence[int],
+        *,
+        order: Sequence[int] | None = None,
+        limit: int | None = None,
+        trigger: float = math.inf,
+    ) -> Pattern[Gathered]:
+        """Gather the entries of all ranks, whose ranges are disjoint.
 
-        Rank r holds entries from ``ranges[r][0]`` up to ``ranges[r][1]``, and its message has ``rooms[r]`` slots. In
-        the ``order`` of ranks that is given, their indices ascend.
+        Args:
+            phase: Name of the messages.
+            entries: Those of this rank.
+            ranges: Where the entries of each rank lie: from the first number up to the second.
+            rooms: Slots of each rank's message. With exact lengths, they are numbers of entries.
+            order: The order of ranks in which indices ascend. By default it is that of their numbers.
+            limit: With fixed room, the largest entries are returned, as many as this.
+            trigger: With exact lengths and no ``order``, messages are balanced first if one exceeds so many times the
+                mean. No entry of fixed room moves, because all messages have the same length.
         """
 
     @abstractmethod
@@ -107,48 +178,118 @@ class Step(ABC):
         """
 
     @abstractmethod
-    def check_sums(self, sums: torch.Tensor) -> None:
-        """Let all ranks, which hold the same ``sums``, reject the step if one of them is NaN or Inf."""
+    def subtract(self, sent: Padded, result: Padded) -> None:
+        """Remove those of the ``sent`` entries that are in ``result`` from the accumulator."""
 
     @abstractmethod
-    def settle(self) -> Pattern[list[list[int]]]:
-        """Return the figures of all ranks, ``[world_size][figures]``. The device has them in :attr:`figures`.
-
-        This ends the step. With fixed room, the host waits for a GPU here, and all ranks raise the same error.
-        """
+    def rest(self, gathered: Gathered) -> Padded:
+        """Return what rounding has cut off from the sums of this rank that are in the result."""
 
     @abstractmethod
     def rounding(self, entries: Padded, sent: Padded) -> dict[str, float]:
         """Return figures about what rounding takes from ``entries``, of which ``sent`` was sent. Exact lengths only."""
 
+    @abstractmethod
+    def settle(self, further: Sequence[Count] = ()) -> Pattern[list[list[int]]]:
+        """Return the figures of all ranks, ``[world_size][figures]``: those of :meth:`rooms`, and ``further`` ones.
+
+        Of the ``further`` ones, only those of this rank count. This ends the step. With fixed room, the host waits for
+        a GPU here, and all ranks raise the same error.
+        """
+
 
 class ExactStep(Step):
     """Messages of exact lengths. The receiver of a malformed message raises the error."""
 
-    def __init__(self, acc: Accumulator, encoding: Encoding, rank: int, world_size: int) -> None:
-        super().__init__(acc, encoding, rank, world_size)
-        self._rows: list[list[int]] = []
+    def __init__(self, acc: Accumulator, encoding: Encoding, rank: int, world_size: int, width: int = 1) -> None:
+        super().__init__(acc, encoding, rank, world_size, width)
+        self._rows: list[list[int]] = [[] for _ in range(world_size)]
+        self._reason = "hold a NaN or Inf gradient"
 
     def top_k(self, k: int) -> Padded:
         return tight(self.acc.top_k(k))
 
-    def largest(self, entries: Padded, count: int) -> Padded:
-        return tight(kernels.largest(Selection.of(*entries), count, workspace=self.acc.workspace))
+    def at_least(self, threshold: float, most: int) -> Padded:
+        return tight(kernels.largest(self.acc.at_least(threshold), most, workspace=self.acc.workspace))
 
-    def rooms(self, phase: str, figures: Sequence[Count], room: int, total: int) -> Pattern[list[int]]:
-        row = [int(figure) for figure in figures]
+    def check_gradient(self, values: torch.Tensor) -> None:
+        self.is_finite = not kernels.has_non_finite(values)
+
+    def check_sums(self, sums: torch.Tensor) -> None:
+        if kernels.has_non_finite(sums):
+            raise NonFiniteError(SUMS_OVERFLOW)
+
+    def _check_own_sums(self, sums: torch.Tensor) -> None:
+        self.is_finite = not kernels.has_non_finite(sums * _ROUNDED_MARGIN if self.encoding.rounds else sums)
+        self._reason = OVERFLOW
+
+    def rooms(self, phase: str, figures: Sequence[Count], room: int | None, total: int) -> Pattern[list[int]]:
+        row, device, limit = [int(figure) for figure in figures], self.acc.device, self.acc.numel
         columns = yield from share_rows(
-            row, self.is_finite, self.world_size, self.acc.device, phase=phase, limit=self.acc.numel
+            row, self.is_finite, self.world_size, device, phase=phase, limit=limit, reason=self._reason
         )
         self._rows = [list(each) for each in zip(*columns, strict=True)]
         return trimmed_sizes(columns[0], total)
 
+    def largest(self, entries: Padded, counts: Sequence[int]) -> Padded:
+        return tight(kernels.largest(Selection.of(*entries), counts[self.rank], workspace=self.acc.workspace))
+
+    def to_owners(self, phase: str, entries: Padded, cuts: Sequence[int], room: int | None) -> Pattern[OwnedSums]:
+        rank, encoding, device, held = self.rank, self.encoding, self.acc.device, self.acc.workspace
+        low, high, every = cuts[rank], cuts[rank + 1], Selection.of(*entries)
+        parts = [every.slice(start, stop) for start, stop in itertools.pairwise(offsets(every.indices, cuts))]
+        if room is not None:
+            parts = [p if i == rank else kernels.largest(p, room, workspace=held) for i, p in enumerate(parts)]
+        given = parts
+        if encoding.rounds:  # this rank's own region is not sent, and not rounded
+            sections = [encoding.section(cuts[p], cuts[p + 1], part.found) for p, part in enumerate(parts)]
+            parts = [part if p == rank else sections[p].sendable(part) for p, part in enumerate(parts)]
+        sections = [encoding.section(cuts[p], cuts[p + 1], part.found) for p, part in enumerate(parts)]
+        counts = [part.found for part in parts]
+        incoming = yield from share_counts(counts, self.is_finite, device, limit=high - low)
+        arriving = {p: encoding.section(low, high, count) for p, count in enumerate(incoming) if p != rank}
+        region = RegionSums(low, high, sum(incoming), device, held)
+
+        def add(arrived: Inbox) -> None:
+            found = [arriving[source].decode(message) for source, message in arrived.items()]
+            region.add(Selection.join(found), [part.found for part in found])
+
+        region.add(parts[rank], [counts[rank]])
+        packed = [section.encode(part.indices, part.values) for section, part in zip(sections, parts, strict=True)]
+        sent = Selection.join([parts[p] if p == rank else delivered for p, (_, delivered) in enumerate(packed)])
+        sends = {p: message for p, (message, _) in enumerate(packed) if p != rank}
+        receives = {p: section.words for p, section in arriving.items()}
+        yield from rotate(sends, receives, add, rank, self.world_size, width=self.width, phase=phase)
+        figures = rounding_figures(Selection.join(given), sent) if encoding.rounds else {}
+
+        def fits(found: Selection) -> Selection:
+            return encoding.section(low, high, found.found, divisor=self.divisor).sendable(found)
+
+        return ListedSums(region, sum(incoming), tight(sent), figures, fits, self._check_own_sums, held)
+
     def to_all(
-        self, phase: str, entries: Padded, ranges: Ranges, rooms: Sequence[int], order: Sequence[int]
-    ) -> Pattern[tuple[Padded, Padded]]:
-        lists, sent = yield from self._gather(phase, entries, ranges, rooms)
-        joined = Selection.join([lists[rank] for rank in order])
-        return tight(joined), sent
+        self,
+        phase: str,
+        entries: Padded,
+        ranges: Ranges,
+        rooms: Sequence[int],
+        *,
+        order: Sequence[int] | None = None,
+        limit: int | None = None,
+        trigger: float = math.inf,
+    ) -> Pattern[Gathered]:
+        if order is not None:
+            lists, sent = yield from self._gather(phase, entries, ranges, rooms)
+            return Gathered(tight(Selection.join([lists[rank] for rank in order])), entries, sent)
+        regions = Regions([0, *(high for _, high in ranges)], list(rooms), self.encoding, self.divisor)
+        own, rank, world_size = Selection.of(*entries), self.rank, self.world_size
+        found = yield from gather_regions(
+            own, regions, rank, world_size, trigger=trigger, width=self.width, phase=phase
+        )
+        least = None if found.least is None else torch.tensor([found.least]).view(torch.int32)
+        if found.least == math.inf:
+            least = torch.tensor([NO_KEY], dtype=torch.int32)
+        return Gathered(tight(found.entries), tight(found.own), tight(found.sent), least)
 
     def union(self, phase: str, entries: Padded, rooms: Sequence[int]) -> Pattern[tuple[Padded, Padded]]:
         lists, sent = yield from self._gather(phase, entries, [(0, self.acc.numel)] * self.world_size, rooms)
@@ -176,17 +317,25 @@ class ExactStep(Step):
         blocks = yield from bruck_all_gather(message, words, rank, self.world_size, phase=phase)
         return [section.decode(block) for section, block in zip(sections, blocks, strict=True)], tight(sent)
 
-    def check_sums(self, sums: torch.Tensor) -> None:
-        if kernels.has_non_finite(sums):
-            raise NonFiniteError(SUMS_OVERFLOW)
+    def subtract(self, sent: Padded, result: Padded) -> None:
+        kept = kernels.common_positions(sent.indices, result.indices)
+        self.acc.subtract(Padded(sent.indices[kept], sent.values[kept]), rounded=self.encoding.rounds)
 
-    def settle(self) -> Pattern[list[list[int]]]:
-        yield from ()
-        self.figures = torch.tensor(self._rows, dtype=torch.int64)
-        return self._rows
+    def rest(self, gathered: Gathered) -> Padded:
+        before = before_rounding(Selection.of(*gathered.own), Selection.of(*gathered.sent))
+        return gathered.sent._replace(values=before - gathered.sent.values)
 
     def rounding(self, entries: Padded, sent: Padded) -> dict[str, float]:
         return rounding_figures(Selection.of(*entries), Selection.of(*sent)) if self.encoding.rounds else {}
+
+    def settle(self, further: Sequence[Count] = ()) -> Pattern[list[list[int]]]:
+        yield from ()
+        if not self.is_finite:
+            raise non_finite([self.rank])
+        own = [int(figure) for figure in further]
+        rows = [row + own for row in self._rows]
+        self.figures = torch.tensor(rows, dtype=torch.int64)
+        return rows
 
     def _vector(self, entries: Padded) -> SparseVector:
         return SparseVector(entries.indices, entries.values, self.acc.numel)
@@ -195,70 +344,160 @@ class ExactStep(Step):
 class FixedStep(Step):
     """Messages with fixed room. What is wrong is counted on each device, and raised by all ranks at the end."""
 
-    def __init__(self, acc: Accumulator, verdict: Verdict, encoding: Encoding, rank: int, world_size: int) -> None:
-        super().__init__(acc, encoding, rank, world_size)
+    def __init__(
+        self, acc: Accumulator, verdict: Verdict, encoding: Encoding, rank: int, world_size: int, width: int
+    ) -> None:
+        super().__init__(acc, encoding, rank, world_size, width)
         self.verdict = verdict
         self._figures: list[torch.Tensor] = []
 
     def top_k(self, k: int) -> Padded:
-        found = self.acc.top_k_padded(k)
-        self.verdict.check_gradient(found.values)
-        return found
+        return self.acc.top_k_padded(k)
 
-    def largest(self, entries: Padded, count: int) -> Padded:
-        return entries
+    def at_least(self, threshold: float, most: int) -> Padded:
+        largest = self.acc.top_k_padded(min(most, self.acc.numel))
+        return kernels.reaching(largest, threshold, workspace=self.acc.workspace)
 
-    def rooms(self, phase: str, figures: Sequence[Count], room: int, total: int) -> Pattern[list[int]]:
-        yield from ()
-        self._figures = [figure for figure in figures if isinstance(figure, torch.Tensor)]
-        return [room] * self.world_size
-
-    def to_all(
-        self, phase: str, entries: Padded, ranges: Ranges, rooms: Sequence[int], order: Sequence[int]
-    ) -> Pattern[tuple[Padded, Padded]]:
-        lists, sent = yield from self._gather(phase, entries, ranges, rooms)
-        ranks = kernels.constant(order, self.acc.device)
-        ascending = Padded(lists.indices.index_select(0, ranks), lists.values.index_select(0, ranks))
-        joined = kernels.joined(ascending, workspace=self.acc.workspace)
-        joined = Padded(*(part[: self.acc.numel] for part in joined))
-        before, after = joined.indices[:-1], joined.indices[1:]
-        descents = (after <= before) & (after >= 0)  # padding, which stands at the end, does not count
-        self.verdict.check_messages(descents.sum(dtype=torch.int32).reshape(1))
-        return joined, sent
-
-    def union(self, phase: str, entries: Padded, rooms: Sequence[int]) -> Pattern[tuple[Padded, Padded]]:
-        lists, sent = yield from self._gather(phase, entries, [(0, self.acc.numel)] * self.world_size, rooms)
-        union = kernels.merge_rows(lists, self.acc.numel, workspace=self.acc.workspace)
-        self.verdict.check_sums(union.values)
-        return union, sent
-
-    def _gather(
-        self, phase: str, entries: Padded, ranges: Ranges, rooms: Sequence[int]
-    ) -> Pattern[tuple[Padded, Padded]]:
-        """Return one row for each rank, and what was sent of ``entries``."""
-        rows, held = self.rows(ranges, max(rooms)), self.acc.workspace
-        own = Padded(entries.indices[None], entries.values[None])
-        message, sent = rows.encode(own, workspace=held, first=self.rank)
-        gathered = (yield AllGather(phase, message[0])) if self.world_size > 1 else message
-        lists, malformed = rows.decode(gathered, workspace=held)
-        self.verdict.check_messages(malformed)
-        return lists, sent.row(0)
-
-    def rows(self, ranges: Ranges, room: int) -> Rows:
-        """Return the format of messages with ``room`` slots, of which row r holds entries in ``ranges[r]``."""
-        lows = kernels.constant([low for low, _ in ranges], self.acc.device)
-        return Rows(self.encoding, lows, max(high - low for low, high in ranges), room, divisor=self.divisor)
+    def check_gradient(self, values: torch.Tensor) -> None:
+        self.verdict.check_gradient(values)
 
     def check_sums(self, sums: torch.Tensor) -> None:
         self.verdict.check_sums(sums)
 
-    def settle(self) -> Pattern[list[list[int]]]:
-        rows = yield from self.verdict.settle(self.world_size, self._figures)
-        self.figures = self.verdict.figures
-        return rows
+    def _check_own_sums(self, sums: torch.Tensor) -> None:
+        self.verdict.check_sums(sums * _ROUNDED_MARGIN if self.encoding.rounds else sums)
+
+    def rooms(self, phase: str, figures: Sequence[Count], room: int | None, total: int) -> Pattern[list[int]]:
+        self._figures = [figure for figure in figures if isinstance(figure, torch.Tensor)]
+        if room is not None:
+            return [room] * self.world_size
+        return (yield from self._counts(phase, self._figures[0], self.acc.numel))
+
+    def _counts(self, phase: str, count: torch.Tensor, limit: int) -> Pattern[list[int]]:
+        """Return the ``count`` (int32 ``[1]``) of all ranks. The host waits for a GPU."""
+        everybody = yield from read(phase, (yield AllGather(phase, count)).flatten())
+        return checked_counts(phase, everybody, limit)
+
+    def largest(self, entries: Padded, counts: Sequence[int]) -> Padded:
+        if counts[self.rank] >= entries.room:
+            return entries
+        room = min(entries.room, max(1, *counts))
+        bounds = entries.room * torch.arange(2, dtype=torch.int32, device=self.acc.device)
+        budget = bounds.new_full((1,), counts[self.rank])
+        rows = kernels.top_k_rows(
+            entries.values, bounds, budget, room, indices=entries.indices, workspace=self.acc.workspace
+        )
+        return rows.row(0)
+
+    def to_owners(self, phase: str, entries: Padded, cuts: Sequence[int], room: int | None) -> Pattern[OwnedSums]:
+        rank, world_size, held, device = self.rank, self.world_size, self.acc.workspace, self.acc.device
+        low, high, ranges = cuts[rank], cuts[rank + 1], list(itertools.pairwise(cuts))
+        starts = region_starts(entries, kernels.constant(cuts, device), self.acc.numel)
+        counts = starts[1:] - starts[:-1]
+        foreign = kernels.constant([int(owner != rank) for owner in range(world_size)], device)
+        if room is None:
+            room = max(1, *(yield from self._counts("rooms", (counts * foreign).amax().reshape(1), entries.room)))
+        rows = self.rows(ranges, room, divisor=1)
+        parts = kernels.top_k_rows(
+            entries.values, starts, rows.room * foreign, rows.room, indices=entries.indices, workspace=held
+        )
+        messages, sent = rows.encode(parts, workspace=held)
+        received = yield AllToAll(phase, torch.cat([messages, counts[:, None]], dim=1))
+        order = kernels.constant([(rank - turn) % world_size for turn in range(1, world_size)], device)
+        arrived = received.index_select(0, order)[:, :-1].contiguous()
+        lists = self.read(arrived, [(low, high)] * (world_size - 1), widest(cuts), room, divisor=1)
+        inside = (entries.indices >= low) & (entries.indices < high)
+        own = kernels.joined(Padded(*(part[None] for part in only(entries, inside))), workspace=held)
+        sums = held.buffer("region", widest(cuts), torch.float32, device).zero_()
+        for terms in (own, lists):
+            kernels.add_rows(sums, terms, offset=low, workspace=held)
+        every = Padded(*(torch.cat([mine, part.reshape(-1)]) for mine, part in zip(own, sent, strict=True)))
+        load = received[:, -1].sum(dtype=torch.int32).reshape(1)
+        return DenseSums(sums, low, load, every, self._check_own_sums, held)
+
+    def to_all(
+        self,
+        phase: str,
+        entries: Padded,
+        ranges: Ranges,
+        rooms: Sequence[int],
+        *,
+        order: Sequence[int] | None = None,
+        limit: int | None = None,
+        trigger: float = math.inf,
+    ) -> Pattern[Gathered]:
+        lists, sent = yield from self._gather(phase, entries, ranges)
+        if order is not None:
+            ranks = kernels.constant(order, self.acc.device)
+            lists = Padded(lists.indices.index_select(0, ranks), lists.values.index_select(0, ranks))
+        if limit is not None and limit < lists.indices.numel():
+            every = Padded(lists.indices.reshape(-1), lists.values.reshape(-1))
+            return Gathered(kernels.largest_padded(every, limit, workspace=self.acc.workspace), entries, sent)
+        joined = kernels.joined(lists, workspace=self.acc.workspace)
+        joined = Padded(*(part[: self.acc.numel] for part in joined))
+        if order is not None:  # ranges may overlap
+            before, after = joined.indices[:-1], joined.indices[1:]
+            descents = (after <= before) & (after >= 0)  # padding, which stands at the end, does not count
+            self.verdict.check_messages(descents.sum(dtype=torch.int32).reshape(1))
+        return Gathered(joined, entries, sent)
+
+    def union(self, phase: str, entries: Padded, rooms: Sequence[int]) -> Pattern[tuple[Padded, Padded]]:
+        self.verdict.check_gradient(entries.values)
+        lists, sent = yield from self._gather(phase, entries, [(0, self.acc.numel)] * self.world_size)
+        union = kernels.merge_rows(lists, self.acc.numel, workspace=self.acc.workspace)
+        self.verdict.check_sums(union.values)
+        return union, sent
+
+    def _gather(self, phase: str, entries: Padded, ranges: Ranges) -> Pattern[tuple[Padded, Padded]]:
+        """Return one row for each rank, and what was sent of ``entries``."""
+        rows = self.rows(ranges, entries.room, divisor=self.divisor)
+        own = Padded(entries.indices[None], entries.values[None])
+        message, sent = rows.encode(own, workspace=self.acc.workspace, first=self.rank)
+        gathered = (yield AllGather(phase, message[0])) if self.world_size > 1 else message
+        return self.read(gathered, ranges, rows.span, entries.room, divisor=self.divisor), sent.row(0)
+
+    def rows(self, ranges: Ranges, room: int, *, divisor: int, span: int | None = None) -> Rows:
+        """Return the format of messages with ``room`` slots, of which row r holds entries in ``ranges[r]``.
+
+        ``span`` is the width of the widest range of all ranks. By default it is that of ``ranges``.
+        """
+        lows = kernels.constant([low for low, _ in ranges], self.acc.device)
+        return Rows(self.encoding, lows, span or max(high - low for low, high in ranges), room, divisor=divisor)
+
+    def read(self, messages: torch.Tensor, ranges: Ranges, span: int, room: int, *, divisor: int) -> Padded:
+        """Return the entries of received ``messages`` in the format of :meth:`rows`, one row for each.
+
+        Those behind their range are reported as malformed. The format itself only ensures that they are inside the
+        widest one.
+        """
+        rows = self.rows(ranges, room, divisor=divisor, span=span)
+        lists, malformed = rows.decode(messages, workspace=self.acc.workspace)
+        if any(high - low < span for low, high in ranges):
+            highs = kernels.constant([high for _, high in ranges], self.acc.device)
+            outside = lists.indices >= highs[:, None]
+            malformed = malformed + outside.sum(dtype=torch.int32)
+            lists = only(lists, ~outside)
+        self.verdict.check_messages(malformed)
+        return lists
+
+    def subtract(self, sent: Padded, result: Padded) -> None:
+        kept = among(ascending(result.indices, self.acc.numel), sent.indices)
+        self.acc.subtract(only(sent, kept), rounded=self.encoding.rounds)
+
+    def rest(self, gathered: Gathered) -> Padded:
+        own, sent, numel = gathered.own, gathered.sent, self.acc.numel
+        places = torch.searchsorted(ascending(own.indices, numel), sent.indices).clamp_(max=own.room - 1)
+        kept = among(ascending(gathered.entries.indices, numel), sent.indices)
+        return only(sent._replace(values=own.values[places] - sent.values), kept & (sent.indices != PADDING))
 
     def rounding(self, entries: Padded, sent: Padded) -> dict[str, float]:
         return {}
+
+    def settle(self, further: Sequence[Count] = ()) -> Pattern[list[list[int]]]:
+        figures = [*self._figures, *(figure for figure in further if isinstance(figure, torch.Tensor))]
+        rows = yield from self.verdict.settle(self.world_size, figures)
+        self.figures = self.verdict.figures
+        return rows
 
     def _vector(self, entries: Padded) -> SparseVector:
         return SparseVector.padded(entries, self.acc.numel)

@@ -19,24 +19,15 @@ def widest(cuts: Sequence[int]) -> int:
     return max(high - low for low, high in pairwise(cuts))
 
 
-def propose_cuts(indices: torch.Tensor, world_size: int) -> torch.Tensor:
-    """Return this rank's proposal, int64 ``[P]``: P - 1 cuts that split ``indices`` evenly, then a valid flag.
+def propose_cuts(entries: Padded, world_size: int) -> torch.Tensor:
+    """Return this rank's proposal, int64 ``[P]``: P - 1 cuts that split ``entries`` evenly, then a valid flag.
 
     A rank with fewer entries than workers proposes no cuts: all zeros, with flag 0. The dtype is int64 because the sum
-    over ranks can exceed 2^31 even if every index is below it.
+    over ranks can exceed 2^31 even if every index is below it. Nothing waits for a GPU.
     """
-    count = indices.numel()
-    proposal = torch.zeros(world_size, dtype=torch.int64, device=indices.device)
-    if count >= world_size:
-        chunk_starts = [count * j // world_size for j in range(1, world_size)]
-        proposal[:-1] = indices[chunk_starts]
-        proposal[-1] = 1
-    return proposal
-
-
-def propose_cuts_padded(entries: Padded, world_size: int) -> torch.Tensor:
-    """Return :func:`propose_cuts` of the indices of one row with padding. Nothing waits for a GPU."""
     count = count_entries(entries).long()
+    if entries.room < world_size:
+        return count.new_zeros(world_size)
     starts = torch.arange(1, world_size, device=count.device) * count // world_size
     proposal = torch.cat([entries.indices[starts].long(), torch.ones_like(count)])
     return proposal * (count >= world_size)
@@ -59,6 +50,11 @@ def offsets(indices: torch.Tensor, cuts: Sequence[int]) -> list[int]:
     bounds = torch.tensor(cuts, dtype=indices.dtype, device=indices.device)
     positions: list[int] = torch.searchsorted(indices, bounds).tolist()
     return positions
+
+
+def region_starts(entries: Padded, bounds: torch.Tensor, numel: int) -> torch.Tensor:
+    """Return :func:`offsets` of one row of ``entries``, int32 ``[P + 1]``. ``bounds`` are the cuts on the device."""
+    return torch.searchsorted(torch.where(entries.indices < 0, numel, entries.indices), bounds, out_int32=True)
 
 
 def trimmed_sizes(sizes: Sequence[int], limit: int) -> list[int]:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 
 import torch
 
 import tritoncomm_kernels as kernels
-from tritoncomm_kernels import Selection, Workspace
+from tritoncomm_kernels import Padded, Selection, Workspace
+from tritoncomm_kernels.entries import PADDING
+
+Count = int | torch.Tensor  # a number that the host knows, or int32 [1] on the device
 
 # On a CPU, lists are merged if the region has more coordinates than this multiple of their entries. Otherwise they are
 # added to a dense region. A merge costs 10 to 15 ns per entry, a dense region 2 ns per coordinate and 8 ns per entry.
@@ -49,3 +53,85 @@ class RegionSums:
             self._merged = Selection.of(*kernels.merge(self._lists, self._high, workspace=self._workspace))
         reaching = kernels.select(self._merged.values, threshold, workspace=self._workspace)
         return reaching._replace(indices=self._merged.indices[reaching.indices.long()])
+
+
+class OwnedSums(ABC):
+    """The sums of this rank's region, and what this rank has sent to all regions.
+
+    ``load`` is the number of entries that all ranks have for this region. ``sent`` are the entries of this rank in the
+    sums of all regions, with the values that were sent, and ``rounding`` are figures about them.
+    """
+
+    def __init__(self, load: Count, sent: Padded, rounding: dict[str, float]) -> None:
+        self.load, self.sent, self.rounding = load, sent, rounding
+
+    @abstractmethod
+    def select(self, threshold: float) -> None:
+        """Let only the sums that reach ``threshold`` be candidates for the result. Call this first, and once."""
+
+    @abstractmethod
+    def count(self, threshold: float) -> Count:
+        """Return how many candidates reach ``threshold``."""
+
+    @abstractmethod
+    def largest(self, room: int) -> Padded:
+        """Return the ``room`` largest candidates."""
+
+
+class ListedSums(OwnedSums):
+    """Sums whose candidates are listed with exact length.
+
+    ``fits`` returns those entries that a message can hold together, and ``check`` looks for NaN and Inf.
+    """
+
+    def __init__(
+        self,
+        region: RegionSums,
+        load: int,
+        sent: Padded,
+        rounding: dict[str, float],
+        fits: Callable[[Selection], Selection],
+        check: Callable[[torch.Tensor], None],
+        workspace: Workspace,
+    ) -> None:
+        super().__init__(load, sent, rounding)
+        self._region, self._fits, self._check, self._workspace = region, fits, check, workspace
+
+    def select(self, threshold: float) -> None:
+        self._candidates = self._fits(self._region.at_least(threshold))
+        self._check(self._candidates.values)
+
+    def count(self, threshold: float) -> Count:
+        return int((kernels.magnitude_keys(self._candidates.values) >= kernels.threshold_key(threshold)).sum())
+
+    def largest(self, room: int) -> Padded:
+        return Padded(*kernels.largest(self._candidates, room, workspace=self._workspace)[:2])
+
+
+class DenseSums(OwnedSums):
+    """Sums (fp32 ``[span]``) of the coordinates from ``low`` on, of which the host knows nothing."""
+
+    def __init__(
+        self,
+        sums: torch.Tensor,
+        low: int,
+        load: torch.Tensor,
+        sent: Padded,
+        check: Callable[[torch.Tensor], None],
+        workspace: Workspace,
+    ) -> None:
+        super().__init__(load, sent, {})
+        self._sums, self._low, self._check, self._workspace = sums, low, check, workspace
+
+    def select(self, threshold: float) -> None:
+        self._threshold = threshold
+
+    def count(self, threshold: float) -> Count:
+        return kernels.count_reaching(self._sums, threshold)
+
+    def largest(self, room: int) -> Padded:
+        sums, held = self._sums, self._workspace
+        found = kernels.top_k_padded(sums, None, sums, min(room, sums.numel()), workspace=held)
+        self._check(found.values)
+        found = kernels.reaching(found, self._threshold, workspace=held)
+        return found._replace(indices=torch.where(found.indices < 0, PADDING, found.indices + self._low))

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 import tritoncomm_kernels as kernels
-from tritoncomm_kernels import Selection, Workspace
+from tritoncomm_kernels import Padded, Selection, Workspace
+from tritoncomm_kernels.entries import PADDING
+
+NO_KEY = 0x7FFFFFFF  # above the key of every finite magnitude
 
 
 def entries_to_keep(numel: int, density: float) -> int:
@@ -17,14 +19,40 @@ def entries_to_keep(numel: int, density: float) -> int:
     return min(numel, max(1, int(numel * density)))
 
 
-def largest_parts(
-    entries: Selection, starts: Sequence[int], limits: Sequence[int], *, workspace: Workspace
-) -> Selection:
-    """Return the ``limits[p]`` largest entries of each part ``starts[p]`` to ``starts[p + 1]`` of ``entries``."""
-    parts = [entries.slice(start, stop) for start, stop in itertools.pairwise(starts)]
-    return Selection.join(
-        [kernels.largest(part, limit, workspace=workspace) for part, limit in zip(parts, limits, strict=True)]
-    )
+def smallest_key(entries: Padded, k: int, *, workspace: Workspace) -> torch.Tensor:
+    """Return the key of the smallest magnitude of the ``k`` largest of ``entries``, int32 ``[1]``.
+
+    Without any entry it is :data:`NO_KEY`.
+    """
+    if not entries.room:
+        return torch.full((1,), NO_KEY, dtype=torch.int32, device=entries.indices.device)
+    if entries.room > k:
+        entries = kernels.largest_padded(entries, k, workspace=workspace)
+    keys = kernels.magnitude_keys(entries.values)
+    return torch.where(entries.indices < 0, NO_KEY, keys).amin().reshape(1)
+
+
+def magnitude_of(key: int) -> float:
+    """Return the magnitude that has this ``key``, and infinity for :data:`NO_KEY`."""
+    return math.inf if key == NO_KEY else float(np.array(key, np.int32).view(np.float32))
+
+
+def ascending(indices: torch.Tensor, numel: int) -> torch.Tensor:
+    """Return ``indices`` (int32 ``[m]``, padding at the end) with ``numel`` in place of padding, for a search."""
+    return torch.where(indices < 0, numel, indices)
+
+
+def among(kept: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+    """Return which of ``indices`` (int32, any shape) are in ``kept``, the result of :func:`ascending`. Bool."""
+    if not kept.numel():
+        return torch.zeros_like(indices, dtype=torch.bool)
+    places = torch.searchsorted(kept, indices).clamp_(max=kept.numel() - 1)
+    return kept[places] == indices
+
+
+def only(entries: Padded, keep: torch.Tensor) -> Padded:
+    """Return ``entries`` with padding in place of those that are not in ``keep``."""
+    return Padded(torch.where(keep, entries.indices, PADDING), torch.where(keep, entries.values, 0.0))
 
 
 def left_out(union: Selection, kept: Selection) -> Selection:

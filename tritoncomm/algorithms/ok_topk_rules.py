@@ -1,17 +1,19 @@
-"""What both forms of Ok-Topk share: the state, the rules for thresholds and triggers, and the repartition."""
+"""What Ok-Topk remembers, and how it follows from the figures of a step: thresholds, triggers, and the regions."""
 
 from __future__ import annotations
 
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 
 from tritoncomm.errors import ProtocolMismatchError
+from tritoncomm.primitives.packing import Encoding
 from tritoncomm.primitives.region_cuts import consensus_cuts
+from tritoncomm.primitives.selection import NO_KEY, magnitude_of
 from tritoncomm.scheduler.rounds import AllReduce, Pattern, read
 
 # Factor by which a reused threshold is lowered. Delivered entries leave the residuals. When gradients are small
@@ -20,6 +22,7 @@ from tritoncomm.scheduler.rounds import AllReduce, Pattern, read
 WARM_START = 0.98
 # A reused threshold never changes by more than this factor in one step.
 MAX_CORRECTION = 2.0
+_INFINITE_KEY = 0x7F800000
 
 
 @dataclass(frozen=True)
@@ -57,19 +60,93 @@ class Triggers(NamedTuple):
 TRIGGERS = Triggers()
 
 
+class Figures(NamedTuple):
+    """What a rank reports of a step. From ``found`` on, only its own numbers count with messages of exact lengths.
+
+    ``candidates`` and ``reaching`` count the sums of its region that reach the lowered global threshold, and the
+    threshold itself. ``load`` is the number of entries that all ranks have for its region, including those without
+    room. ``found`` is the number of delivered entries. ``edge`` is the key of the smallest of the k largest ones. If
+    values are rounded, it is that of the smallest sum that was sent, or with fixed room of the k (k/P in a step that
+    reuses thresholds) largest sums of this rank. ``selected`` is the number of its own entries that reach its local
+    threshold, and ``kth`` the key of the smallest of the k largest ones.
+    """
+
+    candidates: int
+    load: int
+    reaching: int
+    found: int
+    edge: int
+    selected: int
+    kth: int
+
+
 @dataclass(frozen=True)
 class Rules:
     """The decisions that a rank takes from observed counts.
 
-    ``numel``, ``k`` and the settings of the recipe are those of the exchange. ``is_coarse`` says that values have few
-    levels (:attr:`~tritoncomm.primitives.packing.Encoding.is_coarse`).
+    ``numel``, ``k``, the settings of the recipe and the ``encoding`` of messages are those of the exchange.
     """
 
     numel: int
     k: int
     correct_thresholds: bool
     triggers: Triggers
-    is_coarse: bool
+    encoding: Encoding
+
+    def after(
+        self, state: OkTopkState, rows: Sequence[Figures], rank: int, *, reevaluate: bool, exactly: bool, is_fixed: bool
+    ) -> OkTopkState:
+        """Return the state after a step, given the figures of all ranks.
+
+        Args:
+            state: The state before it.
+            rows: The figures of each rank.
+            rank: This rank.
+            reevaluate: Whether the step has computed thresholds.
+            exactly: Whether this rank has selected its k largest entries.
+            is_fixed: Whether messages had fixed room.
+        """
+        own, edges = rows[rank], _edges(rows, rank)
+        if reevaluate:
+            # Without any sum there is no new threshold. Keep the old one and re-evaluate at the next step.
+            threshold = min(edges) if own.found else state.global_threshold
+            again = own.found == 0
+        else:
+            lowered, wanted = self.lowered(state.global_threshold), sum(row.candidates for row in rows)
+            threshold = self.following(lowered, wanted, self._kth_sum(rows, edges, rank, lowered, is_fixed))
+            again = self.drifted(sum(row.reaching for row in rows))
+        return replace(
+            state,
+            step=state.step + 1,
+            local_threshold=self.local_after(state, own.selected, own.kth, exactly=exactly),
+            global_threshold=threshold,
+            force_reevaluate=again,
+            force_repartition=self.skewed([row.load for row in rows]),
+        )
+
+    def local_after(self, state: OkTopkState, selected: int, kth: int, *, exactly: bool) -> float:
+        """Return the local threshold for the next step, 0 if it has to be computed exactly there.
+
+        ``selected`` and ``kth`` are those of :class:`Figures`.
+        """
+        known = magnitude_of(kth) if selected >= self.k else 0.0
+        return known if exactly else self.following(self.lowered(state.local_threshold), selected, known)
+
+    def _kth_sum(
+        self, rows: Sequence[Figures], edges: Sequence[float], rank: int, lowered: float, is_fixed: bool
+    ) -> float:
+        """Return the k-th largest sum, or 0 if it is unknown. The candidates of this step reach ``lowered``.
+
+        With rounded values and fixed room, no rank knows all sums exactly. The result is then the mean of the owners'
+        (k/P)-th sums.
+        """
+        found = rows[rank].found
+        if self.encoding.rounds and is_fixed:
+            enough = [row.candidates * len(rows) >= self.k for row in rows]
+            known = [edge if has else lowered for has, edge in zip(enough, edges, strict=True)]
+            return math.fsum(known) / len(rows)
+        is_known = found == self.k if self.encoding.rounds else found >= self.k
+        return min(edges) if is_known else 0.0
 
     def lowered(self, threshold: float) -> float:
         """Return the threshold that a step uses instead of ``threshold``, which the last step has left."""
@@ -88,12 +165,23 @@ class Rules:
         """Return True if so few or so many sums reach the global threshold that the next step has to re-evaluate it."""
         # With few levels, sums are equal by the thousand and pass a threshold together. Too many of them are no drift.
         low, high = self.triggers.drift_low * self.k, self.triggers.drift_high * self.k
-        return reaching < low or (reaching > high and not self.is_coarse)
+        return reaching < low or (reaching > high and not self.encoding.is_coarse)
 
     def skewed(self, loads: Sequence[int]) -> bool:
         """Return True if an owner gets so many of all entries that the next step has to repartition."""
         # With fewer entries than ranks, no rank can propose cuts.
         return max(loads) * len(loads) > self.triggers.skew * sum(loads) and self.k >= len(loads)
+
+
+def _edges(rows: Sequence[Figures], rank: int) -> list[float]:
+    """Return the magnitudes ``edge`` of all ranks, infinite for those without sums."""
+    keys = [row.edge for row in rows]
+    wrong = [key for key in keys if not 0 < key < _INFINITE_KEY and key != NO_KEY]
+    if wrong or (rows[rank].found and min(keys) == NO_KEY):
+        raise ProtocolMismatchError(
+            f"phase 'all-gather': received {keys} as keys of smallest magnitudes: not in (0, {_INFINITE_KEY})"
+        )
+    return [magnitude_of(key) for key in keys]
 
 
 def agree_on_cuts(proposal: torch.Tensor, numel: int) -> Pattern[tuple[int, ...]]:
