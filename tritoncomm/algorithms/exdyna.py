@@ -249,7 +249,7 @@ class ExDynaAlgorithm(BudgetedAlgorithm):
             sums = yield AllReduce("values", sums)
         acc.clear(union.indices)  # every rank contributed its value at every selected index
         step.check_sums(sums)
-        rows = yield from step.settle()
+        rows, _ = yield from step.settle()
         passed, non_zero = (list(column) for column in zip(*rows, strict=True))
         checked_counts("counts", passed, self.numel)  # the next borders depend on them
         acc.selected = min(passed[rank], rooms[rank])
@@ -414,7 +414,8 @@ class ExDynaAlgorithm(BudgetedAlgorithm):
             words = Rows(self.encoding, torch.zeros(1), self.numel, self._room(world_size)).words
             gathered = both(cost.all_gather(words, cost.WORD, world_size))
             reduced = both(cost.all_reduce(self._union(world_size), cost.WORD, world_size))
-            forecast = with_verdict(Forecast({"indices": gathered, "values": reduced}), world_size, figures=2)
+            phases = Forecast({"indices": gathered, "values": reduced})
+            forecast = with_verdict(phases, world_size, figures=2, phase="indices")
         elif ordinary:
             volume = (world_size - 1) * self.encoding.words(-(-self.numel // world_size), -(-self.k // world_size))
             forecast = self._forecast(world_size, volume, volume, self.k)

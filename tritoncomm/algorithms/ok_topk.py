@@ -17,12 +17,12 @@ from typing import Any, ClassVar
 
 import tritoncomm_kernels as kernels
 from tritoncomm.algorithms.base import Bounds, BudgetedAlgorithm, EntryRecipe, StaticRecipe, check, check_at_least
-from tritoncomm.algorithms.ok_topk_rules import TRIGGERS, Figures, OkTopkState, Rules, Triggers, agree_on_cuts
+from tritoncomm.algorithms.ok_topk_rules import TRIGGERS, Figures, OkTopkState, Own, Rules, Triggers, agree_on_cuts
 from tritoncomm.algorithms.ok_topk_traffic import Caps
 from tritoncomm.primitives.accumulator import Accumulator
 from tritoncomm.primitives.collectives import checked_counts, dense_exchange
 from tritoncomm.primitives.distributed_topk import largest_shares
-from tritoncomm.primitives.exchange import Gathered, Step
+from tritoncomm.primitives.exchange import Step
 from tritoncomm.primitives.region_cuts import propose_cuts, widest
 from tritoncomm.primitives.region_sums import Count, OwnedSums
 from tritoncomm.primitives.selection import entries_to_keep, smallest_key
@@ -135,20 +135,21 @@ class OkTopkAlgorithm(BudgetedAlgorithm):
             chosen, rooms = yield from self._largest_sums(step, sums)
         else:
             chosen, rooms = yield from self._reaching_sums(step, sums, state.global_threshold)
-        ranges = list(itertools.pairwise(cuts))
         limit = self.k if reevaluate else self.global_cap
         gathered = yield from step.to_all(
-            "all-gather", chosen, ranges, rooms, limit=limit, trigger=self.balance_trigger
-        )
+            "all-gather", chosen, list(itertools.pairwise(cuts)), rooms, limit=limit, trigger=self.balance_trigger,
+            figures=self._edge(step, chosen, reevaluate=reevaluate),
+        )  # fmt: skip
 
         # Residual update: remove an entry if and only if this rank sent it and the global selection kept it.
         result = gathered.entries
         step.subtract(sums.sent, result)
         if self.encoding.rounds:
             acc.add(*step.rest(gathered))
-        further = [kernels.count_entries(result), self._edge(step, gathered, reevaluate=reevaluate), selected, kth]
-        rows = [Figures(*row) for row in (yield from step.settle(further))]
-        acc.selected = rows[rank].selected
+        least = smallest_key(result, self.k, workspace=acc.workspace) if gathered.least is None else gathered.least
+        figures, numbers = yield from step.settle([kernels.count_entries(result), least, selected, kth])
+        rows, own = [Figures(*row) for row in figures], Own(*numbers)
+        acc.selected = own.selected
         loads = [row.load for row in rows]
         self.report = {
             **sums.rounding,
@@ -158,7 +159,7 @@ class OkTopkAlgorithm(BudgetedAlgorithm):
             "candidates": float(sum(row.candidates for row in rows)),
         }
         self.state = replace(
-            self.rules.after(state, rows, rank, reevaluate=reevaluate, exactly=exactly, is_fixed=self.static),
+            self.rules.after(state, rows, own, reevaluate=reevaluate, exactly=exactly, is_fixed=self.static),
             cuts=cuts,
         )
         return step.vector(result)
@@ -174,7 +175,7 @@ class OkTopkAlgorithm(BudgetedAlgorithm):
     ) -> Pattern[SparseVector]:
         """Return the result for a world size of 1, which is the local selection."""
         step.acc.clear(local.indices)
-        ((selected, kth),) = yield from step.settle(figures)
+        _, (selected, kth) = yield from step.settle(figures)
         step.acc.selected = selected
         threshold = self.rules.local_after(state, selected, kth, exactly=exactly)
         self.state = replace(state, step=state.step + 1, local_threshold=threshold, force_reevaluate=False)
@@ -218,14 +219,12 @@ class OkTopkAlgorithm(BudgetedAlgorithm):
             found = step.largest(found, rooms)
         return found, rooms
 
-    def _edge(self, step: Step, gathered: Gathered, *, reevaluate: bool) -> Count:
-        """Return ``edge`` of :class:`Figures`. Thresholds must not be learnt from rounded values."""
-        entries, k = gathered.entries, self.k
-        if gathered.least is not None:
-            return gathered.least
-        if self.encoding.rounds:
-            entries, k = gathered.own, k if reevaluate else math.ceil(k / step.world_size)
-        return smallest_key(entries, k, workspace=step.acc.workspace)
+    def _edge(self, step: Step, chosen: Padded, *, reevaluate: bool) -> list[Count]:
+        """Return ``edge`` of :class:`Figures`, if it is needed: thresholds must not be learnt from rounded values."""
+        if not (self.static and self.encoding.rounds):
+            return []
+        k = self.k if reevaluate else math.ceil(self.k / step.world_size)
+        return [smallest_key(chosen, k, workspace=step.acc.workspace)]
 
     def common_state(self) -> dict[str, Any]:
         """See :meth:`Algorithm.common_state`: everything except the local threshold, which differs between ranks."""

@@ -61,21 +61,30 @@ TRIGGERS = Triggers()
 
 
 class Figures(NamedTuple):
-    """What a rank reports of a step. From ``found`` on, only its own numbers count with messages of exact lengths.
+    """What a rank tells the others of a step.
 
     ``candidates`` and ``reaching`` count the sums of its region that reach the lowered global threshold, and the
     threshold itself. ``load`` is the number of entries that all ranks have for its region, including those without
-    room. ``found`` is the number of delivered entries. ``edge`` is the key of the smallest of the k largest ones. If
-    values are rounded, it is that of the smallest sum that was sent, or with fixed room of the k (k/P in a step that
-    reuses thresholds) largest sums of this rank. ``selected`` is the number of its own entries that reach its local
-    threshold, and ``kth`` the key of the smallest of the k largest ones.
+    room. ``edge``, with rounded values and fixed room only, is the key of the smallest of the k (k/P in a step that
+    reuses thresholds) largest sums that this rank sends.
     """
 
     candidates: int
     load: int
     reaching: int
+    edge: int = NO_KEY
+
+
+class Own(NamedTuple):
+    """What a rank knows of a step beside all :class:`Figures`.
+
+    ``found`` is the number of delivered entries. ``least`` is the key of the smallest of the k largest ones, or, if
+    values are rounded and have exact lengths, of all before rounding. Both are equal on all ranks. ``selected`` is the
+    number of its own entries that reach its local threshold, and ``kth`` the key of the smallest of the k largest ones.
+    """
+
     found: int
-    edge: int
+    least: int
     selected: int
     kth: int
 
@@ -94,26 +103,30 @@ class Rules:
     encoding: Encoding
 
     def after(
-        self, state: OkTopkState, rows: Sequence[Figures], rank: int, *, reevaluate: bool, exactly: bool, is_fixed: bool
+        self, state: OkTopkState, rows: Sequence[Figures], own: Own, *, reevaluate: bool, exactly: bool, is_fixed: bool
     ) -> OkTopkState:
-        """Return the state after a step, given the figures of all ranks.
+        """Return the state after a step.
 
         Args:
             state: The state before it.
             rows: The figures of each rank.
-            rank: This rank.
+            own: What this rank knows beside them.
             reevaluate: Whether the step has computed thresholds.
             exactly: Whether this rank has selected its k largest entries.
             is_fixed: Whether messages had fixed room.
         """
-        own, edges = rows[rank], _edges(rows, rank)
+        by_owner = is_fixed and self.encoding.rounds
+        edges = _magnitudes([row.edge for row in rows] if by_owner else [own.least], found=own.found)
         if reevaluate:
             # Without any sum there is no new threshold. Keep the old one and re-evaluate at the next step.
             threshold = min(edges) if own.found else state.global_threshold
             again = own.found == 0
         else:
             lowered, wanted = self.lowered(state.global_threshold), sum(row.candidates for row in rows)
-            threshold = self.following(lowered, wanted, self._kth_sum(rows, edges, rank, lowered, is_fixed))
+            # The smallest of more than k sums is not the k-th one.
+            is_known = own.found == self.k if self.encoding.rounds else own.found >= self.k
+            kth = self._mean_edge(rows, edges, lowered) if by_owner else min(edges) if is_known else 0.0
+            threshold = self.following(lowered, wanted, kth)
             again = self.drifted(sum(row.reaching for row in rows))
         return replace(
             state,
@@ -132,21 +145,14 @@ class Rules:
         known = magnitude_of(kth) if selected >= self.k else 0.0
         return known if exactly else self.following(self.lowered(state.local_threshold), selected, known)
 
-    def _kth_sum(
-        self, rows: Sequence[Figures], edges: Sequence[float], rank: int, lowered: float, is_fixed: bool
-    ) -> float:
-        """Return the k-th largest sum, or 0 if it is unknown. The candidates of this step reach ``lowered``.
+    def _mean_edge(self, rows: Sequence[Figures], edges: Sequence[float], lowered: float) -> float:
+        """Return about the k-th largest sum, of which no rank knows all exactly: the mean of the owners' (k/P)-th sums.
 
-        With rounded values and fixed room, no rank knows all sums exactly. The result is then the mean of the owners'
-        (k/P)-th sums.
+        The candidates of this step reach ``lowered``.
         """
-        found = rows[rank].found
-        if self.encoding.rounds and is_fixed:
-            enough = [row.candidates * len(rows) >= self.k for row in rows]
-            known = [edge if has else lowered for has, edge in zip(enough, edges, strict=True)]
-            return math.fsum(known) / len(rows)
-        is_known = found == self.k if self.encoding.rounds else found >= self.k
-        return min(edges) if is_known else 0.0
+        enough = [row.candidates * len(rows) >= self.k for row in rows]
+        known = [edge if has else lowered for has, edge in zip(enough, edges, strict=True)]
+        return math.fsum(known) / len(rows)
 
     def lowered(self, threshold: float) -> float:
         """Return the threshold that a step uses instead of ``threshold``, which the last step has left."""
@@ -173,11 +179,10 @@ class Rules:
         return max(loads) * len(loads) > self.triggers.skew * sum(loads) and self.k >= len(loads)
 
 
-def _edges(rows: Sequence[Figures], rank: int) -> list[float]:
-    """Return the magnitudes ``edge`` of all ranks, infinite for those without sums."""
-    keys = [row.edge for row in rows]
+def _magnitudes(keys: Sequence[int], *, found: int) -> list[float]:
+    """Return the magnitudes of ``keys``, infinite for ranks without sums. ``found`` sums are delivered."""
     wrong = [key for key in keys if not 0 < key < _INFINITE_KEY and key != NO_KEY]
-    if wrong or (rows[rank].found and min(keys) == NO_KEY):
+    if wrong or (found and min(keys) == NO_KEY):
         raise ProtocolMismatchError(
             f"phase 'all-gather': received {keys} as keys of smallest magnitudes: not in (0, {_INFINITE_KEY})"
         )

@@ -62,7 +62,8 @@ class Caps:
             phases["sizes"] = both(cost.all_gather(1, cost.WORD, world_size))
             if min(self.numel, world_size * self.k) > self.k:
                 phases.update(distributed_topk.forecast(world_size).phases)
-        return with_verdict(Forecast(phases), world_size, len(Figures._fields))
+        figures = len(Figures._fields) - (not self.encoding.rounds)
+        return with_verdict(Forecast(phases), world_size, figures, phase="all-gather")
 
     def even(self, world_size: int) -> Forecast:
         """Return the traffic of a step that reuses thresholds and cuts. 4k(P-1)/P words, if plain.

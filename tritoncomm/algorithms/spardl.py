@@ -262,5 +262,6 @@ def _static_forecast(place: Place, h: int, recursive: bool) -> Forecast:
         phases["merge"] = both(cost.messages(rounds, rounds * words(place.room)))
     else:
         phases["merge"] = both(cost.bruck(words(first_room(place, h)), teams))
-    bruck = teams > 1 and not recursive
-    return with_verdict(Forecast(phases), world_size, 1 + bruck)
+    if teams == 1:
+        return with_verdict(Forecast(phases), world_size, phase="all-gather")
+    return with_verdict(Forecast(phases), world_size)

@@ -65,5 +65,5 @@ class TopkAllgatherAlgorithm(BudgetedAlgorithm):
         if self.static:
             words = Rows(self.encoding, torch.zeros(1), self.numel, self.k).words
             gathered = both(cost.all_gather(words, cost.WORD, world_size))
-            return with_verdict(Forecast({_PHASE: gathered}), world_size)
+            return with_verdict(Forecast({_PHASE: gathered}), world_size, phase=_PHASE)
         return Forecast({_PHASE: both(cost.bruck(self.encoding.words(self.numel, self.k), world_size))})

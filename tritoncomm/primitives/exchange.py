@@ -126,7 +126,8 @@ class Step(ABC):
 
         With exact lengths, all ranks exchange their ``figures``. The first of them is the number of entries, and the
         slots are these numbers, scaled down if they exceed ``total``. With fixed room, each message has ``room`` slots.
-        If it is None, the slots are the numbers of entries, too. :meth:`settle` returns the figures of all ranks.
+        If it is None, the slots are the numbers of entries, too. The figures travel with the last message.
+        :meth:`settle` returns those of all ranks.
         """
 
     @abstractmethod
@@ -155,6 +156,7 @@ class Step(ABC):
         order: Sequence[int] | None = None,
         limit: int | None = None,
         trigger: float = math.inf,
+        figures: Sequence[Count] = (),
     ) -> Pattern[Gathered]:
         """Gather the entries of all ranks, whose ranges are disjoint.
 
@@ -167,6 +169,7 @@ class Step(ABC):
             limit: With fixed room, the largest entries are returned, as many as this.
             trigger: With exact lengths and no ``order``, messages are balanced first if one exceeds so many times the
                 mean. No entry of fixed room moves, because all messages have the same length.
+            figures: With fixed room, further figures for :meth:`settle`.
         """
 
     @abstractmethod
@@ -190,11 +193,10 @@ class Step(ABC):
         """Return figures about what rounding takes from ``entries``, of which ``sent`` was sent. Exact lengths only."""
 
     @abstractmethod
-    def settle(self, further: Sequence[Count] = ()) -> Pattern[list[list[int]]]:
-        """Return the figures of all ranks, ``[world_size][figures]``: those of :meth:`rooms`, and ``further`` ones.
+    def settle(self, own: Sequence[Count] = ()) -> Pattern[tuple[list[list[int]], list[int]]]:
+        """Return the figures of all ranks, ``[world_size][figures]``, and ``own`` numbers of this rank.
 
-        Of the ``further`` ones, only those of this rank count. This ends the step. With fixed room, the host waits for
-        a GPU here, and all ranks raise the same error.
+        This ends the step. With fixed room, the host waits for a GPU here, and all ranks raise the same error.
         """
 
 
@@ -277,6 +279,7 @@ class ExactStep(Step):
         order: Sequence[int] | None = None,
         limit: int | None = None,
         trigger: float = math.inf,
+        figures: Sequence[Count] = (),
     ) -> Pattern[Gathered]:
         if order is not None:
             lists, sent = yield from self._gather(phase, entries, ranges, rooms)
@@ -328,14 +331,12 @@ class ExactStep(Step):
     def rounding(self, entries: Padded, sent: Padded) -> dict[str, float]:
         return rounding_figures(Selection.of(*entries), Selection.of(*sent)) if self.encoding.rounds else {}
 
-    def settle(self, further: Sequence[Count] = ()) -> Pattern[list[list[int]]]:
+    def settle(self, own: Sequence[Count] = ()) -> Pattern[tuple[list[list[int]], list[int]]]:
         yield from ()
         if not self.is_finite:
             raise non_finite([self.rank])
-        own = [int(figure) for figure in further]
-        rows = [row + own for row in self._rows]
-        self.figures = torch.tensor(rows, dtype=torch.int64)
-        return rows
+        self.figures = torch.tensor(self._rows, dtype=torch.int64)
+        return self._rows, [int(number) for number in own]
 
     def _vector(self, entries: Padded) -> SparseVector:
         return SparseVector(entries.indices, entries.values, self.acc.numel)
@@ -425,7 +426,9 @@ class FixedStep(Step):
         order: Sequence[int] | None = None,
         limit: int | None = None,
         trigger: float = math.inf,
+        figures: Sequence[Count] = (),
     ) -> Pattern[Gathered]:
+        self._figures += [figure for figure in figures if isinstance(figure, torch.Tensor)]
         lists, sent = yield from self._gather(phase, entries, ranges)
         if order is not None:
             ranks = kernels.constant(order, self.acc.device)
@@ -449,12 +452,15 @@ class FixedStep(Step):
         return union, sent
 
     def _gather(self, phase: str, entries: Padded, ranges: Ranges) -> Pattern[tuple[Padded, Padded]]:
-        """Return one row for each rank, and what was sent of ``entries``."""
+        """Return one row for each rank, and what was sent of ``entries``. This is the last message of a step."""
         rows = self.rows(ranges, entries.room, divisor=self.divisor)
         own = Padded(entries.indices[None], entries.values[None])
         message, sent = rows.encode(own, workspace=self.acc.workspace, first=self.rank)
-        gathered = (yield AllGather(phase, message[0])) if self.world_size > 1 else message
-        return self.read(gathered, ranges, rows.span, entries.room, divisor=self.divisor), sent.row(0)
+        told = torch.cat([message[0], self.verdict.words(self._figures)])
+        gathered = (yield AllGather(phase, told)) if self.world_size > 1 else told[None]
+        self.verdict.hear(gathered[:, rows.words :])
+        messages = gathered[:, : rows.words].contiguous()
+        return self.read(messages, ranges, rows.span, entries.room, divisor=self.divisor), sent.row(0)
 
     def rows(self, ranges: Ranges, room: int, *, divisor: int, span: int | None = None) -> Rows:
         """Return the format of messages with ``room`` slots, of which row r holds entries in ``ranges[r]``.
@@ -493,11 +499,11 @@ class FixedStep(Step):
     def rounding(self, entries: Padded, sent: Padded) -> dict[str, float]:
         return {}
 
-    def settle(self, further: Sequence[Count] = ()) -> Pattern[list[list[int]]]:
-        figures = [*self._figures, *(figure for figure in further if isinstance(figure, torch.Tensor))]
-        rows = yield from self.verdict.settle(self.world_size, figures)
+    def settle(self, own: Sequence[Count] = ()) -> Pattern[tuple[list[list[int]], list[int]]]:
+        numbers = [number for number in own if isinstance(number, torch.Tensor)]
+        rows, values = yield from self.verdict.settle(self.world_size, numbers)
         self.figures = self.verdict.figures
-        return rows
+        return rows, values
 
     def _vector(self, entries: Padded) -> SparseVector:
         return SparseVector.padded(entries, self.acc.numel)

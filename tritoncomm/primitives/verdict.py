@@ -8,12 +8,13 @@ import torch
 
 from tritoncomm.errors import NonFiniteError, ProtocolMismatchError
 from tritoncomm.scheduler import cost
-from tritoncomm.scheduler.cost import Forecast, both
+from tritoncomm.scheduler.cost import Flow, Forecast, both
 from tritoncomm.scheduler.ranks import named
 from tritoncomm.scheduler.rounds import AllGather, Pattern, read
 
 _PHASE = "verdict"
 _GRADIENTS, _SUMS, _MESSAGES = range(3)
+_KINDS = 3  # of counters
 REJECTED = "a gradient or a sum of gradients contains NaN or Inf; nothing was applied"
 SUMS_OVERFLOW = "finite gradients overflow when summed; nothing was applied"
 
@@ -21,8 +22,10 @@ SUMS_OVERFLOW = "finite gradients overflow when summed; nothing was applied"
 class Verdict:
     """Counters on the device of the exchanged vector. Nothing waits for the device until :meth:`settle`.
 
-    ``is_shared`` says that all ranks check the same values, by :meth:`check_result` or :meth:`check_sums` alone. They
-    then agree without a message. After :meth:`settle`, ``figures`` holds the figures of all ranks on the device, int32
+    Each rank tells the others its counters and its figures with the last message that all ranks gather (:meth:`words`,
+    :meth:`hear`). What is counted later concerns that message alone, which is the same on all ranks. ``is_shared`` says
+    that all ranks check the same values, by :meth:`check_result` or :meth:`check_sums` alone. They then agree without
+    being told. After :meth:`settle`, ``figures`` holds the figures of all ranks on the device, int32
     ``[world_size, figures]``.
     """
 
@@ -30,7 +33,8 @@ class Verdict:
 
     def __init__(self, device: torch.device, *, is_shared: bool = False) -> None:
         self._is_shared = is_shared
-        self._counts = torch.zeros(3, dtype=torch.int32, device=device)
+        self._counts = torch.zeros(_KINDS, dtype=torch.int32, device=device)
+        self._heard: torch.Tensor | None = None
         self.is_settled = False
         self._sums_only = True  # False if the counter of sums may also hold the NaN and Inf of gradients
 
@@ -59,35 +63,53 @@ class Verdict:
     def _add(self, kind: int, count: torch.Tensor) -> None:
         self._counts[kind : kind + 1] += count
 
-    def settle(self, world_size: int, figures: Sequence[torch.Tensor] = ()) -> Pattern[list[list[int]]]:
-        """Exchange the counters, and return the ``figures`` of all ranks, ``[world_size][figures]``.
+    def words(self, figures: Sequence[torch.Tensor] = ()) -> torch.Tensor:
+        """Return what this rank has to tell in its last message: its counters, and ``figures`` (int32 ``[1]`` each)."""
+        assert not self._is_shared
+        return torch.cat([self._counts, *figures])
 
-        The ``figures`` are int32 ``[1]`` each, and part of the same message. Reading them is the only time that the
-        host waits for the device. Raises the same error on all ranks:
+    def hear(self, words: torch.Tensor) -> None:
+        """Take the :meth:`words` of all ranks, int32 ``[world_size, m]``."""
+        self._heard = words
+
+    def settle(self, world_size: int, own: Sequence[torch.Tensor] = ()) -> Pattern[tuple[list[list[int]], list[int]]]:
+        """Return the figures of all ranks, ``[world_size][figures]``, and ``own`` ones, int32 ``[1]`` each.
+
+        Reading them is the only time that the host waits for the device. If nothing was heard, and all ranks do not
+        check the same values, the counters are exchanged first. Raises the same error on all ranks:
 
         Raises:
             NonFiniteError: A gradient has a NaN or Inf, or a sum of gradients overflows.
             ProtocolMismatchError: A rank has received a malformed message.
         """
-        assert not (self._is_shared and figures)
         self.is_settled = True
-        words = torch.cat([self._counts, *figures])
-        silent = world_size == 1 or self._is_shared
-        everybody = words[None] if silent else (yield AllGather(_PHASE, words))
-        self.figures = everybody[:, len(self._counts) :]
-        rows: list[list[int]] = yield from read(_PHASE, everybody)
+        heard = self._heard
+        if heard is None:
+            heard = self._counts[None]
+            if world_size > 1 and not self._is_shared:
+                heard = yield AllGather(_PHASE, self._counts)
+        self.figures = heard[:, _KINDS:]
+        found: list[int] = yield from read(_PHASE, torch.cat([heard.reshape(-1), self._counts, *own]))
+        width = heard.shape[1]
+        rows = [found[start : start + width] for start in range(0, width * len(heard), width)]
+        last, values = found[width * len(rows) :][:_KINDS], found[width * len(rows) + _KINDS :]
+        self._judge(rows, last)
+        return [row[_KINDS:] for row in rows], values
+
+    def _judge(self, rows: Sequence[Sequence[int]], last: Sequence[int]) -> None:
+        """Raise what is wrong, given what the ranks have told, and the counters of this rank after the last message."""
         receivers = [rank for rank, row in enumerate(rows) if row[_MESSAGES]]
         bad = [rank for rank, row in enumerate(rows) if row[_GRADIENTS]]
         if bad:  # before the other errors, because a NaN may also make a message malformed
             raise non_finite(bad)
-        if receivers:
+        if receivers or last[_MESSAGES]:
+            who = f"ranks {named(receivers)}" if receivers else "all ranks"
             raise ProtocolMismatchError(
-                f"phase {_PHASE!r}: ranks {named(receivers)} received malformed messages: a sender has a different "
-                "partition of the vector, or a message is corrupt"
+                f"phase {_PHASE!r}: {who} received malformed messages: a sender has a different partition of the "
+                "vector, or a message is corrupt"
             )
-        if any(row[_SUMS] for row in rows):
+        if last[_SUMS] or any(row[_SUMS] for row in rows):
             raise NonFiniteError(SUMS_OVERFLOW if self._sums_only else REJECTED)
-        return [row[len(self._counts) :] for row in rows]
 
 
 def non_finite(numbers: Sequence[int], reason: str = "hold a NaN or Inf gradient") -> NonFiniteError:
@@ -96,11 +118,13 @@ def non_finite(numbers: Sequence[int], reason: str = "hold a NaN or Inf gradient
     return NonFiniteError(f"ranks {ranks} {reason}; nothing was applied", ranks)
 
 
-def with_verdict(forecast: Forecast, world_size: int, figures: int = 0) -> Forecast:
-    """Return ``forecast`` with the message of :meth:`Verdict.settle` for that number of ``figures``."""
+def with_verdict(forecast: Forecast, world_size: int, figures: int = 0, *, phase: str = _PHASE) -> Forecast:
+    """Return ``forecast`` with the words of a verdict, which travel in the all-gather of ``phase``."""
     if world_size == 1:
         return forecast
-    return Forecast({**forecast.phases, _PHASE: both(cost.all_gather(3 + figures, cost.WORD, world_size))})
+    told = cost.all_gather(_KINDS + figures, cost.WORD, world_size)
+    sent = forecast.phases.get(phase, Flow()).sent.bytes
+    return Forecast({**forecast.phases, phase: both(told._replace(bytes=told.bytes + sent))})
 
 
 def _non_finite(values: torch.Tensor) -> torch.Tensor:
