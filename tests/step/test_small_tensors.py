@@ -6,9 +6,9 @@ import pytest
 import torch
 import tritoncomm
 from torch import nn
-from tritoncomm import ConfigurationError, OkTopk, SimulatedWorld, Warmup
+from tritoncomm import ConfigurationError, OkTopk, Quantized, RandomBlock, Recipe, SimulatedWorld, TopkAllgather, Warmup
 from tritoncomm.algorithms import Dense
-from tritoncomm.scheduler.cost import HEADER_WORDS, WORD
+from tritoncomm.scheduler.cost import HEADER_WORDS, WORD, Flow
 from tritoncomm.step.exchange.layout import split_by_size
 from tritoncomm.step.exchange.stages import Staged
 
@@ -63,7 +63,7 @@ def test_format_may_change_when_a_run_is_resumed(before: str, after: str) -> Non
 
 def test_forecast_of_8_bits_is_exact() -> None:
     """The forecast names the two phases of small tensors, and they take a quarter of the bytes of fp32."""
-    recipe = Staged(recipe=OkTopk(density=0.1), tail=300, small="8bit")
+    recipe = Staged(recipe=RandomBlock(density=0.1, reduced_lr=True), tail=300, small="8bit")
     world = SimulatedWorld(recipe, 5, 400)
     (allowed,) = {str(forecast) for forecast in world.predicted_traffic}
     forecast = world.predicted_traffic[0]
@@ -80,6 +80,35 @@ def test_forecast_of_8_bits_is_exact() -> None:
     )
     assert payload == 2 * 4 * (60 + 4)
     assert "small tensors" not in recipe.build(400).predicted_traffic(5, ordinary=True).phases
+
+
+@pytest.mark.parametrize(
+    ("inner", "carriers"),
+    [
+        (OkTopk(density=0.1, bucket_width=2), {"scatter": "split-and-reduce", "gather": "all-gather"}),
+        (TopkAllgather(density=0.1), {"gather": "all-gather"}),
+        (TopkAllgather(density=0.1, static=True), {"gather": "all-gather"}),
+        (Quantized(), {"scatter": "quantized-scatter", "gather": "quantized-gather"}),
+    ],
+)
+def test_messages_that_carry_small_tensors(inner: Recipe, carriers: dict[str, str]) -> None:
+    """Small tensors add bytes and no messages to those of the method. The forecast says so."""
+    alone = inner.build(100).predicted_traffic(5)
+    recipe = Staged(recipe=inner, tail=300, small="8bit")
+    world = SimulatedWorld(recipe, 5, 400)
+    forecast = world.predicted_traffic[0]
+    payload, headers = 4 * (60 + 4), 0 if inner.static is True else 4 * WORD * HEADER_WORDS
+    for leg in ("scatter", "gather"):
+        flow = forecast.phases[carriers.get(leg, f"small-{leg}")]
+        without = alone.phases.get(carriers.get(leg, ""), Flow())
+        assert flow.sent.messages == (without.sent.messages or 4)
+        assert flow.sent.bytes - without.sent.bytes == payload + (0 if leg in carriers else headers)
+    world.step(gradients(0))
+    for meter in world.scheduler.meters:
+        sent, received = meter.sent_by_phase, meter.received_by_phase
+        assert all(forecast.allows(phase, sent[phase], received[phase]) for phase in sent)
+        if not isinstance(inner, OkTopk):
+            assert sent == {phase: flow.sent for phase, flow in forecast.phases.items()}
 
 
 def test_dense_steps_are_not_quantized() -> None:

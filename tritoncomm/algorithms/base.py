@@ -12,6 +12,7 @@ import torch
 
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.primitives.accumulator import Accumulator
+from tritoncomm.primitives.carried import Carriers
 from tritoncomm.primitives.packing import NO_VALUES, Encoding
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.scheduler.cost import Forecast
@@ -96,6 +97,10 @@ class Algorithm(ABC):
         Methods say so. An algorithm around another one does not.
         """
         return False
+
+    def carriers(self, world_size: int, *, ordinary: bool = False) -> Carriers:
+        """Return what can carry other values in the next step, or in an ``ordinary`` one. Nothing by default."""
+        return Carriers()
 
     def prepare(self, acc: Accumulator, world_size: int) -> None:  # noqa: B027 - most do not change gradients
         """Change this rank's whole gradient before any part of it is exchanged, for example by clipping."""

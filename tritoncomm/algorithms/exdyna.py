@@ -22,6 +22,7 @@ import tritoncomm_kernels as kernels
 from tritoncomm.algorithms.base import Bounds, BudgetedAlgorithm, IndexRecipe, StaticRecipe, check, check_at_least
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.primitives.accumulator import Accumulator
+from tritoncomm.primitives.carried import Carriers
 from tritoncomm.primitives.collectives import checked_counts, dense_exchange, mean_over_ranks
 from tritoncomm.primitives.exchange import Step, tight
 from tritoncomm.primitives.packing import Rows
@@ -401,6 +402,9 @@ class ExDynaAlgorithm(BudgetedAlgorithm):
     def _union(self, world_size: int) -> int:
         """Return the largest number of entries of all ranks in the static form."""
         return min(world_size * self._room(world_size), self.numel)
+
+    def carriers(self, world_size: int, *, ordinary: bool = False) -> Carriers:
+        return Carriers() if self.goes_dense else Carriers({"gather": "indices"})
 
     def predicted_traffic(self, world_size: int, *, ordinary: bool = False) -> Forecast:
         """See :meth:`Algorithm.predicted_traffic`: the largest number of entries, all selected by one rank.

@@ -20,6 +20,7 @@ from tritoncomm.algorithms.base import Bounds, BudgetedAlgorithm, EntryRecipe, S
 from tritoncomm.algorithms.ok_topk_rules import TRIGGERS, Figures, OkTopkState, Own, Rules, Triggers, agree_on_cuts
 from tritoncomm.algorithms.ok_topk_traffic import Caps
 from tritoncomm.primitives.accumulator import Accumulator
+from tritoncomm.primitives.carried import Carriers
 from tritoncomm.primitives.collectives import checked_counts, dense_exchange
 from tritoncomm.primitives.distributed_topk import largest_shares
 from tritoncomm.primitives.exchange import Step
@@ -233,6 +234,10 @@ class OkTopkAlgorithm(BudgetedAlgorithm):
     def invalidate_thresholds(self) -> None:
         """See :meth:`Algorithm.invalidate_thresholds`: the next step re-evaluates them."""
         self.state = replace(self.state, local_threshold=0.0, force_reevaluate=True)
+
+    def carriers(self, world_size: int, *, ordinary: bool = False) -> Carriers:
+        phases = {"scatter": "split-and-reduce", "gather": "all-gather"}
+        return Carriers() if self.goes_dense else Carriers(phases, self.recipe.bucket_width)
 
     def predicted_traffic(self, world_size: int, *, ordinary: bool = False) -> Forecast:
         """See :meth:`Algorithm.predicted_traffic`: the most that the caps of the next step allow, or an even step."""

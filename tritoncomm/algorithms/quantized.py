@@ -14,6 +14,7 @@ from typing import ClassVar
 
 from tritoncomm.algorithms.base import Algorithm, Bounds, Recipe, Stateless, StaticRecipe, check
 from tritoncomm.primitives.accumulator import Accumulator
+from tritoncomm.primitives.carried import Carriers
 from tritoncomm.primitives.collectives import dense_exchange
 from tritoncomm.primitives.quantized_mean import deliver_all_midrise, traffic
 from tritoncomm.primitives.sparse_vector import SparseVector
@@ -99,6 +100,10 @@ class QuantizedAlgorithm(Algorithm):
         if bits is None:
             return dense_exchange(acc, world_size)
         return deliver_all_midrise(acc, rank, world_size, bits=bits, phase=_PHASE, collective=self.is_static)
+
+    def carriers(self, world_size: int, *, ordinary: bool = False) -> Carriers:
+        phases = {leg: f"{_PHASE}-{leg}" for leg in ("scatter", "gather")}
+        return Carriers() if self.goes_dense else Carriers(phases)
 
     def predicted_traffic(self, world_size: int, *, ordinary: bool = False) -> Forecast:
         """See :meth:`Algorithm.predicted_traffic`. It is exact: 2n(P-1)/P values of ``bits + 1/4`` bits."""

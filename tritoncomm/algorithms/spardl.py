@@ -22,6 +22,7 @@ from tritoncomm.algorithms.spardl_working import ExactVector, StaticVector, Work
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.primitives import packing
 from tritoncomm.primitives.accumulator import Accumulator
+from tritoncomm.primitives.carried import Carriers
 from tritoncomm.primitives.collectives import bruck_all_gather, dense_exchange
 from tritoncomm.primitives.packing import Rows
 from tritoncomm.primitives.selection import entries_to_keep
@@ -212,6 +213,11 @@ class SparDLAlgorithm(BudgetedAlgorithm):
     def common_state(self) -> dict[str, Any]:
         """See :meth:`Algorithm.common_state`: the state of the controller differs between columns."""
         return {"world_size": self.state.world_size}
+
+    def carriers(self, world_size: int, *, ordinary: bool = False) -> Carriers:
+        """See :meth:`Algorithm.carriers`. Only a single team gathers from all ranks."""
+        place = self._place(0, world_size)
+        return Carriers({"gather": "all-gather"}) if place is not None and place.teams == 1 else Carriers()
 
     def predicted_traffic(self, world_size: int, *, ordinary: bool = False) -> Forecast:
         """See :meth:`Algorithm.predicted_traffic`: exact if all blocks have the same budget.

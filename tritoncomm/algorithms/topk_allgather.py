@@ -12,6 +12,7 @@ import torch
 
 from tritoncomm.algorithms.base import Bounds, BudgetedAlgorithm, EntryRecipe, Stateless, StaticRecipe
 from tritoncomm.primitives.accumulator import Accumulator
+from tritoncomm.primitives.carried import Carriers
 from tritoncomm.primitives.collectives import dense_exchange
 from tritoncomm.primitives.exchange import Step
 from tritoncomm.primitives.packing import PLAIN, Encoding, Rows
@@ -57,6 +58,9 @@ class TopkAllgatherAlgorithm(BudgetedAlgorithm):
         self.report = step.rounding(own, sent)
         yield from step.settle()
         return step.vector(union)
+
+    def carriers(self, world_size: int, *, ordinary: bool = False) -> Carriers:
+        return Carriers() if self.goes_dense else Carriers({"gather": _PHASE})
 
     def predicted_traffic(self, world_size: int, *, ordinary: bool = False) -> Forecast:
         """See :meth:`Algorithm.predicted_traffic`. It is exact: 2k(P-1) words in plain messages."""

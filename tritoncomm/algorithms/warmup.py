@@ -12,6 +12,7 @@ from tritoncomm.algorithms.base import Algorithm, Bounds, check, check_at_least
 from tritoncomm.algorithms.wrapper import WrapperAlgorithm, WrapperRecipe
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.primitives.accumulator import Accumulator
+from tritoncomm.primitives.carried import Carriers
 from tritoncomm.primitives.quantized_mean import deliver_all_midrise, deliver_all_quantized, traffic
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.scheduler.cost import Forecast
@@ -125,6 +126,11 @@ class WarmupAlgorithm(WrapperAlgorithm):
         self.report = before.report
         self._taken += 1
         return mean
+
+    def carriers(self, world_size: int, *, ordinary: bool = False) -> Carriers:
+        if ordinary:
+            return self.recipe.recipe.build(self.numel, self._bounds).carriers(world_size, ordinary=True)
+        return Carriers() if self.quantizes else self.inner.carriers(world_size)
 
     def prepare(self, acc: Accumulator, world_size: int) -> None:
         self.inner.prepare(acc, world_size)

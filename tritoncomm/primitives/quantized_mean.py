@@ -29,7 +29,7 @@ FORMATS = ("fp32", "8bit", "4bit")
 DENSE_FORMATS = ("fp32", "8bit")  # of small tensors and of whole vectors
 BITS = {"8bit": 8, "4bit": 4}
 _LEAST = 2.0**-149  # the smallest magnitude that is not zero
-_BUCKET = 8  # messages of a rank that are in transit at a time
+BUCKET = 8  # messages of a rank that are in transit at a time
 
 
 def quantized_mean(
@@ -41,6 +41,7 @@ def quantized_mean(
     phase: str,
     verdict: Verdict | None = None,
     collective: bool = False,
+    width: int = BUCKET,
 ) -> Pattern[tuple[torch.Tensor, torch.Tensor]]:
     """Return the mean over ranks of ``values`` (fp32 ``[m]``), and this rank's residual (fp32 ``[m]``).
 
@@ -48,7 +49,8 @@ def quantized_mean(
     all ranks. A residual is exact, except that the owner of a part rounds its own once to fp32. A rank's values in its
     own part are not quantized. Ranks are added in order, in fp64. A single worker sends nothing and has no residual.
 
-    ``bits`` is 8 or 4. ``collective`` sends by an all-to-all and an all-gather instead of messages between two ranks.
+    ``bits`` is 8 or 4. ``collective`` sends by an all-to-all and an all-gather instead of messages between two ranks,
+    of which ``width`` are in transit at a time.
     All ranks raise :class:`~tritoncomm.NonFiniteError` if any rank holds a NaN or Inf. Values that
     :func:`tritoncomm_kernels.block_float.encode` cannot represent count as such. With a ``verdict``, this is
     reported there instead, and nothing waits for a GPU.
@@ -60,7 +62,7 @@ def quantized_mean(
     def average(arrived: torch.Tensor) -> torch.Tensor:
         return kernels.quantize_mean(arrived, values, left, rank, bits)
 
-    blocks = yield from _both_ways(messages, average, rank, world_size, phase, collective)
+    blocks = yield from _both_ways(messages, average, rank, world_size, phase, collective, width)
     mean = kernels.dequantize_parts(blocks, values.numel(), bits)
     return _checked(mean, verdict), left
 
@@ -72,6 +74,7 @@ def _both_ways(
     world_size: int,
     phase: str,
     collective: bool,
+    width: int = BUCKET,
 ) -> Pattern[torch.Tensor]:
     """Send row r of ``messages`` (int32 ``[world_size, words]``) to rank r, which averages what arrives from all ranks.
 
@@ -81,12 +84,12 @@ def _both_ways(
         arrived = yield AllToAll(f"{phase}-scatter", messages)
         gathered: torch.Tensor = yield AllGather(f"{phase}-gather", average(arrived))
         return gathered
-    arrived = yield from _scattered(messages, rank, world_size, f"{phase}-scatter")
+    arrived = yield from _scattered(messages, rank, world_size, width, f"{phase}-scatter")
     lengths, block = [messages.shape[1]] * world_size, average(arrived)
     return torch.stack((yield from bruck_all_gather(block, lengths, rank, world_size, phase=f"{phase}-gather")))
 
 
-def _scattered(messages: torch.Tensor, rank: int, world_size: int, phase: str) -> Pattern[torch.Tensor]:
+def _scattered(messages: torch.Tensor, rank: int, world_size: int, width: int, phase: str) -> Pattern[torch.Tensor]:
     """Send row r of ``messages`` to rank r. Return the row from each rank, by rank."""
     arrived = {rank: messages[rank]}
 
@@ -95,7 +98,7 @@ def _scattered(messages: torch.Tensor, rank: int, world_size: int, phase: str) -
 
     peers = [peer for peer in range(world_size) if peer != rank]
     sends, receives = {peer: messages[peer] for peer in peers}, dict.fromkeys(peers, messages.shape[1])
-    yield from rotate(sends, receives, keep, rank, world_size, width=_BUCKET, phase=phase)
+    yield from rotate(sends, receives, keep, rank, world_size, width=width, phase=phase)
     return torch.stack([arrived[source] for source in range(world_size)])
 
 

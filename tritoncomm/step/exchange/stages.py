@@ -23,6 +23,7 @@ from tritoncomm.algorithms.warmup import warmup_of
 from tritoncomm.algorithms.wrapper import WrapperAlgorithm, WrapperRecipe
 from tritoncomm.errors import ConfigurationError, NonFiniteError
 from tritoncomm.primitives.accumulator import Accumulator
+from tritoncomm.primitives.carried import Carriers, carried, with_carried
 from tritoncomm.primitives.quantized_mean import BITS, DENSE_FORMATS, quantized_mean, traffic
 from tritoncomm.primitives.second_moment import FactoredSecondMoment, Moment
 from tritoncomm.primitives.sparse_vector import SparseVector
@@ -122,16 +123,14 @@ class StagedAlgorithm(WrapperAlgorithm):
             self.scale.moment = moment
 
     def reduce(self, acc: Accumulator, rank: int, world_size: int) -> Pattern[SparseVector]:
-        """Exchange the tail, then the head."""
+        """Exchange the head, and the tail in its messages where it has such, else before it."""
         if not self.tail:
             return (yield from self._reduce_head(acc, rank, world_size))
         self.inner.prepare(acc, world_size)
         head, small = acc.split(self.inner.numel)
-        small_mean, left = yield from self._tail_mean(small.dense(), rank, world_size, acc.verdict)
-        dense = self.inner.dense_update(small_mean)  # before the exchange of the head, which ends with the verdict
-        if dense is not small_mean:
-            self._check(dense, acc.verdict)
-        mean = yield from self._reduce_head(head, rank, world_size)
+        carriers, tail = self.inner.carriers(world_size), self._reduce_tail(small, rank, world_size)
+        head_pattern = self._reduce_head(head, rank, world_size)
+        mean, (dense, left) = yield from carried(head_pattern, tail, _riding(carriers))
         small.clear_all()
         if left is not None:
             small.replace_range(0, left)
@@ -143,6 +142,16 @@ class StagedAlgorithm(WrapperAlgorithm):
             return SparseVector.full(values)
         places = torch.arange(self.inner.numel, self.numel, dtype=torch.int32, device=values.device)
         return SparseVector(torch.cat([mean.indices, places]), values, self.numel)
+
+    def _reduce_tail(
+        self, small: Accumulator, rank: int, world_size: int
+    ) -> Pattern[tuple[torch.Tensor, torch.Tensor | None]]:
+        """Return the update of the tail, and its residual if there is one, before the head's exchange has ended."""
+        mean, left = yield from self._tail_mean(small.dense(), rank, world_size, small.verdict)
+        dense = self.inner.dense_update(mean)
+        if dense is not mean:
+            self._check(dense, small.verdict)
+        return dense, left
 
     def _reduce_head(self, acc: Accumulator, rank: int, world_size: int) -> Pattern[SparseVector]:
         divisors = None if self.scale is None else self.scale.divisors(acc.device)
@@ -170,10 +179,17 @@ class StagedAlgorithm(WrapperAlgorithm):
         """Return the mean over ranks of ``values`` (fp32 ``[tail]``), and the residual if there is one."""
         bits, phase = self._bits, _QUANTIZED_PHASE
         if bits is not None:
-            collective = self.inner.is_static
+            collective, width = self.inner.is_static, self.inner.carriers(world_size).width
             return (
                 yield from quantized_mean(
-                    values, rank, world_size, bits=bits, phase=phase, verdict=verdict, collective=collective
+                    values,
+                    rank,
+                    world_size,
+                    bits=bits,
+                    phase=phase,
+                    verdict=verdict,
+                    collective=collective,
+                    width=width,
                 )
             )
         if world_size > 1:
@@ -191,17 +207,16 @@ class StagedAlgorithm(WrapperAlgorithm):
 
     def predicted_traffic(self, world_size: int, *, ordinary: bool = False) -> Forecast:
         """See :meth:`Algorithm.predicted_traffic`. The tail is added to the traffic of the inner method."""
-        inner = self.inner.predicted_traffic(world_size, ordinary=ordinary)
-        return self._with_tail(inner, self.bits if ordinary else self._bits, world_size)
-
-    def _with_tail(self, forecast: Forecast, bits: int | None, world_size: int) -> Forecast:
+        forecast = self.inner.predicted_traffic(world_size, ordinary=ordinary)
+        bits = self.bits if ordinary else self._bits
         if not self.tail:
             return forecast
-        if bits is not None:
-            collective = self.inner.is_static
-            quantized = traffic(self.tail, world_size, bits=bits, phase=_QUANTIZED_PHASE, collective=collective)
-            return Forecast({**forecast.phases, **quantized})
-        return Forecast({**forecast.phases, _PHASE: both(cost.all_reduce(self.tail, cost.WORD, world_size))})
+        if bits is None:
+            return Forecast({**forecast.phases, _PHASE: both(cost.all_reduce(self.tail, cost.WORD, world_size))})
+        collective = self.inner.is_static
+        quantized = traffic(self.tail, world_size, bits=bits, phase=_QUANTIZED_PHASE, collective=collective)
+        carriers = self.inner.carriers(world_size, ordinary=ordinary)
+        return with_carried(forecast, quantized, _riding(carriers), framed=not collective)
 
     def migrate(self, states: Sequence[Mapping[str, Any]], share: float, common: Mapping[str, Any]) -> None:
         """Copy the moment, which is that of the mean, and what the method copies."""
@@ -359,6 +374,11 @@ class Scale:
             held = self.moment.used
             whole = torch.zeros_like(whole) if held is None else held[0 if rows else 1]
         return torch.split(whole, lengths)[position]
+
+
+def _riding(carriers: Carriers) -> dict[str, str]:
+    """Return the phases of the tail in 8 bits, and those of the head in which they travel."""
+    return {f"{_QUANTIZED_PHASE}-{leg}": phase for leg, phase in carriers.phases.items()}
 
 
 def _moment(state: Mapping[str, Any]) -> Moment | None:
