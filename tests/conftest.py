@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-import tritoncomm.__main__  # noqa: F401 - it reads the defaults, which tests/distributed/helpers.py changes
+import tritoncomm.__main__  # noqa: F401 - it reads the defaults, which a fixture changes for each test
 from hypothesis import settings
 from tritoncomm.step import settings as options
 
