@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-import tritoncomm.__main__  # noqa: F401 - it reads the defaults, which tests/distributed/helpers.py changes
+import tritoncomm.__main__  # noqa: F401 - it reads the defaults, which a fixture changes for each test
 from hypothesis import settings
 from tritoncomm.step import settings as options
 
@@ -39,7 +39,7 @@ GROUPS = {
         ),
         *("test_doctor_fails_under_torchrun", "test_subclass_is_found"),
     ),
-    "pages": ("_page.py", "_pages.py", "test_pinned.py", "test_integrations.py"),
+    "pages": ("_page.py", "_pages.py", "test_pinned.py", "test_integration", "test_trainer_updates.py"),
     "promises": ("tests/promises/", "tests/test_ranks.py"),
     "processes": ("tests/distributed/", "test_doctor_under_torchrun", "of_processes"),
 }

@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-# Imported once, in the process that all others are forked from. The same list as in tests/distributed/helpers.py.
+# Imported once, in the process that all others are forked from.
 PRELOADED = ["torch._dynamo", "hypothesis", "pytest", "torch.distributed.checkpoint", "torch.distributed.fsdp"]
 START_METHOD = "forkserver"  # or "fork", in a process that has imported these and started no threads
 _GRACE = 3.0  # seconds that other ranks have to report when one has failed, and that a process has to end after a limit

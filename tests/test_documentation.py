@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 import re
 from typing import Any
 
@@ -124,23 +123,6 @@ def test_documented_simulation_runs() -> None:
     names: dict[str, object] = {}
     exec(code.replace("1_000_000", "1_000").replace("64", "7"), names)  # noqa: S102 - our own page
     assert len(names["means"]) == 7
-
-
-def test_documented_counts_are_those_of_the_results() -> None:
-    """The table of waits, launches and bytes has the figures of the committed file."""
-    text = (ROOT / "docs/explanation/messages.md").read_text()
-    rows = json.loads((ROOT / "benchmarks/results/synchronisations.json").read_text())["rows"]
-    counted = {(row["method"], row["form"], row["workers"]): row for row in rows if row["step"] == "ordinary"}
-    row_of_figures = r"^\| `(\w+)`" + r" \| ([\d., ]+)" * 5 + r" \|$"
-    printed = re.findall(row_of_figures, text, re.MULTILINE)
-    assert {"dense", "oktopk", "spardl", "exdyna"} <= {name for name, *_ in printed}
-    fields = ("synchronizations", "exact"), ("launches", "exact"), ("bytes_sent", "exact")
-    fields += ("launches", "static"), ("bytes_sent", "static")
-    for name, *figures in printed:
-        for found, (field, form) in zip(figures, fields, strict=True):
-            given = [counted[name, form if name != "dense" else "exact", workers][field] for workers in (2, 8, 64)]
-            assert found == ", ".join(f"{each / 1000:.1f}" if field == "bytes_sent" else str(each) for each in given)
-        assert name == "dense" or all(counted[name, "static", each]["synchronizations"] == 2 for each in (2, 8, 64))
 
 
 def test_readme_is_short() -> None:

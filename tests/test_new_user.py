@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import io
 import logging
 from typing import Any
 
@@ -12,7 +11,6 @@ import torch
 import tritoncomm
 from torch import nn
 from torch.optim.lr_scheduler import CyclicLR, LRScheduler, OneCycleLR
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from tritoncomm import ConfigurationError
 from tritoncomm.step import settings as options
 
@@ -129,26 +127,6 @@ def test_a_state_loaded_before_wrap_is_noticed(caplog: pytest.LogCaptureFixture)
         assert "without its residuals" in caplog.text
 
 
-@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
-def test_hooks_of_all_optimizers_run_once(kind: type[torch.optim.Optimizer]) -> None:
-    """A hook for all optimizers runs once per step, a hook of the original optimizer runs too."""
-    model, seen = net(), []
-    inner = kind(model.parameters(), lr=0.1)
-    inner.register_step_pre_hook(lambda *_: seen.append("inner before"))
-    inner.register_step_post_hook(lambda *_: seen.append("inner after"))
-    optimizer = tritoncomm.wrap(inner, density=0.1)
-    handles = [
-        register_optimizer_step_pre_hook(lambda *_: seen.append("before")),
-        register_optimizer_step_post_hook(lambda *_: seen.append("after")),
-    ]
-    try:
-        train(model, optimizer, 0, 1)
-    finally:
-        for handle in handles:
-            handle.remove()
-    assert seen == ["before", "inner before", "inner after", "after"]
-
-
 class ScheduleFree(torch.optim.SGD):
     """An optimizer with methods of its own, as schedule-free optimizers have."""
 
@@ -167,44 +145,6 @@ def test_methods_of_the_original_optimizer_are_reachable() -> None:
     with pytest.raises(AttributeError, match="has no attribute 'evaluate'"):
         optimizer.evaluate()
     assert not hasattr(optimizer, "grad_scale")
-
-
-def test_sparse_adam_is_refused_at_wrap() -> None:
-    """SparseAdam would fail in every step."""
-    with pytest.raises(ConfigurationError, match="SparseAdam needs sparse gradients, which are not exchanged"):
-        tritoncomm.wrap(torch.optim.SparseAdam(nn.Embedding(4, 3, sparse=True).parameters()))
-
-
-class NeedsClosure(torch.optim.SGD):
-    """An optimizer that evaluates its closure itself."""
-
-    def step(self, closure: Any) -> Any:
-        """Take a step."""
-        closure()
-        return super().step()
-
-
-def test_optimizers_that_cannot_step_are_refused_at_wrap() -> None:
-    """One that needs a closure would fail after the exchange, and one with frozen parameters would train nothing."""
-    model = net()
-    with pytest.raises(ConfigurationError, match=r"NeedsClosure.step\(\) needs its argument 'closure'.*closure=None"):
-        tritoncomm.wrap(NeedsClosure(model.parameters(), lr=0.1))
-    optimizer = torch.optim.AdamW(model.requires_grad_(False).parameters())
-    for given, name in (({}, r"parameter 0 of shape \(5,\)"), ({"model": model}, "unused")):
-        match = f"optimizer holds 5 parameters, and none has requires_grad=True, the first of them {name}: unfreeze"
-        with pytest.raises(ConfigurationError, match=match):
-            tritoncomm.wrap(optimizer, **given)
-
-
-def test_lazy_parameters_are_refused_by_name() -> None:
-    """A parameter of a lazy module has no shape before the first pass, which all ranks have to agree on."""
-    model = nn.Sequential(nn.LazyLinear(4), nn.LazyLinear(2))
-    for fields, name in (({}, "parameter 0"), ({"model": model}, "0.weight")):
-        match = rf"{name} .*has no shape before the first pass.*call model\(\) once with a batch before wrap\(\)"
-        with pytest.raises(ConfigurationError, match=match):
-            tritoncomm.wrap(torch.optim.AdamW(model.parameters()), **fields)
-    model(torch.ones(2, 3))
-    tritoncomm.wrap(torch.optim.AdamW(model.parameters()), model=model)
 
 
 @pytest.mark.parametrize("named_by", ["model", "optimizer", "nothing"])
@@ -286,22 +226,6 @@ def test_nobody_scans_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gc, "get_referrers", scan)
     model = net()
     train(model, tritoncomm.wrap(torch.optim.AdamW(model.parameters()), density=0.1), 0, 2)
-
-
-def test_reset_of_residuals_and_its_argument() -> None:
-    """``residuals="reset"`` loads the optimizer and starts without residual. Another value is an error."""
-    model = net()
-    optimizer = tritoncomm.wrap(torch.optim.AdamW(model.parameters()), density=0.1, dense_below=0)
-    train(model, optimizer, 0, 3)
-    file = io.BytesIO()
-    torch.save(optimizer.state_dict(), file)
-    file.seek(0)
-    saved = torch.load(file, weights_only=True)
-    with pytest.raises(ConfigurationError, match=r"residuals='drop': choose one of 'restore', 'reset'"):
-        optimizer.load_state_dict(saved, residuals="drop")
-    optimizer.load_state_dict(saved, residuals="reset")
-    assert optimizer.metrics()["residual_norm"] == 0
-    assert optimizer.metrics()["steps"] == 3
 
 
 @pytest.mark.parametrize(("before", "after"), [((0.1, 2), (0.2, 2)), ((0.1, 0), (0.1, 2)), ((0.1, 2), (0.1, 0))])

@@ -55,20 +55,6 @@ def test_isinstance(make: Make) -> None:
 
 
 @every
-def test_closure(make: Make) -> None:
-    """step(closure) returns the loss of the closure, and the loss falls."""
-    net = model()
-    optimizer = make(net)
-
-    def closure() -> torch.Tensor:
-        optimizer.zero_grad()
-        return backward(net)
-
-    losses = [optimizer.step(closure).item() for _ in range(30)]
-    assert losses[-1] < losses[0]
-
-
-@every
 def test_zero_grad(make: Make) -> None:
     """zero_grad() sets gradients to None, or to zero on request."""
     net = model()
@@ -200,18 +186,6 @@ def test_hooks(make: Make) -> None:
 
 
 @every_bare
-def test_hooks_of_the_inner_optimizer(make: Make) -> None:
-    """Hooks that were registered before wrapping run once per step."""
-    net = model()
-    inner = make(net)
-    called: list[str] = []
-    inner.register_step_pre_hook(lambda *_: called.append("before"))
-    inner.register_step_post_hook(lambda *_: called.append("after"))
-    train(net, tritoncomm.wrap(inner, density=0.2), 2)
-    assert called == ["before", "after"] * 2
-
-
-@every_bare
 def test_copies_are_refused(make: Make) -> None:
     """A wrapped optimizer is neither copied nor pickled, and nothing has changed."""
     net = model()
@@ -227,25 +201,6 @@ def test_copies_are_refused(make: Make) -> None:
 def test_repr(make: Make) -> None:
     """repr() shows the settings of the optimizer."""
     assert "lr: 0.0" in repr(make(model()))
-
-
-@every_bare
-@pytest.mark.parametrize("before", [True, False], ids=["scheduler-first", "wrap-first"])
-def test_schedulers(make: Make, before: bool) -> None:
-    """A scheduler drives the learning rate, built before or after wrapping, without a warning."""
-    net = model()
-    inner = make(net)
-    rate = inner.param_groups[0]["lr"]
-    if before:
-        scheduler = torch.optim.lr_scheduler.StepLR(inner, 1, 0.5)
-        optimizer = tritoncomm.wrap(inner)
-    else:
-        optimizer = tritoncomm.wrap(inner)
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-    for _ in range(2):
-        train(net, optimizer, 1)
-        scheduler.step()
-    assert optimizer.param_groups[0]["lr"] == rate / 4
 
 
 @every
@@ -282,22 +237,6 @@ def test_distributed_checkpoint_state(make: Make, group_of_one: None) -> None:
         assert optimizer.state[a].keys() == other.state[b].keys()
         for key, value in optimizer.state[a].items():
             assert torch.equal(torch.as_tensor(other.state[b][key]), torch.as_tensor(value)), key
-
-
-@every_bare
-def test_synthetic_step_exchanges_nothing(make: Make, group_of_one: None) -> None:
-    """The synthetic step of get_optimizer_state_dict exchanges nothing and keeps the residual."""
-    net = model()
-    optimizer = wrapped(make)(net)
-    get_optimizer_state_dict(net, optimizer)
-    assert optimizer.metrics()["steps"] == 0
-    train(net, optimizer, 2)
-    optimizer.zero_grad()
-    residual_norm = optimizer.metrics()["residual_norm"]
-    assert residual_norm > 0
-    get_optimizer_state_dict(net, optimizer)
-    assert optimizer.metrics()["steps"] == 2
-    assert optimizer.metrics()["residual_norm"] == residual_norm
 
 
 @every
@@ -338,30 +277,6 @@ def test_class_can_be_derived(make: Make) -> None:
 
     mixed = type("Mixed", (Strategy, type(optimizer)), {})
     assert issubclass(mixed, torch.optim.Optimizer)
-
-
-@every_bare
-def test_accelerate_round_trip(make: Make) -> None:
-    """A run continues unchanged after Accelerate's prepare(), which moves and reloads the state dict."""
-    straight, moved = model(), model()
-    first, second = wrapped(make)(straight), wrapped(make)(moved)
-    train(straight, first, 3)
-    train(moved, second, 3)
-
-    def moving(value: object) -> object:
-        if isinstance(value, torch.Tensor):
-            return value.to("cpu", copy=True)
-        if isinstance(value, dict):
-            return {key: moving(item) for key, item in value.items()}
-        return type(value)(map(moving, value)) if isinstance(value, (list, tuple)) else value
-
-    second.load_state_dict(moving(second.state_dict()))
-    train(straight, first, 3, 3)
-    train(moved, second, 3, 3)
-    assert same(straight, moved)
-    assert torch.equal(
-        first._tritoncomm.setup.vector.feedback.residual, second._tritoncomm.setup.vector.feedback.residual
-    )
 
 
 def test_error_under_a_scaler_leaves_no_scale() -> None:

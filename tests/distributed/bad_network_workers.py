@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import tritoncomm
-from helpers import flat, residual
+from models import flat, residual
 from torch import nn
 from tritoncomm import ExchangeError
 from tritoncomm.scheduler import failure_report
@@ -128,7 +128,7 @@ def train(rank: int, plan: Plan, send: Callable[[Any], None]) -> None:
         caught = True
         send((rank, type(error).__name__, error.peers, collecting[0], str(error)))
         peers = error.peers
-        assert flat(model) == before
+        assert torch.equal(flat(model), before)
         assert laws.same_bits(residual(optimizer), held)
     left = [member for member in range(plan.members) if member not in peers]
     if not caught or (rank in left and len(left) == plan.members - 1):
@@ -176,7 +176,7 @@ def go_on(optimizer, model, rank: int, plan: Plan, send, left: list[int], held: 
     group = optimizer.process_group
     parameters: list[Any] = [None] * len(left)
     dist.all_gather_object(parameters, flat(model), group=group)
-    assert all(other == parameters[0] for other in parameters)
+    assert all(torch.equal(other, parameters[0]) for other in parameters)
     send((rank, "went on"))
 
 

@@ -19,8 +19,7 @@ from typing import Any, NamedTuple
 import bad_network_workers
 import pytest
 from bad_network_workers import PORT, BadNetwork, Plan, address
-from helpers import run_workers
-from tritoncomm.demo.local_workers import WorkerError
+from tritoncomm.demo.local_workers import WorkerError, run_workers
 from tritoncomm.slow import namespaces
 
 from depth import TORCHRUN

@@ -132,6 +132,50 @@ def test_collectives(rank, world_size):
                 assert scheduler.meter.sent == simulated.meters[rank].sent
 
 
+class Counting:
+    """A process group that counts the bytes that it is given to send."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group, self.bytes = group, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.group, name)
+
+    def send(self, tensors: list[torch.Tensor], *arguments: Any) -> Any:
+        """Count and send."""
+        self.bytes += sum(each.nbytes for each in tensors)
+        return self.group.send(tensors, *arguments)
+
+
+@ranks(3)
+@pytest.mark.parametrize("name", ["oktopk", "oktopk-4bit", "spardl", "exdyna", "topk_allgather-4bit", "quantized"])
+def test_bytes_given_to_gloo(rank, world_size, name):
+    """The traffic of each round is what gloo is given, to the byte. That of the simulation is the same, see above."""
+    recipe = possible(0.07, world_size)[name]
+    case = laws.Case(world_size, laws.length(recipe, 20_000), FAMILIES[:4])
+    scheduler, counted = ProcessGroupScheduler(subgroups=recipe.subgroups(world_size)), 0
+    perform, group = scheduler._perform, scheduler._messages.group
+
+    def performed(op):
+        nonlocal counted
+        if not isinstance(op, Round | Post):
+            return perform(op)
+        given, before = Counting(group), scheduler.meter.sent.bytes
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(messages.Messages, "group", given)
+            reply = perform(op)
+        assert given.bytes == scheduler.meter.sent.bytes - before
+        counted += given.bytes
+        return reply
+
+    scheduler._perform = performed
+    feedback = ErrorFeedback(recipe.build(case.numel))
+    for gradient in case.gradients():
+        scheduler.run(feedback.begin(gradient[rank], rank, world_size))
+        feedback.commit()
+    assert counted > 0
+
+
 @ranks(5)
 def test_subgroups(rank, world_size):
     """Two groups exchange at the same time. A rank outside of a group is rejected."""

@@ -86,18 +86,6 @@ def test_settings(rank, world_size):
 
 
 @ranks(4)
-def test_options(rank, world_size):
-    """A learning rate that differs in a step."""
-    if rank not in MEMBERS:
-        return
-    model = tiny()
-    optimizer = wrapped(model)
-    optimizer.param_groups[0]["lr"] = 0.01 * rank
-    with pytest.raises(ProtocolMismatchError, match=r"lr of parameter group 0: rank 2 has 0\.02, rank 3 has 0\.03"):
-        train(model, optimizer, rank, range(1))
-
-
-@ranks(4)
 def test_drift(rank, world_size):
     """Replicas that differ, in a step and in a save."""
     if rank not in MEMBERS:

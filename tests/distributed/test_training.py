@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 from contextlib import nullcontext
 
@@ -198,35 +197,6 @@ def test_broadcast(rank, world_size):
         within = model(rank)
         exact(sgd(within), broadcast_parameters=True, process_group=group)
         assert torch.equal(flat(within), flat(model(1)))
-
-
-@ranks(3)
-def test_logged_choice(rank, world_size):
-    """One line logs the choice and its savings. It is a warning if there are none."""
-    lines: list[tuple[int, str]] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append((record.levelno, record.getMessage()))
-    logger = logging.getLogger("tritoncomm")
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    try:
-        for density in (0.01, 0.9):
-            torch.manual_seed(0)
-            exact(sgd(nn.Linear(300, 300)), density=density, dense_below=1024)
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(logging.NOTSET)
-    if rank:
-        assert not lines
-        return
-    (level, text), (other_level, other_text) = lines
-    assert (level, other_level) == (logging.INFO, logging.WARNING)
-    assert "OkTopk(density=0.01" in text
-    assert "over 3 ranks: 90,300 values, of which 300 in small tensors are sent dense" in text
-    assert "each rank receives " in text
-    assert " times less than the 482 kB of a dense all-reduce" in text
-    assert "density=0.9" in other_text
-    assert "not less than the 482 kB of a dense all-reduce: use algo='dense'" in other_text
 
 
 @ranks(4)

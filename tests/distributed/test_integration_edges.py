@@ -10,9 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import tritoncomm
-from integration_workers import LR, SETTINGS, rows, under_torchrun
+from test_integrations import LR, SETTINGS, needs, rows, under_torchrun
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+
+from ranks import ranks
 
 STEPS, SAVE_AT, MAX_NORM = 6, 3, 0.01
 
@@ -72,7 +74,9 @@ def gan_by_hand(data: list[torch.Tensor], clip: Callable[[Any, Any], None]) -> G
     return net
 
 
-def accelerate_gan(rank: int, world_size: int, send: Any, folder: str) -> None:
+@needs("accelerate")
+@ranks(2, limit=200.0)
+def test_accelerate_gan(rank, world_size):
     """Two models are clipped and stepped in turns. What is not clipped is not exchanged."""
     from accelerate import Accelerator, DistributedDataParallelKwargs  # noqa: PLC0415 - optional
     from tritoncomm.integrations.accelerate import wrap  # noqa: PLC0415 - optional
@@ -98,7 +102,9 @@ def accelerate_gan(rank: int, world_size: int, send: Any, folder: str) -> None:
         check_equal_on_all_ranks(net)
 
 
-def accelerate_gradient(rank: int, world_size: int, send: Any, folder: str) -> None:
+@needs("accelerate")
+@ranks(2, limit=200.0)
+def test_accelerate_gradient(rank, world_size):
     """With max_grad_norm, the accelerator returns the norm of the mean gradient, and does not clip again."""
     from accelerate import Accelerator  # noqa: PLC0415 - optional
     from tritoncomm.integrations.accelerate import wrap  # noqa: PLC0415 - optional
@@ -123,7 +129,9 @@ def accelerate_gradient(rank: int, world_size: int, send: Any, folder: str) -> N
     assert found[0] == found[1]
 
 
-def accelerate_fp16(rank: int, world_size: int, send: Any, folder: str) -> None:
+@needs("accelerate")
+@ranks(2, limit=200.0)
+def test_accelerate_fp16(rank, world_size):
     """A scaler needs no argument. An overflow on one rank is a skipped step, and a lower scale, on all."""
     from accelerate import Accelerator  # noqa: PLC0415 - optional
     from tritoncomm.integrations.accelerate import wrap  # noqa: PLC0415 - optional
@@ -158,7 +166,9 @@ def accelerate_fp16(rank: int, world_size: int, send: Any, folder: str) -> None:
         check_equal_on_all_ranks(net)
 
 
-def alone(rank: int, world_size: int, send: Any, folder: str) -> None:
+@needs("lightning")
+@ranks(1, limit=200.0)
+def test_alone(rank, world_size):
     """A single worker trains and clips in Accelerate and Lightning as without this library, to the bit."""
     import lightning  # noqa: PLC0415 - optional
     from accelerate import Accelerator  # noqa: PLC0415 - optional
@@ -210,8 +220,11 @@ def alone(rank: int, world_size: int, send: Any, folder: str) -> None:
     assert with_lightning(sparse) == with_lightning(dense)
 
 
-def lightning_gan(rank: int, world_size: int, send: Any, folder: str) -> None:
+@needs("lightning")
+@ranks(2, limit=200.0)
+def test_lightning_gan(rank, world_size, tmp_path):
     """Two optimizers of one module, toggled and clipped by manual optimization. Both continue from a checkpoint."""
+    folder = str(tmp_path / "checkpoints")
     import lightning  # noqa: PLC0415 - optional
     from tritoncomm.integrations.lightning import SparseDDPStrategy  # noqa: PLC0415 - optional
 
@@ -270,7 +283,9 @@ def lightning_gan(rank: int, world_size: int, send: Any, folder: str) -> None:
         assert one.state_dict()["tritoncomm"]["checksum"] == other.state_dict()["tritoncomm"]["checksum"]
 
 
-def lightning_fp16(rank: int, world_size: int, send: Any, folder: str) -> None:
+@needs("lightning")
+@ranks(2, limit=200.0)
+def test_lightning_fp16(rank, world_size):
     """Mixed precision in fp16 with gradient_clip_val is the loop by hand. An overflow is skipped on all ranks."""
     import lightning  # noqa: PLC0415 - optional
     from tritoncomm.integrations.lightning import SparseDDPStrategy  # noqa: PLC0415 - optional
@@ -326,8 +341,11 @@ def lightning_fp16(rank: int, world_size: int, send: Any, folder: str) -> None:
     assert values(module) == values(net)
 
 
-def lightning_fine_tuning(rank: int, world_size: int, send: Any, folder: str) -> None:
+@needs("lightning")
+@ranks(2, limit=200.0)
+def test_lightning_fine_tuning(rank, world_size, tmp_path):
     """A callback trains further layers from the second epoch on, and a run that resumes there continues to the bit."""
+    folder = str(tmp_path / "checkpoints")
     import lightning  # noqa: PLC0415 - optional
     from tritoncomm.integrations.lightning import SparseDDPStrategy  # noqa: PLC0415 - optional
 
@@ -375,7 +393,9 @@ def lightning_fine_tuning(rank: int, world_size: int, send: Any, folder: str) ->
         train(None, every=True)
 
 
-def fabric(rank: int, world_size: int, send: Any, folder: str) -> None:
+@needs("lightning")
+@ranks(2, limit=200.0)
+def test_fabric(rank, world_size):
     """What Fabric has set up is refused with a fix, which trains as the loop by hand."""
     from lightning import Fabric  # noqa: PLC0415 - optional
     from lightning.fabric.strategies import DDPStrategy  # noqa: PLC0415 - optional
@@ -407,7 +427,9 @@ def fabric(rank: int, world_size: int, send: Any, folder: str) -> None:
     check_equal_on_all_ranks(net)
 
 
-def refusals(rank: int, world_size: int, send: Any, folder: str) -> None:
+@needs("lightning")
+@ranks(2, limit=200.0)
+def test_refusals(rank, world_size):
     """Optimizers that a trainer has prepared are refused by wrap(), which names what to call instead."""
     from accelerate import Accelerator  # noqa: PLC0415 - optional
     from lightning.pytorch.core.optimizer import LightningOptimizer  # noqa: PLC0415 - optional

@@ -1,4 +1,4 @@
-"""Trainers whose optimizer exchanges updates, beside the same training by hand, on two processes."""
+"""Trainers whose optimizer exchanges updates, beside the same training by hand, to the bit."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 import tritoncomm
-from helpers import same_everywhere
-from integration_workers import LR, MAX_NORM, Net, rows, under_torchrun, weights
+from models import same
+from test_integrations import LR, MAX_NORM, Net, needs, rows, under_torchrun, weights
 from torch import nn
+
+from ranks import ranks
 
 STEPS, SAVE_AT = 8, 4  # both are no multiple of the local steps
 SETTINGS = {"local_steps": 3, "updates_algo": tritoncomm.recipe("quantized", values="2bit"), "outer_momentum": 0.5}
@@ -44,7 +46,7 @@ def by_hand(kind: str, data: list[torch.Tensor], merged_after: Collection[int], 
         optimizer.step()
         if number in merged_after:
             optimizer.merge()
-            assert same_everywhere(weights(net).tolist())
+            assert same(weights(net).tolist())
     return net
 
 
@@ -53,8 +55,11 @@ def batches(rank: int, world_size: int) -> list[torch.Tensor]:
     return list(torch.stack(rows(world_size * 8 * STEPS)).unflatten(0, (STEPS, world_size, 8))[:, rank])
 
 
-def accelerate(rank: int, world_size: int, send: Any, folder: str) -> None:
+@needs("accelerate")
+@ranks(2, limit=200.0)
+def test_accelerate(rank, world_size, tmp_path):
     """Accelerate saves between two exchanges, which merges, and resumes to the bit. Clipping is of local gradients."""
+    folder = str(tmp_path / "checkpoints")
     from accelerate import Accelerator  # noqa: PLC0415 - optional
     from tritoncomm.integrations.accelerate import wrap  # noqa: PLC0415 - optional
 
@@ -85,8 +90,11 @@ def accelerate(rank: int, world_size: int, send: Any, folder: str) -> None:
         assert torch.equal(whole, weights(train(kind, SAVE_AT)))
 
 
-def transformers(rank: int, world_size: int, send: Any, folder: str) -> None:
+@needs("transformers")
+@ranks(2, limit=200.0)
+def test_transformers(rank, world_size, tmp_path):
     """The Trainer evaluates and saves common parameters, and ends with them."""
+    folder = str(tmp_path / "checkpoints")
     import transformers as library  # noqa: PLC0415 - optional
     from tritoncomm.integrations.transformers import SparseGradients  # noqa: PLC0415 - optional
 
@@ -96,7 +104,7 @@ def transformers(rank: int, world_size: int, send: Any, folder: str) -> None:
     class Recording(Net):
         def forward(self, x: torch.Tensor, labels: Any = None) -> dict[str, torch.Tensor]:
             if not self.training:
-                assert same_everywhere(weights(self).tolist())
+                assert same(weights(self).tolist())
                 return {"loss": self.layers(x).square().mean(), "logits": x}
             return super().forward(x)
 
@@ -121,8 +129,11 @@ def transformers(rank: int, world_size: int, send: Any, folder: str) -> None:
         assert torch.equal(weights(net), weights(train(kind, f"{folder}/{kind}/checkpoint-{SAVE_AT}")))
 
 
-def lightning(rank: int, world_size: int, send: Any, folder: str) -> None:
+@needs("lightning")
+@ranks(2, limit=200.0)
+def test_lightning(rank, world_size, tmp_path):
     """Lightning validates and saves common parameters, and ends with them. Lightning clips this worker's gradients."""
+    folder = str(tmp_path / "checkpoints")
     import lightning as library  # noqa: PLC0415 - optional
     from tritoncomm.integrations.lightning import SparseDDPStrategy  # noqa: PLC0415 - optional
 
@@ -138,7 +149,7 @@ def lightning(rank: int, world_size: int, send: Any, folder: str) -> None:
             return self.net(batch)["loss"]
 
         def validation_step(self, batch: torch.Tensor, _: int) -> None:
-            assert same_everywhere(weights(self.net).tolist())
+            assert same(weights(self.net).tolist())
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return OPTIMIZERS[self.kind][0](self.net)
