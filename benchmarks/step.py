@@ -31,7 +31,7 @@ from tritoncomm.step.settings import DENSE_BELOW
 
 from selection import machine
 
-WARM_UP = 20  # steps that are not counted: param_rms is computed in each of them
+WARM_UP = 20  # steps that are not counted: root mean squares are computed in each of them
 DELIVERIES = 8  # different sets of delivered coordinates, used in turn
 
 

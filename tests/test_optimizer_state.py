@@ -2,13 +2,81 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
+from test_rules import Lion
 from torch import nn
 from tritoncomm import ConfigurationError
 
+from ranks import ranks
 from small_model import backward, model, sgd, sparse_wrap
-from tritoncomm_kernels import root_mean_square
+
+RULES = {
+    "sgd": lambda net: torch.optim.SGD(net.parameters(), lr=0.05),
+    "momentum": sgd,
+    "nesterov": lambda net: torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9, nesterov=True),
+    "adam": lambda net: torch.optim.Adam(net.parameters(), lr=0.01, weight_decay=0.1),
+    "adamw": lambda net: torch.optim.AdamW(net.parameters(), lr=0.01),
+    "amsgrad": lambda net: torch.optim.AdamW(net.parameters(), lr=0.01, amsgrad=True),
+    "lion": lambda net: Lion(net.parameters()),
+}
+
+
+def outline(state: dict[str, object]) -> dict[str, object]:
+    """Return what the entries of a parameter's state are."""
+    return {
+        name: (value.dtype, value.shape, value.device) if isinstance(value, torch.Tensor) else type(value)
+        for name, value in state.items()
+    }
+
+
+def step(net: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
+    """Take a step by gradients of this ``seed``."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in net.parameters():
+        parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+    optimizer.step()
+
+
+def states_of(net: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Return all entries of the state of ``optimizer``."""
+    return [torch.as_tensor(value) for p in net.parameters() for _, value in sorted(optimizer.state[p].items())]
+
+
+@ranks(2)
+@pytest.mark.parametrize("kind", RULES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_state_is_that_of_the_original_optimizer(rank, world_size, kind, dtype) -> None:
+    """Its entries are the original optimizer's alone: it loads them and goes on, and the wrapped one from there."""
+    make, net, dense = RULES[kind], model().to(dtype), model().to(dtype)
+    optimizer, bare = sparse_wrap(make(net), algo="topk_allgather", density=0.25, warmup_steps=0), make(dense)
+    for number in range(5):
+        step(net, optimizer, 2 * number + rank)
+    step(dense, bare, 0)
+    for ours, theirs in zip(net.parameters(), dense.parameters(), strict=True):
+        assert outline(optimizer.state[ours]) == outline(bare.state[theirs])
+    state, expected = (copy.deepcopy(each.state_dict()) for each in (optimizer, bare))
+    assert [*map(outline, state["state"].values())] == [*map(outline, expected["state"].values())]
+    bare.load_state_dict(state)
+    assert all(map(torch.equal, states_of(net, optimizer), states_of(dense, bare)))
+    step(dense, bare, 1)
+    again = sparse_wrap(make(net), algo="topk_allgather", density=0.25, warmup_steps=0)
+    again.load_state_dict(copy.deepcopy(bare.state_dict()))
+    assert all(map(torch.equal, states_of(net, again), states_of(dense, bare)))
+    for number in range(3):
+        step(net, again, 2 * number + rank)
+    first, second = gathered(net)
+    assert first == second
+
+
+def gathered(net: nn.Module) -> list[list[float]]:
+    """Return the parameters of ``net`` on every rank."""
+    found: list[list[float]] = [[]] * torch.distributed.get_world_size()
+    values = torch.cat([parameter.detach().float().reshape(-1) for parameter in net.parameters()])
+    torch.distributed.all_gather_object(found, values.tolist())
+    return found
 
 
 def test_foreign_checkpoints_are_rejected() -> None:
@@ -41,63 +109,82 @@ def test_foreign_checkpoints_are_rejected() -> None:
     assert optimizer.metrics()["residual_norm"] == residual_norm
 
 
-def test_unmodified_steps_reset_staleness() -> None:
-    """After steps of unmodified AdamW, a loaded checkpoint counts every coordinate as recently delivered."""
+def test_state_of_a_dense_run_ends_every_wait() -> None:
+    """After loading the state of unmodified AdamW, every coordinate counts as delivered in its last step."""
     net = model()
-    aware = sparse_wrap(torch.optim.AdamW(net.parameters(), lr=0.01), density=0.2)
-    backward(net)
-    aware.step()
+    optimizer = sparse_wrap(torch.optim.AdamW(net.parameters(), lr=0.01), density=0.1, warmup_steps=0)
     bare = torch.optim.AdamW(net.parameters(), lr=0.01)
-    bare.load_state_dict(aware.state_dict())
-    for _ in range(5):
-        bare.step()
-    again = sparse_wrap(torch.optim.AdamW(net.parameters(), lr=0.01), density=1.0)
-    again.load_state_dict(bare.state_dict())
-    net[0].weight.data.mul_(3)
-    again.step()
-    assert again.state[net[0].weight]["last_delivered"].unique().tolist() == [7]
-    late = root_mean_square(net[0].weight)
-    assert float(again.state[net[0].weight]["param_rms"]) == pytest.approx(float(late), rel=0.1)
+    for seed in range(5):
+        step(net, optimizer, seed)
+    for seed in range(7):
+        step(net, bare, seed)
+    assert optimizer.metrics()["longest_wait"] > 2
+    optimizer.load_state_dict(bare.state_dict())
+    assert optimizer.metrics()["longest_wait"] == 0
+    step(net, optimizer, 5)
+    assert optimizer.metrics()["longest_wait"] == 1
+    assert float(optimizer.state[net[0].weight]["step"]) == 8
 
 
-def test_param_rms_is_resumed() -> None:
-    """A checkpoint restores ``param_rms``, which only some steps compute, also for bf16 parameters."""
+def test_ages_end_with_residuals() -> None:
+    """With residuals="reset", nothing waits for its delivery any more."""
+    net = model()
+    optimizer = sparse_wrap(sgd(net), density=0.1, warmup_steps=0)
+    for seed in range(5):
+        step(net, optimizer, seed)
+    state = copy.deepcopy(optimizer.state_dict())
+    assert optimizer.metrics()["longest_wait"] > 2
+    optimizer.load_state_dict(state, residuals="reset")
+    assert optimizer.metrics()["longest_wait"] == 0
+    assert optimizer.metrics()["steps"] == 5
+    optimizer.load_state_dict(state)
+    assert optimizer.metrics()["longest_wait"] > 2
+
+
+def test_parameter_without_gradient_does_not_wait() -> None:
+    """A parameter without gradient takes no step, and its entries are not late when it has one again."""
+    net = model()
+    optimizer = sparse_wrap(torch.optim.AdamW(net.parameters(), lr=0.01), density=1.0)
+    for seed in range(3):
+        step(net, optimizer, seed)
+    for _ in range(4):
+        for parameter in net[2].parameters():
+            parameter.grad = torch.ones_like(parameter)
+        net[0].zero_grad()
+        optimizer.step()
+    assert optimizer.metrics()["longest_wait"] == 0
+    assert [float(optimizer.state[layer.weight]["step"]) for layer in (net[0], net[2])] == [3, 7]
+
+
+def test_root_mean_square_is_resumed() -> None:
+    """A checkpoint restores the root mean square of a parameter, which only some steps compute, also of bf16."""
     net = model().bfloat16()
     optimizer = sparse_wrap(torch.optim.AdamW(net.parameters(), lr=0.01), density=0.2)
     for _ in range(21):  # the first steps all compute it
         for parameter in net.parameters():
             parameter.grad = torch.ones_like(parameter)
         optimizer.step()
-    before = optimizer.state[net[0].weight]["param_rms"]
+    saved = optimizer.state_dict()
     net[0].weight.data.mul_(3)
     again = sparse_wrap(torch.optim.AdamW(net.parameters(), lr=0.01), density=0.2)
-    again.load_state_dict(optimizer.state_dict())
+    again.load_state_dict(saved)
     again.step()
-    after = again.state[net[0].weight]["param_rms"]
-    assert after.dtype == torch.float32
-    assert torch.equal(before, after)
+    before, after = (state["tritoncomm"]["rms"] for state in (saved, again.state_dict()))
+    assert {each.dtype for each in after} == {torch.float32}
+    assert all(map(torch.equal, before, after))
 
 
-@pytest.mark.parametrize(("dtype", "steps"), [(torch.float32, 9), (torch.bfloat16, 259)])  # bf16 cannot represent 259
-def test_wrapping_a_loaded_optimizer(dtype: torch.dtype, steps: int) -> None:
-    """The bare optimizer casts a loaded state to the parameter's dtype. Exact delivery steps are kept, others reset."""
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_wrapping_a_loaded_optimizer(dtype: torch.dtype) -> None:
+    """Ages are lost with the residual that waited: every coordinate counts as delivered when wrap() is called."""
     net = model().to(dtype)
-    weight = net[0].weight
-    first = sparse_wrap(torch.optim.AdamW(net.parameters(), lr=0.01), density=0.2)
-    for step in range(steps):
-        for parameter in net.parameters():
-            parameter.grad = torch.linspace(-step, 1, parameter.numel()).view_as(parameter).to(dtype)
-        first.step()
-    delivered_at = first.state[weight]["last_delivered"]
-    assert delivered_at.unique().numel() > 1
+    first = sparse_wrap(torch.optim.AdamW(net.parameters(), lr=0.01), density=0.2, warmup_steps=0)
+    for seed in range(9):
+        step(net, first, seed)
+    assert first.metrics()["longest_wait"] > 1
     bare = torch.optim.AdamW(net.parameters(), lr=0.01)
     bare.load_state_dict(first.state_dict())
-    again = sparse_wrap(bare, density=1 / weight.numel())  # one coordinate
-    again.step()
-    after = again.state[weight]["last_delivered"]
-    assert after.dtype == torch.int32
-    late = after != steps + 1
-    expected = delivered_at if dtype == torch.float32 else torch.full_like(delivered_at, steps)
-    assert torch.equal(after[late], expected[late])
-    assert late.any()
-    assert again.state[weight]["param_rms"].dtype == torch.float32
+    again = sparse_wrap(bare, density=0.2, warmup_steps=0)
+    step(net, again, 9)
+    assert again.metrics()["longest_wait"] == 1
+    assert all(float(state["step"]) == 10 for state in again.state.values())

@@ -33,12 +33,12 @@ from tritoncomm.step.optimizer_list import parts_of
 from tritoncomm.step.rules.step import saved_state
 from tritoncomm.step.saved import state as exchange_state
 from tritoncomm.step.saved.portable import (
-    COMMON,
     Parts,
     Saved,
     ShardOfReplica,
     inner_of,
     joined,
+    key_of_common,
     key_of_replica,
     resharded,
     split,
@@ -372,7 +372,6 @@ class ResidualState:
         if checkpoint_id is not None or storage_reader is not None:
             where = storage_reader if checkpoint_id is None else checkpoint_id
             self._saved = Saved.by(storage_reader or _reader(where), where)
-            self._check_step(self._saved)
 
     @property
     def _state(self) -> _RankState:
@@ -410,14 +409,6 @@ class ResidualState:
             own = {every[number]: each for number, each in state["state"].items()}
             local_steps.load_later(state["tritoncomm"]["local"], own)
 
-    def _check_step(self, saved: Saved) -> None:
-        """Raise if a single worker, which takes the optimizer's own steps, has saved what this optimizer needs."""
-        if len(saved.replicas) == 1 and setup_of(self.optimizer).steps.takes_aware_step:
-            raise ConfigurationError(
-                "a single worker or replica has saved this checkpoint, so it has no residuals, and no state of the "
-                "staleness-aware step: load it into model and optimizer before wrap(), without ResidualState"
-            )
-
 
 class _RankState:
     """The state of a wrapped optimizer on this rank, as ``torch.distributed.checkpoint`` saves it, or has saved it.
@@ -444,7 +435,8 @@ class _RankState:
         rest = io.BytesIO()
         torch.save({**parts.rest, "others": others}, rest)
         key = f"rank {rank} of {size}, replica {here.replica} of {here.replicas} ({_HINT})"
-        return {key: rest.getvalue(), key_of_replica(self._parameters): parts.replica, COMMON: parts.common}
+        common = key_of_common(setup_of(optimizer).everybody)
+        return {key: rest.getvalue(), key_of_replica(self._parameters): parts.replica, common: parts.common}
 
     def rooms(self) -> dict[str, Any]:
         """Return zeros for what this rank reads of the checkpoint that it was given."""
@@ -468,7 +460,7 @@ class _RankState:
         if is_distributed() and agree.differences({"has its own state": rest is not None}, group, device):
             rest = None
         with agree.propagate_errors(group, device):
-            common = content[COMMON]
+            common = content[key_of_common(group) if saved is None else saved.common]
             if rest is not None:
                 key = key_of_replica(self._parameters) if saved is None else saved.replicas[saved.source(here)]
                 parts = Parts(rest, content[key], common)

@@ -23,7 +23,7 @@ from tritoncomm.step.model.module import checked_module, group_of
 from tritoncomm.step.model.refuse import checked_methods
 from tritoncomm.step.optimizer_list import join, parts_of, split
 from tritoncomm.step.rules.choose import exchanges_updates
-from tritoncomm.step.rules.step import restore_rules, saved_state
+from tritoncomm.step.rules.step import saved_state
 from tritoncomm.step.saved import state as exchange_state
 from tritoncomm.step.settings import check_group, check_outer_lr, one_of
 from tritoncomm.step.setup import Setup
@@ -209,7 +209,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         setup.check_saveable("state_dict()")
         own = exchange_state.saved(setup.exchange, setup.local)
         with hooks:
-            state = saved_state(self)
+            state = exchange_state.marked(saved_state(self), setup.exchange)
         return hooks.after_saving(state | {"tritoncomm": own})
 
     @torch.no_grad()
@@ -237,7 +237,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         if setup.local is not None:
             setup.local.check_not_averaged("load_state_dict()")
         saved = state_dict.get("tritoncomm")
-        inner = {key: value for key, value in state_dict.items() if key != "tritoncomm"}
+        inner = exchange_state.unmarked(state_dict)
         if is_distributed():
             parts = parts_of(self)
             common = join(
@@ -250,7 +250,11 @@ class SparseOptimizer(torch.optim.Optimizer):
             exchange_state.compare(common, saved, feedbacks, setup.process_group, setup.everybody, setup.device)
         with hooks:
             original_class(self).load_state_dict(setup.optimizer, inner)  # not Lightning's wrapper of it
-        restore_rules(self, inner)
+        if saved is None:
+            setup.exchange.forget_ages()
+            groups = [dict(group) for group in state_dict["param_groups"]]
+            # No warning: torch.distributed.checkpoint loads the residuals by themselves, with ResidualState.
+            exchange_state.warn_about_lost_residual(groups, logging.INFO)
         setup.exchange.restart()
         if saved is not None:
             exchange_state.resume(setup.exchange, feedbacks, saved, setup.local)
@@ -258,8 +262,6 @@ class SparseOptimizer(torch.optim.Optimizer):
             if setup.local is not None:
                 setup.local.renew()
             setup.exchange.restore(feedbacks)
-            # No warning: torch.distributed.checkpoint loads the residuals by themselves, with ResidualState.
-            exchange_state.warn_about_lost_residual(self, logging.INFO)
         stepper.state.reset()
         hooks.after_loading()
 

@@ -49,7 +49,7 @@ class AdamState:
     """Optimizer state of one parameter. Every tensor except ``param_rms`` has the shape of the parameter.
 
     ``first`` and ``second`` are Adam's moments. ``maximum`` is the running maximum of the second moment for AMSGrad,
-    or None. ``last`` (int32) is the step of each coordinate's last delivery. ``param_rms`` (fp32, one element) is the
+    or None. ``last`` (int32) is the clock of each coordinate's last delivery. ``param_rms`` (fp32, one element) is the
     root mean square of the parameter and may be some steps old.
     """
 
@@ -90,8 +90,11 @@ class AdamControl:
         maximize: bool = False,
         max_sqrt_staleness: float = 3.0,
         max_relative_update: float = 0.05,
+        clock: int | None = None,
     ) -> AdamControl:
         """Build the settings of step number ``steps`` on ``device`` from the hyper-parameters of the optimizer.
+
+        ``clock`` is the number of the step in which ages are counted: tau = ``clock`` - ``last``. Default: ``steps``.
 
         A delivery moves its coordinate as far as f dense steps would. f is between two numbers. For steady gradients it
         is min(tau, 3 * ``max_catch_up``). For others it is min(tau, ``max_catch_up``, ``max_sqrt_staleness`` *
@@ -117,6 +120,7 @@ class AdamControl:
         correct1, correct2 = (1 - beta**steps for beta in betas)
         scalars = Scalars(
             steps=steps,
+            clock=steps if clock is None else clock,
             rate=learning_rate / correct1,
             correction=correct2,
             per_correction=1 / correct2,
@@ -196,8 +200,8 @@ def _update(
     at = _Coordinates(indices, torch.promote_types(parameter.dtype, torch.float32))
     scalars = Scalars(*control.scalars.to(at.dtype).unbind())
     tables = beta_tables(control.betas, at.dtype, parameter.device)
-    steps = Scalars(*control.scalars.unbind()).steps.to(torch.int32)
-    tau = (steps - at.integers(state.last)).clamp(min=1)
+    clock = Scalars(*control.scalars.unbind()).clock.to(torch.int32)
+    tau = (clock - at.integers(state.last)).clamp(min=1)
     waited = tau.to(at.dtype)
     values = at.read(parameter)
     mean = at.read(gradient) / waited
@@ -219,7 +223,7 @@ def _update(
         second = torch.minimum(second, shorter[0] * old + shorter[1] * square)
     at.write(state.first, first)
     at.write(state.second, second)
-    at.write(state.last, steps.expand(tau.shape))
+    at.write(state.last, clock.expand(tau.shape))
     if state.maximum is not None:
         second = torch.maximum(at.read(state.maximum), second)
         at.write(state.maximum, second)

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 class Scalars(NamedTuple):
     """The numbers of one step: the elements of :attr:`AdamControl.scalars <tritoncomm_kernels.AdamControl>`, in order.
 
-    * ``steps``: the step count, counted from 1
+    * ``steps``: the optimizer's step count, counted from 1
+    * ``clock``: the number of the step in which ``last`` counts, which may have begun at another time
     * ``rate``: the learning rate divided by the first bias correction
     * ``correction``: the second bias correction, 1 - beta2^steps
     * ``per_correction``: 1 divided by it
@@ -22,6 +23,7 @@ class Scalars(NamedTuple):
     """
 
     steps: Any
+    clock: Any
     rate: Any
     correction: Any
     per_correction: Any

@@ -210,7 +210,7 @@ class _Step:
     @classmethod
     def of(cls, control: AdamControl, keep: float) -> _Step:
         exact = Scalars(*control.scalars.numpy())
-        rounded = Scalars(*map(np.float32, exact))._replace(steps=np.int32(exact.steps))
+        rounded = Scalars(*map(np.float32, exact))._replace(clock=np.int32(exact.clock))
         return cls(control, np.array(keep, np.float32), rounded)
 
     def advance(self, states: list[_Array], places: _Array | slice, delivered: _Array) -> tuple[_Array, _Array, _Array]:
@@ -235,8 +235,8 @@ class _Step:
         self, states: list[_Array], at: _Array | slice, delivered: _Array
     ) -> tuple[_Array, _Array, _Array | int]:
         last, first, second, *maxima = states
-        tau = np.maximum(self.scalars.steps - _read(last, at), 1)
-        last[at] = self.scalars.steps
+        tau = np.maximum(self.scalars.clock - _read(last, at), 1)
+        last[at] = self.scalars.clock
         waited = tau.astype(np.float32)
         mean = delivered / waited
         if self.control.maximize:

@@ -24,6 +24,7 @@ BLOCK, WARPS = 128, 4  # 256 spills on sm_90 in bf16 with Triton 3.6, and 512 on
 
 # Positions in ``control``, and columns in a table of tensors.
 STEPS = tl.constexpr(Scalars._fields.index("steps"))
+CLOCK = tl.constexpr(Scalars._fields.index("clock"))
 RATE = tl.constexpr(Scalars._fields.index("rate"))
 OUTLIER_SQUARED, LEAST_WEIGHT = tl.constexpr(OUTLIER**2), tl.constexpr(adam.LEAST_WEIGHT)
 MEMORY = tl.constexpr(adam.MEMORY)
@@ -102,10 +103,10 @@ def _step(
     ``at`` are the coordinates, and ``gradient_at`` the positions of their gradients. A vote is 1 if the delivery has
     the sign of the moment, and -1 if it has the other.
     """
-    steps = tl.load(control_ptr + STEPS).to(tl.int32)
+    clock = tl.load(control_ptr + CLOCK).to(tl.int32)
     root = tl.load(control_ptr + ROOT).to(tl.float32)
     epsilon = tl.load(control_ptr + EPSILON).to(tl.float32)
-    tau = tl.maximum(steps - tl.load(last_ptr + at, mask=inside, other=0), 1)
+    tau = tl.maximum(clock - tl.load(last_ptr + at, mask=inside, other=0), 1)
     waited = tau.to(tl.float32)
     mean = tl.div_rn(tl.load(gradient_ptr + gradient_at, mask=inside, other=0.0).to(tl.float32), waited)
     if MAXIMIZE:
@@ -180,7 +181,7 @@ def _write(
     tl.store(second_ptr + at, second, mask=inside)
     if AMSGRAD:
         tl.store(maximum_ptr + at, largest, mask=inside)
-    tl.store(last_ptr + at, tl.full([BLOCK], 0, tl.int32) + tl.load(control_ptr + STEPS).to(tl.int32), mask=inside)
+    tl.store(last_ptr + at, tl.full([BLOCK], 0, tl.int32) + tl.load(control_ptr + CLOCK).to(tl.int32), mask=inside)
     rate = tl.load(control_ptr + RATE).to(tl.float32)
     change = tl.load(control_ptr + CHANGE).to(tl.float32)
     reach = change * param_rms

@@ -91,8 +91,8 @@ def test_shards_of_two_ranks(rank, world_size, optimizer, settings, steps):
     if optimizer is adamw:
         assert pair.optimizer.metrics()["density_delivered"] < 0.5
         state = pair.optimizer.state[next(iter(model.parameters()))]
-        assert all(isinstance(state[name], DTensor) for name in ("exp_avg", "last_delivered"))
-        assert bool((state["last_delivered"].to_local() < 25).any())  # not every coordinate in every step
+        assert isinstance(state["exp_avg"], DTensor)
+        assert pair.optimizer.metrics()["longest_wait"] > 0  # not every coordinate in every step
 
 
 POLICIES = {

@@ -14,10 +14,11 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from tritoncomm import ConfigMismatchError, ConfigurationError, checkpoint
 from tritoncomm.checkpoint import ResidualState
 from tritoncomm.step.saved import state as exchange_state
+from tritoncomm.step.tensors.shards import like_parameter
 
 from baselines import DGC
 from ranks import POOL, ranks
@@ -57,9 +58,14 @@ class Run:
         self.parameters = {name.removeprefix("module."): p for name, p in self.model.named_parameters()}
 
     def owe(self, rank: int) -> None:
-        """Replace the residual by small integers times a power of two, of which every sum is exact."""
-        own = self.optimizer._tritoncomm.setup.vector.feedback.residual
+        """Replace the residual by small integers times a power of two, of which every sum is exact, and the ages."""
+        vector = self.optimizer._tritoncomm.setup.vector
+        own = vector.feedback.residual
         own.copy_(torch.randint(-64, 65, own.shape, generator=torch.Generator().manual_seed(rank)) * 2.0**-5)
+        for p, last in zip(vector.layout.parameters, vector.ages.of(vector.feedback.ledger.last), strict=True):
+            steps = (torch.arange(p.numel(), dtype=torch.int32) % STEPS).view(p.shape)
+            is_split = isinstance(p, DTensor)
+            last.copy_(distribute_tensor(steps, p.device_mesh, p.placements).to_local() if is_split else steps)
 
     def content(self, **fields) -> dict:
         """Return what torch.distributed.checkpoint saves and loads."""
@@ -74,8 +80,13 @@ class Run:
         set_state_dict(self.model, self.optimizer, **parts)
 
     def found(self, *, of_model: bool = True) -> dict[str, torch.Tensor]:
-        """Return whole parameters, their states, and pending updates: means of the residuals over the replicas."""
+        """Return whole parameters, their states, and pending updates: means of the residuals over the replicas.
+
+        Several replicas also have the steps of the last deliveries.
+        """
         values = {}
+        last = self.optimizer.state_dict()["tritoncomm"]["last"]
+        ages = dict(zip(self.optimizer._tritoncomm.setup.exchange.parameters, last, strict=True))
         residuals = self.optimizer._tritoncomm.setup.vector.residuals_by_parameter()
         for name, p in self.parameters.items():
             update = residuals[p].clone()
@@ -88,7 +99,7 @@ class Run:
             state = self.optimizer.state[p]
             values |= {f"{name} {each}": whole(state[each]) for each in OF_ADAM}
             if self.replicas > 1:
-                values |= {f"{name} {each}": whole(state[each]) for each in ("last_delivered", "last_aware")}
+                values[f"{name} last"] = whole(like_parameter(p, ages[p]))
             if of_model:
                 values[name] = whole(p)
         return values
@@ -179,25 +190,19 @@ def test_same_shards_and_their_order(rank, world_size, saved):
 
 @ranks(2)
 def test_from_one_replica(rank, world_size, tmp_path):
-    """A single replica of two shards saves no residuals. Two replicas load the rest before ``wrap``, as it says."""
+    """A single replica of two shards saves no residuals and no ages. Two replicas load the rest."""
     run = Run(KINDS[3])
     train(run.model, run.optimizer, rank, range(STEPS))
     dcp.save(run.content(), checkpoint_id=tmp_path)
     before = run.found()
     run = Run(KINDS[2])
-    with pytest.raises(ConfigurationError, match=r"single .*before wrap\(\), without ResidualState"):
-        run.content(checkpoint_id=tmp_path)
-    model = sharded(Uneven(), mesh(1))
-    inner = adamw(model)
-    parts, states = get_state_dict(model, inner)
-    dcp.load({"model": parts, "optimizer": states}, checkpoint_id=tmp_path)
-    set_state_dict(model, inner, model_state_dict=parts, optim_state_dict=states)
-    optimizer = exact(inner, model=model, process_group=run.group)
-    for name, p in model.named_parameters():
-        assert torch.equal(whole(p), before[name])
-        assert all(torch.equal(whole(optimizer.state[p][each]), before[f"{name} {each}"]) for each in OF_ADAM)
-    train(model, optimizer, rank, range(STEPS, STEPS + 3))
-    assert equal(model, run.group)
+    run.load(tmp_path, checkpoint_id=tmp_path)
+    found = run.found()
+    assert all(torch.equal(found[name], value) for name, value in before.items())
+    assert all(bool((value == STEPS).all()) for name, value in found.items() if name.endswith(" last"))
+    train(run.model, run.optimizer, rank, range(STEPS, STEPS + 3))
+    assert equal(run.model, run.group)
+    assert run.optimizer.metrics()["longest_wait"] <= 3
 
 
 @ranks(4)

@@ -56,7 +56,7 @@ def test_adam_and_plain_subclasses_have_a_rule(kind: type[torch.optim.Optimizer]
     assert find_rule(optimizer) is StalenessAwareAdam
     wrapped = tritoncomm.wrap(optimizer, density=0.5)
     wrapped.step()
-    assert {"last_delivered", "last_aware", "param_rms"} < set(wrapped.state[wrapped.param_groups[0]["params"][0]])
+    assert [each.tolist() for each in wrapped.state_dict()["tritoncomm"]["last"]] == [[1] * 4]
 
 
 @pytest.mark.parametrize("kind", [Overriding, torch.optim.NAdam, torch.optim.SGD, torch.optim.RMSprop])
@@ -111,11 +111,10 @@ def test_profiled_and_scheduled_optimizers_take_the_aware_step() -> None:
 
 
 def test_rules_keep_the_contract() -> None:
-    """Every rule of the library does all that the contract leaves to it, and counts its steps."""
+    """Every rule of the library does all that the contract leaves to it."""
     for rule in RULES:
         assert issubclass(rule, AwareStep)
         assert not rule.__abstractmethods__
-        assert rule.counter
 
 
 class SignSGD(torch.optim.SGD):

@@ -13,8 +13,10 @@ from tritoncomm.step.rules import adam
 from tritoncomm.step.rules.adam import StalenessAwareAdam
 from tritoncomm.step.tensors.shared_buffer import share_buffers
 
+from aged import Aged
+
 SHAPES = [(40, 50), (7,), (200, 100), (), (30, 20)]
-NAMES = ("exp_avg", "exp_avg_sq", "last_delivered")
+NAMES = ("exp_avg", "exp_avg_sq")
 
 
 def moved(tensors: list[torch.Tensor]) -> bool:
@@ -57,10 +59,19 @@ def parameters() -> list[nn.Parameter]:
     return [nn.Parameter(torch.randn(shape, generator=generator)) for shape in SHAPES]
 
 
-def train(optimizer: torch.optim.Optimizer, first: int, last: int, *, subsets: bool = False) -> None:
+def aged(optimizer: torch.optim.Optimizer) -> Aged:
+    """Return the rule of ``optimizer``."""
+    return Aged(StalenessAwareAdam(optimizer))
+
+
+def own_of(aware: Aged) -> list[torch.Tensor]:
+    """Return the parameters."""
+    return [parameter for group in aware.optimizer.param_groups for parameter in group["params"]]
+
+
+def train(aware: Aged, first: int, last: int, *, subsets: bool = False) -> None:
     """Take steps with random deliveries. With ``subsets``, some parameters have no gradient in some steps."""
-    aware = StalenessAwareAdam(optimizer)
-    own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    own = own_of(aware)
     for step in range(first, last):
         generator, delivered = torch.Generator().manual_seed(step), []
         for number, parameter in enumerate(own):
@@ -71,15 +82,15 @@ def train(optimizer: torch.optim.Optimizer, first: int, last: int, *, subsets: b
         aware.step(own, delivered)
 
 
-def held(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Return all parameters and states."""
-    own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    return [tensor for p in own for tensor in (p.detach(), *optimizer.state[p].values())]
+def held(aware: Aged) -> list[torch.Tensor]:
+    """Return all parameters, states and ages."""
+    of_state = aware.optimizer.state
+    return [tensor for p in own_of(aware) for tensor in (p.detach(), *of_state[p].values(), *aware.ages(p))]
 
 
-def shares(optimizer: torch.optim.Optimizer) -> bool:
+def shares(aware: Aged) -> bool:
     """Return whether each entry has one buffer."""
-    states = list(optimizer.state.values())
+    states = list(aware.optimizer.state.values())
     return all(len({state[name].untyped_storage().data_ptr() for state in states}) == 1 for name in NAMES)
 
 
@@ -91,18 +102,18 @@ def test_same_bits(options: dict[str, Any], subsets: bool, monkeypatch: pytest.M
     for together in (True, False):
         if not together:
             monkeypatch.setattr(adam, "share_buffers", lambda *_: None)
-        optimizer = torch.optim.AdamW(parameters(), lr=0.01, **options)
-        train(optimizer, 0, 1)
-        train(optimizer, 1, 12, subsets=subsets)
-        assert shares(optimizer) == together
-        results.append(held(optimizer))
+        aware = aged(torch.optim.AdamW(parameters(), lr=0.01, **options))
+        train(aware, 0, 1)
+        train(aware, 1, 12, subsets=subsets)
+        assert shares(aware) == together
+        results.append(held(aware))
     assert all(map(torch.equal, *results))
 
 
-def saved(optimizer: torch.optim.Optimizer) -> io.BytesIO:
+def saved(aware: Aged) -> io.BytesIO:
     """Return a checkpoint."""
     file = io.BytesIO()
-    torch.save(optimizer.state_dict(), file)
+    torch.save(aware.optimizer.state_dict(), file)
     file.seek(0)
     return file
 
@@ -110,24 +121,23 @@ def saved(optimizer: torch.optim.Optimizer) -> io.BytesIO:
 @pytest.mark.parametrize("way", ["load", "deepcopy"])
 def test_checkpoints_and_copies(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A checkpoint is not larger than with separate tensors. What is loaded or copied is independent and continues."""
-    optimizer = torch.optim.AdamW(parameters(), lr=0.01)
-    train(optimizer, 0, 5)
-    assert shares(optimizer)
+    first = aged(torch.optim.AdamW(parameters(), lr=0.01))
+    train(first, 0, 5)
+    assert shares(first)
     with monkeypatch.context() as patch:
         patch.setattr(adam, "share_buffers", lambda *_: None)
-        apart = torch.optim.AdamW(parameters(), lr=0.01)
+        apart = aged(torch.optim.AdamW(parameters(), lr=0.01))
         train(apart, 0, 5)
-    assert len(saved(optimizer).getvalue()) <= len(saved(apart).getvalue())
+    assert len(saved(first).getvalue()) <= len(saved(apart).getvalue())
     if way == "deepcopy":
-        other = copy.deepcopy(optimizer)
+        other = aged(copy.deepcopy(first.optimizer))
     else:
-        other = torch.optim.AdamW([nn.Parameter(p.detach().clone()) for p in optimizer.param_groups[0]["params"]])
-        state = torch.load(saved(optimizer))
-        other.load_state_dict(state)
-        StalenessAwareAdam.restore(other, state)
-    before = [tensor.clone() for tensor in held(optimizer)]
+        other = aged(torch.optim.AdamW([nn.Parameter(p.detach().clone()) for p in own_of(first)]))
+        other.optimizer.load_state_dict(torch.load(saved(first)))
+    other.take_over(own_of(other), first, own_of(first))
+    before = [tensor.clone() for tensor in held(first)]
     train(other, 5, 9)
     assert shares(other)
-    assert all(map(torch.equal, held(optimizer), before)), "memory is not shared with the copy"
-    train(optimizer, 5, 9)
-    assert all(map(torch.equal, held(optimizer), held(other)))
+    assert all(map(torch.equal, held(first), before)), "memory is not shared with the copy"
+    train(first, 5, 9)
+    assert all(map(torch.equal, held(first), held(other)))

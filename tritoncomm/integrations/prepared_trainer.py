@@ -9,6 +9,7 @@ from tritoncomm.errors import ConfigurationError
 from tritoncomm.integrations.prepared import connect, has_peers, renew_methods
 from tritoncomm.optimizer import SparseOptimizer
 from tritoncomm.step.optimizer_list import parts_of
+from tritoncomm.step.saved.state import remove_marks
 
 
 def connect_trainer(trainer: Any, algo: str | Recipe | None, settings: dict[str, Any]) -> SparseOptimizer:
@@ -50,6 +51,7 @@ def forget_state(trainer: Any) -> None:
     """Remove the state of the optimizer of ``trainer``, which is about to be loaded."""
     for part in parts_of(trainer.optimizer.optimizer):
         part.state.clear()
+        remove_marks(part.param_groups)
 
 
 def _check(trainer: Any) -> None:

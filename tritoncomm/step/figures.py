@@ -8,7 +8,6 @@ import torch
 
 from tritoncomm.scheduler.meter import of_all
 from tritoncomm.step.exchange.machine import GradientExchange
-from tritoncomm.step.tensors.shards import local
 
 
 def figures_of(exchange: GradientExchange) -> dict[str, float]:
@@ -32,13 +31,6 @@ def figures_of(exchange: GradientExchange) -> dict[str, float]:
 
 def _longest_wait(exchange: GradientExchange) -> float:
     """Return the steps since the oldest last delivery of an entry, 0.0 if no optimizer knows it."""
-    found = []
-    for parameter in exchange.parameters:
-        state = exchange.optimizer.state.get(parameter, {})
-        last = state.get("last_delivered")
-        steps = state.get("late_steps")  # Adam counts its steps itself
-        if steps is None and last is not None and float(state["last_aware"]) == float(state["step"]):
-            steps = int(state["step"])
-        if steps is not None and local(last).numel():
-            found.append(steps - local(last).min())
-    return float(torch.stack([each.long() for each in found]).max()) if found else 0.0
+    ledgers = [vector.feedback.ledger for vector in exchange.vectors]
+    found = [each.last.min() for each in ledgers if each.last is not None and each.last.numel()]
+    return float(exchange.steps - torch.stack(found).min()) if found else 0.0

@@ -99,7 +99,7 @@ class Setup:
         self.parameters = KnownParameters(self.exchanged, self.names | anchor_names, ignored)
         self._others, buffers = rest_of(model, optimizer)
         self.exchange = self._build(process_group, None)
-        exchange_state.warn_about_lost_residual(optimizer)
+        exchange_state.warn_about_lost_residual(optimizer.param_groups)
         self._compare(self.exchange, others=self._others, buffers=buffers, broadcast=broadcast_parameters)
         if broadcast_parameters and self.local is not None:
             self.local.accept()

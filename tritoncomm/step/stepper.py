@@ -78,7 +78,7 @@ class Stepper:
             with torch.enable_grad():
                 loss = closure()
         if creates_state(setup.optimizer):  # nothing may be exchanged, because other ranks may not take this step
-            setup.steps.initialize_state(setup.exchange.parameters)
+            setup.steps.initialize_state()
             if setup.local is not None:
                 setup.local.initialize_state()
             return loss

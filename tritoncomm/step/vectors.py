@@ -16,7 +16,8 @@ from tritoncomm.step import settings as defaults
 from tritoncomm.step.agree.private_group import scheduler_of_all_shards
 from tritoncomm.step.exchange.machine import GradientExchange
 from tritoncomm.step.exchange.vector import ExchangeOptions, VectorExchange
-from tritoncomm.step.rules.choose import selects_by_update
+from tritoncomm.step.recipes import never_delays
+from tritoncomm.step.rules.choose import selects_by_update, takes_aware_step
 from tritoncomm.step.settings import WrapOptions
 from tritoncomm.step.tensors.names import label
 from tritoncomm.step.tensors.shards import by_split, local, mesh_ranks
@@ -92,6 +93,7 @@ def _options_of(
         dense_below=options.dense_below,
         max_gradient_norm=options.max_grad_norm,
         by_update=selects_by_update(optimizer, recipe, options),
+        is_late=takes_aware_step(optimizer, options) and not never_delays(recipe),
         epsilon=min((float(each["eps"]) for each in optimizer.param_groups if _has_epsilon(each)), default=0.0),
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import NamedTuple
@@ -12,6 +12,7 @@ import torch
 
 from tritoncomm.errors import ConfigurationError, NonFiniteError
 from tritoncomm.primitives.sparse_vector import SparseVector
+from tritoncomm.step.exchange.feedback import Ages
 from tritoncomm.step.tensors.names import label
 from tritoncomm.step.tensors.shards import local, local_gradient
 from tritoncomm.step.torch_internals import gradient_dtype
@@ -279,10 +280,11 @@ def _fits_half(values: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Delivered:
-    """The mean of one flat vector, and the position of each parameter in this vector."""
+    """The mean of one flat vector, the position of each parameter in this vector, and how late its entries are."""
 
     mean: SparseVector
     layout: BucketLayout
+    ages: Ages
 
     @cached_property
     def entries(self) -> list[Entries]:
@@ -300,7 +302,7 @@ class Delivered:
     def without_zeros(self) -> Delivered:
         """Return the same mean without its entries of zero. The host waits for their number."""
         found = self.mean.values.nonzero().reshape(-1).to(torch.int32)
-        return Delivered(SparseVector(found, self.mean.values[found.long()], self.mean.numel), self.layout)
+        return replace(self, mean=SparseVector(found, self.mean.values[found.long()], self.mean.numel))
 
 
 def scattered(means: list[Delivered], *, zeros: bool, left: Container[int] = ()) -> list[Delivered]:

@@ -203,6 +203,14 @@ class GradientExchange:
         for vector, feedback in zip(self.vectors, feedbacks, strict=True):
             vector.feedback = feedback
 
+    def forget_ages(self) -> None:
+        """Let every coordinate be delivered now, because the state of a run without late gradients was loaded.
+
+        Ages that were loaded by themselves since the last step belong to that state, and stay.
+        """
+        for vector in self.vectors if self.updates else ():
+            vector.feedback.ledger.deliver_all(self.steps)
+
     def agree_on_exchange_id(self) -> None:
         """Agree on an identifier of each vector within its group. All ranks call this after comparing settings."""
         for vector in self.vectors:
@@ -319,7 +327,11 @@ class GradientExchange:
         for vector, _, mean, _ in self._begun:
             show_decay(vector, mean, self._hidden, self._left)
         self._commit()
+        for vector in self.vectors:
+            vector.ages.open(vector.feedback.ledger, self.steps + 1)
         yield
+        for vector in self.vectors:
+            vector.ages.close()
         self.steps, self.updates = self.steps + 1, self.updates + 1
         self._move("updated")
 
@@ -362,7 +374,7 @@ class GradientExchange:
 
     def catch_up(self) -> None:
         """Make a step READY that is SUSPENDED, because other ranks have applied it."""
-        means, self._hidden = [Delivered(step.mean, step.vector.layout) for step in self._begun], {}
+        means, self._hidden = [step.vector.delivered(step.mean) for step in self._begun], {}
         self.delivered = scattered(means, zeros=not self.is_flush, left=self._left)
         self._move("catch up")
 
@@ -438,7 +450,7 @@ class GradientExchange:
                 self._begun = [_Begun(vector, *2 * (means[vector],), None) for vector in vectors if vector in means]
             self._begun = [step._replace(mean=with_decay(step.vector, step.sent, self._decay)) for step in self._begun]
             self._begun[0] = self._begun[0]._replace(span=span.end())
-            check_range([Delivered(step.mean, step.vector.layout) for step in self._begun])
+            check_range([step.vector.delivered(step.mean) for step in self._begun])
         except NonFiniteError as error:
             rejected = [vector for vector in vectors if vector not in means]
             if rejected:
@@ -547,8 +559,8 @@ class GradientExchange:
 
         Where the decay is hidden, ``.grad`` shows what was exchanged.
         """
-        means = [Delivered(step.mean, step.vector.layout) for step in self._begun]
-        shown = [Delivered(step.sent, step.vector.layout) for step in self._begun] if self._hidden else means
+        means = [step.vector.delivered(step.mean) for step in self._begun]
+        shown = [step.vector.delivered(step.sent) for step in self._begun] if self._hidden else means
         try:
             written = write(shown)
             self.delivered = means if self._hidden else written

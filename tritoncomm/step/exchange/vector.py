@@ -23,7 +23,7 @@ from tritoncomm.scheduler.rounds import AllGather, Pattern, Result
 from tritoncomm.scheduler.simulated import SimulatedScheduler
 from tritoncomm.scheduler.span import Span
 from tritoncomm.scheduler.together import Running
-from tritoncomm.step.exchange.feedback import ErrorFeedback
+from tritoncomm.step.exchange.feedback import Ages, ErrorFeedback
 from tritoncomm.step.exchange.layout import BucketLayout, Delivered, is_sparse, sparse_error, split_by_size
 from tritoncomm.step.exchange.stages import Scale, Staged, StagedAlgorithm
 from tritoncomm.step.recipes import rounds, with_form, without_encoding
@@ -56,6 +56,7 @@ class ExchangeOptions:
         single_worker_selects: Whether a single worker selects entries and keeps a residual, as in simulation. If False,
             it delivers every entry.
         is_anchor: Whether the vector has the updates of local steps, and not gradients.
+        is_late: Whether the optimizer has a rule for late gradients.
         matches_length: Whether to estimate how much shorter the mean of the vectors of all ranks is than they are.
     """
 
@@ -71,6 +72,7 @@ class ExchangeOptions:
     epsilon: float = 0.0
     single_worker_selects: bool = False
     is_anchor: bool = False
+    is_late: bool = False
     matches_length: bool = False
 
 
@@ -100,6 +102,7 @@ class VectorExchange:
         device: Device of the exchange.
         flat: The flat vector, fp32 ``[numel]``.
         feedback: The residual, and the algorithm with its state.
+        ages: How late the entries are.
         dense_numel: Number of elements that are sent dense.
         waiting: The steps that each parameter has waited for a delivery.
         meter: Traffic and waiting time of the last step.
@@ -131,6 +134,7 @@ class VectorExchange:
                 group, options.timeout, self.device, stamp, subgroups, is_interruption=is_interruption
             )
         self.feedback = self.new_feedback()
+        self.ages = Ages(self.layout.parameters, self.layout.bounds)
         self._without_residual: ErrorFeedback | None = None
         self._signs: torch.Tensor | None = None
         self.gain: torch.Tensor | None = None
@@ -194,7 +198,10 @@ class VectorExchange:
             shapes=shapes,
             epsilon=options.epsilon,
         )
-        return ErrorFeedback(whole.build(self.layout.numel, self.layout.bounds), self.device)
+        feedback = ErrorFeedback(whole.build(self.layout.numel, self.layout.bounds), self.device)
+        if options.is_late and not self.is_bare:  # a single worker takes the optimizer's own steps
+            feedback.ledger.last = torch.zeros_like(feedback.residual, dtype=torch.int32)
+        return feedback
 
     def commit(self, left: Collection[int]) -> None:
         """Let residual and method be those after the step.
@@ -309,6 +316,10 @@ class VectorExchange:
         if scale != 1.0:
             self.flat.mul_(1.0 / scale)
         return error
+
+    def delivered(self, mean: SparseVector) -> Delivered:
+        """Return ``mean`` with the place and the age of each of its entries."""
+        return Delivered(mean, self.layout, self.ages)
 
     def write(self, mean: SparseVector) -> torch.Tensor:
         """Write ``mean`` into :attr:`flat` and return it."""

@@ -168,7 +168,7 @@ class LocalSteps:
 
     def initialize_state(self) -> None:
         """Create the state of the original optimizers by a step that changes no parameter."""
-        self._steps.initialize_state(self.parameters)
+        self._steps.initialize_state()
 
     def say_gradients_are_local(self) -> None:
         """Log once that nothing is averaged before a step."""

@@ -14,18 +14,19 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
 from tritoncomm.errors import ConfigurationError
+from tritoncomm.step.exchange.feedback import Ages
 from tritoncomm.step.exchange.layout import Delivered
-from tritoncomm.step.rules.aware import EXACT, RENEW_RMS_EVERY, AwareStep
+from tritoncomm.step.rules.aware import AwareStep
 from tritoncomm.step.settings import MAX_CATCH_UP, MAX_RELATIVE_UPDATE, WrapOptions
-from tritoncomm.step.tensors.shards import local, local_gradient, local_shards, one_of_shard
+from tritoncomm.step.tensors.shards import local, local_gradient, local_shards
 from tritoncomm.step.tensors.shared_buffer import StepCounts, share_buffers
 from tritoncomm.step.torch_internals import written_step
-from tritoncomm_kernels import AdamControl, AdamFlat, AdamMany, AdamStates, Padded, root_mean_squares
+from tritoncomm_kernels import AdamControl, AdamFlat, AdamMany, AdamStates, Padded
 
 _UNSUPPORTED = ("capturable", "differentiable")
 
@@ -34,12 +35,11 @@ _UNSUPPORTED = ("capturable", "differentiable")
 class StalenessAwareAdam(AwareStep):
     """Takes the step of a ``torch.optim.Adam`` or ``AdamW`` for the delivered coordinates only.
 
-    The optimizer keeps its state (``step``, ``exp_avg``, ``exp_avg_sq``). ``last_aware`` is the last step that this
-    class took.
+    The optimizer keeps its state (``step``, ``exp_avg``, ``exp_avg_sq``). Bias corrections go by its ``step``, and ages
+    by the steps of the exchange, which may have begun at another time.
 
     A DTensor is updated as its local shard, which counts as a tensor of its own. Nothing is communicated. Its moments
-    and ``last_delivered`` are DTensors of the same placements. A saved ``param_rms`` has one value per row, or per
-    index of each sharded dimension, so that it can be loaded with another sharding. See :meth:`saved`.
+    are DTensors of the same placements.
 
     A delivery after tau steps counts for up to tau dense steps: it catches up. Three limits shorten this, but never to
     less than one dense step. They hold less, the more deliveries to a tensor have the sign of those before: gradients
@@ -47,8 +47,8 @@ class StalenessAwareAdam(AwareStep):
     :meth:`tritoncomm_kernels.AdamControl.of`.
 
     If every coordinate is delivered in every step, the result is torch's own up to rounding. The cost is proportional
-    to the number of delivered entries, except for weight decay and ``param_rms``. ``foreach`` and ``fused`` only select
-    among torch's loops and have no effect. Coupled weight decay is not added: ``.grad`` must contain it, see
+    to the number of delivered entries, except for weight decay and root mean squares. ``foreach`` and ``fused`` only
+    select among torch's loops and have no effect. Coupled weight decay is not added: ``.grad`` must contain it, see
     :func:`~tritoncomm.step.rules.step.coupled_decay`.
 
     Attributes:
@@ -73,8 +73,6 @@ class StalenessAwareAdam(AwareStep):
     _counts: dict[tuple[int, int], StepCounts | None] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
-
-    counter: ClassVar[str] = "last_aware"
 
     @staticmethod
     def fits(optimizer: torch.optim.Optimizer) -> bool:
@@ -114,36 +112,38 @@ class StalenessAwareAdam(AwareStep):
         self,
         parameters: Sequence[torch.Tensor],
         delivered: Sequence[torch.Tensor | None],
+        ages: Ages,
         values: Sequence[torch.Tensor] | None = None,
     ) -> None:
         """Update ``parameters`` from the averaged gradients in ``.grad``. See :meth:`AwareStep.step`."""
         self.check_options()
-        where = dict(zip(map(id, parameters), delivered, strict=True))
-        given = None if values is None else dict(zip(map(id, parameters), values, strict=True))
+        where = {id(parameter): position for position, parameter in enumerate(parameters)}
         before = list(self._prepared)
         self._prepared.clear()
         for group, own, states, steps in self._counted(where):
-            self._update(group, own, states, steps, where, given, before)
+            places = [where[id(parameter)] for parameter in own]
+            given = None if values is None else [values[place] for place in places]
+            self._update(group, own, states, steps, [delivered[place] for place in places], given, places, ages, before)
 
     @torch.no_grad()
     def step_flat(self, delivered: Delivered, *, read_gradients: bool) -> None:
         """Update the parameters from a mean with padding. See :meth:`AwareStep.step_flat`."""
         self.check_options()
         layout, entries = delivered.layout, Padded(delivered.mean.indices, delivered.mean.values)
-        start = dict(zip(map(id, layout.parameters), layout.bounds[:-1], strict=True))
-        for group, own, states, steps in self._counted(start):
-            ordered = sorted(zip(own, states, strict=True), key=lambda pair: start[id(pair[0])])
-            filled = [(parameter, state) for parameter, state in ordered if local(parameter).numel()]
-            if not filled:
+        where = {id(parameter): position for position, parameter in enumerate(layout.parameters)}
+        for group, own, states, steps in self._counted(where):
+            of_place = {where[id(p)]: state for p, state in zip(own, states, strict=True) if local(p).numel()}
+            places = sorted(of_place)
+            if not places:
                 continue
-            shards = local_shards([parameter for parameter, _ in filled])
-            columns = _columns([state for _, state in filled], amsgrad=group["amsgrad"])
-            starts = [start[id(parameter)] for parameter, _ in filled]
-            flat = self._flat.get(id(filled[0][0]))
+            ordered = [layout.parameters[place] for place in places]
+            shards, starts = local_shards(ordered), [layout.bounds[place] for place in places]
+            columns = _columns([of_place[at] for at in places], places, delivered.ages, amsgrad=group["amsgrad"])
+            flat = self._flat.get(id(ordered[0]))
             if flat is None or not flat.holds(shards, columns, starts):
-                flat = self._flat[id(filled[0][0])] = AdamFlat(shards, columns, starts)
-            control, keep = self._settings(group, steps, shards[0].device)
-            gradients = [local_gradient(parameter) for parameter, _ in filled] if read_gradients else None
+                flat = self._flat[id(ordered[0])] = AdamFlat(shards, columns, starts)
+            control, keep = self._settings(group, steps, delivered.ages.steps, shards[0].device)
+            gradients = [local_gradient(parameter) for parameter in ordered] if read_gradients else None
             flat.update(entries, control, keep=keep, gradients=gradients)
 
     def _counted(
@@ -152,7 +152,7 @@ class StalenessAwareAdam(AwareStep):
         """Count a step in the states of the parameters whose ids are ``exchanged``.
 
         Yields the parameter group, parameters, their states and their step. These parameters are updated together: they
-        are at the same step and on one device, as they usually are.
+        are at the same step, as they usually are.
         """
         for number, group in enumerate(self.optimizer.param_groups):
             found = [
@@ -169,25 +169,23 @@ class StalenessAwareAdam(AwareStep):
             steps = None if counts is None else counts.common(states)
             if counts is None or steps is None:
                 yield from self._counted_apart(group, own)
-                on_one_device = len({parameter.device for parameter in own}) == 1
-                self._counts[key] = StepCounts.of(states) if on_one_device else None
+                self._counts[key] = StepCounts.of(states)
             else:
-                self._renew_rms(own, states, steps)
                 counts.advance()
                 yield group, own, states, steps + 1
 
     def _counted_apart(
         self, group: dict[str, Any], own: list[torch.Tensor]
     ) -> Iterator[tuple[dict[str, Any], list[torch.Tensor], list[dict[str, Any]], int]]:
-        """Do the work of :meth:`_counted` for parameters that may be at several steps or on several devices."""
+        """Do the work of :meth:`_counted` for parameters that may be at several steps."""
         states = [self._state(group, parameter) for parameter in own]
-        alike: dict[tuple[float, torch.device], list[int]] = {}
-        for i, (parameter, state) in enumerate(zip(own, states, strict=True)):
-            alike.setdefault((state["step"].item(), parameter.device), []).append(i)
-        for (steps, _), together in alike.items():
+        alike: dict[float, list[int]] = {}
+        for i, state in enumerate(states):
+            alike.setdefault(state["step"].item(), []).append(i)
+        for steps, together in alike.items():
             chosen = [own[i] for i in together], [states[i] for i in together]
-            self._renew_rms(*chosen, int(steps))
-            _count(chosen[1])
+            counts = [state["step"] for state in chosen[1]]
+            torch._foreach_copy_(counts, [counts[0] + 1] * len(counts))
             yield group, *chosen, int(steps) + 1
 
     def _update(
@@ -196,8 +194,10 @@ class StalenessAwareAdam(AwareStep):
         parameters: list[torch.Tensor],
         states: list[dict[str, Any]],
         steps: int,
-        where: dict[int, torch.Tensor | None],
-        values: dict[int, torch.Tensor] | None,
+        delivered: list[torch.Tensor | None],
+        values: list[torch.Tensor] | None,
+        places: list[int],
+        ages: Ages,
         before: list[AdamMany],
     ) -> None:
         # All ranks redistribute all gradients.
@@ -205,31 +205,29 @@ class StalenessAwareAdam(AwareStep):
         shards = local_shards(parameters)
         if not all(shard.numel() for shard in shards):  # this rank may have no part of a DTensor
             filled = [i for i, shard in enumerate(shards) if shard.numel()]
-            parameters, states = [parameters[i] for i in filled], [states[i] for i in filled]
+            states, places = [states[i] for i in filled], [places[i] for i in filled]
             gradients, shards = [gradients[i] for i in filled], [shards[i] for i in filled]
-        if not parameters:
+            delivered, values = [delivered[i] for i in filled], values and [values[i] for i in filled]
+        if not shards:
             return
-        columns = _columns(states, amsgrad=group["amsgrad"])
+        columns = _columns(states, places, ages, amsgrad=group["amsgrad"])
         prepared = next((many for many in before if many.holds(shards, columns)), None)
         if prepared is None:
-            names = ("exp_avg", "exp_avg_sq", "last_delivered", "max_exp_avg_sq")
-            share_buffers(states, names if group["amsgrad"] else names[:3])
-            prepared = AdamMany(shards, _columns(states, amsgrad=group["amsgrad"]))
+            names = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+            share_buffers(states, names if group["amsgrad"] else names[:2])
+            prepared = AdamMany(shards, _columns(states, places, ages, amsgrad=group["amsgrad"]))
         self._prepared.append(prepared)
-        control, keep = self._settings(group, steps, shards[0].device)
-        prepared.update(
-            gradients,
-            control,
-            [where[id(parameter)] for parameter in parameters],
-            keep=keep,
-            values=None if values is None else [values[id(parameter)] for parameter in parameters],
-        )
+        control, keep = self._settings(group, steps, ages.steps, shards[0].device)
+        prepared.update(gradients, control, delivered, keep=keep, values=values)
 
-    def _settings(self, group: dict[str, Any], steps: int, device: torch.device) -> tuple[AdamControl, float]:
+    def _settings(
+        self, group: dict[str, Any], steps: int, clock: int, device: torch.device
+    ) -> tuple[AdamControl, float]:
         """Return the settings of the update, and the factor of decoupled weight decay."""
         learning_rate, (beta1, beta2) = float(group["lr"]), map(float, group["betas"])
         control = AdamControl.of(
             steps=steps,
+            clock=clock,
             learning_rate=learning_rate,
             betas=(beta1, beta2),
             epsilon=float(group["eps"]),
@@ -242,74 +240,26 @@ class StalenessAwareAdam(AwareStep):
         decoupled = group.get("decoupled_weight_decay", isinstance(self.optimizer, torch.optim.AdamW))
         return control, 1 - learning_rate * float(group["weight_decay"]) if decoupled else 1.0
 
-    def _renew_rms(self, parameters: list[torch.Tensor], states: list[dict[str, Any]], step: int) -> None:
-        """Compute ``param_rms`` where it is missing, and everywhere if it is due after ``step`` steps."""
-        due = step < RENEW_RMS_EVERY or step % RENEW_RMS_EVERY == 0
-        found = [i for i, state in enumerate(states) if due or "param_rms" not in state]
-        shards = local_shards([parameters[i] for i in found])
-        measured = iter(root_mean_squares([shard for shard in shards if shard.numel()]))
-        held, renewed = [], []
-        for i, shard in zip(found, shards, strict=True):
-            value = next(measured) if shard.numel() else torch.zeros((), dtype=torch.float32, device=shard.device)
-            if "param_rms" in states[i]:
-                held.append(states[i]["param_rms"])
-                renewed.append(value)
-            else:
-                states[i]["param_rms"] = value.clone()
-        if held:
-            torch._foreach_copy_(held, renewed)
-
     def _state(self, group: dict[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
-        """Return the state of ``parameter``, complete except for ``param_rms``."""
+        """Return the state of ``parameter``, which is created if there is none."""
         state: dict[str, Any] = self.optimizer.state[parameter]
-        for name in ("step", "last_aware"):  # a loaded state may have them on a GPU, where reading them takes a wait
-            if name in state and state[name].device.type != "cpu":
-                state[name] = state[name].cpu()
-        if "param_rms" in state and state["param_rms"].dim():  # the original optimizer has loaded it
-            state["param_rms"] = one_of_shard(state["param_rms"]).clone()
-        last: torch.Tensor | None = state.get("last_delivered")
-        if last is None or last.dtype != torch.int32 or not _same(state["last_aware"], state["step"]):
-            self._repair(group, parameter, state)
-        return state
-
-    def _repair(self, group: dict[str, Any], parameter: torch.Tensor, state: dict[str, Any]) -> None:
-        """Complete ``state``, which is empty, or was last changed by the original optimizer."""
         if not state:
             state["step"] = torch.tensor(0.0, dtype=torch.float32)
             state["exp_avg"] = torch.zeros_like(parameter)
             state["exp_avg_sq"] = torch.zeros_like(parameter)
             if group["amsgrad"]:
                 state["max_exp_avg_sq"] = torch.zeros_like(parameter)
-        if "last_delivered" in state and state["last_delivered"].dtype != torch.int32:
-            # load_state_dict() of the original optimizer cast it to the parameter's dtype. A 16-bit float cannot
-            # hold step counts.
-            last = state.pop("last_delivered")
-            state.pop("param_rms", None)
-            if last.element_size() >= EXACT:
-                state["last_delivered"] = last.to(torch.int32)
-        if "last_delivered" not in state or state["last_aware"].item() != state["step"].item():
-            # The original optimizer took the last step by itself. It steps every coordinate.
-            state["last_delivered"] = torch.full_like(parameter, int(state["step"]), dtype=torch.int32)
-            state.pop("param_rms", None)
-        state["last_aware"] = state["step"].clone()
+        elif state["step"].device.type != "cpu":  # a loaded one, where reading it takes a wait
+            state["step"] = state["step"].cpu()
+        return state
 
 
-def _columns(states: list[dict[str, Any]], *, amsgrad: bool) -> AdamStates:
-    """Return the local shards of ``states``."""
+def _columns(states: list[dict[str, Any]], places: list[int], ages: Ages, *, amsgrad: bool) -> AdamStates:
+    """Return the local shards of ``states``, and what is at these ``places`` of the ages."""
     return AdamStates(
         local_shards([state["exp_avg"] for state in states]),
         local_shards([state["exp_avg_sq"] for state in states]),
-        local_shards([state["last_delivered"] for state in states]),
-        [state["param_rms"] for state in states],
+        [ages.last[place] for place in places],
+        [ages.rms[place] for place in places],
         local_shards([state["max_exp_avg_sq"] for state in states]) if amsgrad else None,
     )
-
-
-def _same(count: torch.Tensor, other: torch.Tensor) -> bool:
-    return count.dtype == other.dtype and count.item() == other.item()
-
-
-def _count(states: list[dict[str, Any]]) -> None:
-    """Count a step in ``states``, which are at the same step."""
-    counts = [state[name] for name in ("step", "last_aware") for state in states]
-    torch._foreach_copy_(counts, [counts[0] + 1] * len(counts))

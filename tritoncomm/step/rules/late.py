@@ -11,15 +11,14 @@ import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
-from weakref import WeakKeyDictionary
 
 import torch
 
+from tritoncomm.step.exchange.feedback import Ages
 from tritoncomm.step.exchange.layout import Delivered
-from tritoncomm.step.rules.aware import EXACT, RENEW_RMS_EVERY, AwareStep
+from tritoncomm.step.rules.aware import AwareStep
 from tritoncomm.step.settings import MAX_CATCH_UP, MAX_RELATIVE_UPDATE, WrapOptions
-from tritoncomm.step.tensors.shards import local, local_gradient, one_of_shard
-from tritoncomm.step.torch_internals import version_of
+from tritoncomm.step.tensors.shards import local, local_gradient
 from tritoncomm_kernels import root_mean_square
 from tritoncomm_kernels.adam import beta_tables, decays
 from tritoncomm_kernels.devices import is_asynchronous
@@ -30,8 +29,6 @@ _BITS = 24  # of the largest step count that fp32 holds
 _MAX_SQRT_STALENESS = 3.0  # as for Adam: noise would have moved a coordinate by about sqrt(tau) steps
 
 Held = dict[str, torch.Tensor]
-# What each optimizer kept for a parameter, by its id, after the last step of a rule, and the versions of these tensors.
-_NOTES: WeakKeyDictionary[torch.optim.Optimizer, dict[int, list[tuple[torch.Tensor, int]]]] = WeakKeyDictionary()
 
 
 class LateRule(AwareStep):
@@ -46,8 +43,6 @@ class LateRule(AwareStep):
     If a step ``is_proportional`` to the gradient, noise has cancelled in the late sum as it does in its parts, and a
     learning rate is not a length. f is then tau, unless ``max_catch_up`` is given, and nothing is always allowed.
 
-    The count of steps in the state of each parameter is ``late_steps`` (int).
-
     Args:
         optimizer: The original optimizer.
         max_catch_up: See above. None is 20, and no limit if a step is proportional to the gradient.
@@ -61,7 +56,6 @@ class LateRule(AwareStep):
 
     held: ClassVar[tuple[str, ...]] = ()
     is_proportional: ClassVar[bool] = False
-    counter: ClassVar[str] = "late_steps"
 
     def __init__(
         self,
@@ -111,23 +105,23 @@ class LateRule(AwareStep):
         self,
         parameters: Sequence[torch.Tensor],
         delivered: Sequence[torch.Tensor | None],
+        ages: Ages,
         values: Sequence[torch.Tensor] | None = None,
     ) -> None:
         """Update ``parameters``. See :meth:`AwareStep.step`."""
         where = {id(parameter): position for position, parameter in enumerate(parameters)}
         for group, parameter in self._stepping(where):
             position = where[id(parameter)]
-            indices, own = delivered[position], local(parameter)
-            state, steps = self._counted(parameter)
+            indices, own, state = delivered[position], local(parameter), self._state(parameter)
             if values is not None:
                 given = values[position]
             else:
                 gradient = local_gradient(parameter).reshape(-1)
                 given = gradient if indices is None else gradient[indices]
-            stored = {name: local(state[name]) for name in (*self.held, "last_delivered")} | {"parameter": own}
+            stored = {name: local(state[name]) for name in self.held} | {"parameter": own, "last": ages.last[position]}
             flat = {name: each.reshape(-1) for name, each in stored.items()}  # a copy if it is not contiguous
             at = flat if indices is None else {name: each.index_select(0, indices) for name, each in flat.items()}
-            new = self._moved(group, at, given.float(), steps, own.numel(), state["param_rms"])
+            new = self._moved(group, at, given.float(), ages.steps, own.numel(), ages.rms[position])
             if self.decay(group) != 1:
                 flat["parameter"].mul_(self.decay(group))
             for name, value in new.items():
@@ -137,7 +131,6 @@ class LateRule(AwareStep):
                     flat[name].index_copy_(0, indices, value.to(flat[name].dtype))
                 if not stored[name].is_contiguous():
                     stored[name].copy_(flat[name].view(own.shape))
-            self._note(parameter)
 
     @torch.no_grad()
     def step_flat(self, delivered: Delivered, *, read_gradients: bool) -> None:
@@ -145,28 +138,26 @@ class LateRule(AwareStep):
 
         Every coordinate is read and written, delivered or not.
         """
-        layout, numel = delivered.layout, delivered.mean.numel
-        starts = dict(zip(map(id, layout.parameters), layout.bounds[:-1], strict=True))
+        layout, numel, ages = delivered.layout, delivered.mean.numel, delivered.ages
+        where = {id(parameter): position for position, parameter in enumerate(layout.parameters)}
         places = delivered.mean.indices.long()
         places = torch.where(places < 0, numel, places)  # the place of padding is behind all others
         sums = torch.zeros(numel + 1, dtype=torch.float32, device=places.device)
         sums[places] = delivered.mean.values
         is_delivered = torch.zeros(numel + 1, dtype=torch.bool, device=places.device)
         is_delivered[places] = True
-        for group, parameter in self._stepping(starts):
-            own, start = local(parameter), starts[id(parameter)]
-            state, steps = self._counted(parameter)
-            part = slice(start, start + own.numel())
+        for group, parameter in self._stepping(where):
+            position, own, state = where[id(parameter)], local(parameter), self._state(parameter)
+            part = slice(*layout.bounds[position : position + 2])
             given = local_gradient(parameter).reshape(-1).float() if read_gradients else sums[part]
-            old = {name: local(state[name]).reshape(-1) for name in (*self.held, "last_delivered")}
-            old["parameter"] = own.reshape(-1)
+            stored = {name: local(state[name]) for name in self.held} | {"parameter": own, "last": ages.last[position]}
+            old = {name: each.reshape(-1) for name, each in stored.items()}
             chosen = is_delivered[part]
-            new = self._moved(group, old, given, steps, own.numel(), state["param_rms"], chosen)
+            new = self._moved(group, old, given, ages.steps, own.numel(), ages.rms[position], chosen)
             for name, value in new.items():
-                target = own if name == "parameter" else local(state[name])
+                target = stored[name]
                 kept = old[name] * self.decay(group) if name == "parameter" else old[name]
                 target.copy_(torch.where(chosen, value.to(target.dtype), kept).view(target.shape))
-            self._note(parameter)
 
     def _moved(
         self,
@@ -183,7 +174,7 @@ class LateRule(AwareStep):
         Only those that are ``chosen`` count for the limit per tensor. None chooses all.
         """
         rate = float(group["lr"])
-        tau = (steps - at["last_delivered"]).clamp_(min=1).float()
+        tau = (steps - at["last"]).clamp_(min=1).float()
         held = {name: _wide(at[name]) for name in self.held}
         direction, new = self.advance(group, held, given / tau, tau)
         factor = tau if self.is_proportional else torch.minimum(tau, _MAX_SQRT_STALENESS * tau.sqrt())
@@ -195,7 +186,7 @@ class LateRule(AwareStep):
         factor = (factor * share).clamp_(min=1.0)
         # With this function, a step of SGD that is not late has the bits of torch's.
         moved = torch.add(_wide(at["parameter"]) * self.decay(group), factor * direction, alpha=-rate)
-        return {**new, "parameter": moved, "last_delivered": torch.full_like(at["last_delivered"], steps)}
+        return {**new, "parameter": moved, "last": torch.full_like(at["last"], steps)}
 
     def _stepping(self, exchanged: Mapping[int, Any]) -> list[tuple[dict[str, Any], torch.Tensor]]:
         """Return the parameters whose ids are ``exchanged`` and that have a gradient, each with its group."""
@@ -206,49 +197,13 @@ class LateRule(AwareStep):
             if id(parameter) in exchanged and parameter.grad is not None and local(parameter).numel()
         ]
 
-    def _counted(self, parameter: torch.Tensor) -> tuple[dict[str, Any], int]:
-        """Count a step in the state of ``parameter``, which is completed first. Return the state and the count."""
+    def _state(self, parameter: torch.Tensor) -> dict[str, Any]:
+        """Return what the optimizer keeps for ``parameter``, with zeros in the place of what it does not have yet."""
         state: dict[str, Any] = self.optimizer.state[parameter]
-        last = state.get("last_delivered")
-        if last is None or last.dtype != torch.int32 or self._has_stepped(parameter, state):
-            self._repair(parameter, state)
-        # The first steps measure it every time, because weights may start at zero.
-        steps = state["late_steps"]
-        if "param_rms" not in state or steps < RENEW_RMS_EVERY or steps % RENEW_RMS_EVERY == 0:
-            state["param_rms"] = root_mean_square(local(parameter))
-        state["late_steps"] = steps + 1
-        return state, steps + 1
-
-    def _repair(self, parameter: torch.Tensor, state: dict[str, Any]) -> None:
-        """Complete ``state``, which is empty, or was loaded or changed by the original optimizer."""
         for name in self.held:
             if state.get(name) is None:
                 state[name] = torch.zeros_like(parameter)
-        steps = state.setdefault("late_steps", 0)
-        last = state.get("last_delivered")
-        if last is not None and last.element_size() >= EXACT and not self._has_stepped(parameter, state):
-            state["last_delivered"] = last.to(torch.int32)  # the optimizer has cast it when it loaded the state
-        else:  # all count as delivered now: a step of the optimizer delivers every coordinate
-            state["last_delivered"] = torch.full_like(parameter, steps, dtype=torch.int32)
-        if "param_rms" in state and state["param_rms"].dim():
-            state["param_rms"] = one_of_shard(state["param_rms"]).clone()
-
-    def _note(self, parameter: torch.Tensor) -> None:
-        """Note what the optimizer keeps for ``parameter`` after a step, to see whether it steps by itself later."""
-        kept = [self.optimizer.state[parameter][name] for name in self.held]
-        notes = _NOTES.setdefault(self.optimizer, {})
-        notes[id(parameter)] = [(each, version_of(each)) for each in kept]
-
-    def _has_stepped(self, parameter: torch.Tensor, state: Mapping[str, Any]) -> bool:
-        """Return True if the optimizer has changed what it keeps. Tensors that were loaded since are others."""
-        noted = zip(self.held, _NOTES.get(self.optimizer, {}).get(id(parameter), ()), strict=False)
-        return any(state.get(name) is kept and version_of(kept) != version for name, (kept, version) in noted)
-
-    @classmethod
-    def restore(cls, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-        """See :meth:`AwareStep.restore`."""
-        _NOTES.pop(optimizer, None)  # the state may have been loaded in place
-        super().restore(optimizer, state_dict)
+        return state
 
 
 def _root_mean_square(values: torch.Tensor, numel: int) -> torch.Tensor:

@@ -14,11 +14,12 @@ from torch.utils.hooks import RemovableHandle
 
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.scheduler.ranks import own_rank
+from tritoncomm.step.agree import parameter_ids
 from tritoncomm.step.exchange.layout import Delivered
 from tritoncomm.step.model.ignored import hidden, ignored_of, present
 from tritoncomm.step.model.misuse import LateBackward
 from tritoncomm.step.model.refuse import optimizers_inside, refuse, stepping
-from tritoncomm.step.optimizer_list import join, parts_of, split
+from tritoncomm.step.optimizer_list import join, parts_of
 from tritoncomm.step.rules.aware import AwareStep
 from tritoncomm.step.rules.choose import find_rule
 from tritoncomm.step.settings import WrapOptions
@@ -201,11 +202,6 @@ class OptimizerStep:
         self._rule = find_rule(optimizer) if is_aware else None
         self._inside = optimizers_inside(optimizer)
 
-    @property
-    def takes_aware_step(self) -> bool:
-        """True if the next step is the staleness-aware one."""
-        return self._aware is not None and not self.alone
-
     def guard(self, whole: torch.optim.Optimizer) -> None:
         """Let ``optimizer.step()``, and that of optimizers inside it, raise an error from now on.
 
@@ -233,12 +229,12 @@ class OptimizerStep:
         before, after = step_hooks(self.optimizer)
         return [hook for hook in before if hook is not refuse], after
 
-    def take(self, aware: Callable[[AwareStep], None], *, decayed: bool = False) -> None:
+    def take(self, aware: Callable[[AwareStep], None], *, decayed: bool = False, own: bool = False) -> None:
         """Take the optimizer's own step, or call ``aware`` with the staleness-aware one. No hook runs.
 
-        ``decayed``: whether ``.grad`` contains the coupled weight decay.
+        ``decayed``: whether ``.grad`` contains the coupled weight decay. ``own``: take the own step in any case.
         """
-        rule = None if self.alone else self._aware
+        rule = None if self.alone or own else self._aware
         without_decay = _without_coupled_decay(self.optimizer) if decayed else nullcontext()
         # Neither is for the parameters that are this rank's own: the original step takes them before.
         is_changed = rule is not None or (decayed and bool(_coupled_groups(self.optimizer)))
@@ -305,11 +301,6 @@ class OptimizerSteps:
         """The parameters that are this rank's own."""
         return [parameter for part in self.parts for parameter in part.ignored]
 
-    @property
-    def takes_aware_step(self) -> bool:
-        """True if the next step of an optimizer is the staleness-aware one."""
-        return any(part.takes_aware_step for part in self.parts)
-
     def guard(self, whole: torch.optim.Optimizer) -> None:
         """Let ``step()`` of every optimizer but ``whole``, and of those inside, raise an error from now on."""
         for part in self.parts:
@@ -365,21 +356,25 @@ class OptimizerSteps:
 
         def aware(rule: AwareStep, readable: bool) -> None:
             reads = not (untouched and readable)
-            listed = [each for each in delivered if not each.is_flat]
-            pairs = [pair for each in listed for pair in zip(each.layout.parameters, each.entries, strict=True)]
-            if pairs:
-                values = None if reads else [entries.values for _, entries in pairs]
-                rule.step([parameter for parameter, _ in pairs], [entries.indices for _, entries in pairs], values)
+            held = parameter_ids(rule.optimizer)
             for each in delivered:
+                if held.isdisjoint(map(id, each.layout.parameters[:1])):  # of another optimizer
+                    continue
+                each.ages.begin()
                 if each.is_flat:
                     rule.step_flat(each, read_gradients=reads)
+                else:
+                    values = None if reads else [entries.values for entries in each.entries]
+                    rule.step(each.layout.parameters, [entries.indices for entries in each.entries], each.ages, values)
 
         self._apply(aware, clipping(), hooked, decayed=decayed)
 
-    def initialize_state(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Create the optimizer's state by a step that changes no parameter: learning rates and gradients are zero."""
-        every = list(parameters)
-        self._apply(lambda rule, _: rule.step(every, [None] * len(every)), nullcontext(), None)
+    def initialize_state(self) -> None:
+        """Create the optimizer's state by its own step, which changes no parameter: learning rates are zero.
+
+        So are gradients, and without weight decay, moments are, too.
+        """
+        self._apply(lambda *_: None, nullcontext(), None, decayed=True, takes_own=True)
 
     @without_compile
     def _apply(
@@ -389,10 +384,12 @@ class OptimizerSteps:
         hooked: torch.optim.Optimizer | None,
         *,
         decayed: bool = False,
+        takes_own: bool = False,
     ) -> None:
         """Take each optimizer's own step, or ``aware``, in the context ``update``, between the hooks of the user.
 
-        The second argument of ``aware`` is False if a pre-hook may have changed the gradients.
+        The second argument of ``aware`` is False if a pre-hook may have changed the gradients. With ``takes_own``, it
+        is not called.
         """
         # Steps below torch's hooks are called, and hooks run here: before, gradients are averaged.
         hooks = [(part.optimizer, *part.hooks()) for part in self.parts]
@@ -406,30 +403,14 @@ class OptimizerSteps:
         readable = not any(before for _, before, _ in hooks)
         with update:
             for part in self.parts:
-                part.take(lambda rule: aware(rule, readable), decayed=decayed)
+                part.take(lambda rule: aware(rule, readable), decayed=decayed, own=takes_own)
         for optimizer, _, after in hooks:
             _run(after, optimizer)
 
 
 def saved_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return the state of ``optimizer``, which any sharding can load."""
-    states = []
-    for part in parts_of(optimizer):
-        rule, state = find_rule(part), original_class(part).state_dict(part)
-        states.append(state if rule is None else rule.saved(part, state))
-    return join(states)
-
-
-def restore_rules(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-    """Restore the entries of the staleness-aware steps after ``optimizer.load_state_dict(state_dict)``.
-
-    The optimizer casts its state to the dtype of the parameter, which may not hold step counts exactly.
-    """
-    parts = parts_of(optimizer)
-    for part, own in zip(parts, split(state_dict, parts), strict=True):
-        rule = find_rule(part)
-        if rule is not None:
-            rule.restore(part, own)
+    """Return the state of ``optimizer`` as it is without ``wrap``."""
+    return join([original_class(part).state_dict(part) for part in parts_of(optimizer)])
 
 
 @torch.no_grad()

@@ -16,15 +16,16 @@ import torch.distributed as dist
 
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.scheduler.process_group import is_distributed
+from tritoncomm.scheduler.ranks import global_ranks
 from tritoncomm.step.saved import state as exchange_state
-from tritoncomm.step.tensors.shards import like_parameter, local, mesh_ranks, one_per_shard, place
+from tritoncomm.step.tensors.shards import like_parameter, local, mesh_ranks, place
 
 Tensors = Mapping[str, torch.Tensor]
 
-COMMON = "common to all replicas"  # key of their tensors
+_COMMON = "common to all replicas from rank"  # begins the key of their tensors
 _OF_REPLICA = "replica at rank"  # begins the key of the tensors of one
 # Names of tensors begin with what they are, and the number of their parameter.
-_RESIDUALS, _OWN, _STATE = "residuals", "own", "state"
+_RESIDUALS, _AGES, _OWN, _STATE = "residuals", "last", "own", "state"
 _OF_LOCAL_STEPS = ("anchors", "momentum")
 _TENSOR = "the tensor"  # key of the name of a tensor, in its place
 
@@ -67,6 +68,11 @@ def key_of_replica(parameters: Sequence[torch.Tensor]) -> str:
     return f"{_OF_REPLICA} {first}"
 
 
+def key_of_common(everybody: dist.ProcessGroup | None) -> str:
+    """Return the key of the tensors of all replicas, by the lowest rank of ``everybody``: stages have their own."""
+    return f"{_COMMON} {min(global_ranks(everybody)) if is_distributed() else 0}"
+
+
 class Parts(NamedTuple):
     """The state of a rank in parts.
 
@@ -98,14 +104,15 @@ def split(
         here: What this rank holds of the model.
     """
     replica, common = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
-    rest = {key: value for key, value in state.items() if key != _RESIDUALS}
-    shaped = [(_RESIDUALS, state[_RESIDUALS], replica)]
+    rest = {key: value for key, value in state.items() if key not in (_RESIDUALS, _AGES)}
+    shaped = [(_RESIDUALS, state[_RESIDUALS], replica), (_AGES, state[_AGES], common)]
     if state["local"] is not None:
         rest["local"] = {key: value for key, value in state["local"].items() if key not in _OF_LOCAL_STEPS}
         shaped += [(field, state["local"][field], common) for field in _OF_LOCAL_STEPS]
     for field, values, tensors in shaped:
         for number, (parameter, value) in enumerate(zip(parameters, values, strict=False)):
-            tensors[f"{field}.{number}"] = like_parameter(parameter, value)
+            if value is not None:
+                tensors[f"{field}.{number}"] = like_parameter(parameter, value)
     rest["inner"] = {
         number: _taken_apart(each, f"{_OWN}.{number}", replica)
         if number in own
@@ -121,7 +128,9 @@ def joined(parts: Parts) -> dict[str, Any]:
     state = {key: value for key, value in rest.items() if key not in ("held", "inner", "others")}
     if state["local"] is not None:
         state["local"] = state["local"] | {field: _flat(field, common) for field in _OF_LOCAL_STEPS}
-    return state | {_RESIDUALS: _flat(_RESIDUALS, replica)}
+    ages = [common.get(f"{_AGES}.{number}") for number in range(len(state["rms"]))]
+    last = [None if each is None else local(each).reshape(-1) for each in ages]
+    return state | {_RESIDUALS: _flat(_RESIDUALS, replica), _AGES: last}
 
 
 def inner_of(parts: Parts) -> dict[int, Any]:
@@ -143,6 +152,7 @@ def resharded(first: Mapping[str, Any], old: Sequence[Parts], common: Tensors, h
     keeps_methods = here.is_whole and before.is_whole  # they belong to the entries of the vector
     if not keeps_methods:
         state["algorithm"] = [exchange_state.without_entries(method) for method in state["algorithm"]]
+        state["rms"] = [None] * len(state["rms"])  # of other shards
     states = [
         {_RESIDUALS: _flat(_RESIDUALS, parts.replica), "algorithm": parts.rest["algorithm"] if keeps_methods else []}
         for parts in old
@@ -184,11 +194,13 @@ class Saved(NamedTuple):
     Attributes:
         ranks: The key of each rank, in ascending order, and the number of its replica.
         replicas: The key of the tensors of each replica, in ascending order.
+        common: The key of the tensors of all replicas together.
         tensors: The metadata of the tensors of each replica, and of all replicas together, by key and name.
     """
 
     ranks: list[tuple[str, int]]
     replicas: list[str]
+    common: str
     tensors: dict[str, dict[str, Any]]
 
     @classmethod
@@ -203,15 +215,17 @@ class Saved(NamedTuple):
             if found := re.search(r"\.(rank (\d+) of \d+, replica (\d+) of (\d+) .*)$", name):
                 ranks[int(found[2])] = found[1], int(found[3])
                 replicas.add(int(found[4]))
-            elif found := re.search(rf"\.({_OF_REPLICA} \d+|{COMMON})\.(.*)$", name):
+            elif found := re.search(rf"\.({_OF_REPLICA} \d+|{_COMMON} \d+)\.(.*)$", name):
                 tensors.setdefault(found[1], {})[found[2]] = metadata
-        keys = sorted({*tensors} - {COMMON}, key=lambda key: int(key.rpartition(" ")[2]))
+        every = sorted(tensors, key=lambda key: int(key.rpartition(" ")[2]))
+        keys = [key for key in every if key.startswith(_OF_REPLICA)]
+        common = next((key for key in every if key.startswith(_COMMON)), _COMMON)
         if replicas != {len(keys)}:
             raise ConfigurationError(
                 f"checkpoint_id={where}: this checkpoint has no ResidualState, or those of several runs or stages of a "
                 "pipeline: pass a folder into which dcp.save() has written one"
             )
-        return cls([ranks[rank] for rank in sorted(ranks)], keys, tensors)
+        return cls([ranks[rank] for rank in sorted(ranks)], keys, common, tensors)
 
     def ranks_of(self, number: int) -> list[str]:
         """Return the keys of the ranks of a replica."""
@@ -238,11 +252,11 @@ class Saved(NamedTuple):
         source, taken = self.source(here), self.taken(here)
         ranks = [self.ranks[0][0], *(self.ranks_of(number)[0] for number in taken), *self.ranks_of(source)]
         found: dict[str, Any] = dict.fromkeys(ranks, b"")
-        for key in {*(self.replicas[number] for number in taken), self.replicas[source], COMMON}:
+        for key in {*(self.replicas[number] for number in taken), self.replicas[source], self.common}:
             found[key] = {
                 name: _room_for(name, stored, every if name.startswith((_OWN, _STATE)) else parameters)
                 for name, stored in self.tensors.get(key, {}).items()
-                if key in (self.replicas[source], COMMON) or not name.startswith(_OWN)
+                if key in (self.replicas[source], self.common) or not name.startswith(_OWN)
             }
         return found
 
@@ -254,10 +268,6 @@ def _room_for(name: str, stored: Any, parameters: Sequence[torch.Tensor]) -> tor
     if number >= len(parameters) or (size != parameters[number].shape and field not in (_OWN, _STATE)):
         raise ConfigurationError("this checkpoint belongs to a model with other parameters")
     parameter: Any = parameters[number]
-    if hasattr(parameter, "device_mesh"):
-        if size == parameter.shape:
-            return like_parameter(parameter, torch.zeros(local(parameter).numel(), dtype=dtype))
-        found = one_per_shard(parameter, torch.zeros((), dtype=dtype, device=local(parameter).device))
-        if size == found.shape:
-            return found
+    if hasattr(parameter, "device_mesh") and size == parameter.shape:
+        return like_parameter(parameter, torch.zeros(local(parameter).numel(), dtype=dtype))
     return torch.zeros(size, dtype=dtype)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,14 +14,18 @@ from tritoncomm.algorithms import Recipe
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.scheduler.process_group import is_distributed
 from tritoncomm.step import agree
+from tritoncomm.step.agree.number import numbers
 from tritoncomm.step.exchange.feedback import ErrorFeedback
 from tritoncomm.step.exchange.machine import GradientExchange
+from tritoncomm.step.exchange.vector import VectorExchange
 from tritoncomm.step.local.steps import LocalSteps
+from tritoncomm.step.recipes import never_delays
 from tritoncomm.step.tensors.shards import bytes_of, local
 
 logger = logging.getLogger("tritoncomm")
 
-SCHEMA = 8
+SCHEMA = 9
+_MARK = "tritoncomm"  # key in a parameter group
 State = Mapping[str, Any]  # what saved() returns, or a part of it
 _FIELDS = (
     "schema",
@@ -30,6 +34,8 @@ _FIELDS = (
     "recipe",
     "settings",
     "residuals",
+    "last",
+    "rms",
     "algorithm",
     "steps",
     "absent",
@@ -135,21 +141,35 @@ def saved(exchange: GradientExchange, local_steps: LocalSteps | None = None) -> 
         recipe=_names(exchange),
         settings=_settings_of_vectors(exchange),
         residuals=[residual.clone() for residual in held["residuals"]],
+        last=[None if each is None else each.clone() for each in held["last"]],
+        rms=[None if each is None else each.clone() for each in held["rms"]],
         algorithm=held["algorithm"],
-        steps=exchange.steps,
+        steps=held["steps"],
         absent=exchange.presence.positions(exchange.parameters),
         local=None if local_steps is None else local_steps.saved(),
     )
 
 
 def _held(exchange: GradientExchange) -> dict[str, Any]:
-    """Return views of the residuals, in the order of the parameters, and the state of each vector's method."""
+    """Return views of the residuals and ages, in the order of the parameters, and the state of each vector's method.
+
+    Of a parameter without a rule for late gradients, ages are None.
+    """
     residuals: dict[torch.Tensor, torch.Tensor] = {}
+    last, rms = dict[torch.Tensor, torch.Tensor](), dict[torch.Tensor, torch.Tensor]()
     for vector in exchange.vectors:
         residuals |= vector.residuals_by_parameter()
+        ledger, parameters = vector.feedback.ledger, vector.layout.parameters
+        if ledger.last is not None:
+            last |= zip(parameters, (each.reshape(-1) for each in vector.ages.of(ledger.last)), strict=True)
+        if ledger.rms is not None:
+            rms |= zip(parameters, ledger.rms.unbind(), strict=True)
     return {
         "residuals": [residuals[parameter] for parameter in exchange.parameters],
+        "last": [last.get(parameter) for parameter in exchange.parameters],
+        "rms": [rms.get(parameter) for parameter in exchange.parameters],
         "algorithm": [vector.feedback.algorithm.state_dict() for vector in exchange.vectors],
+        "steps": exchange.steps,
     }
 
 
@@ -173,7 +193,7 @@ def loaded(exchange: GradientExchange, state: Mapping[str, Any]) -> list[ErrorFe
     if any([len(each) for each in old["residuals"]] != lengths for old in before["states"]):
         raise ConfigurationError("this checkpoint belongs to a model with other parameters")
     if "before" in state:
-        return carry_over(exchange, before["states"], before["share"], state["algorithm"])
+        return carry_over(exchange, before["states"], before["share"], state)
     continues = len(state["algorithm"]) == len(exchange.vectors)
     if state["settings"] != _settings_of_vectors(exchange):
         continues = False
@@ -182,7 +202,7 @@ def loaded(exchange: GradientExchange, state: Mapping[str, Any]) -> list[ErrorFe
             "method starts from scratch",
             state["settings"],
         )
-    feedbacks = carry_over(exchange, [{**state, "algorithm": []}], 1.0, state["algorithm"])
+    feedbacks = carry_over(exchange, [{**state, "algorithm": []}], 1.0, state)
     if continues:
         for feedback, method in zip(feedbacks, state["algorithm"], strict=True):
             feedback.algorithm.load_state_dict(method)
@@ -193,7 +213,7 @@ def carry_over(
     new: GradientExchange,
     states: Sequence[State],
     share: float,
-    common: Sequence[Mapping[str, Any]],
+    common: State,
     parameters: Sequence[torch.Tensor] | None = None,
 ) -> list[ErrorFeedback]:
     """Return error feedbacks for the vectors of ``new``, which go on from ``states``. Nothing changes.
@@ -206,9 +226,9 @@ def carry_over(
         states: What is taken over, with ``"residuals"`` and ``"algorithm"`` as :func:`saved` returns them. Without
             states of methods in ``"algorithm"``, or with another number of vectors, methods keep nothing of their own.
         share: The factor of the residuals that keeps the pending update: the new number of ranks by the old one.
-        common: The state of each vector's method on one rank, the same on all ranks.
-        parameters: The parameters of ``states``. Those that ``new`` does not have are left out. Default: those of
-            ``new``.
+        common: The state of one rank, the same on all ranks: ages, and the state of each vector's method.
+        parameters: The parameters of ``states`` and ``common``. Those that ``new`` does not have are left out. Default:
+            those of ``new``.
     """
     positions = {id(each): number for number, each in enumerate(new.parameters if parameters is None else parameters)}
     feedbacks, count = [], len(new.vectors)
@@ -218,11 +238,30 @@ def carry_over(
             for state in states if id(parameter) in positions else ():
                 residual.add_(state["residuals"][positions[id(parameter)]].to(vector.device))
         feedback.residual.mul_(share)
-        if common:
+        if common["algorithm"]:
             methods = [state["algorithm"][number] for state in states if len(state["algorithm"]) == count]
-            feedback.algorithm.migrate(methods, share, common[number if len(common) == count else 0])
+            own = common["algorithm"][number if len(common["algorithm"]) == count else 0]
+            feedback.algorithm.migrate(methods, share, own)
+        _carry_ages(vector, feedback, common, [positions.get(id(each)) for each in vector.layout.parameters])
         feedbacks.append(feedback)
     return feedbacks
+
+
+def _carry_ages(
+    vector: VectorExchange, feedback: ErrorFeedback, common: State, positions: Sequence[int | None]
+) -> None:
+    """Copy the ages in ``common`` into ``feedback``. The parameters of ``vector`` are at ``positions``, or new."""
+    ledger = feedback.ledger
+    if ledger.last is None:
+        return
+    ledger.deliver_all(common["steps"])
+    ages = [(None, None) if at is None else (common["last"][at], common["rms"][at]) for at in positions]
+    for view, (last, _) in zip(vector.ages.of(ledger.last), ages, strict=True):
+        if last is not None:
+            view.copy_(last.view(view.shape))
+    measured = [rms for _, rms in ages if rms is not None]
+    if measured and len(measured) == len(ages):  # otherwise all are measured again
+        ledger.rms = torch.stack([rms.to(vector.device) for rms in measured])
 
 
 def check_local(state: Mapping[str, Any], local_steps: LocalSteps | None) -> None:
@@ -282,7 +321,8 @@ def compare(
         agree.compare(fields, everybody, device)
     fields |= agree.state_outline(inner)
     if feedbacks:
-        fields["loaded state"] = repr([feedback.algorithm.common_state() for feedback in feedbacks])
+        ages = [each.ledger.last for each in feedbacks if each.ledger.last is not None]
+        fields["loaded state"] = repr([[each.algorithm.common_state() for each in feedbacks], numbers(ages)])
     agree.compare(fields, replicas, device)
 
 
@@ -304,6 +344,8 @@ def for_this_rank(state_dict: dict[str, Any], group: dist.ProcessGroup | None, *
     if not reset and _has_residual(saved):
         check(saved, rank=rank, world_size=size)
     states = [] if reset else [{**saved, "algorithm": []}]
+    if reset:  # nothing waits for its delivery
+        saved = {**saved, "last": [None] * len(saved["last"])}
     return state_dict | {"tritoncomm": taken_over(saved, states, rank=rank, world_size=size)}
 
 
@@ -324,17 +366,38 @@ def _has_residual(state: Mapping[str, Any]) -> bool:
     return any(bool(part.any()) for part in state["residuals"])
 
 
-def warn_about_lost_residual(optimizer: torch.optim.Optimizer, level: int = logging.WARNING) -> None:
-    """Log if ``optimizer`` holds the state of a wrapped optimizer, whose residual was not loaded with it."""
-    if is_distributed() and dist.get_rank() != 0:
+def marked(state_dict: dict[str, Any], exchange: GradientExchange) -> dict[str, Any]:
+    """Return the ``state_dict`` of an optimizer with a mark in its groups, if residuals are a part of its state.
+
+    The groups of an optimizer that loads it without them keep the mark, see :func:`warn_about_lost_residual`.
+    """
+    if not exchange.steps or all(each.is_bare or never_delays(each.recipe) for each in exchange.vectors):
+        return state_dict
+    return state_dict | {"param_groups": [{**group, _MARK: True} for group in state_dict["param_groups"]]}
+
+
+def unmarked(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the original optimizer loads of ``state_dict``."""
+    groups = [{key: value for key, value in group.items() if key != _MARK} for group in state_dict["param_groups"]]
+    return {key: value for key, value in state_dict.items() if key != "tritoncomm"} | {"param_groups": groups}
+
+
+def remove_marks(groups: Iterable[dict[str, Any]]) -> bool:
+    """Remove the marks of parameter ``groups``, see :func:`marked`. Return whether there was any."""
+    found = [group.pop(_MARK, False) for group in groups]
+    return any(found)
+
+
+def warn_about_lost_residual(groups: Iterable[dict[str, Any]], level: int = logging.WARNING) -> None:
+    """Log if parameter ``groups`` are of the state of a wrapped optimizer, whose residual was not loaded with it."""
+    if not remove_marks(groups) or (is_distributed() and dist.get_rank() != 0):
         return
-    if any("last_delivered" in state for state in optimizer.state.values()):
-        logger.log(
-            level,
-            "the optimizer holds the state of an earlier run with wrap(), without its residuals, which are lost: call "
-            "load_state_dict() of the wrapped optimizer with its state of each rank, see tritoncomm.checkpoint, or in "
-            "a trainer resume from a checkpoint that it saved with tritoncomm",
-        )
+    logger.log(
+        level,
+        "the optimizer holds the state of an earlier run with wrap(), without its residuals, which are lost: call "
+        "load_state_dict() of the wrapped optimizer with its state of each rank, see tritoncomm.checkpoint, or in "
+        "a trainer resume from a checkpoint that it saved with tritoncomm",
+    )
 
 
 def check_state_dict(state: dict[str, Any], optimizer: torch.optim.Optimizer) -> None:
@@ -356,7 +419,7 @@ def continued(new: GradientExchange, before: GradientExchange) -> GradientExchan
     common = [without_entries(method) for method in old["algorithm"]]
     if any(map(_has_tensors, old["algorithm"])):
         logger.warning("the parameters have changed: the momentum of %s begins again", _names(before))
-    new.restore(carry_over(new, [{**old, "algorithm": []}], 1.0, common, before.parameters))
+    new.restore(carry_over(new, [{**old, "algorithm": []}], 1.0, {**old, "algorithm": common}, before.parameters))
     scales = [
         (parameter, (vector.scale, position))
         for vector in before.vectors
@@ -398,4 +461,4 @@ def moved(exchange: GradientExchange, recipes: Sequence[Recipe], group: dist.Pro
     """
     old, size = _held(exchange), exchange.vectors[0].world_size
     exchange.replace_vectors(recipes, group)
-    exchange.restore(carry_over(exchange, [old], exchange.vectors[0].world_size / size, old["algorithm"]))
+    exchange.restore(carry_over(exchange, [old], exchange.vectors[0].world_size / size, old))

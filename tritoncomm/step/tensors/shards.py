@@ -1,4 +1,4 @@
-"""Local shards of DTensors, and DTensors made from one value per shard."""
+"""Local shards of DTensors."""
 
 from __future__ import annotations
 
@@ -131,40 +131,3 @@ def place(parameter: Any) -> str:
         return ""
     mesh = parameter.device_mesh
     return f"{mesh.get_coordinate()} of {tuple(mesh.shape)}, {parameter.placements}"
-
-
-def one_per_shard(parameter: Any, value: torch.Tensor) -> torch.Tensor:
-    """Return ``value`` (``[]``) of the local shard of ``parameter``, in a form that a checkpoint can reshard.
-
-    It has the sharded dimensions of ``parameter``, or the first one if none is sharded, and the dtype of ``value``. Of
-    a DTensor it is one, too. All local elements are ``value``. One number per rank would belong to the number of ranks.
-    One per index of a dimension exists for any number of ranks.
-    """
-    sharded = sorted({placement.dim for placement in getattr(parameter, "placements", ()) if hasattr(placement, "dim")})
-    sharded = sharded or [0][: parameter.dim()]
-    own = value.expand([local(parameter).shape[dim] for dim in sharded]).clone()
-    if not hasattr(parameter, "device_mesh"):
-        return own
-    # Imported with the first DTensor: importing it takes as long as the rest of this package.
-    from torch.distributed.tensor import DTensor  # noqa: PLC0415
-
-    placements = [_renumbered(placement, sharded) for placement in parameter.placements]
-    shape = torch.Size(parameter.shape[dim] for dim in sharded)
-    stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(own, parameter.device_mesh, placements, shape=shape, stride=stride)
-
-
-def one_of_shard(values: Any) -> torch.Tensor:
-    """Return the value (``[]``) of this rank's shard of what :func:`one_per_shard` returned, or 0 of an empty shard.
-
-    Values may differ if they were saved by other shards. The first is returned.
-    """
-    own = local(values).reshape(-1)
-    return own[0] if own.numel() else own.new_zeros(())
-
-
-def _renumbered(placement: Any, sharded: list[int]) -> Any:
-    if not hasattr(placement, "dim"):
-        return placement
-    settings = {"split_factor": placement.split_factor} if hasattr(placement, "split_factor") else {}
-    return type(placement)(sharded.index(placement.dim), **settings)

@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 
-_COUNTS = ("step", "last_aware")
-
 
 def share_buffers(states: Sequence[dict[str, Any]], names: Sequence[str]) -> None:
     """Replace the tensors of each name by views of one new buffer, if each of them has memory of its own.
@@ -31,32 +29,30 @@ def share_buffers(states: Sequence[dict[str, Any]], names: Sequence[str]) -> Non
 
 
 class StepCounts:
-    """The entries ``step`` and ``last_aware`` of several states as views of one tensor, to read and count them at once.
+    """The entry ``step`` of several states as views of one tensor, to read and count them at once.
 
     All are equal, unless somebody else writes to them. To pickle a single one takes the memory of all, as for every
     view. ``torch.save`` of a whole state dict writes their memory once.
     """
 
     def __init__(self, states: Sequence[dict[str, Any]]) -> None:
-        self._counts = torch.stack([torch.stack([state[name] for state in states]) for name in _COUNTS])
-        for name, row in zip(_COUNTS, self._counts, strict=True):
-            for state, count in zip(states, row.unbind(), strict=True):
-                state[name] = count
-        self._held = {name: [state[name] for state in states] for name in (*_COUNTS, "last_delivered")}
+        self._counts = torch.stack([state["step"] for state in states])
+        self._held = list(self._counts.unbind())
+        for state, count in zip(states, self._held, strict=True):
+            state["step"] = count
 
     @classmethod
     def of(cls, states: Sequence[dict[str, Any]]) -> StepCounts | None:
         """Return the counts of complete ``states``. Return None if they differ, or are not plain CPU tensors."""
-        counts = [state[name] for name in _COUNTS for state in states]
+        counts = [state["step"] for state in states]
         kinds = {(type(count), count.device.type, count.dtype, count.dim(), count.item()) for count in counts}
         return cls(states) if len(kinds) == 1 and next(iter(kinds))[:2] == (torch.Tensor, "cpu") else None
 
     def common(self, states: Sequence[dict[str, Any]]) -> int | None:
         """Return the step of all ``states``. Return None if counts differ, or a tensor has been replaced."""
-        for name, held in self._held.items():
-            if len(held) != len(states) or not all(map(is_, held, [state.get(name) for state in states])):
-                return None
-        counts = self._counts.view(-1).tolist()
+        if len(self._held) != len(states) or not all(map(is_, self._held, [state.get("step") for state in states])):
+            return None
+        counts = self._counts.tolist()
         return int(counts[0]) if counts.count(counts[0]) == len(counts) else None
 
     def advance(self) -> None:
