@@ -274,7 +274,7 @@ BROKEN = [
     ),
     BrokenLine(
         ".grad may be replaced after synchronize()",
-        "step/rules/step.py",
+        "step/stepper.py",
         "if self.written and any(now is not then for now, then in zip(gradients, self.written, strict=True)):",
         "if False:",
         "exchange test_synchronize_shows_the_mean_once",

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -14,20 +15,80 @@ from torch import nn
 
 from tritoncomm.errors import NonFiniteError
 from tritoncomm.scheduler.process_group import is_distributed
+from tritoncomm.scheduler.ranks import own_rank
 from tritoncomm.step import agree
 from tritoncomm.step.exchange.limit import sketch_of_owners
 from tritoncomm.step.exchange.machine import State
 from tritoncomm.step.exchange.vector import listed
 from tritoncomm.step.local.steps import LocalSteps
 from tritoncomm.step.model import ignored
-from tritoncomm.step.model.misuse import LocalClipping
-from tritoncomm.step.rules.step import StepState, coupled_decay
+from tritoncomm.step.model.misuse import LateBackward, LocalClipping
+from tritoncomm.step.rules.step import coupled_decay
 from tritoncomm.step.setup import Setup
-from tritoncomm.step.torch_internals import creates_state, without_compile
+from tritoncomm.step.torch_internals import creates_state, version_of, without_compile
 
 __all__ = ["Stepper"]
 
 logger = logging.getLogger("tritoncomm")
+
+
+@dataclass
+class StepState:
+    """What a wrapped optimizer knows of the gradients that it has averaged, until it takes its step.
+
+    Attributes:
+        written: The ``.grad`` of each parameter after the exchange, to detect gradients that are replaced.
+        scale: Loss scale by which the averaged gradients were divided. None without a scaler that has not unscaled.
+        found_in_unscale: Overflow flag of ``tritoncomm.amp.GradScaler`` on this rank after ``unscale_``. None
+            without such a call.
+        versions: Version of each ``.grad`` when a step began after the exchange, or failed before its update, to detect
+            a further backward pass.
+        late_backward: Notices a backward pass after ``synchronize()``.
+        scale_warning_logged: Whether the warning about different loss scales has been logged.
+    """
+
+    written: list[torch.Tensor | None] = field(default_factory=list)
+    scale: torch.Tensor | None = None
+    found_in_unscale: torch.Tensor | None = None
+    versions: list[int] = field(default_factory=list)
+    late_backward: LateBackward = field(default_factory=LateBackward)
+    scale_warning_logged: bool = False
+
+    def reset(self) -> None:
+        """Forget the last exchange, which has been used or is not needed."""
+        self.written, self.scale, self.found_in_unscale, self.versions = [], None, None, []
+        self.late_backward.forget()
+
+    def note_versions(self, gradients: Iterable[torch.Tensor | None]) -> None:
+        """Note what ``gradients`` hold. They may not change from the beginning of a step to its update."""
+        self.versions = self.versions or [version_of(gradient) for gradient in gradients]
+
+    def check_unchanged(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Raise if ``gradients`` are not what was averaged, except for changes between synchronize() and step()."""
+        # A signal at the end of synchronize() leaves nothing written.
+        if self.written and any(now is not then for now, then in zip(gradients, self.written, strict=True)):
+            raise RuntimeError("gradients were replaced after synchronize(): call step() or zero_grad() in between")
+        if self.versions and self.versions != [version_of(gradient) for gradient in gradients]:
+            raise RuntimeError(
+                "gradients have changed since step() failed, or in a closure after synchronize(): call step() before "
+                "the next backward pass, or optimizer.zero_grad() on all ranks, which discards what was averaged"
+            )
+        self.late_backward.check(gradients)
+
+    def warn_about_scale(self, found: torch.Tensor | None) -> None:
+        """Log once that a step was skipped although the scaler of this rank found no overflow and keeps its scale.
+
+        ``found`` is the overflow flag of a ``GradScaler``, if there is one.
+        """
+        if found is None or bool(found) or self.scale_warning_logged:
+            return
+        self.scale_warning_logged = True
+        logger.warning(
+            "rank %d: the step was skipped because of an overflow that this rank's GradScaler did not find. It keeps "
+            "its scale. With tritoncomm.amp.GradScaler, all scales stay equal. A schedule that waits for steps that "
+            "are not skipped needs that",
+            own_rank(),
+        )
 
 
 class Stepper:

@@ -6,18 +6,15 @@ import logging
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
 from tritoncomm.errors import ConfigurationError
-from tritoncomm.scheduler.ranks import own_rank
 from tritoncomm.step.agree import parameter_ids
 from tritoncomm.step.exchange.layout import Delivered
 from tritoncomm.step.model.ignored import hidden, ignored_of, present
-from tritoncomm.step.model.misuse import LateBackward
 from tritoncomm.step.model.refuse import optimizers_inside, refuse, stepping
 from tritoncomm.step.optimizer_list import join, parts_of
 from tritoncomm.step.rules.aware import AwareStep
@@ -31,73 +28,10 @@ from tritoncomm.step.torch_internals import (
     step_below_hooks,
     step_hooks,
     steps_as,
-    version_of,
     without_compile,
 )
 
 logger = logging.getLogger("tritoncomm")
-
-
-@dataclass
-class StepState:
-    """What a wrapped optimizer knows of the gradients that it has averaged, until it takes its step.
-
-    It is a separate object because frameworks put proxies in front of optimizers. A proxy reads attributes from the
-    optimizer, but keeps those that are assigned to it.
-
-    Attributes:
-        written: The ``.grad`` of each parameter after the exchange, to detect gradients that are replaced.
-        scale: Loss scale by which the averaged gradients were divided. None without a scaler that has not unscaled.
-        found_in_unscale: Overflow flag of ``tritoncomm.amp.GradScaler`` on this rank after ``unscale_``. None
-            without such a call.
-        versions: Version of each ``.grad`` when a step began after the exchange, or failed before its update, to detect
-            a further backward pass.
-        late_backward: Notices a backward pass after ``synchronize()``.
-        scale_warning_logged: Whether the warning about different loss scales has been logged.
-    """
-
-    written: list[torch.Tensor | None] = field(default_factory=list)
-    scale: torch.Tensor | None = None
-    found_in_unscale: torch.Tensor | None = None
-    versions: list[int] = field(default_factory=list)
-    late_backward: LateBackward = field(default_factory=LateBackward)
-    scale_warning_logged: bool = False
-
-    def reset(self) -> None:
-        """Forget the last exchange, which has been used or is not needed."""
-        self.written, self.scale, self.found_in_unscale, self.versions = [], None, None, []
-        self.late_backward.forget()
-
-    def note_versions(self, gradients: Iterable[torch.Tensor | None]) -> None:
-        """Note what ``gradients`` hold. They may not change from the beginning of a step to its update."""
-        self.versions = self.versions or [version_of(gradient) for gradient in gradients]
-
-    def check_unchanged(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Raise if ``gradients`` are not what was averaged, except for changes between synchronize() and step()."""
-        # A signal at the end of synchronize() leaves nothing written.
-        if self.written and any(now is not then for now, then in zip(gradients, self.written, strict=True)):
-            raise RuntimeError("gradients were replaced after synchronize(): call step() or zero_grad() in between")
-        if self.versions and self.versions != [version_of(gradient) for gradient in gradients]:
-            raise RuntimeError(
-                "gradients have changed since step() failed, or in a closure after synchronize(): call step() before "
-                "the next backward pass, or optimizer.zero_grad() on all ranks, which discards what was averaged"
-            )
-        self.late_backward.check(gradients)
-
-    def warn_about_scale(self, found: torch.Tensor | None) -> None:
-        """Log once that a step was skipped although the scaler of this rank found no overflow and keeps its scale.
-
-        ``found`` is the overflow flag of a ``GradScaler``, if there is one.
-        """
-        if found is None or bool(found) or self.scale_warning_logged:
-            return
-        self.scale_warning_logged = True
-        logger.warning(
-            "rank %d: the step was skipped because of an overflow that this rank's GradScaler did not find. It keeps "
-            "its scale. With tritoncomm.amp.GradScaler, all scales stay equal. A schedule that waits for steps that "
-            "are not skipped needs that",
-            own_rank(),
-        )
 
 
 # Optimizers that add weight decay to the gradient, unless it is decoupled. Others shrink parameters apart from it, and
