@@ -289,7 +289,7 @@ class ExactStep(Step):
         found = yield from gather_regions(
             own, regions, rank, world_size, trigger=trigger, width=self.width, phase=phase
         )
-        least = None if found.least is None else torch.tensor([found.least]).view(torch.int32)
+        least = None if found.least is None else torch.tensor([found.least], dtype=torch.float32).view(torch.int32)
         if found.least == math.inf:
             least = torch.tensor([NO_KEY], dtype=torch.int32)
         return Gathered(tight(found.entries), tight(found.own), tight(found.sent), least)
