@@ -25,7 +25,10 @@ import torch
 import tritoncomm
 from torch import nn
 from tritoncomm.demo.model import ByteGPT, Shape
+from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.step import settings as options
+from tritoncomm.step.exchange.feedback import Ages, Ledger
+from tritoncomm.step.exchange.layout import BucketLayout, Delivered
 from tritoncomm.step.rules.adam import StalenessAwareAdam
 from tritoncomm.step.settings import DENSE_BELOW
 
@@ -52,21 +55,17 @@ def with_gradients(parameters: list[nn.Parameter]) -> list[nn.Parameter]:
     return parameters
 
 
-def delivery(parameters: list[nn.Parameter], density: float) -> list[torch.Tensor | None]:
-    """Return random delivered coordinates of the large tensors. Those that ``wrap`` sends dense are None."""
-    return [
-        None
-        if parameter.dim() <= 1 or parameter.numel() < DENSE_BELOW
-        else torch.randperm(parameter.numel())[: max(1, int(density * parameter.numel()))].sort().values
-        for parameter in parameters
-    ]
-
-
-def compact(parameters: list[nn.Parameter], delivered: list[torch.Tensor | None]) -> list[torch.Tensor]:
-    """Return the gradients at the delivered coordinates, as parts of one tensor, like those of an exchange."""
-    gradients = [parameter.grad.reshape(-1) for parameter in parameters]
-    each = [values if at is None else values[at] for values, at in zip(gradients, delivered, strict=True)]
-    return list(torch.split(torch.cat(each), [len(values) for values in each]))
+def delivery(layout: BucketLayout, density: float) -> SparseVector:
+    """Return the gradients of random coordinates of the large tensors, and of all that ``wrap`` sends dense."""
+    found = []
+    for parameter, start in zip(layout.parameters, layout.bounds, strict=False):
+        numel = parameter.numel()
+        is_small = parameter.dim() <= 1 or numel < DENSE_BELOW
+        count = numel if is_small else max(1, int(density * numel))
+        found.append(torch.randperm(numel)[:count].sort().values + start)
+    indices = torch.cat(found)
+    flat = torch.cat([parameter.grad.reshape(-1) for parameter in layout.parameters])
+    return SparseVector(indices.int(), flat[indices], layout.numel)
 
 
 def wrapped(parameters: list[nn.Parameter], density: float, *, alone: bool) -> Callable[[], float]:
@@ -103,25 +102,28 @@ def contenders(model: Callable[[], list[nn.Parameter]], density: float) -> dict[
 
         return run
 
-    parameters = model()
-    aware = StalenessAwareAdam(torch.optim.AdamW(parameters))
-    deliveries = [delivery(parameters, density) for _ in range(DELIVERIES)]
-    values = [compact(parameters, delivered) for delivered in deliveries]
-    from_gradients = model()
-    reading = StalenessAwareAdam(torch.optim.AdamW(from_gradients))
+    deliveries = [delivery(BucketLayout(model()), density) for _ in range(DELIVERIES)]
     decayed = [parameter.data for parameter in model()]
     taken = (number % DELIVERIES for number in itertools.count())
 
-    def aware_step() -> None:
-        number = next(taken)
-        aware.step(parameters, deliveries[number], values[number])
+    def aware_step(*, read_gradients: bool) -> Callable[[], None]:
+        parameters = model()
+        aware, layout = StalenessAwareAdam(torch.optim.AdamW(parameters)), BucketLayout(parameters)
+        ages, ledger = Ages(layout.parameters, layout.bounds), Ledger(torch.zeros(layout.numel), None)
+
+        def step() -> None:
+            ages.open(ledger, ages.steps + 1)
+            ages.begin()
+            aware.step(Delivered(deliveries[next(taken)], layout, ages), read_gradients=read_gradients)
+
+        return step
 
     return {
         "AdamW": timed(torch.optim.AdamW(model()).step),
         "AdamW, foreach": timed(torch.optim.AdamW(model(), foreach=True).step),
-        "staleness-aware": timed(aware_step),
+        "staleness-aware": timed(aware_step(read_gradients=False)),
         "AdamW, fused": timed(torch.optim.AdamW(model(), fused=True).step),
-        "same, reading .grad": timed(lambda: reading.step(from_gradients, deliveries[next(taken)])),
+        "same, reading .grad": timed(aware_step(read_gradients=True)),
         "weight decay alone": timed(lambda: torch._foreach_mul_(decayed, 0.99999)),
         "wrap, local step": timed(local_step(model(), fused=False)),
         "wrap, local step, fused": timed(local_step(model(), fused=True)),

@@ -1,8 +1,7 @@
 """Operations on one device: accumulate, select, compact, scatter, rebalance, Adam update. Nothing communicates."""
 
-from tritoncomm_kernels.adam import AdamControl, AdamState, adam_update
+from tritoncomm_kernels.adam import AdamControl, AdamStates
 from tritoncomm_kernels.adam_flat import AdamFlat
-from tritoncomm_kernels.adam_many import AdamMany, AdamStates
 from tritoncomm_kernels.block_float import dequantize_parts, quantize_mean, quantize_parts
 from tritoncomm_kernels.entries import (
     Padded,
@@ -55,8 +54,6 @@ from tritoncomm_kernels.workspace import Workspace, copied_to
 __all__ = [
     "AdamControl",
     "AdamFlat",
-    "AdamMany",
-    "AdamState",
     "AdamStates",
     "Marks",
     "Padded",
@@ -65,7 +62,6 @@ __all__ = [
     "accumulate_and_select",
     "accumulate_top_k",
     "accumulate_top_k_segments",
-    "adam_update",
     "add_rows",
     "common_positions",
     "constant",

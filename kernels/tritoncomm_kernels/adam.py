@@ -17,12 +17,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 
-from tritoncomm_kernels.adam_layout import Scalars
-from tritoncomm_kernels.checks import INDEX_LIMIT, check_vector
-from tritoncomm_kernels.rms import square_root
 from tritoncomm_kernels.workspace import copied_to
 
 POWERS = 31  # repeated squares of beta, one per value bit of tau (int32)
@@ -44,20 +42,56 @@ OUTLIER, LEAST_WEIGHT = 5.0, 2.0**-16
 DISAGREES = 1 << 32
 
 
-@dataclass(frozen=True)
-class AdamState:
-    """Optimizer state of one parameter. Every tensor except ``param_rms`` has the shape of the parameter.
+class Scalars(NamedTuple):
+    """The numbers of one step: the elements of :attr:`AdamControl.scalars`, in order.
 
-    ``first`` and ``second`` are Adam's moments. ``maximum`` is the running maximum of the second moment for AMSGrad,
-    or None. ``last`` (int32) is the clock of each coordinate's last delivery. ``param_rms`` (fp32, one element) is the
-    root mean square of the parameter and may be some steps old.
+    * ``steps``: the optimizer's step count, counted from 1
+    * ``clock``: the number of the step in which ``last`` counts, which may have begun at another time
+    * ``rate``: the learning rate divided by the first bias correction
+    * ``correction``: the second bias correction, 1 - beta2^steps
+    * ``per_correction``: 1 divided by it
+    * ``root``: its square root
+    * ``epsilon``: Adam's option
+    * ``catch_up``: ``max_catch_up``, the limit on the staleness that counts for the distance
+    * ``steady``: the same limit where gradients are steady
+    * ``walk``: ``max_sqrt_staleness``, the limit in multiples of sqrt(tau)
+    * ``distance``: 32 divided by the first bias correction, which turns a move into 1/32 of learning rates
+    * ``change``: 32 times ``max_relative_update``, divided by the learning rate; infinite without a limit
     """
 
-    first: torch.Tensor
-    second: torch.Tensor
-    last: torch.Tensor
-    param_rms: torch.Tensor
-    maximum: torch.Tensor | None = None
+    steps: Any
+    clock: Any
+    rate: Any
+    correction: Any
+    per_correction: Any
+    root: Any
+    epsilon: Any
+    catch_up: Any
+    steady: Any
+    walk: Any
+    distance: Any
+    change: Any
+
+
+@dataclass(frozen=True)
+class AdamStates:
+    """Optimizer states of many parameters: one tensor per parameter in each field.
+
+    Every tensor except those of ``param_rms`` has the shape of its parameter. ``first`` and ``second`` are Adam's
+    moments. ``maximum`` is the running maximum of the second moment for AMSGrad, or None. ``last`` (int32) is the clock
+    of each coordinate's last delivery. ``param_rms`` (fp32, one element) is the root mean square of the parameter and
+    may be some steps old.
+    """
+
+    first: Sequence[torch.Tensor]
+    second: Sequence[torch.Tensor]
+    last: Sequence[torch.Tensor]
+    param_rms: Sequence[torch.Tensor]
+    maximum: Sequence[torch.Tensor] | None = None
+
+    def columns(self) -> list[Sequence[torch.Tensor]]:
+        """Return the fields that there are, ``maximum`` last."""
+        return [self.first, self.second, self.last, self.param_rms, *([] if self.maximum is None else [self.maximum])]
 
 
 @dataclass(frozen=True)
@@ -66,9 +100,9 @@ class AdamControl:
 
     New numbers therefore need no new compilation, and a captured CUDA graph can be replayed with them. To replay a
     captured step, write the next numbers into ``scalars`` outside the graph. Write ``param_rms`` of
-    :class:`AdamState` too, whenever it is computed again.
+    :class:`AdamStates` too, whenever it is computed again.
 
-    ``scalars`` (fp64) holds the numbers of :class:`~tritoncomm_kernels.adam_layout.Scalars`, in this order.
+    ``scalars`` (fp64) holds the numbers of :class:`Scalars`, in this order.
 
     ``betas`` and ``maximize`` are Adam's options. Coupled weight decay is not among them: gradients must contain it.
     """
@@ -136,132 +170,6 @@ class AdamControl:
         return cls(on_device, betas, maximize)
 
 
-def adam_update(
-    parameter: torch.Tensor,
-    gradient: torch.Tensor,
-    state: AdamState,
-    control: AdamControl,
-    indices: torch.Tensor | None = None,
-) -> None:
-    """Apply one Adam step to the delivered coordinates of ``parameter``, in place.
-
-    ``indices`` (int64 ``[k]``, unique) are the delivered coordinates of the flattened ``parameter``. None means all.
-    ``parameter`` and ``state`` change at these coordinates only. An index outside ``[0, parameter.numel())`` is
-    ignored. ``gradient`` has the shape of the parameter. Half precision is computed in fp32. This is the reference,
-    in torch operators on any device: kernels update many tensors, see :class:`AdamMany` and :class:`AdamFlat`. Raises
-    ``ValueError`` naming the invalid argument.
-    """
-    _check(parameter, gradient, state, control, indices)
-    if parameter.numel() == 0 or (indices is not None and indices.numel() == 0):
-        return
-    if indices is not None:
-        inside = (indices >= 0) & (indices < parameter.numel())
-        indices = indices if bool(inside.all()) else indices[inside]
-    _update(parameter, gradient, state, control, indices)
-
-
-def _check(
-    parameter: torch.Tensor,
-    gradient: torch.Tensor,
-    state: AdamState,
-    control: AdamControl,
-    indices: torch.Tensor | None,
-) -> None:
-    """Raise ``ValueError`` unless the arguments are valid."""
-    named = {"parameter": parameter, "gradient": gradient, "first": state.first, "second": state.second}
-    if state.maximum is not None:
-        named["maximum"] = state.maximum
-    for name, tensor in {**named, "last": state.last}.items():
-        if tensor.shape != parameter.shape or tensor.device != parameter.device:
-            raise ValueError(
-                f"{name} has shape {tuple(tensor.shape)} on {tensor.device}: "
-                f"expected {tuple(parameter.shape)} on {parameter.device}, like the parameter"
-            )
-    if state.last.dtype != torch.int32:
-        raise ValueError(f"last has dtype {state.last.dtype}: convert it to torch.int32")
-    if control.scalars.numel() != len(Scalars._fields):
-        held, expected = control.scalars.numel(), len(Scalars._fields)
-        raise ValueError(f"control has {held} scalars, expected {expected}: create it with AdamControl.of")
-    check_vector("param_rms", state.param_rms.reshape(-1), numel=1, like=parameter)
-    if parameter.numel() > INDEX_LIMIT:
-        raise ValueError(f"parameter has {parameter.numel()} elements: split it into parts of at most {INDEX_LIMIT}")
-    if indices is not None:
-        check_vector("indices", indices, dtypes=(torch.int64,), like=parameter)
-
-
-def _update(
-    parameter: torch.Tensor,
-    gradient: torch.Tensor,
-    state: AdamState,
-    control: AdamControl,
-    indices: torch.Tensor | None,
-) -> None:
-    """Reference of :func:`adam_update`, in torch operators with one rounding per operation."""
-    at = _Coordinates(indices, torch.promote_types(parameter.dtype, torch.float32))
-    scalars = Scalars(*control.scalars.to(at.dtype).unbind())
-    tables = beta_tables(control.betas, at.dtype, parameter.device)
-    clock = Scalars(*control.scalars.unbind()).clock.to(torch.int32)
-    tau = (clock - at.integers(state.last)).clamp(min=1)
-    waited = tau.to(at.dtype)
-    values = at.read(parameter)
-    mean = at.read(gradient) / waited
-    if control.maximize:
-        mean = -mean
-    delayed = not bool((tau == 1).all())  # with tau = 1 everywhere this is a plain Adam step
-    power, complement = decays(tau, tables[0], tables[1]) if delayed else tables[:2, 0]
-    before = at.read(state.first)
-    votes = _votes(before, mean)  # now, because ``before`` may be a view of the state
-    first = power * before + complement * mean
-    power, complement = decays(tau, tables[2], tables[3]) if delayed else tables[2:, 0]
-    old, square = at.read(state.second), mean * mean
-    held = power * old
-    second = held + complement * square
-    outlier = torch.zeros_like(tau, dtype=torch.bool)
-    if delayed:
-        shorter = forgetting(waited, power, complement, scalars)
-        outlier = is_outlier(held, square, shorter[2], scalars)
-        second = torch.minimum(second, shorter[0] * old + shorter[1] * square)
-    at.write(state.first, first)
-    at.write(state.second, second)
-    at.write(state.last, clock.expand(tau.shape))
-    if state.maximum is not None:
-        second = torch.maximum(at.read(state.maximum), second)
-        at.write(state.maximum, second)
-    move = first / (square_root(second) / scalars.root + scalars.epsilon)  # of one dense step
-    if delayed:
-        factor = waited.minimum(scalars.catch_up).minimum(scalars.walk * square_root(waited))
-        factor = torch.where(outlier, 1.0, factor)
-        length = _length(factor * move * scalars.distance, parameter.numel())
-        reach = scalars.change * state.param_rms.to(at.dtype)
-        reach = torch.where(reach > FINE, reach, FINE)  # at least one learning rate, also if it is NaN
-        reach = torch.where(scalars.change == math.inf, scalars.change, reach)
-        factor = torch.where(length > reach, (factor * (reach / length)).clamp(min=1.0), factor)
-        factor = factor + steadiness(votes, at.dtype) * (waited.minimum(scalars.steady) - factor)
-        move = factor * move
-    at.write(parameter, values - scalars.rate * move)
-
-
-def _length(moves: torch.Tensor, numel: int) -> torch.Tensor:
-    """Return the root mean square over ``numel`` elements: ``moves``, and zeros. The order does not matter."""
-    squares = moves * moves
-    total = torch.where(squares < LARGEST_SQUARE, squares, LARGEST_SQUARE).to(torch.int64).sum()
-    return square_root(total.to(moves.dtype) / torch.full_like(total, numel).to(moves.dtype))
-
-
-def _votes(before: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
-    """Return how many entries agree in sign, plus :data:`DISAGREES` times how many do not (int64)."""
-    agrees = ((before > 0) & (mean > 0)) | ((before < 0) & (mean < 0))
-    disagrees = ((before > 0) & (mean < 0)) | ((before < 0) & (mean > 0))
-    return agrees.sum() + disagrees.sum() * DISAGREES
-
-
-def steadiness(votes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the weight of a full catch-up, from 0 to 1, for the ``votes`` of a tensor. See :meth:`AdamControl.of`."""
-    agree, disagree = votes & (DISAGREES - 1), votes >> 32
-    count = (agree + disagree).clamp(min=1).to(dtype)
-    return (4 * (((agree - disagree).to(dtype) - 3 * square_root(count)) / count) - 1).clamp(0.0, 1.0)
-
-
 def decays(
     tau: torch.Tensor,
     powers: torch.Tensor | Sequence[float],
@@ -286,37 +194,6 @@ def decays(
     return power, complement
 
 
-def forgetting(
-    waited: torch.Tensor, power: torch.Tensor, complement: torch.Tensor, scalars: Scalars
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return other factors of the second moment and of the squared mean than ``(beta2^tau, 1 - beta2^tau)``.
-
-    With these, the moment weighs at most (b / (b + tau))^4 in the bias-corrected average, where
-    b = max(t - tau, 78), see :meth:`AdamControl.of`. The third result is its weight without this limit. ``waited`` is
-    tau in the float type of the others.
-    """
-    before = (scalars.steps - waited).clamp(min=MEMORY)
-    left = before / (before + waited)
-    limit = (left * left) * (left * left)
-    weight = 1 - complement * scalars.per_correction
-    above = (waited > 1) & (weight > limit)
-    return (
-        torch.where(above, power * (limit / weight), power),
-        torch.where(above, scalars.correction * (1 - limit), complement),
-        weight,
-    )
-
-
-def is_outlier(held: torch.Tensor, square: torch.Tensor, weight: torch.Tensor, scalars: Scalars) -> torch.Tensor:
-    """Return which means are more than :data:`OUTLIER` times the root of the bias-corrected moment before.
-
-    ``held`` is what is left of that moment, with this ``weight``, and ``square`` the squared mean.
-    """
-    known = (held > 0) & (weight > LEAST_WEIGHT)
-    above: torch.Tensor = square * (scalars.correction * weight) > held * (OUTLIER * OUTLIER)
-    return known & above
-
-
 @lru_cache(maxsize=64)
 def beta_tables(betas: tuple[float, float], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return ``[4, POWERS]``: beta1^(2^i), 1 - beta1^(2^i), and the same for beta2, computed in double precision."""
@@ -329,30 +206,3 @@ def _squares(beta: float) -> list[list[float]]:
         return [[0.0] * POWERS, [1.0] * POWERS]
     logs = [math.log(beta) * 2.0**i for i in range(1, POWERS)]
     return [[beta, *map(math.exp, logs)], [1 - beta, *(-math.expm1(log) for log in logs)]]
-
-
-@dataclass(frozen=True)
-class _Coordinates:
-    """Access to the delivered coordinates of flattened tensors, or to all of them, in ``dtype``."""
-
-    indices: torch.Tensor | None
-    dtype: torch.dtype
-
-    def read(self, tensor: torch.Tensor) -> torch.Tensor:
-        return self.integers(tensor).to(self.dtype)
-
-    def integers(self, tensor: torch.Tensor) -> torch.Tensor:
-        flat = tensor.detach().reshape(-1)
-        return flat if self.indices is None else flat[self.indices]
-
-    def write(self, tensor: torch.Tensor, values: torch.Tensor) -> None:
-        """Write ``values`` in place, for any strides of ``tensor``."""
-        values = values.to(tensor.dtype)
-        if self.indices is None:
-            tensor.copy_(values.view(tensor.shape))
-        elif tensor.is_contiguous():
-            tensor.view(-1)[self.indices] = values
-        else:
-            flat = tensor.reshape(-1)
-            flat[self.indices] = values
-            tensor.copy_(flat.view(tensor.shape))

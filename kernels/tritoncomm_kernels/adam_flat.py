@@ -1,164 +1,221 @@
-"""Adam update of the entries of one flat list, whose number and whose parameters only the device knows."""
+"""Adam update of many parameters from one flat list of entries, or from a whole flat vector."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 
-from tritoncomm_kernels.adam import AdamControl, adam_update, beta_tables
-from tritoncomm_kernels.adam_layout import Row
-from tritoncomm_kernels.adam_many import AdamStates, alike, decay
-from tritoncomm_kernels.checks import channels_last
+from tritoncomm_kernels.adam import AdamControl, AdamStates, beta_tables
+from tritoncomm_kernels.adam_numpy import AdamArrays
+from tritoncomm_kernels.checks import GRADIENT_DTYPES, INDEX_LIMIT, channels_last, check_vector
 from tritoncomm_kernels.dispatch import kernel, triton_runs
-from tritoncomm_kernels.entries import Padded
-from tritoncomm_kernels.workspace import copied_to
 
 logger = logging.getLogger("tritoncomm")
 
 
 class AdamFlat:
-    """Adam updates of the same ``parameters`` with the same ``states``, step after step, from flat lists of entries.
+    """Adam updates of the same ``parameters`` with the same ``states``, step after step, from one flat gradient.
 
     Parameter i covers the indices from ``starts[i]`` on. ``starts`` ascend, and the ranges do not overlap. Entries
-    outside all ranges are ignored. The bits are those of one :func:`tritoncomm_kernels.adam_update` per parameter. On a
-    GPU the host does not wait, and the number of launches does not depend on the number of parameters. Parameters
-    that are neither contiguous nor in ``torch.channels_last`` or ``torch.channels_last_3d`` are the exception: the host
-    reads where the entries of each are. The first such parameter is logged.
+    outside all ranges are ignored. Half precision is computed in fp32.
 
-    Raises ``ValueError`` if a state does not have the shape and device of its parameter.
+    On a GPU, each dtype takes two launches, and the host does not wait. Parameters that a kernel cannot update are the
+    exception: those in fp64, with states of another dtype, or neither contiguous nor in ``torch.channels_last`` or
+    ``torch.channels_last_3d``. They are copied to the CPU and back in every step. The first one is logged.
+
+    Attributes:
+        parameters: See above.
+
+    Raises ``ValueError`` if a state does not have the shape and device of its parameter, or ``last`` is not int32.
     """
 
     _has_logged: ClassVar[bool] = False
 
     def __init__(self, parameters: Sequence[torch.Tensor], states: AdamStates, starts: Sequence[int]) -> None:
         self.parameters = list(parameters)
-        self.states = states
-        self.starts = list(starts)
-        columns = [self.parameters, *states.columns()]
-        self._addresses = [list(map(torch.Tensor.data_ptr, column)) for column in columns]
-        self._strides = list(map(torch.Tensor.stride, self.parameters))
-        self._tables: dict[torch.dtype, torch.Tensor] = {}
-        self._images = [
-            (1, 1) if parameter.is_contiguous() else channels_last(parameter) or (1, 1) for parameter in self.parameters
-        ]
-        self._together = alike(self.parameters, states, images=True)
+        self._columns = [self.parameters, *map(list, states.columns())]
+        self._starts, self._sizes = list(starts), list(map(torch.Tensor.numel, parameters))
+        self._amsgrad = states.maximum is not None
+        self._kinds = _kinds(self._columns)
+        self._addresses = [list(map(torch.Tensor.data_ptr, column)) for column in self._columns]
+        self._strides = list(map(torch.Tensor.stride, parameters))
+        self._tables: dict[_Kind, torch.Tensor] = {}
+        self._arrays: dict[_Kind, AdamArrays] = {}
 
     def holds(self, parameters: Sequence[torch.Tensor], states: AdamStates, starts: Sequence[int]) -> bool:
         """Return True if these are the tensors of this object, in the same memory, and parameters in the same order."""
         columns = [parameters, *states.columns()]
-        addresses = [list(map(torch.Tensor.data_ptr, column)) for column in columns]
-        same = self.starts == list(starts) and self._strides == list(map(torch.Tensor.stride, parameters))
-        return same and self._addresses == addresses
+        same = self._starts == list(starts) and self._strides == list(map(torch.Tensor.stride, parameters))
+        return same and self._addresses == [list(map(torch.Tensor.data_ptr, column)) for column in columns]
 
     def update(
         self,
-        entries: Padded,
+        indices: torch.Tensor | None,
         control: AdamControl,
         *,
-        keep: float = 1.0,
+        values: torch.Tensor | None = None,
         gradients: Sequence[torch.Tensor] | None = None,
+        keep: float = 1.0,
     ) -> None:
-        """Multiply the parameters by ``keep``, then apply one Adam step to ``entries`` (``[room]``), in place.
+        """Multiply the parameters by ``keep``, then apply one Adam step to the delivered coordinates, in place.
 
-        The gradient of an entry is its value, rounded to the dtype of its parameter. If ``gradients`` are given, one
-        per parameter, it is read from there instead.
+        Args:
+            indices: Delivered coordinates of the flat vector, int32 ``[k]``, ascending, with padding of -1 at the end.
+                None means all.
+            control: The settings of this step.
+            values: The gradient at ``indices``, fp32 ``[k]``, or the whole flat vector without ``indices``. A value is
+                rounded to the dtype of its parameter.
+            gradients: One gradient per parameter and of its shape, in any float dtype, to read instead of ``values``.
+            keep: The factor of decoupled weight decay.
+
+        Raises ``ValueError`` naming the invalid argument, before anything changes.
         """
-        decay(self.parameters, keep)
-        left = set(range(len(self.parameters)))
-        if entries.room and self.parameters and triton_runs(self.parameters[0]):
-            for dtype, positions in self._together.items():
-                own = None if gradients is None else [self._laid_out(gradients[i], i) for i in positions]
-                if own is None or all(each.dtype == dtype for each in own):
-                    self._launch(entries, control, dtype, positions, own)
-                    left -= set(positions)
-            self._log_strided(left)
-        if left and entries.room:
-            self._one_by_one(entries, control, sorted(left), gradients)
+        self._check(indices, values, gradients)
+        if not self.parameters:
+            return
+        torch.autograd.graph.increment_version(self.parameters)
+        runs_kernels = triton_runs(self.parameters[0])
+        for kind, positions in self._kinds.items():
+            own = None if gradients is None else _alike([gradients[i] for i in positions], kind)
+            if runs_kernels and kind.fits:
+                self._launch(kind, indices, control, values, own, keep)
+                continue
+            if runs_kernels:
+                self._log(self.parameters[positions[0]])
+            if kind not in self._arrays:
+                columns = [[column[i] for i in positions] for column in self._columns]
+                self._arrays[kind] = AdamArrays(columns, [self._starts[i] for i in positions])
+            self._arrays[kind].update(indices, control, values, own, keep)
 
-    def _laid_out(self, gradient: torch.Tensor, position: int) -> torch.Tensor:
-        """Return ``gradient``, or a copy of it with its elements where those of its parameter are."""
-        parameter = self.parameters[position]
-        fits = gradient.is_contiguous() if parameter.is_contiguous() else channels_last(gradient) is not None
-        return gradient if fits else torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)
+    def _check(
+        self,
+        indices: torch.Tensor | None,
+        values: torch.Tensor | None,
+        gradients: Sequence[torch.Tensor] | None,
+    ) -> None:
+        """Raise ``ValueError`` unless the gradient of each delivered coordinate is given once."""
+        if (values is None) == (gradients is None):
+            raise ValueError("pass either values or gradients: one of them is read")
+        if indices is not None:
+            check_vector("indices", indices, dtypes=(torch.int32,), like=next(iter(self.parameters), None))
+        if values is not None:
+            end = self._starts[-1] + self._sizes[-1] if self._sizes else 0
+            check_vector("values", values, numel=None if indices is None else indices.numel())
+            if indices is None and values.numel() < end:
+                raise ValueError(f"values has {values.numel()} elements: without indices, pass all {end}")
+        if gradients is not None:
+            shapes, expected = ([each.shape for each in tensors] for tensors in (gradients, self.parameters))
+            if shapes != expected:
+                raise ValueError(f"gradients have shapes {shapes}, expected {expected}, like the parameters")
 
     def _launch(
         self,
-        entries: Padded,
+        kind: _Kind,
+        indices: torch.Tensor | None,
         control: AdamControl,
-        dtype: torch.dtype,
-        positions: list[int],
-        gradients: Sequence[torch.Tensor] | None,
+        values: torch.Tensor | None,
+        gradients: list[torch.Tensor] | None,
+        keep: float,
     ) -> None:
-        module, device = kernel("adam_flat_triton"), entries.indices.device
-        torch.autograd.graph.increment_version([self.parameters[i] for i in positions])
-        table = self._tables.get(dtype)
+        positions, device = self._kinds[kind], self.parameters[0].device
+        own = [self.parameters[i] for i in positions]
+        _decay(own, keep)
+        lanes = self._starts[positions[-1]] + self._sizes[positions[-1]] if indices is None else indices.numel()
+        if not lanes:
+            return
+        if gradients is not None:
+            gradients = [_laid_out(each, parameter) for each, parameter in zip(gradients, own, strict=True)]
+        table = self._tables.get(kind)
         if table is None or gradients is not None:
-            table = copied_to(torch.tensor(self._rows(positions, gradients), dtype=torch.int64), device)
+            addresses = [[column[i] for i in positions] for column in self._addresses]
+            table = kernel("adam_triton").table_of(own, addresses, [self._starts[i] for i in positions], gradients)
         if gradients is None:
-            self._tables[dtype] = table
-        module.update(
-            entries.indices, entries.values.to(dtype) if gradients is None else None, table, control.scalars,
-            beta_tables(control.betas, torch.float32, device), dtype, amsgrad=self.states.maximum is not None,
-            maximize=control.maximize,
-            images=any(self._images[i] != (1, 1) for i in positions),
+            self._tables[kind] = table
+        kernel("adam_triton").update(
+            indices, values, table, control.scalars, beta_tables(control.betas, torch.float32, device), lanes,
+            dtype=kind.dtypes[0], gradient_dtype=gradients[0].dtype if gradients else torch.float32,
+            amsgrad=self._amsgrad, maximize=control.maximize,
+            images=any(not parameter.is_contiguous() for parameter in own),
         )  # fmt: skip
 
-    def _log_strided(self, left: set[int]) -> None:
-        """Log the first parameter at the positions ``left`` that is strided, or its state is, once per process."""
-        columns = [self.parameters, self.states.first, self.states.second, self.states.last]
-        strided = [self.parameters[i] for i in sorted(left) if not all(held[i].is_contiguous() for held in columns)]
-        if not strided or AdamFlat._has_logged:
+    def _log(self, parameter: torch.Tensor) -> None:
+        """Log a parameter that no kernel can update, once per process."""
+        if AdamFlat._has_logged:
             return
         AdamFlat._has_logged = True
         logger.warning(
-            "a parameter of shape %s or its state is not contiguous, so the host waits for the GPU to update it, in "
-            "each step: set parameter.data = parameter.data.contiguous() before wrap(), and the same for its tensors "
-            "in optimizer.state. Further parameters are not logged",
-            tuple(strided[0].shape),
+            "no kernel can update a parameter of shape %s: it is in fp64, or it or its state is not contiguous or of "
+            "another dtype, so it is copied to the CPU and back in each step: set parameter.data = "
+            "parameter.data.contiguous() before wrap(), and the same for its tensors in optimizer.state. Further "
+            "parameters are not logged",
+            tuple(parameter.shape),
         )
 
-    def _rows(self, positions: list[int], gradients: Sequence[torch.Tensor] | None) -> list[Row]:
-        """Return the addresses, sizes and starts of the parameters at ``positions``."""
-        parameters, first, second, last, param_rms, *maximum = self._addresses
-        read = [0] * len(positions) if gradients is None else list(map(torch.Tensor.data_ptr, gradients))
-        return [
-            Row(
-                parameter=parameters[i],
-                gradient=gradient,
-                first=first[i],
-                second=second[i],
-                last=last[i],
-                param_rms=param_rms[i],
-                maximum=maximum[0][i] if maximum else 0,
-                numel=self.parameters[i].numel(),
-                start=self.starts[i],
-                channels=self._images[i][0],
-                positions=self._images[i][1],
-            )
-            for i, gradient in zip(positions, read, strict=True)
-        ]
 
-    def _one_by_one(
-        self,
-        entries: Padded,
-        control: AdamControl,
-        positions: Sequence[int],
-        gradients: Sequence[torch.Tensor] | None,
-    ) -> None:
-        """Update the parameters at ``positions``: the reference."""
-        found = entries.trimmed()
-        for position in positions:
-            parameter, start = self.parameters[position], self.starts[position]
-            bounds = found.indices.new_tensor([start, start + parameter.numel()])
-            low, high = torch.searchsorted(found.indices, bounds).tolist()
-            at = (found.indices[low:high] - start).long()
-            if gradients is None:
-                dense = torch.zeros(parameter.numel(), dtype=parameter.dtype, device=parameter.device)
-                dense[at] = found.values[low:high].to(parameter.dtype)
-                gradient = dense.view(parameter.shape)
-            else:
-                gradient = gradients[position]
-            adam_update(parameter, gradient, self.states.at(position), control, at)
+class _Kind(NamedTuple):
+    """What parameters have in common that are updated together: dtypes, and whether a kernel can update them.
+
+    ``dtypes`` are those of the parameter, its moments, and its maximum.
+    """
+
+    dtypes: tuple[torch.dtype, ...]
+    fits: bool
+
+    @property
+    def wide(self) -> torch.dtype:
+        """The dtype in which they are computed."""
+        return torch.promote_types(self.dtypes[0], torch.float32)
+
+
+def _kinds(columns: Sequence[Sequence[torch.Tensor]]) -> dict[_Kind, list[int]]:
+    """Return the positions of the parameters of each kind. ``columns`` are parameters, then the fields of states."""
+    if any(len(column) != len(columns[0]) for column in columns):
+        raise ValueError(f"states must have one tensor in each field for each of {len(columns[0])} parameters")
+    found: dict[_Kind, list[int]] = {}
+    for position, (parameter, first, second, last, rms, *maximum) in enumerate(zip(*columns, strict=True)):
+        floats = (parameter, first, second, *maximum)
+        for tensor in (*floats, last):
+            if tensor.shape != parameter.shape or tensor.device != columns[0][0].device:
+                raise ValueError(
+                    f"a state has shape {tuple(tensor.shape)} on {tensor.device}: "
+                    f"expected {tuple(parameter.shape)} on {columns[0][0].device}, like the parameter"
+                )
+        check_vector("param_rms", rms.reshape(-1), numel=1, like=parameter)
+        if last.dtype != torch.int32:
+            raise ValueError(f"last has dtype {last.dtype}: convert it to torch.int32")
+        if parameter.numel() > INDEX_LIMIT:
+            raise ValueError(f"a parameter has {parameter.numel()} elements: split it into parts of {INDEX_LIMIT}")
+        ordered = all(tensor.is_contiguous() for tensor in (*floats, last))
+        ordered = ordered or all(channels_last(tensor) is not None for tensor in (*floats, last))
+        dtypes = tuple(tensor.dtype for tensor in floats)
+        fits = ordered and len({*dtypes}) == 1 and parameter.dtype in GRADIENT_DTYPES
+        found.setdefault(_Kind(dtypes, fits), []).append(position)
+    return found
+
+
+def _alike(gradients: list[torch.Tensor], kind: _Kind) -> list[torch.Tensor]:
+    """Return ``gradients`` in one dtype that can be read."""
+    dtypes = {gradient.dtype for gradient in gradients}
+    if len(dtypes) == 1 and dtypes <= {kind.wide, *GRADIENT_DTYPES}:
+        return gradients
+    return [gradient.to(kind.wide) for gradient in gradients]
+
+
+def _laid_out(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """Return ``gradient``, or a copy of it with its elements where those of ``parameter`` are."""
+    fits = gradient.is_contiguous() if parameter.is_contiguous() else channels_last(gradient) is not None
+    return gradient if fits else torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)
+
+
+def _decay(parameters: list[torch.Tensor], keep: float) -> None:
+    """Multiply all ``parameters`` by ``keep``, in place."""
+    if keep == 1:
+        return
+    if parameters[0].dtype == torch.float16:
+        for parameter in parameters:  # _foreach_mul_ would round the factor to fp16, too, on the CPU
+            parameter.mul_(keep)
+    else:
+        torch._foreach_mul_(parameters, keep)

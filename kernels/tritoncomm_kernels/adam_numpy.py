@@ -1,4 +1,4 @@
-"""Adam update of many fp32 tensors in CPU memory, with numpy: the reference of :class:`AdamMany` for these tensors.
+"""Adam update of tensors in CPU memory with NumPy: the reference of :class:`~tritoncomm_kernels.AdamFlat`.
 
 Every delivered entry is in a cache line of its own, so most of the time goes to memory. An entry is therefore written
 soon after it was read, while its line is in the cache. States are updated in chunks of entries, one state after the
@@ -7,9 +7,10 @@ other. Weight decay passes over a whole parameter, and the delivered entries of 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -21,233 +22,219 @@ from tritoncomm_kernels.adam import (
     DISAGREES,
     FINE,
     LARGEST_SQUARE,
+    LEAST_WEIGHT,
+    MEMORY,
+    OUTLIER,
     AdamControl,
+    Scalars,
     beta_tables,
     decays,
-    forgetting,
-    is_outlier,
-    steadiness,
 )
-from tritoncomm_kernels.adam_layout import Scalars
 from tritoncomm_kernels.rms import consecutive
 
-# Entries of a state that are read and written together, more or less. Smaller chunks cost more calls. With larger ones,
-# the memory that they were read from has left the cache when they are written.
+# Entries of a state that are read and written together. Smaller chunks cost more calls. With larger ones, the memory
+# that they were read from has left the cache when they are written.
 _CHUNK = 1 << 13
 # Entries of whole tensors that are updated together. Their moves are computed before the parameters change, because
 # the limit on the change of a tensor needs a sum over the tensor.
 _PART = 1 << 16
 _LOOKED_UP = 1 << 16  # shorter delays are looked up in a table of at most 1.3 MB
 
+_HALF = (torch.bfloat16, torch.float16)
+
 _Array = npt.NDArray[Any]
-_Values = Sequence[torch.Tensor]
+_Type = Any  # of the numbers in an array
+# A tensor by its number, a part of a chunk of entries, and their places in the tensor.
+_Piece = tuple[int, slice, _Array | slice]
 
 
-class AdamArrays:
-    """Adam updates of the same contiguous fp32 CPU tensors, step after step.
+class _Column:
+    """Tensors of one dtype as flat arrays in CPU memory. Of strided tensors, and those on a GPU, they are copies."""
 
-    ``columns`` are the parameters, then the fields of :class:`AdamStates`. States that are parts of one buffer per
-    field, at equal places in each, are updated faster.
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        self._tensors = tensors
+        self.flats = list(map(_flat, tensors))
+        self._arrays = list(map(_raw, self.flats))
+        self._copied = [i for i, flat in enumerate(self.flats) if flat.data_ptr() != tensors[i].data_ptr()]
+        self._is_half = bool(tensors) and tensors[0].dtype in _HALF
 
-    Attributes:
-        sizes: Number of elements of each parameter.
-    """
+    def load(self) -> None:
+        """Read what is copied."""
+        for i in self._copied:
+            self.flats[i] = _flat(self._tensors[i])
+            self._arrays[i] = _raw(self.flats[i])
 
-    def __init__(self, columns: list[list[torch.Tensor]]) -> None:
-        self._tensors, first, second, last, rms, *maximum = columns
-        states = [last, first, second, *maximum]
-        self._parameters, self._rms = list(map(_flat, self._tensors)), list(map(_flat, rms))
-        self._states = [list(map(_flat, column)) for column in states]
-        self._buffers = _buffers(states)
-        self._starts = [int(tensor.storage_offset()) for tensor in first]
-        self.sizes = [array.size for array in self._parameters]
-        self._whole: list[_Part] = []
-        self._whole_positions: list[int] = []
+    def store(self) -> None:
+        """Write it back."""
+        for i in self._copied:
+            self._tensors[i].copy_(self.flats[i].view(self._tensors[i].shape))
 
-    def update(
-        self,
-        gradients: Sequence[torch.Tensor],
-        control: AdamControl,
-        indices: Sequence[_Array | None],
-        keep: float,
-        values: _Values | None,
-    ) -> None:
-        """See :meth:`AdamMany.update`. The ``indices`` have been checked."""
-        torch.autograd.graph.increment_version(self._tensors)
-        step = _Step.of(control, keep)
-        whole = [i for i, at in enumerate(indices) if at is None]
-        if whole != self._whole_positions:
-            self._whole, self._whole_positions = list(self._parts_of_whole(whole)), whole
-        listed = {i: at for i, at in enumerate(indices) if at is not None}
-        with np.errstate(all="ignore"):
-            for part in (*self._whole, *self._parts_of_listed(listed)):
-                if values is None:
-                    delivered = part.read([_flat(gradients[i]) for i in part.positions])
-                else:
-                    delivered = torch.cat([values[i] for i in part.positions]).numpy()
-                self._update_part(part, delivered, step)
+    def read(self, pieces: list[_Piece], dtype: _Type) -> _Array:
+        """Return a chunk of entries in ``dtype``."""
+        values = np.empty(pieces[-1][1].stop, self._arrays[0].dtype)
+        for number, span, where in pieces:
+            if isinstance(where, slice):
+                values[span] = self._arrays[number][where]
+            else:  # the indices are inside: "wrap" does not change them, and is the fastest mode
+                self._arrays[number].take(where, None, values[span], "wrap")
+        if self._is_half:
+            values = torch.from_numpy(values).view(self._tensors[0].dtype).float().numpy()
+        return values.astype(dtype, copy=False)
 
-    def _parts_of_listed(self, listed: dict[int, _Array]) -> Iterator[_Part]:
-        """Return the parts of tensors with the delivered indices ``listed``, by their position."""
-        positions = list(listed)
-        for span in consecutive(list(map(len, listed.values())), _PART):
-            where = [listed[i] for i in positions[span]]
-            counts = list(map(len, where))
-            places = np.concatenate(where)
-            places += np.repeat([self._starts[i] for i in positions[span]], counts)
-            yield _Part(positions[span], [0, *accumulate(counts)], where, places)
-
-    def _parts_of_whole(self, positions: list[int]) -> Iterator[_Part]:
-        """Return the parts of tensors of which all entries are delivered."""
-        for span in consecutive([self.sizes[i] for i in positions], _PART):
-            own = positions[span]
-            starts, bounds = [self._starts[i] for i in own], [0, *accumulate(self.sizes[i] for i in own)]
-            if all(start - starts[0] == bound for start, bound in zip(starts, bounds, strict=False)):
-                yield _Part(own, bounds, [None] * len(own), slice(starts[0], starts[0] + bounds[-1]))
-            elif bounds[-1] <= 2 * _PART:
-                each = [np.arange(start, start + self.sizes[i]) for i, start in zip(own, starts, strict=True)]
-                yield _Part(own, bounds, [None] * len(own), np.concatenate(each))
-            else:  # a list of places would take much memory
-                for i, start in zip(own, starts, strict=True):
-                    yield _Part([i], [0, self.sizes[i]], [None], slice(start, start + self.sizes[i]))
-
-    def _update_part(self, part: _Part, delivered: _Array, step: _Step) -> None:
-        """Update the states, then the parameters."""
-        parameters, moves = [self._parameters[i] for i in part.positions], delivered
-        if delivered.size:
-            states, places = self._buffers, part.places
-            if states is None:
-                columns = [[column[i] for i in part.positions] for column in self._states]
-                states, places = [part.read(column) for column in columns], slice(0, delivered.size)
-            moves, waited, votes = step.advance(states, places, delivered)
-            if self._buffers is None:
-                for column, state in zip(columns, states, strict=True):
-                    part.write(column, state)
-            if (waited != 1).any():  # otherwise every entry is delivered in every step
-                sizes, rms = [self.sizes[i] for i in part.positions], [self._rms[i] for i in part.positions]
-                moves = step.catch_up_moves(moves, waited, votes, part.bounds, sizes, np.concatenate(rms))
-            moves *= step.scalars.rate
-        part.subtract(moves, parameters, step.keep)
+    def write(self, pieces: list[_Piece], values: _Array) -> None:
+        """Write a chunk of entries."""
+        if self._is_half:
+            values = torch.from_numpy(values).to(self._tensors[0].dtype).view(torch.int16).numpy()
+        for number, span, where in pieces:
+            self._arrays[number][where] = values[span]
 
 
-def _flat(tensor: torch.Tensor) -> _Array:
-    return tensor.numpy(force=True).reshape(-1)
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().cpu().contiguous().view(-1)
 
 
-def _buffers(columns: list[list[torch.Tensor]]) -> list[_Array] | None:
-    """Return the memory of each of ``columns``, if its tensors are parts of one buffer, at equal places in each."""
-    places = {tuple(tensor.storage_offset() for tensor in column) for column in columns}
-    storages = [{tensor.untyped_storage().data_ptr() for tensor in column} for column in columns]
-    if len(places) > 1 or any(len(found) > 1 for found in storages):
-        return None
-    return [torch.empty(0, dtype=column[0].dtype).set_(column[0].untyped_storage()).numpy() for column in columns]
+def _raw(flat: torch.Tensor) -> _Array:
+    """Return the memory of ``flat``. numpy has no bf16."""
+    return (flat.view(torch.int16) if flat.dtype in _HALF else flat).numpy()
 
 
 @dataclass(frozen=True)
 class _Part:
-    """The delivered entries of several tensors as one flat vector, in which ``bounds`` separate the tensors.
+    """The delivered entries of consecutive tensors as one vector, in which ``bounds`` separate the tensors.
 
-    The tensors are those at ``positions``. ``where`` are the indices in each of them, None means all. ``places`` are
-    those in the buffers of the states.
+    The tensors are those with the ``numbers``. ``delivered`` are the gradients, or None to read them. ``at`` are the
+    places in each tensor, None means all.
     """
 
-    positions: list[int]
+    numbers: range
     bounds: list[int]
-    where: Sequence[_Array | None]
-    places: _Array | slice
+    delivered: _Array | None
+    at: _Array | None
 
-    def read(self, arrays: list[_Array]) -> _Array:
-        """Return the delivered entries of ``arrays``."""
-        values = np.empty(self.bounds[-1], arrays[0].dtype)
-        for array, at, (start, stop) in zip(arrays, self.where, pairwise(self.bounds), strict=True):
-            if at is None:
-                values[start:stop] = array
-            else:
-                _take(array, at, values[start:stop])
-        return values
+    @property
+    def chunks(self) -> list[tuple[slice, list[_Piece]]]:
+        """Consecutive ranges of the vector, with the pieces of each."""
+        size = self.bounds[-1]
+        count = max(1, round(size / _CHUNK))
+        cuts = [size * number // count for number in range(count + 1)] if size else []
+        return [(slice(start, stop), list(self._pieces(start, stop))) for start, stop in pairwise(cuts)]
 
-    def write(self, arrays: list[_Array], values: _Array) -> None:
-        """Write ``values`` to the delivered entries of ``arrays``."""
-        for array, at, (start, stop) in zip(arrays, self.where, pairwise(self.bounds), strict=True):
-            array[... if at is None else at] = values[start:stop]
-
-    def subtract(self, moves: _Array, parameters: list[_Array], keep: _Array) -> None:
-        """Multiply the ``parameters`` by ``keep``, then subtract ``moves`` from the delivered entries."""
-        decays = bool(keep != 1)
-        for array, at, (start, stop) in zip(parameters, self.where, pairwise(self.bounds), strict=True):
-            if decays:
-                np.multiply(array, keep, array)
-            if at is None:
-                np.subtract(array, moves[start:stop], array)
-            elif start < stop:
-                values = _take(array, at)
-                array[at] = np.subtract(values, moves[start:stop], values)
+    def _pieces(self, start: int, stop: int) -> Iterator[_Piece]:
+        for i in range(bisect_right(self.bounds, start) - 1, len(self.numbers)):
+            low, high = max(start, self.bounds[i]), min(stop, self.bounds[i + 1])
+            if low >= stop:
+                return
+            if low < high:
+                where = slice(low - self.bounds[i], high - self.bounds[i]) if self.at is None else self.at[low:high]
+                yield self.numbers[i], slice(low - start, high - start), where
 
 
-def _take(array: _Array, at: _Array, out: _Array | None = None) -> _Array:
-    """Return ``array[at]``. The indices have been checked. "wrap" does not change them, and is the fastest mode."""
-    return array.take(at, None, out, "wrap")
+class AdamArrays:
+    """The update of parameters of one kind, with NumPy. ``columns`` are parameters, then the fields of states."""
+
+    def __init__(self, columns: list[list[torch.Tensor]], starts: list[int]) -> None:
+        parameters, first, second, last, self._rms, *maximum = columns
+        self._parameters, *self._states = (_Column(held) for held in (parameters, last, first, second, *maximum))
+        self._sizes, self._dtype = list(map(torch.Tensor.numel, parameters)), parameters[0].dtype
+        self._starts = np.array(starts, np.int32)
+        self._ends = self._starts + np.array(self._sizes, np.int32)
+
+    def update(
+        self,
+        indices: torch.Tensor | None,
+        control: AdamControl,
+        values: torch.Tensor | None,
+        gradients: list[torch.Tensor] | None,
+        keep: float,
+    ) -> None:
+        """See :meth:`AdamFlat.update`."""
+        step = _Step(control, np.float64 if self._dtype == torch.float64 else np.float32)
+        columns = [self._parameters, *self._states]
+        for column in columns:
+            column.load()
+        read = _Column(gradients or [])
+        given = None if values is None else _rounded(values.cpu(), self._dtype).numpy()
+        with np.errstate(all="ignore"):
+            for part in self._parts(None if indices is None else indices.cpu().numpy(), given):
+                self._update_part(part, step, read, keep)
+        for column in columns:
+            column.store()
+
+    def _parts(self, listed: _Array | None, given: _Array | None) -> Iterator[_Part]:
+        """Return the parts of the list, or of the whole vector."""
+        lows: _Array = self._starts
+        highs: _Array = self._ends
+        if listed is not None:
+            entries = listed[: np.count_nonzero(listed >= 0)]  # padding is at the end
+            lows, highs = np.searchsorted(entries, lows), np.searchsorted(entries, highs)
+        counts = (highs - lows).tolist()
+        for span in consecutive(counts, _PART):
+            numbers, bounds = range(span.start, span.stop), [0, *accumulate(counts[span])]
+            spans = [slice(lows[i], highs[i]) for i in numbers]
+            delivered = None if given is None else np.concatenate([given[own] for own in spans])
+            at = None
+            if listed is not None:
+                at = np.empty(bounds[-1], np.int64)
+                for i, own, (start, stop) in zip(numbers, spans, pairwise(bounds), strict=True):
+                    np.subtract(listed[own], self._starts[i], at[start:stop])
+            yield _Part(numbers, bounds, delivered, at)
+
+    def _update_part(self, part: _Part, step: _Step, gradients: _Column, keep: float) -> None:
+        """Update the states, then the parameters."""
+        chunks, size = part.chunks, part.bounds[-1]
+        moves, waited, votes = np.empty(size, step.wide), np.empty(size, step.wide), np.empty(size, np.int64)
+        for span, pieces in chunks:
+            read = gradients.read(pieces, step.wide) if part.delivered is None else part.delivered[span]
+            moves[span], waited[span], votes[span] = step.advance(self._states, pieces, read)
+        if (waited != 1).any():  # otherwise every entry is delivered in every step
+            own = slice(part.numbers.start, part.numbers.stop)
+            rms = np.array([float(held) for held in self._rms[own]], step.wide)
+            moves = step.catch_up_moves(moves, waited, votes, part.bounds, self._sizes[own], rms)
+        moves *= step.scalars.rate
+        if keep != 1:
+            for number in part.numbers:
+                self._parameters.flats[number].mul_(keep)
+        for span, pieces in chunks:
+            held = self._parameters.read(pieces, step.wide)
+            self._parameters.write(pieces, np.subtract(held, moves[span], held))
 
 
-@dataclass(frozen=True)
+def _rounded(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return fp32 ``values`` as fp32 or fp64 numbers that ``dtype`` can hold."""
+    return values.to(dtype).to(torch.promote_types(dtype, torch.float32))
+
+
 class _Step:
-    """The settings of one step, rounded to fp32. See :class:`AdamControl`.
+    """The settings of one step, rounded to the type ``wide``, and the factors of each delay."""
 
-    ``keep`` is an array of one element: calls with an array are faster than with a number. ``tables`` has the factors
-    of all delays with at most so many bits.
-    """
+    def __init__(self, control: AdamControl, wide: _Type) -> None:
+        self.wide = wide
+        self._control = control
+        exact = Scalars(*control.scalars.cpu().numpy())
+        self.scalars = Scalars(*map(wide, exact))
+        self._clock = np.int32(exact.clock)
+        self._of_bits: dict[int, list[_Array]] = {}
 
-    control: AdamControl
-    keep: _Array
-    scalars: Scalars
-    tables: dict[int, list[_Array]] = field(default_factory=dict)
+    def advance(self, states: list[_Column], pieces: list[_Piece], delivered: _Array) -> tuple[_Array, _Array, _Array]:
+        """Update the entries of ``states``: last, first, second, and maximum if there is one.
 
-    @cached_property
-    def numbers(self) -> Scalars:
-        """The settings as tensors."""
-        return Scalars(*self.control.scalars.float().unbind())
-
-    @classmethod
-    def of(cls, control: AdamControl, keep: float) -> _Step:
-        exact = Scalars(*control.scalars.numpy())
-        rounded = Scalars(*map(np.float32, exact))._replace(clock=np.int32(exact.clock))
-        return cls(control, np.array(keep, np.float32), rounded)
-
-    def advance(self, states: list[_Array], places: _Array | slice, delivered: _Array) -> tuple[_Array, _Array, _Array]:
-        """Update the entries at ``places`` of ``states``: last, first, second, and maximum if there is one.
-
-        Returns the moves of one dense step, in learning rates, the number of steps since each previous delivery (fp32),
+        Returns the moves of one dense step, in learning rates, the number of steps since each previous delivery,
         negative for outliers, and the votes of the entries (int64), which tell whether gradients are steady.
         """
-        moves, waited = np.empty_like(delivered), np.empty_like(delivered)
-        votes = np.empty(delivered.size, np.int64)
-        chunks = max(1, round(delivered.size / _CHUNK))
-        for number in range(chunks):
-            span = slice(delivered.size * number // chunks, delivered.size * (number + 1) // chunks)
-            if isinstance(places, slice):
-                at: _Array | slice = slice(places.start + span.start, places.start + span.stop)
-            else:
-                at = places[span]
-            moves[span], waited[span], votes[span] = self._advance_chunk(states, at, delivered[span])
-        return moves, waited, votes
-
-    def _advance_chunk(
-        self, states: list[_Array], at: _Array | slice, delivered: _Array
-    ) -> tuple[_Array, _Array, _Array | int]:
         last, first, second, *maxima = states
-        tau = np.maximum(self.scalars.clock - _read(last, at), 1)
-        last[at] = self.scalars.clock
-        waited = tau.astype(np.float32)
+        tau = np.maximum(self._clock - last.read(pieces, np.int32), 1)
+        last.write(pieces, np.full_like(tau, self._clock))
+        waited = tau.astype(self.wide)
         mean = delivered / waited
-        if self.control.maximize:
+        if self._control.maximize:
             np.negative(mean, out=mean)
         power1, complement1, power2, complement2, *shorter = self._of_delay(tau)
-        moment = _read(first, at)
+        moment = first.read(pieces, self.wide)
         votes = _votes(moment, mean)
         moment *= power1
         moment += complement1 * mean
-        first[at] = moment
-        old = _read(second, at)
+        first.write(pieces, moment)
+        old = second.read(pieces, self.wide)
         square = old * power2
         mean *= mean
         if shorter:
@@ -255,10 +242,10 @@ class _Step:
         square += complement2 * mean
         if shorter:
             np.minimum(square, shorter[0] * old + shorter[1] * mean, out=square)
-        second[at] = square
+        second.write(pieces, square)
         for maximum in maxima:
-            square = np.maximum(_read(maximum, at), square)
-            maximum[at] = square
+            square = np.maximum(maximum.read(pieces, self.wide), square)
+            maximum.write(pieces, square)
         move = np.sqrt(square, out=square)  # the next three lines make it the move of one dense step
         move /= self.scalars.root
         move += self.scalars.epsilon
@@ -267,27 +254,42 @@ class _Step:
     def _of_delay(self, tau: _Array) -> list[Any]:
         """Return the factors of the first moment and of the mean, then of the second moment and of the squared mean.
 
-        Unless every delivery is of one step, the results of :func:`forgetting` follow.
+        Unless every delivery is of one step, the results of :meth:`_forgetting` follow.
         """
-        longest = int(tau.max())
+        longest, betas = int(tau.max()), self._control.betas
         if longest >= _LOOKED_UP:
-            return self._forgetting(tau, _compute_of_delay(tau, self.control.betas))
+            return self._forgetting(tau, _compute_of_delay(tau, betas, self.wide))
         bits = longest.bit_length()
         if longest == 1:
-            return [row[1] for row in _table(bits, self.control.betas)]
-        if bits not in self.tables:
-            self.tables[bits] = self._forgetting(np.arange(1 << bits), _table(bits, self.control.betas))
+            return [row[1] for row in _table(bits, betas, self.wide)]
+        if bits not in self._of_bits:
+            self._of_bits[bits] = self._forgetting(np.arange(1 << bits), _table(bits, betas, self.wide))
         at = tau.astype(np.int64)
-        return [_take(row, at) for row in self.tables[bits]]
+        return [row.take(at, mode="wrap") for row in self._of_bits[bits]]
 
     def _forgetting(self, tau: _Array, rows: list[_Array]) -> list[_Array]:
-        waited, power, complement = (torch.from_numpy(each) for each in (tau.astype(np.float32), *rows[2:]))
-        return [*rows, *(each.numpy() for each in forgetting(waited, power, complement, self.numbers))]
+        """Return ``rows``, other factors of the second moment and of the squared mean, and the moment's weight.
+
+        With these, the moment weighs at most (b / (b + tau))^4 in the bias-corrected average, where
+        b = max(t - tau, 78), see :meth:`AdamControl.of`. The last result is its weight without this limit.
+        """
+        waited, power, complement = tau.astype(self.wide), *rows[2:]
+        before = np.maximum(self.scalars.steps - waited, MEMORY)
+        left = before / (before + waited)
+        limit = (left * left) * (left * left)
+        weight = 1 - complement * self.scalars.per_correction
+        above = (waited > 1) & (weight > limit)
+        power = np.where(above, power * (limit / weight), power)
+        return [*rows, power, np.where(above, self.scalars.correction * (1 - limit), complement), weight]
 
     def _are_outliers(self, held: _Array, square: _Array, weight: _Array) -> _Array:
-        of_torch = [torch.from_numpy(each) for each in (held, square, weight)]
-        found: _Array = is_outlier(of_torch[0], of_torch[1], of_torch[2], self.numbers).numpy()
-        return found
+        """Return which means are more than :data:`OUTLIER` times the root of the bias-corrected moment before.
+
+        ``held`` is what is left of that moment, with this ``weight``, and ``square`` the squared mean.
+        """
+        known = (held > 0) & (weight > LEAST_WEIGHT)
+        above: _Array = square * (self.scalars.correction * weight) > held * (OUTLIER * OUTLIER)
+        return known & above
 
     def catch_up_moves(
         self, moves: _Array, waited: _Array, votes: _Array, bounds: list[int], sizes: list[int], rms: _Array
@@ -302,20 +304,20 @@ class _Step:
         distance = factors * moves
         distance *= self.scalars.distance
         distance *= distance
-        np.fmin(distance, np.float32(LARGEST_SQUARE), out=distance)  # NaN counts as the largest
+        np.fmin(distance, self.wide(LARGEST_SQUARE), out=distance)  # NaN counts as the largest
         some = [i for i, (start, stop) in enumerate(pairwise(bounds)) if start < stop]  # reduceat needs an entry
         starts = [bounds[i] for i in some]
         totals = np.add.reduceat(distance.astype(np.int64), starts)
-        length = np.sqrt(totals.astype(np.float32) / np.array([sizes[i] for i in some], np.float32))
+        length = np.sqrt(totals.astype(self.wide) / np.array([sizes[i] for i in some], self.wide))
         reach = np.full_like(length, np.inf)
         if self.scalars.change != np.inf:
             reach = self.scalars.change * rms[some]
-            reach = np.where(reach > FINE, reach, np.float32(FINE))  # at least one learning rate, also if it is NaN
+            reach = np.where(reach > FINE, reach, self.wide(FINE))  # at least one learning rate, also if it is NaN
         for i in np.flatnonzero(length > reach):
             own = factors[bounds[some[i]] : bounds[some[i] + 1]]
             own *= reach[i] / length[i]
             np.maximum(own, 1, out=own)
-        steady = steadiness(torch.from_numpy(np.add.reduceat(votes, starts)), torch.float32).numpy()
+        steady = _steadiness(np.add.reduceat(votes, starts), self.wide)
         far = np.minimum(tau, self.scalars.steady, out=tau)
         factors += np.repeat(steady, np.diff([*starts, moves.size])) * np.subtract(far, factors, out=far)
         product: _Array = np.multiply(factors, moves, out=factors)
@@ -332,17 +334,21 @@ def _votes(before: _Array, mean: _Array) -> _Array:
     return votes
 
 
-def _read(array: _Array, at: _Array | slice) -> _Array:
-    return array[at].copy() if isinstance(at, slice) else _take(array, at)
+def _steadiness(votes: _Array, wide: _Type) -> _Array:
+    """Return the weight of a full catch-up, from 0 to 1, for the ``votes`` of tensors. See :meth:`AdamControl.of`."""
+    agree, disagree = votes & (DISAGREES - 1), votes >> 32
+    count = np.maximum(agree + disagree, 1).astype(wide)
+    weight: _Array = 4 * (((agree - disagree).astype(wide) - 3 * np.sqrt(count)) / count) - 1
+    return weight.clip(0, 1)
 
 
 @lru_cache(maxsize=64)
-def _table(bits: int, betas: tuple[float, float]) -> list[_Array]:
-    return _compute_of_delay(np.arange(1 << bits, dtype=np.int32), betas)
+def _table(bits: int, betas: tuple[float, float], wide: _Type) -> list[_Array]:
+    return _compute_of_delay(np.arange(1 << bits, dtype=np.int32), betas, wide)
 
 
-def _compute_of_delay(tau: _Array, betas: tuple[float, float]) -> list[_Array]:
-    delays = torch.from_numpy(tau)
-    tables = beta_tables(betas, torch.float32, delays.device)
+def _compute_of_delay(tau: _Array, betas: tuple[float, float], wide: _Type) -> list[_Array]:
+    delays, dtype = torch.from_numpy(tau), torch.float64 if wide is np.float64 else torch.float32
+    tables = beta_tables(betas, dtype, delays.device)
     rows = *decays(delays, tables[0], tables[1]), *decays(delays, tables[2], tables[3])
     return [row.numpy() for row in rows]

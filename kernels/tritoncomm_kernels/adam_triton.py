@@ -1,26 +1,48 @@
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators, allow-incomplete-defs
-"""Kernels of :mod:`tritoncomm_kernels.adam_many`: gather, update and scatter over the delivered coordinates.
+"""Kernels of :mod:`tritoncomm_kernels.adam_flat`: gather, update and scatter over the delivered coordinates.
 
 There are two kernels, because how far one coordinate moves depends on its whole tensor: on the distance that the tensor
 would move, and on how many of its entries agree in sign with their moments. The first kernel computes these two sums.
-The second computes the moves again and applies them. Only the sums are stored in between. A launch serves many tensors,
-and finds them through a table of addresses.
+The second computes the moves again and applies them. Only the sums are stored in between. Both are launched once,
+however many tensors there are: an entry finds its tensor by halving, in a table of addresses.
 """
 
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
 
 from tritoncomm_kernels import adam
-from tritoncomm_kernels.adam import DISAGREES, FINE, LARGEST_SQUARE, OUTLIER
-from tritoncomm_kernels.adam_layout import Row, Scalars
-from tritoncomm_kernels.devices import on
+from tritoncomm_kernels.adam import DISAGREES, FINE, LARGEST_SQUARE, OUTLIER, Scalars
+from tritoncomm_kernels.checks import channels_last
+from tritoncomm_kernels.dispatch import launch
 from tritoncomm_kernels.workspace import copied_to
 
 BLOCK, WARPS = 128, 4  # 256 spills on sm_90 in bf16 with Triton 3.6, and 512 on sm_80
+TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+class Row(NamedTuple):
+    """One tensor in a table of int64 numbers: addresses, then its size and place.
+
+    An address of 0 stands for a tensor that there is not. ``start`` is the index of the first element in the flat
+    vector. ``channels`` and ``positions`` are those of an image whose channels are innermost in memory.
+    """
+
+    parameter: int
+    gradient: int
+    first: int
+    second: int
+    last: int
+    param_rms: int
+    maximum: int
+    numel: int
+    start: int
+    channels: int
+    positions: int
+
 
 # Positions in ``control``, and columns in a table of tensors.
 STEPS = tl.constexpr(Scalars._fields.index("steps"))
@@ -46,8 +68,9 @@ LAST = tl.constexpr(Row._fields.index("last"))
 PARAM_RMS = tl.constexpr(Row._fields.index("param_rms"))
 MAXIMUM = tl.constexpr(Row._fields.index("maximum"))
 NUMEL = tl.constexpr(Row._fields.index("numel"))
-INDICES = tl.constexpr(Row._fields.index("indices"))
-ENTRIES = tl.constexpr(Row._fields.index("entries"))
+START = tl.constexpr(Row._fields.index("start"))
+CHANNELS = tl.constexpr(Row._fields.index("channels"))
+POSITIONS = tl.constexpr(Row._fields.index("positions"))
 SUMS = tl.constexpr(2)  # of a tensor: squared distance, then votes, both int64
 
 
@@ -71,7 +94,7 @@ def _decay(tau, table_ptr, POWERS: tl.constexpr):
 
 @triton.jit
 def _forgetting(waited, power, complement, control_ptr):
-    """Return other factors of the second moment and of the squared mean, see ``forgetting`` of the reference."""
+    """Return other factors of the second moment and of the squared mean, see the reference."""
     steps = tl.load(control_ptr + STEPS).to(tl.float32)
     correction = tl.load(control_ptr + CORRECTION).to(tl.float32)
     before = tl.maximum(steps - waited, MEMORY)
@@ -85,7 +108,7 @@ def _forgetting(waited, power, complement, control_ptr):
 
 @triton.jit
 def _is_outlier(held, square, weight, control_ptr):
-    """Return which means are far above their second moment, see ``is_outlier`` of the reference."""
+    """Return which means are far above their second moment, see the reference."""
     correction = tl.load(control_ptr + CORRECTION).to(tl.float32)
     known = (held > 0) & (weight > LEAST_WEIGHT)
     return known & (square * (correction * weight) > held * OUTLIER_SQUARED)
@@ -93,22 +116,20 @@ def _is_outlier(held, square, weight, control_ptr):
 
 @triton.jit
 def _step(
-    gradient_ptr, first_ptr, second_ptr, maximum_ptr, last_ptr, control_ptr, tables_ptr, at, inside, gradient_at,
+    gradient, first_ptr, second_ptr, maximum_ptr, last_ptr, control_ptr, tables_ptr, at, inside,
     AMSGRAD: tl.constexpr, MAXIMIZE: tl.constexpr, POWERS: tl.constexpr,
 ):  # fmt: skip
     """Return the new moments, the move of one dense step, the number of steps waited, and the vote.
 
-    The number of steps is negative for an outlier.
-
-    ``at`` are the coordinates, and ``gradient_at`` the positions of their gradients. A vote is 1 if the delivery has
-    the sign of the moment, and -1 if it has the other.
+    The number of steps is negative for an outlier. ``at`` are the places of the coordinates. A vote is 1 if the
+    delivery has the sign of the moment, and -1 if it has the other.
     """
     clock = tl.load(control_ptr + CLOCK).to(tl.int32)
     root = tl.load(control_ptr + ROOT).to(tl.float32)
     epsilon = tl.load(control_ptr + EPSILON).to(tl.float32)
     tau = tl.maximum(clock - tl.load(last_ptr + at, mask=inside, other=0), 1)
     waited = tau.to(tl.float32)
-    mean = tl.div_rn(tl.load(gradient_ptr + gradient_at, mask=inside, other=0.0).to(tl.float32), waited)
+    mean = tl.div_rn(gradient, waited)
     if MAXIMIZE:
         mean = -mean
     # The second moment comes first: fewer numbers are then kept over its divisions.
@@ -158,7 +179,7 @@ def _widened(votes, DISAGREES: tl.constexpr):
 
 @triton.jit
 def _steadiness(votes, DISAGREES: tl.constexpr):
-    """Return the weight of a full catch-up, from 0 to 1, see ``steadiness`` of :mod:`tritoncomm_kernels.adam`."""
+    """Return the weight of a full catch-up, from 0 to 1, see the reference."""
     agree = votes & (DISAGREES - 1)
     disagree = votes >> 32
     count = tl.maximum(agree + disagree, 1).to(tl.float32)
@@ -196,133 +217,178 @@ def _write(
 
 
 @triton.jit
-def _delivered_of(table_ptr, places_ptr, BLOCK: tl.constexpr):
-    """Return this program's tensor, its row, its coordinates, a mask of those inside, and their places in a list.
+def _owner(indices_ptr, table_ptr, count, tensors, steps, BLOCK: tl.constexpr, IMAGES: tl.constexpr):
+    """Return the lanes of this program, the tensor of each entry, its row and place there, and a mask of entries.
 
-    ``places`` has two numbers per program: the tensor, and the block of this tensor.
+    Without indices, every lane is an entry, and its number is the index.
     """
-    tensor = tl.load(places_ptr + 2 * tl.program_id(0))
-    row_ptr = table_ptr + tensor * COLUMNS
-    lane = tl.load(places_ptr + 2 * tl.program_id(0) + 1) * BLOCK + tl.arange(0, BLOCK)
-    indices = tl.load(row_ptr + INDICES)
-    count = tl.load(row_ptr + ENTRIES)
-    n = tl.load(row_ptr + NUMEL)
-    listed = tl.where(indices == 0, 0, count)  # an address of 0 means all coordinates
-    at = tl.load(indices.to(tl.pointer_type(tl.int64)) + lane, mask=lane < listed, other=-1)
-    at = tl.where(lane < listed, at, lane)
-    inside = (lane < count) & (at >= 0) & (at < n)
-    return tensor, row_ptr, at, inside, lane
+    lane = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    if indices_ptr is None:
+        index = tl.where(lane < count, lane, -1).to(tl.int64)
+    else:
+        index = tl.load(indices_ptr + lane, mask=lane < count, other=-1).to(tl.int64)
+    low = tl.zeros([BLOCK], tl.int32)
+    high = low + tensors
+    while steps > 0:  # number of tensors that start at the entry or before it
+        middle = low + (high - low) // 2
+        unknown = low < high
+        start = tl.load(table_ptr + middle.to(tl.int64) * COLUMNS + START, mask=unknown, other=0)
+        low = tl.where(unknown & (start <= index), middle + 1, low)
+        high = tl.where(unknown & (start > index), middle, high)
+        steps -= 1
+    held = (index >= 0) & (low > 0)
+    tensor = tl.where(held, low - 1, 0)
+    row_ptr = table_ptr + tensor.to(tl.int64) * COLUMNS
+    at = index - tl.load(row_ptr + START, mask=held, other=0)
+    inside = held & (at < tl.load(row_ptr + NUMEL, mask=held, other=0))
+    at = tl.where(inside, at, 0)
+    if IMAGES:  # the coordinate counts channels before positions, and memory positions before channels
+        channels = tl.load(row_ptr + CHANNELS, mask=inside, other=1)
+        positions = tl.load(row_ptr + POSITIONS, mask=inside, other=1)
+        within = at % (channels * positions)
+        at = at - within + within % positions * channels + within // positions
+    return lane, tensor, row_ptr, at, inside
 
 
 @triton.jit
-def _address(row_ptr, column, DTYPE: tl.constexpr):
-    return tl.load(row_ptr + column).to(tl.pointer_type(DTYPE))
+def _address(row_ptr, column, inside, DTYPE: tl.constexpr):
+    return tl.load(row_ptr + column, mask=inside, other=0).to(tl.pointer_type(DTYPE))
 
 
 @triton.jit
-def sums_many_kernel(
-    table_ptr, places_ptr, control_ptr, tables_ptr, total_ptr,
-    DTYPE: tl.constexpr, AMSGRAD: tl.constexpr, MAXIMIZE: tl.constexpr, POWERS: tl.constexpr,
-    LARGEST_SQUARE: tl.constexpr, DISAGREES: tl.constexpr, BLOCK: tl.constexpr,
-    COMPACT: tl.constexpr,
+def _gradient(values_ptr, row_ptr, lane, at, inside, DTYPE: tl.constexpr, GRADIENT_DTYPE: tl.constexpr):
+    """Return the gradients of entries in fp32: values, as ``DTYPE`` can hold them, or those of their tensors."""
+    if values_ptr is None:
+        gradient_ptr = _address(row_ptr, GRADIENT, inside, GRADIENT_DTYPE) + at
+        gradient = tl.load(gradient_ptr, mask=inside, other=0.0)
+    else:
+        gradient = tl.load(values_ptr + lane, mask=inside, other=0.0).to(DTYPE)
+    return gradient.to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["count", "tensors", "steps"], do_not_specialize_on_alignment=["indices_ptr"])
+def adam_sums_kernel(
+    indices_ptr, values_ptr, table_ptr, control_ptr, tables_ptr, total_ptr, count, tensors, steps,
+    DTYPE: tl.constexpr, GRADIENT_DTYPE: tl.constexpr, AMSGRAD: tl.constexpr, MAXIMIZE: tl.constexpr,
+    POWERS: tl.constexpr, LARGEST_SQUARE: tl.constexpr, DISAGREES: tl.constexpr, BLOCK: tl.constexpr,
+    IMAGES: tl.constexpr,
 ):  # fmt: skip
-    """Sum squared distances and votes of ``BLOCK`` coordinates of one tensor, in integers. Nothing is updated.
-
-    With ``COMPACT``, the gradients in the table are those of the delivered coordinates only.
-    """
-    tensor, row_ptr, at, inside, lane = _delivered_of(table_ptr, places_ptr, BLOCK)
+    """Sum squared distances and votes of the entries of each tensor, in integers. Nothing is updated."""
+    lane, tensor, row_ptr, at, inside = _owner(indices_ptr, table_ptr, count, tensors, steps, BLOCK, IMAGES)
     _, _, _, move, waited, vote = _step(
-        _address(row_ptr, GRADIENT, DTYPE), _address(row_ptr, FIRST, DTYPE), _address(row_ptr, SECOND, DTYPE),
-        _address(row_ptr, MAXIMUM, DTYPE), _address(row_ptr, LAST, tl.int32),
-        control_ptr, tables_ptr, at, inside, lane if COMPACT else at, AMSGRAD, MAXIMIZE, POWERS,
+        _gradient(values_ptr, row_ptr, lane, at, inside, DTYPE, GRADIENT_DTYPE),
+        _address(row_ptr, FIRST, inside, DTYPE), _address(row_ptr, SECOND, inside, DTYPE),
+        _address(row_ptr, MAXIMUM, inside, DTYPE), _address(row_ptr, LAST, inside, tl.int32),
+        control_ptr, tables_ptr, at, inside, AMSGRAD, MAXIMIZE, POWERS,
     )  # fmt: skip
     square, votes = _summed(move, waited, vote, control_ptr, LARGEST_SQUARE)
-    tl.atomic_add(total_ptr + SUMS * tensor, tl.sum(tl.where(inside, square, 0), axis=0), sem="relaxed")
-    votes = _widened(tl.sum(tl.where(inside, votes, 0), axis=0), DISAGREES)
-    tl.atomic_add(total_ptr + SUMS * tensor + 1, votes, sem="relaxed")
+    first = tl.min(tl.where(inside, tensor, tensors), axis=0)
+    last = tl.max(tl.where(inside, tensor, -1), axis=0)
+    if first == last:  # entries of one tensor are summed first: atomics at one address wait for each other
+        tl.atomic_add(total_ptr + SUMS * first, tl.sum(tl.where(inside, square, 0), axis=0), sem="relaxed")
+        summed = _widened(tl.sum(tl.where(inside, votes, 0), axis=0), DISAGREES)
+        tl.atomic_add(total_ptr + SUMS * first + 1, summed, sem="relaxed")
+    else:
+        tl.atomic_add(total_ptr + SUMS * tensor, square, mask=inside, sem="relaxed")
+        tl.atomic_add(total_ptr + SUMS * tensor + 1, _widened(votes, DISAGREES), mask=inside, sem="relaxed")
 
 
-@triton.jit
-def adam_many_kernel(
-    table_ptr, places_ptr, control_ptr, tables_ptr, total_ptr,
-    DTYPE: tl.constexpr, AMSGRAD: tl.constexpr, MAXIMIZE: tl.constexpr, POWERS: tl.constexpr,
-    FINE: tl.constexpr, DISAGREES: tl.constexpr, BLOCK: tl.constexpr,
-    COMPACT: tl.constexpr,
+@triton.jit(do_not_specialize=["count", "tensors", "steps"], do_not_specialize_on_alignment=["indices_ptr"])
+def adam_kernel(
+    indices_ptr, values_ptr, table_ptr, control_ptr, tables_ptr, total_ptr, count, tensors, steps,
+    DTYPE: tl.constexpr, GRADIENT_DTYPE: tl.constexpr, AMSGRAD: tl.constexpr, MAXIMIZE: tl.constexpr,
+    POWERS: tl.constexpr, FINE: tl.constexpr, DISAGREES: tl.constexpr, BLOCK: tl.constexpr,
+    IMAGES: tl.constexpr,
 ):  # fmt: skip
-    """Update ``BLOCK`` coordinates of one tensor. An index outside of it updates nothing. ``COMPACT`` is as above."""
-    tensor, row_ptr, at, inside, lane = _delivered_of(table_ptr, places_ptr, BLOCK)
-    parameter_ptr = _address(row_ptr, PARAMETER, DTYPE)
-    first_ptr = _address(row_ptr, FIRST, DTYPE)
-    second_ptr = _address(row_ptr, SECOND, DTYPE)
-    last_ptr = _address(row_ptr, LAST, tl.int32)
-    maximum_ptr = _address(row_ptr, MAXIMUM, DTYPE)
+    """Update ``BLOCK`` entries of the list. Padding, and entries of no tensor in the table, update nothing."""
+    lane, tensor, row_ptr, at, inside = _owner(indices_ptr, table_ptr, count, tensors, steps, BLOCK, IMAGES)
+    parameter_ptr = _address(row_ptr, PARAMETER, inside, DTYPE)
+    first_ptr = _address(row_ptr, FIRST, inside, DTYPE)
+    second_ptr = _address(row_ptr, SECOND, inside, DTYPE)
+    last_ptr = _address(row_ptr, LAST, inside, tl.int32)
+    maximum_ptr = _address(row_ptr, MAXIMUM, inside, DTYPE)
     parameter = tl.load(parameter_ptr + at, mask=inside, other=0.0).to(tl.float32)
     first, second, largest, move, waited, _ = _step(
-        _address(row_ptr, GRADIENT, DTYPE), first_ptr, second_ptr, maximum_ptr, last_ptr,
-        control_ptr, tables_ptr, at, inside, lane if COMPACT else at, AMSGRAD, MAXIMIZE, POWERS,
+        _gradient(values_ptr, row_ptr, lane, at, inside, DTYPE, GRADIENT_DTYPE),
+        first_ptr, second_ptr, maximum_ptr, last_ptr, control_ptr, tables_ptr, at, inside, AMSGRAD, MAXIMIZE, POWERS,
     )  # fmt: skip
     _write(
         parameter_ptr, first_ptr, second_ptr, maximum_ptr, last_ptr, control_ptr, at, inside,
-        parameter, first, second, largest, move, waited, tl.load(_address(row_ptr, PARAM_RMS, tl.float32)),
-        tl.load(total_ptr + SUMS * tensor), tl.load(total_ptr + SUMS * tensor + 1), tl.load(row_ptr + NUMEL),
+        parameter, first, second, largest, move, waited,
+        tl.load(_address(row_ptr, PARAM_RMS, inside, tl.float32), mask=inside, other=0.0),
+        tl.load(total_ptr + SUMS * tensor, mask=inside, other=0),
+        tl.load(total_ptr + SUMS * tensor + 1, mask=inside, other=0),
+        tl.load(row_ptr + NUMEL, mask=inside, other=1),
         AMSGRAD, FINE, DISAGREES, BLOCK,
     )  # fmt: skip
 
 
-def update_many(
+def table_of(
     parameters: Sequence[torch.Tensor],
-    gradients: Sequence[torch.Tensor],
-    first: Sequence[torch.Tensor],
-    second: Sequence[torch.Tensor],
-    last: Sequence[torch.Tensor],
-    param_rms: Sequence[torch.Tensor],
-    maximum: Sequence[torch.Tensor] | None,
-    indices: Sequence[torch.Tensor | None],
+    addresses: Sequence[Sequence[int]],
+    starts: Sequence[int],
+    gradients: Sequence[torch.Tensor] | None,
+) -> torch.Tensor:
+    """Return a :class:`Row` for each of ``parameters`` on their device.
+
+    ``addresses`` are those of the parameters, and of each field of their states.
+    """
+    parameter, first, second, last, param_rms, *maximum = addresses
+    rows = []
+    for i, tensor in enumerate(parameters):
+        channels, positions = (1, 1) if tensor.is_contiguous() else channels_last(tensor) or (1, 1)
+        rows.append(
+            Row(
+                parameter=parameter[i],
+                gradient=0 if gradients is None else gradients[i].data_ptr(),
+                first=first[i],
+                second=second[i],
+                last=last[i],
+                param_rms=param_rms[i],
+                maximum=maximum[0][i] if maximum else 0,
+                numel=tensor.numel(),
+                start=starts[i],
+                channels=channels,
+                positions=positions,
+            )
+        )
+    return copied_to(torch.tensor(rows, dtype=torch.int64), parameters[0].device)
+
+
+def update(
+    indices: torch.Tensor | None,
+    values: torch.Tensor | None,
+    table: torch.Tensor,
     control: torch.Tensor,
     tables: torch.Tensor,
+    count: int,
     *,
+    dtype: torch.dtype,
+    gradient_dtype: torch.dtype,
+    amsgrad: bool,
     maximize: bool,
-    compact: bool = False,
+    images: bool,
 ) -> None:
-    """Launch the kernels for many tensors once, on checked arguments. All floats are of one dtype and contiguous.
+    """Launch the kernels on checked arguments. ``count`` is the number of entries, not 0.
 
-    If ``compact``, each of ``gradients`` has one value per delivered coordinate.
-
-    One copy to the device holds the table of addresses, a :class:`~tritoncomm_kernels.adam_layout.Row` per tensor, and
-    the list of blocks, ``[blocks, 2]``, both int64. A block is a tensor's number and the block's number in that tensor.
+    Without ``values``, gradients of ``gradient_dtype`` are read from the tensors in the ``table``. ``images`` is True
+    if any of them has its channels innermost in memory.
     """
-    device = parameters[0].device
-    rows = [
-        Row(
-            parameter=parameter.data_ptr(),
-            gradient=gradients[i].data_ptr(),
-            first=first[i].data_ptr(),
-            second=second[i].data_ptr(),
-            last=last[i].data_ptr(),
-            param_rms=param_rms[i].data_ptr(),
-            maximum=0 if maximum is None else maximum[i].data_ptr(),
-            numel=parameter.numel(),
-            indices=0 if at is None else at.data_ptr(),
-            entries=parameter.numel() if at is None else at.numel(),
-        )
-        for i, (parameter, at) in enumerate(zip(parameters, indices, strict=True))
-    ]
-    blocks = [(i, j) for i, row in enumerate(rows) for j in range(triton.cdiv(row.entries, BLOCK))]
-    if not blocks:
-        return
-    table, places = np.array(rows, np.int64).reshape(-1), np.array(blocks, np.int64).reshape(-1)
-    on_device = copied_to(torch.from_numpy(np.concatenate([table, places])), device)
-    total = torch.zeros(SUMS.value * len(parameters), dtype=torch.int64, device=device)
-    arguments = on_device, on_device[table.size :], control, tables, total
-    dtype = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[parameters[0].dtype]
-    with on(parameters[0].device):
-        sums_many_kernel[(len(blocks),)](
-            *arguments, DTYPE=dtype, AMSGRAD=maximum is not None, MAXIMIZE=maximize,
-            POWERS=tables.numel() // 4, LARGEST_SQUARE=LARGEST_SQUARE, DISAGREES=DISAGREES, BLOCK=BLOCK,
-            COMPACT=compact, num_warps=WARPS, enable_fp_fusion=False,
-        )  # fmt: skip
-        adam_many_kernel[(len(blocks),)](
-            *arguments, DTYPE=dtype, AMSGRAD=maximum is not None, MAXIMIZE=maximize,
-            POWERS=tables.numel() // 4, FINE=FINE, DISAGREES=DISAGREES, BLOCK=BLOCK,
-            COMPACT=compact, num_warps=WARPS, enable_fp_fusion=False,
-        )  # fmt: skip
+    tensors = table.shape[0]
+    total = torch.zeros(SUMS.value * tensors, dtype=torch.int64, device=table.device)
+    arguments = indices, values, table, control, tables, total, count, tensors, tensors.bit_length()
+    options: dict[str, Any] = {
+        "like": table,
+        "warps": WARPS,
+        "DTYPE": TYPES[dtype],
+        "GRADIENT_DTYPE": TYPES[gradient_dtype],
+        "AMSGRAD": amsgrad,
+        "MAXIMIZE": maximize,
+        "POWERS": tables.numel() // 4,
+        "DISAGREES": DISAGREES,
+        "BLOCK": BLOCK,
+        "IMAGES": images,
+    }
+    grid = (triton.cdiv(count, BLOCK),)
+    launch(adam_sums_kernel, grid, *arguments, LARGEST_SQUARE=LARGEST_SQUARE, **options)
+    launch(adam_kernel, grid, *arguments, FINE=FINE, **options)

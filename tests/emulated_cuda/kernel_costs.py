@@ -227,48 +227,6 @@ def inner_of(value: Any) -> Any:
     return value
 
 
-class AdamMany(tritoncomm_kernels.AdamMany):
-    """Stands for the original, whose Triton route has one copy to the device and two kernels per dtype."""
-
-    def __init__(self, parameters: Sequence[torch.Tensor], states: tritoncomm_kernels.AdamStates) -> None:
-        self._on_gpu = any(True for _ in _tensors(parameters, CudaTensor))
-        self._arguments = {"parameters": parameters, "states": states}
-        super().__init__(inner_of(list(parameters)), inner_of(states))
-
-    def holds(self, parameters: Sequence[torch.Tensor], states: tritoncomm_kernels.AdamStates) -> bool:
-        if not self._on_gpu:
-            return super().holds(parameters, states)
-        held = [*_tensors([self._arguments["parameters"], self._arguments["states"]], CudaTensor)]
-        now = [*_tensors([parameters, states], CudaTensor)]
-        addresses = [[tensor.data_ptr() for tensor in tensors] for tensors in (held, now)]
-        return len(held) == len(now) and addresses[0] == addresses[1]
-
-    def update(self, gradients: Any, control: Any, indices: Any, *, keep: float = 1.0, values: Any = None) -> None:
-        given = {"gradients": gradients, "control": control, "indices": indices, "values": values}
-        if self._on_gpu:
-            enter("AdamMany.update", {**self._arguments, **given}, ("parameters", "states"))
-        super().update(**{name: inner_of(value) for name, value in given.items()}, keep=keep)
-        if self._on_gpu:
-            gpu = next(_tensors(self._arguments["parameters"], CudaTensor)).gpu
-            for cost in self.costs(control, indices, keep, values):
-                _charge("AdamMany.update", gpu, cost)
-
-    def costs(self, control: Any, indices: Any, keep: float, values: Any) -> Iterator[Cost]:
-        """Return the cost of an update for each group of tensors of one dtype, and for each other tensor.
-
-        Of a group: weight decay, the conversion of each half-precision value, the sums, which are cleared and then
-        computed, the update. The table of addresses is copied from pinned memory, so the host does not wait. Each
-        other tensor is updated by torch operators.
-        """
-        for group in self._groups:
-            converted = 0 if values is None or group.dtype == torch.float32 else len(group.positions)
-            yield Cost(3 + (keep != 1) + converted, 0)
-        for i in self._others:
-            listed = inner_of(indices[i])
-            empty = not self._columns[0][i].numel() or (listed is not None and not listed.numel())
-            yield FREE if empty else Cost(10, 2)
-
-
 class AdamFlat(tritoncomm_kernels.AdamFlat):
     """Stands for the original, whose Triton route has two kernels per dtype."""
 
@@ -283,27 +241,27 @@ class AdamFlat(tritoncomm_kernels.AdamFlat):
     ) -> bool:
         return super().holds(inner_of(list(parameters)), inner_of(states), starts)
 
-    def update(self, entries: Any, control: Any, *, keep: float = 1.0, gradients: Any = None) -> None:
-        given = {"entries": entries, "control": control, "gradients": gradients}
+    def update(
+        self, indices: Any, control: Any, *, values: Any = None, gradients: Any = None, keep: float = 1.0
+    ) -> None:
+        given = {"indices": indices, "control": control, "values": values, "gradients": gradients}
         on_gpu = [*_tensors([self._arguments["parameters"]], CudaTensor)]
         if on_gpu:
             enter("AdamFlat.update", {**self._arguments, **given}, ("parameters", "states"))
         super().update(**{name: inner_of(value) for name, value in given.items()}, keep=keep)
-        for cost in self.costs(entries, control, keep, gradients) if on_gpu else ():
+        for cost in self.costs(indices, keep) if on_gpu else ():
             _charge("AdamFlat.update", on_gpu[0].gpu, cost)
 
-    def costs(self, entries: Any, control: Any, keep: float, gradients: Any) -> Iterator[Cost]:
-        """Return the cost of the decay, of each group of tensors of one dtype, and of each other tensor.
+    def costs(self, indices: Any, keep: float) -> Iterator[Cost]:
+        """Return the cost of each group of tensors of one dtype, and of each other tensor.
 
-        Of a group: the copy of the table of addresses, from pinned memory, if gradients are read; the conversion of
-        values to half precision; the sums, which are cleared and then computed, the update. The others are updated by
-        torch operators, and the host reads where their entries are.
+        Of a group: the decay; the sums, which are cleared and then computed, the update. The table of addresses is
+        copied from pinned memory. The others are copied to the CPU, and back after their update.
         """
-        single = any(parameter.dtype == torch.float16 for parameter in self.parameters)
-        yield Cost((len(self.parameters) if single else 1) if keep != 1 else 0)
-        if not entries.room:
-            return
-        for dtype in self._together:
-            yield Cost(3 + (dtype != torch.float32 and gradients is None))
-        others = len(self.parameters) - sum(map(len, self._together.values()))
-        yield Cost(10 * others, 2 * others + (others > 0))
+        for kind, positions in self._kinds.items():
+            if kind.fits:
+                decays = 0 if keep == 1 else len(positions) if kind.dtypes[0] == torch.float16 else 1
+                yield Cost(decays + (3 if indices is None or indices.numel() else 0))
+            else:
+                copied = len(positions) * (len(kind.dtypes) + 1)
+                yield Cost(copied, copied + 3)

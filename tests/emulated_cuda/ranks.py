@@ -177,7 +177,7 @@ def installed(network: Network) -> Iterator[None]:
             patch(mock.patch.object(sharded, "device", property(lambda self: self._local_tensor.device)))
             patch(mock.patch.object(sharded, "is_cuda", property(lambda self: self._local_tensor.is_cuda)))
         replacements = kernel_costs.declared()
-        replacements |= {made.__base__: made for made in (kernel_costs.AdamMany, kernel_costs.AdamFlat)}
+        replacements |= {made.__base__: made for made in (kernel_costs.AdamFlat,)}
         for module, name, value in _uses(replacements):
             patch(mock.patch.object(module, name, value))
         torch._C._distributed_c10d._set_thread_isolation_mode(True)

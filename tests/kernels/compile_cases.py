@@ -10,7 +10,6 @@ import triton
 import triton.language as tl
 
 from tritoncomm_kernels import (
-    adam_flat_triton,
     adam_triton,
     block_float,
     block_float_triton,
@@ -53,13 +52,11 @@ TYPES = {
     "control_ptr": "*fp64",
 }
 
-# Adam's step, and the sums that it needs, as the kernels are launched.
+# What both kernels of Adam's step are launched with.
 ADAM = {
     "AMSGRAD": False, "MAXIMIZE": False, "POWERS": 31, "DISAGREES": DISAGREES, "BLOCK": adam_triton.BLOCK,
-    "COMPACT": False,
 }  # fmt: skip
 ADAM_OPTIONS = {"AMSGRAD": True, "MAXIMIZE": True}
-STEP, SUMS = {"FINE": FINE}, {"LARGEST_SQUARE": LARGEST_SQUARE}
 
 
 @dataclass(frozen=True)
@@ -274,55 +271,32 @@ def rebalancing() -> list[Case]:
     ]
 
 
-def adam_of_many() -> list[Case]:
-    """Return the cases of Adam's step of many tensors."""
-    plain = ADAM
+def adam() -> list[Case]:
+    """Return the cases of Adam's step: of a list, and of a whole vector, with values or gradients."""
+    plain = ADAM | {"IMAGES": False, "GRADIENT_DTYPE": tl.float32}
     options = plain | ADAM_OPTIONS
+    images, whole, reading = {"IMAGES": True}, {"indices_ptr": None}, {"values_ptr": None}
     return [
         Case(f"{name}{suffix}", kernel, chosen | own | {"DTYPE": dtype}, adam_triton.WARPS, {}, adam_triton.BLOCK)
         for name, kernel, own in (
-            ("adam of many", adam_triton.adam_many_kernel, STEP),
-            ("adam's sums of many", adam_triton.sums_many_kernel, SUMS),
+            ("adam", adam_triton.adam_kernel, {"FINE": FINE}),
+            ("adam's sums", adam_triton.adam_sums_kernel, {"LARGEST_SQUARE": LARGEST_SQUARE}),
         )
         for suffix, chosen, dtype in (
             ("", plain, tl.float32),
             (", all options", options, tl.float32),
-            (", compact", plain | {"COMPACT": True}, tl.float32),
-            (", compact, all options", options | {"COMPACT": True}, tl.float32),
+            (", gradients, all options", options | reading, tl.float32),
             (", bf16", plain, tl.bfloat16),
             (", fp16", plain, tl.float16),
-        )
-    ]
-
-
-def adam_of_a_list() -> list[Case]:
-    """Return the cases of Adam's step of a flat list of entries."""
-    plain = ADAM | {"BLOCK": adam_flat_triton.BLOCK}
-    plain |= {"COMPACT": True, "IMAGES": False}
-    options = plain | ADAM_OPTIONS
-    return [
-        Case(
-            f"{name}{suffix}",
-            kernel,
-            chosen | own | {"DTYPE": dtype},
-            adam_flat_triton.WARPS,
-            {"delivered_ptr": f"*{kind}"},
-            adam_flat_triton.BLOCK,
-        )
-        for name, kernel, own in (
-            ("adam of a list", adam_flat_triton.adam_flat_kernel, STEP),
-            ("adam's sums of a list", adam_flat_triton.sums_flat_kernel, SUMS),
-        )
-        for suffix, chosen, dtype, kind in (
-            ("", plain, tl.float32, "fp32"),
-            (", all options", options, tl.float32, "fp32"),
-            (", gradients, all options", options | {"COMPACT": False}, tl.float32, "i32"),
-            (", bf16", plain, tl.bfloat16, "bf16"),
-            (", fp16", plain, tl.float16, "fp16"),
-            (", gradients, bf16", plain | {"COMPACT": False}, tl.bfloat16, "i32"),
-            (", gradients, fp16", plain | {"COMPACT": False}, tl.float16, "i32"),
-            (", images, all options", options | {"IMAGES": True}, tl.float32, "fp32"),
-            (", images, gradients", plain | {"IMAGES": True, "COMPACT": False}, tl.float32, "i32"),
+            (", gradients, bf16", plain | reading | {"GRADIENT_DTYPE": tl.bfloat16}, tl.bfloat16),
+            (", gradients, fp16", plain | reading | {"GRADIENT_DTYPE": tl.float16}, tl.float16),
+            (", fp32 gradients, bf16", plain | reading, tl.bfloat16),
+            (", images, all options", options | images, tl.float32),
+            (", images, gradients", plain | images | reading, tl.float32),
+            (", whole vector", plain | whole, tl.float32),
+            (", whole vector, all options", options | whole, tl.float32),
+            (", whole vector, gradients, bf16", plain | whole | reading | {"GRADIENT_DTYPE": tl.bfloat16}, tl.bfloat16),
+            (", images, whole vector", options | images | whole, tl.float32),
         )
     ]
 
@@ -338,8 +312,7 @@ def cases() -> list[Case]:
         *quantized_mean(),
         *midrise_mean(),
         *rebalancing(),
-        *adam_of_many(),
-        *adam_of_a_list(),
+        *adam(),
     ]
 
 

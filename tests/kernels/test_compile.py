@@ -45,7 +45,7 @@ def test_compiles_without_spills(name: str, target: str) -> None:
 
 def test_barrier_before_updating() -> None:
     """Loads and stores of one address may be in different threads, so the kernel has a barrier between them."""
-    lines = compiled("adam of many", "sm_90").ir.splitlines()
+    lines = compiled("adam", "sm_90").ir.splitlines()
     loads, stores, barriers = (
         [i for i, line in enumerate(lines) if word in line] for word in ("tt.load", "tt.store", "barrier")
     )
@@ -120,16 +120,16 @@ def everything() -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         floats = [[torch.ones(n, dtype=dtype)] for _ in range(4)]
         states = kernels.AdamStates(floats[0], floats[1], [indices], [torch.ones(())])
-        kernels.AdamMany(floats[2], states).update(floats[3], control, [indices.long()[:3]])
-        flat, entries = kernels.AdamFlat(floats[2], states, [0]), kernels.Padded(indices, x)
-        flat.update(entries, control)
-        flat.update(entries, control, gradients=floats[3])
+        flat = kernels.AdamFlat(floats[2], states, [0])
+        for listed in (indices, None):
+            flat.update(listed, control, values=x)
+            flat.update(listed, control, gradients=floats[3])
     image = torch.ones(2, 3, 4, 4).to(memory_format=torch.channels_last)
     images = [[image.clone()] for _ in range(4)]
     states = kernels.AdamStates(images[0], images[1], [image.int()], [torch.ones(())])
     flat = kernels.AdamFlat(images[2], states, [0])
-    flat.update(entries, control)
-    flat.update(entries, control, gradients=images[3])
+    flat.update(indices, control, values=x)
+    flat.update(indices, control, gradients=images[3])
 
 
 def static_form(rows: int) -> None:
@@ -202,7 +202,7 @@ def test_wide_accesses(name: str, target: str) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["add rows", "add rows, union", "place, add", "adam of many", "adam of a list"],
+    ["add rows", "add rows, union", "place, add", "adam"],
 )
 def test_no_inferred_fusion(name: str) -> None:
     """Products and sums that the reference rounds separately are not fused."""

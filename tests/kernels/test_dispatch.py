@@ -82,21 +82,17 @@ def rebalanced(**changes: object) -> None:
     kernels.rebalance(**{"iteration": 0, "block": 4, "numel": 32, "min_blocks": 1} | arguments)
 
 
-def stepped(**changes: torch.Tensor) -> None:
-    """Call adam_update() with valid arguments, except for ``changes``."""
-    control = kernels.AdamControl.of(
-        steps=1, learning_rate=0.1, betas=(0.9, 0.99), epsilon=1e-8, max_catch_up=20, device=X.device
-    )
+def stepped(*, indices: torch.Tensor = I8, **changes: torch.Tensor) -> None:
+    """Take a step of Adam with valid arguments, except for ``changes``."""
     tensors = {"first": X.clone(), "second": X.clone(), "last": I8, "param_rms": ONE} | changes
-    indices = tensors.pop("indices", None)
-    kernels.adam_update(X.clone(), X, kernels.AdamState(**tensors), control, indices)
+    states = kernels.AdamStates(**{name: [tensor] for name, tensor in tensors.items()})
+    kernels.AdamFlat([X.clone()], states, [0]).update(indices, None, values=X)
 
 
 ONE, LONG = torch.ones(1), torch.ones(9000)
 COUNT = torch.zeros(1, dtype=torch.int64)
 REJECTED: dict[str, Callable[[], object]] = {
     "gradient has dtype torch.float64": lambda: added(X, X.double(), X.clone()),
-    "param_rms has 8 elements, expected 1": lambda: stepped(param_rms=X),
     "gradient has 4 elements, expected 8": lambda: added(X, X[:4], X.clone()),
     "gradient is on meta: move it to cpu": lambda: added(X, X.to("meta"), X.clone()),
     "out is on meta: move it to cpu": lambda: added(X, X, X.to("meta")),
@@ -127,10 +123,11 @@ REJECTED: dict[str, Callable[[], object]] = {
     r"lists\[0\].indices is not contiguous": lambda: kernels.merge([(I8[::2], X[:4])], 8),
     r"lists\[0\].indices has dtype torch.int64": lambda: kernels.merge([(I8.long(), X)], 8),
     "numel=-1 is not in": lambda: kernels.merge([(I8, X)], -1),
-    r"second has shape \(4,\) on cpu: expected \(8,\)": lambda: stepped(second=X[:4]),
+    "param_rms has 8 elements, expected 1": lambda: stepped(param_rms=X),
+    r"a state has shape \(4,\) on cpu: expected \(8,\)": lambda: stepped(second=X[:4]),
     r"last has dtype torch.float32": lambda: stepped(last=X),
-    "indices has dtype torch.int32": lambda: stepped(indices=I8),
-    "indices is not contiguous": lambda: stepped(indices=torch.arange(8)[::2]),
+    "indices has dtype torch.int64": lambda: stepped(indices=I8.long()),
+    "indices is not contiguous": lambda: stepped(indices=torch.arange(8, dtype=torch.int32)[::2]),
     "counts shares memory with blocks": lambda: rebalanced(blocks=I8),
     "lists is empty": lambda: kernels.merge([], 8),
     r"index outside \[0, 8\)": lambda: kernels.merge([(I8 + 8, X)], 8),

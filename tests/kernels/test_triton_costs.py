@@ -215,29 +215,9 @@ def test_every_row_has_a_case() -> None:
     assert {kernel for kernel, _ in CASES.values()} == set(kernel_costs.declared())
 
 
+@pytest.mark.parametrize("indices", [None, _ints(3, 41, 50, -1)])
 @pytest.mark.parametrize(("keep", "half"), [(1.0, False), (0.9, False), (0.9, True)])
-def test_adam_of_many_tensors_costs_what_the_table_says(keep: float, half: bool) -> None:
-    """Launches are equal. The copy of the table of addresses is no copy here, so its synchronization is not seen."""
-    dtype = torch.bfloat16 if half else torch.float32
-    parameters = [vector(n).to(dtype) for n in (40, 700)]
-    states = kernels.AdamStates(
-        *([torch.zeros_like(parameter) for parameter in parameters] for _ in range(2)),
-        [torch.zeros_like(parameter, dtype=torch.int32) for parameter in parameters],
-        [torch.tensor(1.0) for _ in parameters],
-    )
-    many = kernel_costs.AdamMany(parameters, states)
-    control = _control()
-    values = [vector(3) for _ in parameters]
-    arguments = [torch.zeros_like(parameter) for parameter in parameters], control, [torch.arange(3)] * 2
-    with kernels_from("triton"):
-        many.update(*arguments, keep=keep, values=values)
-        with counting() as count:
-            many.update(*arguments, keep=keep, values=values)
-    assert [count.launches] == [cost.launches for cost in many.costs(control, arguments[2], keep, values)]
-
-
-@pytest.mark.parametrize(("keep", "half"), [(1.0, False), (0.9, False), (0.9, True)])
-def test_adam_of_a_flat_list_costs_what_the_table_says(keep: float, half: bool) -> None:
+def test_adam_costs_what_the_table_says(keep: float, half: bool, indices: torch.Tensor | None) -> None:
     """Launches are equal, and the host reads nothing."""
     dtype = torch.bfloat16 if half else torch.float32
     parameters = [vector(n).to(dtype) for n in (40, 700)]
@@ -247,11 +227,10 @@ def test_adam_of_a_flat_list_costs_what_the_table_says(keep: float, half: bool) 
         [torch.tensor(1.0) for _ in parameters],
     )
     flat = kernel_costs.AdamFlat(parameters, states, [0, 40])
-    control = _control()
-    entries = kernels.Padded(_ints(3, 41, 50, -1), vector(4))
+    arguments = {"indices": indices, "control": _control(), "values": vector(740 if indices is None else 4)}
     with kernels_from("triton"):
-        flat.update(entries, control, keep=keep)
+        flat.update(**arguments, keep=keep)
         with counting() as count:
-            flat.update(entries, control, keep=keep)
-    costs = [*flat.costs(entries, control, keep, None)]
+            flat.update(**arguments, keep=keep)
+    costs = [*flat.costs(indices, keep)]
     assert (count.launches, count.syncs) == (sum(cost.launches for cost in costs), sum(cost.syncs for cost in costs))

@@ -13,6 +13,7 @@ import test_block_float_triton as block_float
 import test_midrise_triton as midrise
 import test_padded_triton as padded
 import test_section_rows_triton as section_rows
+import test_triton_adam_flat as adam
 import test_triton_scatter as scatter
 import test_triton_select as select
 from hypothesis import Phase, settings
@@ -97,67 +98,74 @@ SCATTERING = {
     "rotation undone the wrong way": Mutant("rebalance", "lane - rot", "lane + rot", scatter.test_rebalance),
     "floor ignored": Mutant("rebalance", "left_over < least", "left_over < 0", scatter.test_rebalance),
     "delivery not remembered": Mutant(
-        "adam", "tl.int32) + tl.load(control_ptr + STEPS).to(tl.int32),", "tl.int32),", scatter.test_adam_many
+        "adam", "tl.int32) + tl.load(control_ptr + STEPS).to(tl.int32),", "tl.int32),", adam.test_adam_flat
     ),
-    "no limit on catching up": Mutant("adam", "tl.minimum(waited, limit)", "waited", scatter.test_adam_many),
-    "no limit on a tensor's change": Mutant(
-        "adam", "length > reach", "length > reach + 3.4e38", scatter.test_adam_many
-    ),
+    "no limit on catching up": Mutant("adam", "tl.minimum(waited, limit)", "waited", adam.test_adam_flat),
+    "no limit on a tensor's change": Mutant("adam", "length > reach", "length > reach + 3.4e38", adam.test_adam_flat),
     "less than a dense step": Mutant(
-        "adam", "tl.div_rn(reach, length), 1.0)", "tl.div_rn(reach, length), 0.0)", scatter.test_adam_many
+        "adam", "tl.div_rn(reach, length), 1.0)", "tl.div_rn(reach, length), 0.0)", adam.test_adam_flat
     ),
-    "no param_rms": Mutant("adam", " * param_rms", "", scatter.test_adam_many),
+    "no param_rms": Mutant("adam", " * param_rms", "", adam.test_adam_flat),
     "NaN is no limit": Mutant(
-        "adam", "tl.where(reach > FINE, reach, FINE)", "tl.where(reach < FINE, FINE, reach)", scatter.test_adam_many
+        "adam", "tl.where(reach > FINE, reach, FINE)", "tl.where(reach < FINE, FINE, reach)", adam.test_adam_flat
     ),
     "NaN left out of sums": Mutant(
-        "adam", "LARGEST_SQUARE, square, LARGEST_SQUARE", "LARGEST_SQUARE, square, 0.0", scatter.test_adam_many
+        "adam", "LARGEST_SQUARE, square, LARGEST_SQUARE", "LARGEST_SQUARE, square, 0.0", adam.test_adam_flat
     ),
-    "sums of many in one": Mutant(
-        "adam",
-        "total_ptr + SUMS * tensor, tl.sum",
-        "total_ptr, tl.sum",
-        scatter.test_adam_many,
+    "sums of tensors in one": Mutant(
+        "adam", "total_ptr + SUMS * tensor, square", "total_ptr + 0 * tensor, square", adam.test_adam_flat
     ),
-    "votes of many in one": Mutant(
-        "adam", "total_ptr + SUMS * tensor + 1, votes", "total_ptr + 1, votes", scatter.test_adam_many
+    "sum of one tensor in the first": Mutant(
+        "adam", "total_ptr + SUMS * first, tl.sum", "total_ptr, tl.sum", adam.test_adam_flat
     ),
-    "every vote agrees": Mutant(
-        "adam", "tl.where(mean < 0, -1, 0)", "tl.where(mean < 0, 1, 0)", scatter.test_adam_many
+    "votes of one tensor in the first": Mutant(
+        "adam", "total_ptr + SUMS * first + 1", "total_ptr + 1", adam.test_adam_flat
     ),
-    "zero votes": Mutant("adam", "tl.where(before > 0, 1, tl", "tl.where(before >= 0, 1, tl", scatter.test_adam_many),
-    "chance is steady": Mutant("adam", " - 3 * tl.sqrt_rn(count), count", ", count", scatter.test_adam_many),
+    "votes of tensors in one": Mutant(
+        "adam", "total_ptr + SUMS * tensor + 1, _widened", "total_ptr + 1 + 0 * tensor, _widened", adam.test_adam_flat
+    ),
+    "values in another dtype than the parameter": Mutant(
+        "adam", "mask=inside, other=0.0).to(DTYPE)", "mask=inside, other=0.0)", adam.test_adam_flat
+    ),
+    "every vote agrees": Mutant("adam", "tl.where(mean < 0, -1, 0)", "tl.where(mean < 0, 1, 0)", adam.test_adam_flat),
+    "zero votes": Mutant("adam", "tl.where(before > 0, 1, tl", "tl.where(before >= 0, 1, tl", adam.test_adam_flat),
+    "chance is steady": Mutant("adam", " - 3 * tl.sqrt_rn(count), count", ", count", adam.test_adam_flat),
     "no limit where steady": Mutant(
         "adam",
         "tl.minimum(tl.abs(waited), tl.load(control_ptr + STEADY).to(tl.float32))",
         "tl.abs(waited)",
-        scatter.test_adam_many,
+        adam.test_adam_flat,
     ),
-    "blocks of many repeated": Mutant(
-        "adam", "tl.load(places_ptr + 2 * tl.program_id(0) + 1) * BLOCK", "0", scatter.test_adam_many
+    "channels as positions": Mutant(
+        "adam", "within % positions * channels + within // positions", "within", adam.test_adam_flat
     ),
-    "compact values as gradients": Mutant("adam", "lane if COMPACT else at", "at", scatter.test_adam_many),
+    "gradients in another dtype": Mutant(
+        "adam",
+        "_address(row_ptr, GRADIENT, inside, GRADIENT_DTYPE)",
+        "_address(row_ptr, GRADIENT, inside, DTYPE)",
+        adam.test_gradients_of_another_dtype,
+    ),
     "no limit on walking": Mutant(
         "adam",
         "tl.minimum(tl.minimum(waited, limit), walk * tl.sqrt_rn(tl.abs(waited)))",
         "tl.minimum(waited, limit)",
-        scatter.test_adam_many,
+        adam.test_adam_flat,
     ),
-    "outliers catch up": Mutant("adam", "waited - 2 * waited, waited)", "waited, waited)", scatter.test_adam_many),
+    "outliers catch up": Mutant("adam", "waited - 2 * waited, waited)", "waited, waited)", adam.test_adam_flat),
     "outliers by the moment as it is": Mutant(
-        "adam", "square * (correction * weight) > held", "square > held", scatter.test_adam_many
+        "adam", "square * (correction * weight) > held", "square > held", adam.test_adam_flat
     ),
     "growth is forgotten": Mutant(
         "adam",
         "tl.where((shorter < second) | (shorter != shorter), shorter, second)",
         "shorter",
-        scatter.test_adam_many,
+        adam.test_adam_flat,
     ),
     "nothing is forgotten": Mutant(
-        "adam", "(waited > 1) & (weight > limit)", "(waited > 1) & (weight > 1)", scatter.test_adam_many
+        "adam", "(waited > 1) & (weight > limit)", "(waited > 1) & (weight > 1)", adam.test_adam_flat
     ),
     "a memory of the past alone": Mutant(
-        "adam", "tl.maximum(steps - waited, MEMORY)", "steps - waited", scatter.test_adam_many
+        "adam", "tl.maximum(steps - waited, MEMORY)", "steps - waited", adam.test_adam_flat
     ),
 }
 PACKING = {
@@ -332,8 +340,6 @@ SEEN_BY = {
     "tail taken for a whole tile": "bounds",
     "beyond the capacity": "bounds",
     "rotation undone the wrong way": "bounds",
-    "blocks of many repeated": "race",
-    "compact values as gradients": "bounds",
     "positions beyond the room": "bounds",
     "padding stays between entries": "race",
     "values before the first": "bounds",

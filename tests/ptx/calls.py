@@ -97,19 +97,13 @@ def lists(guarded: Guarded) -> list[list[int]]:
     return [*map(bits, found), bits(before), bits(x)]
 
 
-def many(guarded: Guarded) -> list[list[int]]:
-    """Return two parameters and their moments after an update of both, of which one has a delivered part."""
+def adam(guarded: Guarded) -> list[list[int]]:
+    """Return two parameters and their moments after two updates: from a list with padding, and of all coordinates."""
     columns, states, control = _adam_of_two(guarded)
-    at = torch.arange(0, 33, 3)
-    kernels.AdamMany(columns[0], states).update(columns[1], control, [None, at], keep=0.999)
-    return [bits(tensor) for column in (columns[0], states.first, states.second, states.last) for tensor in column]
-
-
-def flat(guarded: Guarded) -> list[list[int]]:
-    """Return the same after an update from a list of entries, with padding, of the vector that holds both."""
-    columns, states, control = _adam_of_two(guarded)
-    entries = kernels.Padded(*(guarded.of(part[0]) for part in padded_rows(733, [(0.8, 4)], "normal", spare=3)))
-    kernels.AdamFlat(columns[0], states, [0, 700]).update(entries, control, keep=0.999, gradients=None)
+    indices, values = (guarded.of(part[0]) for part in padded_rows(733, [(0.8, 4)], "normal", spare=3))
+    flat = kernels.AdamFlat(columns[0], states, [0, 700])
+    flat.update(indices, control, values=values, keep=0.999)
+    flat.update(None, control, gradients=columns[1])
     return [bits(tensor) for column in (columns[0], states.first, states.second, states.last) for tensor in column]
 
 
@@ -129,6 +123,6 @@ CALLS = {
     call.__name__: call
     for call in (
         *(select, expand, top, merge, sections, rebalance, segments, rounded),
-        *(lists, many, flat),
+        *(lists, adam),
     )
 }

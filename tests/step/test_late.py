@@ -11,14 +11,14 @@ import tritoncomm
 from test_rules import Lion
 from torch import nn
 from tritoncomm.primitives.sparse_vector import SparseVector
-from tritoncomm.step.exchange.layout import BucketLayout
+from tritoncomm.step.exchange.layout import BucketLayout, Delivered
 from tritoncomm.step.rules.choose import exchanges_updates, find_rule
 from tritoncomm.step.rules.late import LateRule
 from tritoncomm.step.rules.lion import LateLion
 from tritoncomm.step.rules.sgd import LateSGD
 from tritoncomm.step.settings import WrapOptions
 
-from aged import Aged
+from deliveries import ages_of, begin_step, forget_ages, take_step
 from tritoncomm_kernels import Padded
 
 RATE, DECAY = 0.01, 0.1
@@ -77,11 +77,11 @@ def test_options_outside_of_groups(name: str, value: object) -> None:
 def test_delivered_at_once_is_the_optimizer_itself() -> None:
     """If every coordinate is delivered in every step, the result is Lion's."""
     (ours, lion), (theirs, plain) = made(), made()
-    rule = Aged(LateLion.from_options(lion, WrapOptions()))
+    rule = LateLion.from_options(lion, WrapOptions())
     for given in gradients(6):
         for one, other, gradient in zip(ours, theirs, given, strict=True):
             one.grad, other.grad = gradient.clone(), gradient.clone()
-        rule.step(ours, [None, None])
+        take_step(rule, ours, [None, None])
         plain.step()
     for one, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(one, other)
@@ -92,11 +92,11 @@ def test_a_late_sum() -> None:
     """After tau steps, a coordinate moves by f learning rates, and its average by tau steps of the mean gradient."""
     parameter = nn.Parameter(torch.full((10,), 1000.0))
     lion = Lion([parameter], lr=RATE, weight_decay=0.0)
-    rule = Aged(LateLion.from_options(lion, WrapOptions()))
+    rule = LateLion.from_options(lion, WrapOptions())
     for step in range(16):
         last = step == 15
         parameter.grad = torch.full((10,), 16.0 if last else 0.0)
-        rule.step([parameter], [torch.tensor([3])] if last else [torch.tensor([], dtype=torch.int64)])
+        take_step(rule, [parameter], [torch.tensor([3])] if last else [torch.tensor([], dtype=torch.int64)])
     moved = torch.zeros(10)
     moved[3] = RATE * 12  # 16 steps, and 3 times their root at most
     torch.testing.assert_close(1000.0 - parameter.detach(), moved, rtol=0, atol=1e-3)
@@ -109,11 +109,11 @@ def test_catching_up_is_limited_by_the_tensor() -> None:
     """A tensor moves by a twentieth of its norm at most, unless dense steps would move it further."""
     for start, factor in ((1.0, 0.05 / RATE), (1e-3, 1.0)):
         parameter = nn.Parameter(torch.full((100,), start))
-        rule = Aged(LateLion.from_options(Lion([parameter], lr=RATE, weight_decay=0.0), WrapOptions()))
+        rule = LateLion.from_options(Lion([parameter], lr=RATE, weight_decay=0.0), WrapOptions())
         for step in range(16):
             last = step == 15
             parameter.grad = torch.ones(100)
-            rule.step([parameter], [torch.arange(100 if last else 0)])
+            take_step(rule, [parameter], [torch.arange(100 if last else 0)])
         torch.testing.assert_close(start - parameter.detach(), torch.full((100,), RATE * factor))
 
 
@@ -138,10 +138,10 @@ def test_sgd_has_a_rule_with_momentum() -> None:
 def test_sgd_refuses_options_by_name(option: dict[str, object]) -> None:
     """Those of a group that the rule cannot honour are refused, also when they come later."""
     (name, value), optimizer = *option.items(), sgd([nn.Parameter(torch.ones(4))])
-    rule = Aged(LateSGD.from_options(optimizer, WrapOptions()))
+    rule = LateSGD.from_options(optimizer, WrapOptions())
     optimizer.param_groups[0][name] = value
     with pytest.raises(tritoncomm.ConfigurationError, match=f"{name}={value}.*leave it out"):
-        rule.rule.check_options()
+        rule.check_options()
 
 
 @pytest.mark.parametrize("options", [{}, {"nesterov": True}, {"maximize": True}, {"momentum": 1.0}], ids=str)
@@ -149,12 +149,12 @@ def test_sgd_delivered_at_once_is_the_optimizer_itself(options: dict[str, bool])
     """If every coordinate is delivered in every step, the result is torch's to the bit, which can continue from it."""
     (ours, _), (theirs, _) = made(), made()
     late, plain = sgd(ours, **options), sgd(theirs, **options)
-    rule = Aged(LateSGD.from_options(late, WrapOptions()))
+    rule = LateSGD.from_options(late, WrapOptions())
     for step, given in enumerate(gradients(8)):
         for one, other, gradient in zip(ours, theirs, given, strict=True):
             one.grad, other.grad = gradient.clone(), gradient.clone()
         if step < 6:
-            rule.step(ours, [None, None])
+            take_step(rule, ours, [None, None])
         else:
             late.step()
         plain.step()
@@ -168,11 +168,11 @@ def test_a_late_sum_of_sgd(nesterov: bool) -> None:
     """The momentum is that of tau steps of the mean gradient, and moves the coordinate tau times. Then it rests."""
     parameter = nn.Parameter(torch.full((10,), 1000.0))
     late = sgd([parameter], nesterov=nesterov)
-    rule = Aged(LateSGD.from_options(late, WrapOptions()))
+    rule = LateSGD.from_options(late, WrapOptions())
     for step in range(20):
         last = step == 15
         parameter.grad = torch.full((10,), 48.0 if last else 0.0)
-        rule.step([parameter], [torch.tensor([3])] if last else [torch.tensor([], dtype=torch.int64)])
+        take_step(rule, [parameter], [torch.tensor([3])] if last else [torch.tensor([], dtype=torch.int64)])
     momentum = 3 * (1 - 0.5**16) / (1 - 0.5)
     moved = torch.zeros(10)
     moved[3] = RATE * 16 * (3 + 0.5 * momentum if nesterov else momentum)
@@ -184,11 +184,11 @@ def test_a_late_sum_of_sgd(nesterov: bool) -> None:
 def test_catching_up_of_sgd_is_limited_by_the_tensor(start: float, moved: float) -> None:
     """A tensor moves by a twentieth of its norm at most, or each coordinate by a dense step."""
     parameter = nn.Parameter(torch.full((100,), start))
-    rule = Aged(LateSGD.from_options(sgd([parameter]), WrapOptions()))
+    rule = LateSGD.from_options(sgd([parameter]), WrapOptions())
     for step in range(16):
         last = step == 15
         parameter.grad = torch.full((100,), 16.0)
-        rule.step([parameter], [torch.arange(25 if last else 0)])
+        take_step(rule, [parameter], [torch.arange(25 if last else 0)])
     expected = torch.zeros(100)
     expected[:25] = moved  # a quarter of the coordinates, which moves twice as far as the root mean square
     torch.testing.assert_close(start - parameter.detach(), expected, rtol=1e-3, atol=1e-7)
@@ -202,10 +202,10 @@ def test_formats_of_parameters(rule: type[LateRule]) -> None:
     for values in (start.clone(), start.clone(memory_format=torch.channels_last), transposed):
         parameter = nn.Parameter(values)
         kind = sgd([parameter]) if rule is LateSGD else Lion([parameter])
-        late = Aged(rule.from_options(kind, WrapOptions()))
+        late = rule.from_options(kind, WrapOptions())
         for step in range(4):
             parameter.grad = torch.full_like(parameter, 1e-9 if rule is LateSGD else 1.0)
-            late.step([parameter], [torch.arange(step, 120, 2)])
+            take_step(late, [parameter], [torch.arange(step, 120, 2)])
         assert parameter.dtype == torch.float64
         assert not torch.equal(parameter.detach(), start)
         found.append(parameter.detach())
@@ -217,13 +217,14 @@ def test_a_step_of_the_optimizer_delivers_every_coordinate() -> None:
     """A gradient after it is not late, and the momentum of those steps stays."""
     parameter = nn.Parameter(torch.ones(4))
     optimizer = sgd([parameter])
-    rule = Aged(LateSGD.from_options(optimizer, WrapOptions()))
+    rule = LateSGD.from_options(optimizer, WrapOptions())
     for _ in range(10):
         parameter.grad = torch.ones(4)
-        rule.step([parameter], [torch.arange(0)])
+        take_step(rule, [parameter], [torch.arange(0)])
     optimizer.step()
-    again = Aged(LateSGD.from_options(optimizer, WrapOptions()))  # as after release() and another wrap()
-    again.step([parameter], [torch.arange(4)])
+    forget_ages(optimizer)
+    again = LateSGD.from_options(optimizer, WrapOptions())  # as after release() and another wrap()
+    take_step(again, [parameter], [torch.arange(4)])
     assert torch.equal(optimizer.state[parameter]["momentum_buffer"], torch.full((4,), 1.5))
 
 
@@ -232,13 +233,13 @@ def test_momentum_may_change(value: float) -> None:
     """A schedule may set it, also to 0, and torch does the same if every coordinate is delivered."""
     (ours, _), (theirs, _) = made(), made()
     late, plain = sgd(ours), sgd(theirs)
-    rule = Aged(LateSGD.from_options(late, WrapOptions()))
+    rule = LateSGD.from_options(late, WrapOptions())
     for step, given in enumerate(gradients(6)):
         for optimizer in (late, plain):
             optimizer.param_groups[0]["momentum"] = value if step in (2, 3) else 0.5
         for one, other, gradient in zip(ours, theirs, given, strict=True):
             one.grad, other.grad = gradient.clone(), gradient.clone()
-        rule.step(ours, [None, None])
+        take_step(rule, ours, [None, None])
         plain.step()
     for one, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(one, other)
@@ -248,11 +249,11 @@ def test_momentum_may_change(value: float) -> None:
 def test_catching_up_of_sgd_may_be_limited(limit: float | None, factor: float) -> None:
     """A sum counts for all its steps by default: noise has cancelled in it. ``max_catch_up`` limits that."""
     parameter = nn.Parameter(torch.full((4,), 1000.0))
-    rule = Aged(LateSGD.from_options(sgd([parameter]), WrapOptions(max_catch_up=limit)))
+    rule = LateSGD.from_options(sgd([parameter]), WrapOptions(max_catch_up=limit))
     for step in range(16):
         last = step == 15
         parameter.grad = torch.full((4,), 16.0)
-        rule.step([parameter], [torch.arange(4 if last else 0)])
+        take_step(rule, [parameter], [torch.arange(4 if last else 0)])
     expected = torch.full((4,), factor * RATE * (1 - 0.5**16) / (1 - 0.5))
     torch.testing.assert_close(1000.0 - parameter.detach(), expected, rtol=0, atol=1e-3)
 
@@ -263,7 +264,7 @@ def test_momentum_that_torch_has_not_kept() -> None:
     late = sgd([parameter])
     late.state[parameter]["momentum_buffer"] = None
     parameter.grad = torch.ones(4)
-    Aged(LateSGD.from_options(late, WrapOptions())).step([parameter], [None])
+    take_step(LateSGD.from_options(late, WrapOptions()), [parameter], [None])
     torch.testing.assert_close(parameter.detach(), torch.full((4,), 1 - RATE))
 
 
@@ -272,7 +273,7 @@ def test_one_list_with_padding_is_the_same(rule: type[LateRule], kind: Callable[
     """The form for a GPU, in which only the device knows the number of entries, ends with the same values."""
     (ours, _), (theirs, _) = made(), made()
     first, other = kind(ours), kind(theirs)
-    by_list, by_flat = (Aged(rule.from_options(each, WrapOptions())) for each in (first, other))
+    by_list, by_flat = (rule.from_options(each, WrapOptions()) for each in (first, other))
     layout = BucketLayout(theirs)
     generator = torch.Generator().manual_seed(2)
     for number, given in enumerate(gradients(8)):
@@ -285,11 +286,12 @@ def test_one_list_with_padding_is_the_same(rule: type[LateRule], kind: Callable[
         for parameters in (ours, theirs):
             for parameter, gradient in zip(parameters, given, strict=True):
                 parameter.grad = gradient.clone()
-        by_list.step(ours, indices, None if reads else [flat[chosen[chosen < 30]], flat[chosen[chosen >= 30]]])
-        by_flat.step_flat(SparseVector.padded(entries, layout.numel), layout, read_gradients=reads)
+        take_step(by_list, ours, indices, None if reads else [flat[chosen[chosen < 30]], flat[chosen[chosen >= 30]]])
+        mean = SparseVector.padded(entries, layout.numel)
+        by_flat.step(Delivered(mean, layout, begin_step(by_flat, layout)), read_gradients=reads)
         for one, two in zip(ours, theirs, strict=True):
             torch.testing.assert_close(one, two)
-            assert torch.equal(by_list.ages(one)[0], by_flat.ages(two)[0])
+            assert torch.equal(ages_of(first, one)[0], ages_of(other, two)[0])
 
 
 @pytest.mark.parametrize("kind", [Lion, sgd])

@@ -9,7 +9,6 @@ import pytest
 import torch
 import tritoncomm
 from torch import nn
-from tritoncomm.step.exchange.feedback import Ages
 from tritoncomm.step.rules.adam import StalenessAwareAdam
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -57,9 +56,9 @@ def trained(
     generator, kept, given = torch.Generator().manual_seed(0), [], []
     taken = StalenessAwareAdam.step
 
-    def spied(aware: StalenessAwareAdam, parameters: Any, delivered: Any, ages: Ages, values: Any = None) -> None:
-        given.append(values is not None)
-        taken(aware, parameters, delivered, ages, values)
+    def spied(aware: StalenessAwareAdam, delivered: Any, *, read_gradients: bool) -> None:
+        given.append(not read_gradients)
+        taken(aware, delivered, read_gradients=read_gradients)
 
     parameters = [nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in SHAPES]
     bare = torch.optim.AdamW(parameters, lr=0.01)

@@ -12,7 +12,7 @@ The arithmetic is in :mod:`tritoncomm_kernels.adam`. This module holds the optim
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,10 +23,9 @@ from tritoncomm.step.exchange.feedback import Ages
 from tritoncomm.step.exchange.layout import Delivered
 from tritoncomm.step.rules.aware import AwareStep
 from tritoncomm.step.settings import MAX_CATCH_UP, MAX_RELATIVE_UPDATE, WrapOptions
-from tritoncomm.step.tensors.shards import local, local_gradient, local_shards
-from tritoncomm.step.tensors.shared_buffer import StepCounts, share_buffers
+from tritoncomm.step.tensors.shards import local_gradient, local_shards
 from tritoncomm.step.torch_internals import written_step
-from tritoncomm_kernels import AdamControl, AdamFlat, AdamMany, AdamStates, Padded
+from tritoncomm_kernels import AdamControl, AdamFlat, AdamStates
 
 _UNSUPPORTED = ("capturable", "differentiable")
 
@@ -65,14 +64,8 @@ class StalenessAwareAdam(AwareStep):
     max_catch_up: float = MAX_CATCH_UP
     max_sqrt_staleness: float = 3.0
     max_relative_update: float = MAX_RELATIVE_UPDATE
-    # The prepared updates of the last step. They are used again while the tensors stay the same.
-    _prepared: list[AdamMany] = field(default_factory=list, init=False, repr=False, compare=False)
+    # Prepared updates, by the first parameter of each. They are used again while the tensors stay the same.
     _flat: dict[int, AdamFlat] = field(default_factory=dict, init=False, repr=False, compare=False)
-    # The counts of states that are updated together, by their parameter group and the place of the first in it. With a
-    # hook, each bucket of a group is updated by a call of its own.
-    _counts: dict[tuple[int, int], StepCounts | None] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
 
     @staticmethod
     def fits(optimizer: torch.optim.Optimizer) -> bool:
@@ -108,117 +101,47 @@ class StalenessAwareAdam(AwareStep):
                     )
 
     @torch.no_grad()
-    def step(
-        self,
-        parameters: Sequence[torch.Tensor],
-        delivered: Sequence[torch.Tensor | None],
-        ages: Ages,
-        values: Sequence[torch.Tensor] | None = None,
-    ) -> None:
-        """Update ``parameters`` from the averaged gradients in ``.grad``. See :meth:`AwareStep.step`."""
+    def step(self, delivered: Delivered, *, read_gradients: bool) -> None:
+        """Update the parameters of one flat vector. See :meth:`AwareStep.step`."""
         self.check_options()
-        where = {id(parameter): position for position, parameter in enumerate(parameters)}
-        before = list(self._prepared)
-        self._prepared.clear()
-        for group, own, states, steps in self._counted(where):
-            places = [where[id(parameter)] for parameter in own]
-            given = None if values is None else [values[place] for place in places]
-            self._update(group, own, states, steps, [delivered[place] for place in places], given, places, ages, before)
-
-    @torch.no_grad()
-    def step_flat(self, delivered: Delivered, *, read_gradients: bool) -> None:
-        """Update the parameters from a mean with padding. See :meth:`AwareStep.step_flat`."""
-        self.check_options()
-        layout, entries = delivered.layout, Padded(delivered.mean.indices, delivered.mean.values)
-        where = {id(parameter): position for position, parameter in enumerate(layout.parameters)}
-        for group, own, states, steps in self._counted(where):
-            of_place = {where[id(p)]: state for p, state in zip(own, states, strict=True) if local(p).numel()}
-            places = sorted(of_place)
-            if not places:
+        mean, layout, ages = delivered.mean, delivered.layout, delivered.ages
+        indices = None if mean.is_full else mean.indices
+        place = {id(parameter): number for number, parameter in enumerate(layout.parameters)}
+        for group, own, steps in self._counted(place):
+            # All ranks redistribute all gradients, also those of which this rank may have no part.
+            gradients = [local_gradient(parameter) for parameter in own] if read_gradients else None
+            shards = local_shards(own)
+            filled = sorted((i for i, shard in enumerate(shards) if shard.numel()), key=lambda i: place[id(own[i])])
+            if not filled:
                 continue
-            ordered = [layout.parameters[place] for place in places]
-            shards, starts = local_shards(ordered), [layout.bounds[place] for place in places]
-            columns = _columns([of_place[at] for at in places], places, delivered.ages, amsgrad=group["amsgrad"])
-            flat = self._flat.get(id(ordered[0]))
-            if flat is None or not flat.holds(shards, columns, starts):
-                flat = self._flat[id(ordered[0])] = AdamFlat(shards, columns, starts)
-            control, keep = self._settings(group, steps, delivered.ages.steps, shards[0].device)
-            gradients = [local_gradient(parameter) for parameter in ordered] if read_gradients else None
-            flat.update(entries, control, keep=keep, gradients=gradients)
+            places = [place[id(own[i])] for i in filled]
+            parameters, starts = [shards[i] for i in filled], [layout.bounds[each] for each in places]
+            states = _columns([self.optimizer.state[own[i]] for i in filled], places, ages, amsgrad=group["amsgrad"])
+            flat = self._flat.get(id(own[filled[0]]))
+            if flat is None or not flat.holds(parameters, states, starts):
+                flat = self._flat[id(own[filled[0]])] = AdamFlat(parameters, states, starts)
+            control, keep = self._settings(group, steps, ages.steps, layout.device)
+            if gradients is not None:
+                flat.update(indices, control, gradients=[gradients[i] for i in filled], keep=keep)
+            else:
+                flat.update(indices, control, values=mean.values, keep=keep)
 
-    def _counted(
-        self, exchanged: Container[int]
-    ) -> Iterator[tuple[dict[str, Any], list[torch.Tensor], list[dict[str, Any]], int]]:
+    def _counted(self, exchanged: Container[int]) -> Iterator[tuple[dict[str, Any], list[torch.Tensor], int]]:
         """Count a step in the states of the parameters whose ids are ``exchanged``.
 
-        Yields the parameter group, parameters, their states and their step. These parameters are updated together: they
-        are at the same step, as they usually are.
+        Yields the parameter group, parameters that are at the same step, as all usually are, and their step.
         """
-        for number, group in enumerate(self.optimizer.param_groups):
-            found = [
-                (place, p)
-                for place, p in enumerate(group["params"])
-                if id(p) in exchanged and p.grad is not None and p.numel()
-            ]
-            if not found:
-                continue
-            own = [parameter for _, parameter in found]
-            key = number, found[0][0]
-            states = [self.optimizer.state[parameter] for parameter in own]
-            counts = self._counts.get(key)
-            steps = None if counts is None else counts.common(states)
-            if counts is None or steps is None:
-                yield from self._counted_apart(group, own)
-                self._counts[key] = StepCounts.of(states)
-            else:
-                counts.advance()
-                yield group, own, states, steps + 1
-
-    def _counted_apart(
-        self, group: dict[str, Any], own: list[torch.Tensor]
-    ) -> Iterator[tuple[dict[str, Any], list[torch.Tensor], list[dict[str, Any]], int]]:
-        """Do the work of :meth:`_counted` for parameters that may be at several steps."""
-        states = [self._state(group, parameter) for parameter in own]
-        alike: dict[float, list[int]] = {}
-        for i, state in enumerate(states):
-            alike.setdefault(state["step"].item(), []).append(i)
-        for steps, together in alike.items():
-            chosen = [own[i] for i in together], [states[i] for i in together]
-            counts = [state["step"] for state in chosen[1]]
-            torch._foreach_copy_(counts, [counts[0] + 1] * len(counts))
-            yield group, *chosen, int(steps) + 1
-
-    def _update(
-        self,
-        group: dict[str, Any],
-        parameters: list[torch.Tensor],
-        states: list[dict[str, Any]],
-        steps: int,
-        delivered: list[torch.Tensor | None],
-        values: list[torch.Tensor] | None,
-        places: list[int],
-        ages: Ages,
-        before: list[AdamMany],
-    ) -> None:
-        # All ranks redistribute all gradients.
-        gradients = [local_gradient(parameter) for parameter in parameters]
-        shards = local_shards(parameters)
-        if not all(shard.numel() for shard in shards):  # this rank may have no part of a DTensor
-            filled = [i for i, shard in enumerate(shards) if shard.numel()]
-            states, places = [states[i] for i in filled], [places[i] for i in filled]
-            gradients, shards = [gradients[i] for i in filled], [shards[i] for i in filled]
-            delivered, values = [delivered[i] for i in filled], values and [values[i] for i in filled]
-        if not shards:
-            return
-        columns = _columns(states, places, ages, amsgrad=group["amsgrad"])
-        prepared = next((many for many in before if many.holds(shards, columns)), None)
-        if prepared is None:
-            names = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
-            share_buffers(states, names if group["amsgrad"] else names[:2])
-            prepared = AdamMany(shards, _columns(states, places, ages, amsgrad=group["amsgrad"]))
-        self._prepared.append(prepared)
-        control, keep = self._settings(group, steps, ages.steps, shards[0].device)
-        prepared.update(gradients, control, delivered, keep=keep, values=values)
+        for group in self.optimizer.param_groups:
+            alike: dict[int, list[torch.Tensor]] = {}
+            for parameter in group["params"]:
+                if id(parameter) in exchanged and parameter.grad is not None and parameter.numel():
+                    steps = int(self._state(group, parameter)["step"])
+                    alike.setdefault(steps, []).append(parameter)
+            for steps, own in alike.items():
+                states = [self.optimizer.state[parameter] for parameter in own]
+                counts = [state["step"] for state in states]
+                torch._foreach_copy_(counts, [counts[0] + 1] * len(counts))
+                yield group, own, steps + 1
 
     def _settings(
         self, group: dict[str, Any], steps: int, clock: int, device: torch.device

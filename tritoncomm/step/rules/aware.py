@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
 
-from tritoncomm.step.exchange.feedback import Ages
 from tritoncomm.step.exchange.layout import Delivered
 from tritoncomm.step.settings import WrapOptions
 
@@ -50,28 +48,12 @@ class AwareStep(ABC):
         """Raise :class:`~tritoncomm.ConfigurationError` if the optimizer uses an option that is not supported."""
 
     @abstractmethod
-    def step(
-        self,
-        parameters: Sequence[torch.Tensor],
-        delivered: Sequence[torch.Tensor | None],
-        ages: Ages,
-        values: Sequence[torch.Tensor] | None = None,
-    ) -> None:
-        """Update ``parameters`` from the averaged gradients in ``.grad``.
+    def step(self, delivered: Delivered, *, read_gradients: bool) -> None:
+        """Update the parameters of one flat vector that are the optimizer's and have a ``.grad``.
 
         Args:
-            parameters: Parameters to update, those of ``ages``. Other parameters of the optimizer do not change.
-            delivered: Ascending int64 indices of the delivered coordinates of each flattened parameter, of its local
-                shard if it is a DTensor. None means all.
-            ages: How late they are. The step has begun there.
-            values: What ``.grad`` holds at the delivered coordinates, before it was rounded to its dtype: fp32 ``[k]``
-                beside ``[k]`` indices, or all values. Reading them is faster. None reads ``.grad``.
-        """
-
-    @abstractmethod
-    def step_flat(self, delivered: Delivered, *, read_gradients: bool) -> None:
-        """Do the same for a mean with padding, whose number of entries only the device knows.
-
-        Nothing waits for a GPU. ``read_gradients`` says that ``.grad`` may have changed, and is read at the entries
-        instead of their values.
+            delivered: The averaged gradient of the vector. What it stores is delivered. If it has padding, only the
+                device knows how much that is, and nothing waits for a GPU. The step has begun in its ages.
+            read_gradients: Whether ``.grad`` may have changed since it was filled from ``delivered``. It is then read
+                at the delivered coordinates. If not, the values of ``delivered`` are read, which is faster.
         """

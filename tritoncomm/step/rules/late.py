@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
 
-from tritoncomm.step.exchange.feedback import Ages
 from tritoncomm.step.exchange.layout import Delivered
 from tritoncomm.step.rules.aware import AwareStep
 from tritoncomm.step.settings import MAX_CATCH_UP, MAX_RELATIVE_UPDATE, WrapOptions
@@ -101,27 +100,22 @@ class LateRule(AwareStep):
         return 1.0
 
     @torch.no_grad()
-    def step(
-        self,
-        parameters: Sequence[torch.Tensor],
-        delivered: Sequence[torch.Tensor | None],
-        ages: Ages,
-        values: Sequence[torch.Tensor] | None = None,
-    ) -> None:
-        """Update ``parameters``. See :meth:`AwareStep.step`."""
-        where = {id(parameter): position for position, parameter in enumerate(parameters)}
-        for group, parameter in self._stepping(where):
-            position = where[id(parameter)]
-            indices, own, state = delivered[position], local(parameter), self._state(parameter)
-            if values is not None:
-                given = values[position]
-            else:
+    def step(self, delivered: Delivered, *, read_gradients: bool) -> None:
+        """Update the parameters of one flat vector. See :meth:`AwareStep.step`."""
+        if delivered.is_flat:
+            self._step_padded(delivered, read_gradients=read_gradients)
+            return
+        ages, place = delivered.ages, _places(delivered)
+        for group, parameter in self._stepping(place):
+            number, own, state = place[id(parameter)], local(parameter), self._state(parameter)
+            indices, given = delivered.entries[number]
+            if read_gradients:
                 gradient = local_gradient(parameter).reshape(-1)
                 given = gradient if indices is None else gradient[indices]
-            stored = {name: local(state[name]) for name in self.held} | {"parameter": own, "last": ages.last[position]}
+            stored = {name: local(state[name]) for name in self.held} | {"parameter": own, "last": ages.last[number]}
             flat = {name: each.reshape(-1) for name, each in stored.items()}  # a copy if it is not contiguous
             at = flat if indices is None else {name: each.index_select(0, indices) for name, each in flat.items()}
-            new = self._moved(group, at, given.float(), ages.steps, own.numel(), ages.rms[position])
+            new = self._moved(group, at, given.float(), ages.steps, own.numel(), ages.rms[number])
             if self.decay(group) != 1:
                 flat["parameter"].mul_(self.decay(group))
             for name, value in new.items():
@@ -132,28 +126,26 @@ class LateRule(AwareStep):
                 if not stored[name].is_contiguous():
                     stored[name].copy_(flat[name].view(own.shape))
 
-    @torch.no_grad()
-    def step_flat(self, delivered: Delivered, *, read_gradients: bool) -> None:
-        """Do the same for one list with padding, without a wait for the device. See :meth:`AwareStep.step_flat`.
+    def _step_padded(self, delivered: Delivered, *, read_gradients: bool) -> None:
+        """Do the same for one list with padding, without a wait for the device.
 
         Every coordinate is read and written, delivered or not.
         """
-        layout, numel, ages = delivered.layout, delivered.mean.numel, delivered.ages
-        where = {id(parameter): position for position, parameter in enumerate(layout.parameters)}
+        ages, numel, place = delivered.ages, delivered.mean.numel, _places(delivered)
         places = delivered.mean.indices.long()
         places = torch.where(places < 0, numel, places)  # the place of padding is behind all others
         sums = torch.zeros(numel + 1, dtype=torch.float32, device=places.device)
         sums[places] = delivered.mean.values
         is_delivered = torch.zeros(numel + 1, dtype=torch.bool, device=places.device)
         is_delivered[places] = True
-        for group, parameter in self._stepping(where):
-            position, own, state = where[id(parameter)], local(parameter), self._state(parameter)
-            part = slice(*layout.bounds[position : position + 2])
+        for group, parameter in self._stepping(place):
+            number, own, state = place[id(parameter)], local(parameter), self._state(parameter)
+            part = slice(*delivered.layout.bounds[number : number + 2])
             given = local_gradient(parameter).reshape(-1).float() if read_gradients else sums[part]
-            stored = {name: local(state[name]) for name in self.held} | {"parameter": own, "last": ages.last[position]}
+            stored = {name: local(state[name]) for name in self.held} | {"parameter": own, "last": ages.last[number]}
             old = {name: each.reshape(-1) for name, each in stored.items()}
             chosen = is_delivered[part]
-            new = self._moved(group, old, given, ages.steps, own.numel(), ages.rms[position], chosen)
+            new = self._moved(group, old, given, ages.steps, own.numel(), ages.rms[number], chosen)
             for name, value in new.items():
                 target = stored[name]
                 kept = old[name] * self.decay(group) if name == "parameter" else old[name]
@@ -204,6 +196,11 @@ class LateRule(AwareStep):
             if state.get(name) is None:
                 state[name] = torch.zeros_like(parameter)
         return state
+
+
+def _places(delivered: Delivered) -> dict[int, int]:
+    """Return the position of each parameter in the vector, by its id."""
+    return {id(parameter): number for number, parameter in enumerate(delivered.layout.parameters)}
 
 
 def _root_mean_square(values: torch.Tensor, numel: int) -> torch.Tensor:

@@ -292,14 +292,9 @@ class OptimizerSteps:
             reads = not (untouched and readable)
             held = parameter_ids(rule.optimizer)
             for each in delivered:
-                if held.isdisjoint(map(id, each.layout.parameters[:1])):  # of another optimizer
-                    continue
-                each.ages.begin()
-                if each.is_flat:
-                    rule.step_flat(each, read_gradients=reads)
-                else:
-                    values = None if reads else [entries.values for entries in each.entries]
-                    rule.step(each.layout.parameters, [entries.indices for entries in each.entries], each.ages, values)
+                if not held.isdisjoint(map(id, each.layout.parameters[:1])):  # all of them are of one optimizer
+                    each.ages.begin()
+                    rule.step(each, read_gradients=reads)
 
         self._apply(aware, clipping(), hooked, decayed=decayed)
 
