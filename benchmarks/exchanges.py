@@ -76,7 +76,7 @@ class Gradients:
         else:
             self.ages.open(self.ledger, self.ages.steps + 1)
             self.ages.begin()
-            self.rule.step(Delivered(mean, first, self.ages), read_gradients=True)
+            self.rule.step(Delivered(mean, first, self.ages).read_again())
         for other in others:
             torch._foreach_copy_(other.parameters, first.parameters)
 

@@ -106,7 +106,7 @@ def contenders(model: Callable[[], list[nn.Parameter]], density: float) -> dict[
     decayed = [parameter.data for parameter in model()]
     taken = (number % DELIVERIES for number in itertools.count())
 
-    def aware_step(*, read_gradients: bool) -> Callable[[], None]:
+    def aware_step(*, reads: bool) -> Callable[[], None]:
         parameters = model()
         aware, layout = StalenessAwareAdam(torch.optim.AdamW(parameters)), BucketLayout(parameters)
         ages, ledger = Ages(layout.parameters, layout.bounds), Ledger(torch.zeros(layout.numel), None)
@@ -114,16 +114,17 @@ def contenders(model: Callable[[], list[nn.Parameter]], density: float) -> dict[
         def step() -> None:
             ages.open(ledger, ages.steps + 1)
             ages.begin()
-            aware.step(Delivered(deliveries[next(taken)], layout, ages), read_gradients=read_gradients)
+            delivered = Delivered(deliveries[next(taken)], layout, ages)
+            aware.step(delivered.read_again() if reads else delivered)
 
         return step
 
     return {
         "AdamW": timed(torch.optim.AdamW(model()).step),
         "AdamW, foreach": timed(torch.optim.AdamW(model(), foreach=True).step),
-        "staleness-aware": timed(aware_step(read_gradients=False)),
+        "staleness-aware": timed(aware_step(reads=False)),
         "AdamW, fused": timed(torch.optim.AdamW(model(), fused=True).step),
-        "same, reading .grad": timed(aware_step(read_gradients=True)),
+        "same, reading .grad": timed(aware_step(reads=True)),
         "weight decay alone": timed(lambda: torch._foreach_mul_(decayed, 0.99999)),
         "wrap, local step": timed(local_step(model(), fused=False)),
         "wrap, local step, fused": timed(local_step(model(), fused=True)),

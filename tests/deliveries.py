@@ -57,4 +57,5 @@ def take_step(
     indices = torch.cat([at + start for at, start in zip(everywhere, layout.bounds, strict=False)]).int()
     given = torch.zeros(len(indices)) if values is None else torch.cat(list(values))
     mean = SparseVector.full(given) if len(indices) == layout.numel else SparseVector(indices, given, layout.numel)
-    rule.step(Delivered(mean, layout, begin_step(rule, layout)), read_gradients=values is None)
+    step = Delivered(mean, layout, begin_step(rule, layout))
+    rule.step(step.read_again() if values is None else step)

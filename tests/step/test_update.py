@@ -9,6 +9,7 @@ import pytest
 import torch
 import tritoncomm
 from torch import nn
+from tritoncomm.step.exchange.layout import Delivered
 from tritoncomm.step.rules.adam import StalenessAwareAdam
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -54,11 +55,17 @@ def trained(
 ) -> tuple[list[torch.Tensor], list[bool]]:
     """Return parameters, states and gradients of all steps, and whether each step read the delivered values."""
     generator, kept, given = torch.Generator().manual_seed(0), [], []
-    taken = StalenessAwareAdam.step
+    read: list[Delivered] = []
+    taken, read_again = StalenessAwareAdam.step, Delivered.read_again
 
-    def spied(aware: StalenessAwareAdam, delivered: Any, *, read_gradients: bool) -> None:
-        given.append(not read_gradients)
-        taken(aware, delivered, read_gradients=read_gradients)
+    def spied(aware: StalenessAwareAdam, delivered: Delivered) -> None:
+        given.append(all(delivered is not each for each in read))
+        taken(aware, delivered)
+
+    def reading(delivered: Delivered) -> Delivered:
+        found = read_again(delivered)
+        read.append(found)
+        return found
 
     parameters = [nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in SHAPES]
     bare = torch.optim.AdamW(parameters, lr=0.01)
@@ -70,6 +77,7 @@ def trained(
             parameter.grad = torch.randn(parameter.shape, generator=generator).to(dtype)
         with monkeypatch.context() as patch:
             patch.setattr(StalenessAwareAdam, "step", spied)
+            patch.setattr(Delivered, "read_again", reading)
             step(optimizer)
         kept += [tensor.detach().clone() for parameter in parameters for tensor in (parameter, parameter.grad)]
         states = [optimizer.state[parameter] for parameter in parameters]

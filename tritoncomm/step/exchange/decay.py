@@ -16,9 +16,9 @@ from collections.abc import Container, Mapping
 import torch
 
 from tritoncomm.primitives.sparse_vector import SparseVector
+from tritoncomm.step.exchange.layout import values_at, with_values
 from tritoncomm.step.exchange.vector import VectorExchange
 from tritoncomm.step.tensors.shards import local
-from tritoncomm_kernels import Padded
 
 
 def with_decay(vector: VectorExchange, mean: SparseVector, shares: Mapping[int, float]) -> SparseVector:
@@ -35,9 +35,9 @@ def with_decay(vector: VectorExchange, mean: SparseVector, shares: Mapping[int, 
     if not _decays(vector, shares):
         return mean
     decay = _decay(vector, shares)
+    whole = with_values(mean, mean.values + values_at(decay, mean))
     if mean.is_full:
-        return SparseVector.full(mean.values + decay)
-    whole = _with_values(mean, mean.values + _at(decay, mean))
+        return whole
     large = None if mean.is_padded else _outweighing(vector, mean, decay)
     if large is not None:
         places = mean.indices.long()
@@ -57,7 +57,7 @@ def show_decay(vector: VectorExchange, mean: SparseVector, shares: Mapping[int, 
         return
     decay = _decay(vector, shares)
     if not mean.is_full:
-        decay = vector.write(_with_values(mean, _at(decay, mean)))
+        decay = vector.write(with_values(mean, values_at(decay, mean)))
     for parameter, part in zip(vector.layout.parameters, vector.layout.parts(decay), strict=True):
         if parameter.grad is not None and id(parameter) not in left:
             gradient = local(parameter.grad.detach())
@@ -91,19 +91,6 @@ def _decay(vector: VectorExchange, shares: Mapping[int, float]) -> torch.Tensor:
             held = local(parameter.detach())
             part.view(held.shape).add_(held, alpha=shares[id(parameter)])
     return decay
-
-
-def _with_values(mean: SparseVector, values: torch.Tensor) -> SparseVector:
-    """Return a vector with other ``values`` at the coordinates of ``mean``."""
-    if mean.is_padded:
-        return SparseVector.padded(Padded(mean.indices, values), mean.numel)
-    return SparseVector(mean.indices, values, mean.numel)
-
-
-def _at(decay: torch.Tensor, mean: SparseVector) -> torch.Tensor:
-    """Return ``decay`` at the coordinates of ``mean``. It is 0 at padding."""
-    found = decay[mean.indices.long().clamp(min=0)]
-    return torch.where(mean.indices < 0, 0.0, found) if mean.is_padded else found
 
 
 def _without(decay: torch.Tensor, mean: SparseVector) -> torch.Tensor:

@@ -23,7 +23,7 @@ from tritoncomm.step.exchange.feedback import Ages
 from tritoncomm.step.exchange.layout import Delivered
 from tritoncomm.step.rules.aware import AwareStep
 from tritoncomm.step.settings import MAX_CATCH_UP, MAX_RELATIVE_UPDATE, WrapOptions
-from tritoncomm.step.tensors.shards import local_gradient, local_shards
+from tritoncomm.step.tensors.shards import local_shards
 from tritoncomm.step.torch_internals import written_step
 from tritoncomm_kernels import AdamControl, AdamFlat, AdamStates
 
@@ -101,15 +101,13 @@ class StalenessAwareAdam(AwareStep):
                     )
 
     @torch.no_grad()
-    def step(self, delivered: Delivered, *, read_gradients: bool) -> None:
+    def step(self, delivered: Delivered) -> None:
         """Update the parameters of one flat vector. See :meth:`AwareStep.step`."""
         self.check_options()
         mean, layout, ages = delivered.mean, delivered.layout, delivered.ages
         indices = None if mean.is_full else mean.indices
         place = {id(parameter): number for number, parameter in enumerate(layout.parameters)}
         for group, own, steps in self._counted(place):
-            # All ranks redistribute all gradients, also those of which this rank may have no part.
-            gradients = [local_gradient(parameter) for parameter in own] if read_gradients else None
             shards = local_shards(own)
             filled = sorted((i for i, shard in enumerate(shards) if shard.numel()), key=lambda i: place[id(own[i])])
             if not filled:
@@ -121,10 +119,7 @@ class StalenessAwareAdam(AwareStep):
             if flat is None or not flat.holds(parameters, states, starts):
                 flat = self._flat[id(own[filled[0]])] = AdamFlat(parameters, states, starts)
             control, keep = self._settings(group, steps, ages.steps, layout.device)
-            if gradients is not None:
-                flat.update(indices, control, gradients=[gradients[i] for i in filled], keep=keep)
-            else:
-                flat.update(indices, control, values=mean.values, keep=keep)
+            flat.update(indices, control, values=mean.values, keep=keep)
 
     def _counted(self, exchanged: Container[int]) -> Iterator[tuple[dict[str, Any], list[torch.Tensor], int]]:
         """Count a step in the states of the parameters whose ids are ``exchanged``.

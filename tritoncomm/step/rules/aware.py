@@ -48,12 +48,9 @@ class AwareStep(ABC):
         """Raise :class:`~tritoncomm.ConfigurationError` if the optimizer uses an option that is not supported."""
 
     @abstractmethod
-    def step(self, delivered: Delivered, *, read_gradients: bool) -> None:
+    def step(self, delivered: Delivered) -> None:
         """Update the parameters of one flat vector that are the optimizer's and have a ``.grad``.
 
-        Args:
-            delivered: The averaged gradient of the vector. What it stores is delivered. If it has padding, only the
-                device knows how much that is, and nothing waits for a GPU. The step has begun in its ages.
-            read_gradients: Whether ``.grad`` may have changed since it was filled from ``delivered``. It is then read
-                at the delivered coordinates. If not, the values of ``delivered`` are read, which is faster.
+        ``delivered`` is the averaged gradient of the vector. What it stores is delivered. If it has padding, only the
+        device knows how much that is, and nothing waits for a GPU. The step has begun in its ages.
         """

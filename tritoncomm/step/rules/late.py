@@ -17,7 +17,7 @@ import torch
 from tritoncomm.step.exchange.layout import Delivered
 from tritoncomm.step.rules.aware import AwareStep
 from tritoncomm.step.settings import MAX_CATCH_UP, MAX_RELATIVE_UPDATE, WrapOptions
-from tritoncomm.step.tensors.shards import local, local_gradient
+from tritoncomm.step.tensors.shards import local
 from tritoncomm_kernels import root_mean_square
 from tritoncomm_kernels.adam import beta_tables, decays
 from tritoncomm_kernels.devices import is_asynchronous
@@ -100,22 +100,19 @@ class LateRule(AwareStep):
         return 1.0
 
     @torch.no_grad()
-    def step(self, delivered: Delivered, *, read_gradients: bool) -> None:
+    def step(self, delivered: Delivered) -> None:
         """Update the parameters of one flat vector. See :meth:`AwareStep.step`."""
         if delivered.is_flat:
-            self._step_padded(delivered, read_gradients=read_gradients)
+            self._step_padded(delivered)
             return
         ages, place = delivered.ages, _places(delivered)
         for group, parameter in self._stepping(place):
             number, own, state = place[id(parameter)], local(parameter), self._state(parameter)
             indices, given = delivered.entries[number]
-            if read_gradients:
-                gradient = local_gradient(parameter).reshape(-1)
-                given = gradient if indices is None else gradient[indices]
             stored = {name: local(state[name]) for name in self.held} | {"parameter": own, "last": ages.last[number]}
             flat = {name: each.reshape(-1) for name, each in stored.items()}  # a copy if it is not contiguous
             at = flat if indices is None else {name: each.index_select(0, indices) for name, each in flat.items()}
-            new = self._moved(group, at, given.float(), ages.steps, own.numel(), ages.rms[number])
+            new = self._moved(group, at, given, ages.steps, own.numel(), ages.rms[number])
             if self.decay(group) != 1:
                 flat["parameter"].mul_(self.decay(group))
             for name, value in new.items():
@@ -126,7 +123,7 @@ class LateRule(AwareStep):
                 if not stored[name].is_contiguous():
                     stored[name].copy_(flat[name].view(own.shape))
 
-    def _step_padded(self, delivered: Delivered, *, read_gradients: bool) -> None:
+    def _step_padded(self, delivered: Delivered) -> None:
         """Do the same for one list with padding, without a wait for the device.
 
         Every coordinate is read and written, delivered or not.
@@ -141,11 +138,10 @@ class LateRule(AwareStep):
         for group, parameter in self._stepping(place):
             number, own, state = place[id(parameter)], local(parameter), self._state(parameter)
             part = slice(*delivered.layout.bounds[number : number + 2])
-            given = local_gradient(parameter).reshape(-1).float() if read_gradients else sums[part]
             stored = {name: local(state[name]) for name in self.held} | {"parameter": own, "last": ages.last[number]}
             old = {name: each.reshape(-1) for name, each in stored.items()}
             chosen = is_delivered[part]
-            new = self._moved(group, old, given, ages.steps, own.numel(), ages.rms[number], chosen)
+            new = self._moved(group, old, sums[part], ages.steps, own.numel(), ages.rms[number], chosen)
             for name, value in new.items():
                 target = stored[name]
                 kept = old[name] * self.decay(group) if name == "parameter" else old[name]

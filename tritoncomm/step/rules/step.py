@@ -269,8 +269,8 @@ class OptimizerSteps:
             hooked: The optimizer that was wrapped, whose hooks run, and those of all optimizers. Hooks of the parts of
                 a list always run. None if hooks have run in this step.
             clip: Whether to clip ``.grad`` to ``max_grad_norm`` first.
-            untouched: Whether nobody could change ``.grad`` since ``delivered`` was written to it. The staleness-aware
-                step then reads the values of ``delivered``, unless they are clipped or a pre-hook sees them.
+            untouched: Whether nobody could change ``.grad`` since ``delivered`` was written to it. Otherwise, and if a
+                pre-hook sees it, its values are those of ``.grad`` for the staleness-aware step.
             decayed: Whether ``.grad`` contains the coupled weight decay.
         """
         self.check()  # before any gradient or parameter changes
@@ -289,12 +289,11 @@ class OptimizerSteps:
                 yield
 
         def aware(rule: AwareStep, readable: bool) -> None:
-            reads = not (untouched and readable)
             held = parameter_ids(rule.optimizer)
             for each in delivered:
                 if not held.isdisjoint(map(id, each.layout.parameters[:1])):  # all of them are of one optimizer
                     each.ages.begin()
-                    rule.step(each, read_gradients=reads)
+                    rule.step(each if untouched and readable else each.read_again())
 
         self._apply(aware, clipping(), hooked, decayed=decayed)
 
