@@ -220,7 +220,7 @@ def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--n", type=float, nargs="+", default=[25e6], help="numbers of elements")
-    parser.add_argument("--density", type=float, nargs="+", default=[0.01, 0.001])
+    parser.add_argument("--density", type=float, nargs="+", default=[0.03, 0.01, 0.001])
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=["fp32"], help="dtypes of the gradient")
     parser.add_argument("--distribution", choices=DISTRIBUTIONS, default="normal")
     parser.add_argument("--reps", type=int, default=15)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from tritoncomm.primitives.accumulator import Accumulator
 
 import tritoncomm_kernels as kernels
 from tritoncomm_kernels.section_layout import Layout
@@ -99,7 +100,7 @@ def problem(n: int, density: float, dtype: str, distribution: str, device: str) 
 def routes(p: Problem, *, compile_peers: bool) -> list[Route]:
     """Return all routes to compare on one problem. The first is the copy. ``abs().topk`` is one of them."""
     static = static_parts(p) if p.dtype == "fp32" else []  # they do not read the gradient
-    return [_copy(p), *parts(p), *static, *_ours(p), *_peers(p, compiled=compile_peers)]
+    return [_copy(p), *parts(p), *static, *_ours(p), *_by_update(p), *_peers(p, compiled=compile_peers)]
 
 
 def _ours(p: Problem) -> list[Route]:
@@ -124,6 +125,39 @@ def _ours(p: Problem) -> list[Route]:
         if p.n <= GRAPH_UP_TO:
             made.append(Route("select, in a graph", size, _graphed(p), reaching, selects=True))
     return made
+
+
+def _by_update(p: Problem) -> list[Route]:
+    """Return the selection of a default step of AdamW after its start, and a copy of the bytes that it must move.
+
+    Every coordinate is compared after a division. Residual, gradient and divisor are read, and the sum is written. What
+    was found is cleared in the sum, which becomes the residual.
+    """
+    exponents = torch.randint(-3, 4, (p.n,), generator=torch.Generator().manual_seed(p.n))
+    divisor = torch.ldexp(torch.ones(p.n), exponents)
+    best = kernels.top_k(p.total.cpu(), p.k, divisor=divisor)
+    divisor, threshold = divisor.to(p.residual.device), kernels.smallest_magnitude(best.values)
+    expected = kernels.select(p.total.cpu(), threshold, divisor=divisor.cpu())
+    left = p.total.clone().index_fill_(0, expected.indices.long().to(p.total.device), 0.0)
+    out, held, size = torch.empty_like(p.residual), kernels.Workspace(), p.pass_bytes + 4 * p.n
+    source, target = torch.zeros(2, size // 2, dtype=torch.uint8, device=p.residual.device)
+
+    def run(residual: torch.Tensor) -> Found:
+        acc = Accumulator(residual, p.gradient, out, held)
+        scaled = acc.scaled(divisor)
+        found = scaled.at_least(threshold)
+        scaled.subtract(found, rounded=False)
+        acc.unscale_from(scaled, divisor)
+        return found[:2]
+
+    def check(found: Found, residual: torch.Tensor) -> bool:
+        whole = all(map(torch.equal, (residual, out), (p.residual, left)))
+        return whole and all(torch.equal(a.cpu(), b) for a, b in zip(found, expected[:2], strict=True))
+
+    return [
+        Route("select by update", size + 8 * expected.found, run, check),
+        Route("copy of these bytes", size, lambda _: target.copy_(source), lambda *_: True),
+    ]
 
 
 def _peers(p: Problem, *, compiled: bool) -> list[Route]:

@@ -46,3 +46,16 @@ def bits_in(words):
 def lowest_bit(words):
     """Return the position of the lowest set bit of each word (not 0), read from the exponent of a float."""
     return (((words & (0 - words)).to(tl.float32).to(tl.int32, bitcast=True) >> 23) & 0xFF) - 127
+
+
+@triton.jit
+def divided(values, divisor_ptr, at, inside):
+    """Return ``values`` divided by powers of two, those of ``divisor`` at ``at``. The divisor may be None.
+
+    A division takes 20 instructions. A product with the reciprocal, whose exponent is the negative one, is as exact.
+    """
+    if divisor_ptr is not None:
+        other = None if inside is None else 1.0
+        exponents = tl.load(divisor_ptr + at, mask=inside, other=other).to(tl.int32, bitcast=True)
+        values = values * (0x7F000000 - exponents).to(tl.float32, bitcast=True)
+    return values

@@ -203,7 +203,8 @@ def merge_rows(
     launch(count_bits_kernel, (groups,), bits, counts, words, 0, 0, like=values, warps=GROUP_WARPS, WORDS=GROUP)
     launch(
         expand_kernel, (groups,),
-        None, bits, counts.cumsum(0, dtype=torch.int32), union, None, ranks, found, words, capacity, numel, 0, 0, 0,
+        None, None, bits, counts.cumsum(0, dtype=torch.int32), union, None, ranks, found, words, capacity, numel,
+        0, 0, 0,
         like=values, warps=GROUP_WARPS, TILES=1, WORDS=GROUP, CHUNK=CHUNK, SUMMED=True, ROWS=False,
     )  # fmt: skip
     sums = values.new_empty(capacity)

@@ -446,7 +446,7 @@ def read_rows(
     size: dict[str, Any] = {"like": messages, "warps": WARPS, "BLOCK": BLOCK}
     launch(count_bits_kernel, (tiles, rows), messages, counts, high_words, words, heads, **groups)
     launch(
-        expand_kernel, (tiles, rows), None, messages, counts, slots, None, None, verdict, high_words, room,
+        expand_kernel, (tiles, rows), None, None, messages, counts, slots, None, None, verdict, high_words, room,
         32 * high_words, words, heads, VERDICT.value, TILES=1, CHUNK=CHUNK, SUMMED=False, ROWS=True, **groups,
     )  # fmt: skip
     launch(

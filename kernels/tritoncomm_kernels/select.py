@@ -123,29 +123,31 @@ def mark(
     marks: Marks,
     *,
     span: torch.Tensor | None = None,
+    divisor: torch.Tensor | None = None,
 ) -> None:
     """Compute ``out = residual + gradient`` and mark its elements with magnitude at least ``threshold``.
 
     ``threshold`` is ``[1]`` on the device: fp32, or int32 for an integer key. A threshold or key of 0 or below marks
     every non-zero. A NaN threshold marks only NaNs. Zeros are never marked. NaNs reach every threshold, and every key
     up to 0x7F800001. ``span`` (int32 ``[2]``, on the device) restricts marking to positions ``span[0] <= i < span[1]``.
-    The sum is computed everywhere. Without ``gradient``, ``residual`` and ``out`` must be the same tensor, which is
-    only read. ``residual`` and ``out`` are
-    contiguous fp32 ``[n]`` and may be the same tensor. ``gradient`` is contiguous fp32, bf16 or fp16 ``[n]`` and shares
-    no memory with ``out``. Raises ``ValueError`` naming the invalid argument.
+    The sum is computed everywhere. With a ``divisor`` (see :func:`select`), quotients are compared, and ``out`` is
+    not divided. Without ``gradient``, ``residual`` and ``out`` must be the same tensor, which is only read.
+    ``residual`` and ``out`` are contiguous fp32 ``[n]`` and may be the same tensor. ``gradient`` is contiguous fp32,
+    bf16 or fp16 ``[n]`` and shares no memory with ``out``. Raises ``ValueError`` naming the invalid argument.
     """
     check_addends(residual, gradient, out)
     _check_limits(out, threshold, span)
     _check_marks(out, marks)
+    _check_divisor(out, divisor)
     if out.numel() == 0:
         marks.bits.zero_()
         marks.counts.zero_()
     elif triton_runs(out):
-        kernel("select_triton").mark(residual, gradient, out, threshold, span, *marks)
+        kernel("select_triton").mark(residual, gradient, divisor, out, threshold, span, *marks)
     else:
         if gradient is not None:
             torch.add(residual, gradient, out=out)
-        _write_marks(out, threshold, marks, span)
+        _write_marks(out if divisor is None else out / divisor, threshold, marks, span)
 
 
 def expand(
@@ -154,15 +156,19 @@ def expand(
     indices: torch.Tensor,
     out: torch.Tensor,
     found: torch.Tensor,
+    *,
+    divisor: torch.Tensor | None = None,
 ) -> None:
     """Write the marked elements of ``values`` (fp32 ``[n]``) to ``indices`` and ``out``, in ascending order.
 
+    With a ``divisor`` (see :func:`select`), quotients are written.
     ``indices`` (int32) and ``out`` (fp32) are ``[capacity]``. Slots after the last entry keep their content.
     ``found`` (int64 ``[1]``) is set to the number of marked elements, which may exceed the capacity. Raises
     ``ValueError`` naming the invalid argument.
     """
     check_vector("values", values)
     _check_marks(values, marks)
+    _check_divisor(values, divisor)
     check_vector("indices", indices, dtypes=(torch.int32,), like=values)
     check_vector("out", out, numel=indices.numel(), like=values)
     check_vector("found", found, dtypes=(torch.int64,), numel=1, like=values)
@@ -172,9 +178,9 @@ def expand(
     if values.numel() == 0:
         found.zero_()
     elif triton_runs(values):
-        kernel("select_triton").expand(values, *marks, indices, out, found)
+        kernel("select_triton").expand(values, divisor, *marks, indices, out, found)
     else:
-        _expand(values, marks, indices, out, found)
+        _expand(values, divisor, marks, indices, out, found)
 
 
 def select(
@@ -186,8 +192,8 @@ def select(
 ) -> Selection:
     """Return the entries of ``values`` (fp32 ``[n]``, contiguous) with ``|x| >= threshold``, in ascending order.
 
-    Zeros are never selected. NaN is always selected. With a ``divisor`` (fp32 ``[n]``), quotients are compared and
-    returned. Only a CPU has this. ``workspace`` keeps GPU scratch memory between calls. Raises
+    Zeros are never selected. NaN is always selected. With a ``divisor`` (fp32 ``[n]``, powers of two from 2^-126 to
+    2^126), quotients are compared and returned. ``workspace`` keeps GPU scratch memory between calls. Raises
     ``ValueError`` for a wrong dtype or shape.
     """
     return select_keys(values, threshold_key(threshold), divisor=divisor, workspace=workspace)
@@ -229,12 +235,11 @@ def select_keys(
         check_vector("values", out)
     else:
         check_addends(*addends, out)
-    if divisor is not None:
-        check_vector("divisor", divisor, numel=out.numel(), like=out)
+    _check_divisor(out, divisor)
     if out.numel() == 0:
         return Selection(out.new_empty(0, dtype=torch.int32), out.new_empty(0), 0)
-    if divisor is None and not terms and triton_runs(out):
-        return _scan_triton(out, key, addends, workspace if workspace is not None else Workspace())
+    if not terms and triton_runs(out):
+        return _scan_triton(out, key, addends, divisor, workspace if workspace is not None else Workspace())
     return _scan_host(out, key, addends, divisor, terms)
 
 
@@ -248,18 +253,22 @@ def has_non_finite(values: torch.Tensor) -> bool:
 
 
 def _scan_triton(
-    out: torch.Tensor, key: int, addends: tuple[torch.Tensor, torch.Tensor] | None, workspace: Workspace
+    out: torch.Tensor,
+    key: int,
+    addends: tuple[torch.Tensor, torch.Tensor] | None,
+    divisor: torch.Tensor | None,
+    workspace: Workspace,
 ) -> Selection:
     """Mark and expand. The only host synchronization is between the two, to allocate exactly what is needed."""
     marks = Marks.empty(out.numel(), out.device, workspace, name="select")
     limit = workspace.buffer("select key", 1, torch.int32, out.device).fill_(key)
     residual, gradient = addends if addends is not None else (out, None)
-    mark(residual, gradient, out, limit, marks)
+    mark(residual, gradient, out, limit, marks, divisor=divisor)
     count = int(marks.counts.sum())
     indices = out.new_empty(count, dtype=torch.int32)
     values = out.new_empty(count)
     found = workspace.buffer("select found", 1, torch.int64, out.device)
-    expand(out, marks, indices, values, found)
+    expand(out, marks, indices, values, found, divisor=divisor)
     return Selection(indices, values, count)
 
 
@@ -380,6 +389,11 @@ def _check_limits(values: torch.Tensor, threshold: torch.Tensor, span: torch.Ten
         check_vector("span", span, dtypes=(torch.int32,), numel=2, like=values)
 
 
+def _check_divisor(values: torch.Tensor, divisor: torch.Tensor | None) -> None:
+    if divisor is not None:
+        check_vector("divisor", divisor, numel=values.numel(), like=values)
+
+
 def _check_marks(values: torch.Tensor, marks: Marks) -> None:
     """Raise ``ValueError`` unless ``marks`` were allocated for the number of elements of ``values``."""
     tiles = marks.counts.numel()
@@ -395,14 +409,21 @@ def _check_marks(values: torch.Tensor, marks: Marks) -> None:
         )
 
 
-def _expand(values: torch.Tensor, marks: Marks, indices: torch.Tensor, out: torch.Tensor, found: torch.Tensor) -> None:
+def _expand(
+    values: torch.Tensor,
+    divisor: torch.Tensor | None,
+    marks: Marks,
+    indices: torch.Tensor,
+    out: torch.Tensor,
+    found: torch.Tensor,
+) -> None:
     """Reference of :func:`expand`, in torch operators."""
     lanes = torch.arange(32, dtype=torch.int32, device=values.device)
     marked = ((marks.bits[:, None] >> lanes) & 1).view(-1).nonzero().squeeze(1)
     found.fill_(marked.numel())
     written = marked[: indices.numel()]
     indices[: written.numel()] = written.to(torch.int32)
-    out[: written.numel()] = values[written]
+    out[: written.numel()] = values[written] if divisor is None else values[written] / divisor[written]
 
 
 def check_addends(residual: torch.Tensor, gradient: torch.Tensor | None, out: torch.Tensor) -> None:

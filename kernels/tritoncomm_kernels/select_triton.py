@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tritoncomm_kernels.bits_triton import bits_in, key_of, lowest_bit, pack_words, threshold_key
+from tritoncomm_kernels.bits_triton import bits_in, divided, key_of, lowest_bit, pack_words, threshold_key
 from tritoncomm_kernels.dispatch import launch
 
 WARPS = 8  # of a tile of 4096 elements: 16 per thread. 32 would double the registers.
@@ -57,17 +57,21 @@ def write_marks(
 
 @triton.jit(do_not_specialize=["n"], do_not_specialize_on_alignment=["span_ptr"])
 def mark_kernel(
-    residual_ptr, gradient_ptr, out_ptr, threshold_ptr, span_ptr, bits_ptr, counts_ptr, n,
+    residual_ptr, gradient_ptr, divisor_ptr, out_ptr, threshold_ptr, span_ptr, bits_ptr, counts_ptr, n,
     TILE: tl.constexpr, ADD: tl.constexpr, SPAN: tl.constexpr, IS_KEY: tl.constexpr,
 ):  # fmt: skip
-    """Mark the elements of one tile that reach the threshold. With ``ADD``, first add and store the sum."""
+    """Mark the elements of one tile that reach the threshold. With ``ADD``, first add and store the sum.
+
+    With a divisor, quotients are compared. The sum that is stored is not divided.
+    """
     start = tl.program_id(0) * TILE
     at = start + tl.arange(0, TILE)
     if start + TILE <= n:
-        keys = key_of(add_tile(residual_ptr, gradient_ptr, out_ptr, at, n, ADD=ADD, WHOLE=True))
+        total = add_tile(residual_ptr, gradient_ptr, out_ptr, at, n, ADD=ADD, WHOLE=True)
+        keys = key_of(divided(total, divisor_ptr, at, None))
     else:
         total = add_tile(residual_ptr, gradient_ptr, out_ptr, at, n, ADD=ADD, WHOLE=False)
-        keys = tl.where(at < n, key_of(total), 0)
+        keys = tl.where(at < n, key_of(divided(total, divisor_ptr, at, at < n)), 0)
     write_marks(keys, at, threshold_ptr, span_ptr, bits_ptr, counts_ptr, TILE, SPAN, IS_KEY)
 
 
@@ -94,15 +98,15 @@ def count_bits_kernel(bits_ptr, counts_ptr, words, stride, first, WORDS: tl.cons
 
 @triton.jit(do_not_specialize=["words", "capacity", "n", "stride", "first", "found_stride"])
 def expand_kernel(
-    values_ptr, bits_ptr, counts_ptr, out_indices_ptr, out_values_ptr, ranks_ptr, found_ptr,
+    values_ptr, divisor_ptr, bits_ptr, counts_ptr, out_indices_ptr, out_values_ptr, ranks_ptr, found_ptr,
     words, capacity, n, stride, first, found_stride,
     TILES: tl.constexpr, WORDS: tl.constexpr, CHUNK: tl.constexpr, SUMMED: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Write the ascending positions of the bits in ``WORDS`` words, which have ``TILES`` counts, and their values.
 
     With ``SUMMED``, a count includes all before it. With ``ROWS``, a row has its bits from word ``first`` on, and the
-    next one ``stride`` words behind. ``ranks`` receive the number of bits before each word. Values and ranks may be
-    None. ``found`` receives the number of bits of the row.
+    next one ``stride`` words behind. ``ranks`` receive the number of bits before each word. Values, their divisor and
+    ranks may be None. ``found`` receives the number of bits of the row.
     """
     program, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     if ROWS:
@@ -129,7 +133,8 @@ def expand_kernel(
         write = (mask != 0) & (position < capacity) & (element < n)
         tl.store(out_indices_ptr + position, element, mask=write)
         if values_ptr is not None:
-            tl.store(out_values_ptr + position, tl.load(values_ptr + element, mask=write, other=0.0), mask=write)
+            value = tl.load(values_ptr + element, mask=write, other=0.0)
+            tl.store(out_values_ptr + position, divided(value, divisor_ptr, element, write), mask=write)
         position += 1
         mask = mask & (mask - 1)
         left -= 1
@@ -147,6 +152,7 @@ def warps(tile: int) -> int:
 def mark(
     residual: torch.Tensor,
     gradient: torch.Tensor | None,
+    divisor: torch.Tensor | None,
     out: torch.Tensor,
     threshold: torch.Tensor,
     span: torch.Tensor | None,
@@ -156,7 +162,8 @@ def mark(
     """Launch the kernel on checked, non-empty arguments. Without ``gradient`` nothing is added."""
     tile = 32 * bits.numel() // counts.numel()
     launch(
-        mark_kernel, (counts.numel(),), residual, gradient, out, threshold, span, bits, counts, out.numel(),
+        mark_kernel, (counts.numel(),), residual, gradient, divisor, out, threshold, span, bits, counts,
+        out.numel(),
         like=out, warps=warps(tile),
         TILE=tile, ADD=gradient is not None, SPAN=span is not None, IS_KEY=threshold.dtype == torch.int32,
     )  # fmt: skip
@@ -164,6 +171,7 @@ def mark(
 
 def expand(
     values: torch.Tensor,
+    divisor: torch.Tensor | None,
     bits: torch.Tensor,
     counts: torch.Tensor,
     indices: torch.Tensor,
@@ -182,7 +190,8 @@ def expand(
         counts = counts.cumsum(0, dtype=torch.int32)
     launch(
         expand_kernel, (triton.cdiv(bits.numel(), words),),
-        values, bits, counts, indices, out, None, found, bits.numel(), indices.numel(), values.numel(), 0, 0, 0,
+        values, divisor, bits, counts, indices, out, None, found, bits.numel(), indices.numel(), values.numel(),
+        0, 0, 0,
         like=values, warps=EXPAND_WARPS,
         TILES=words // per_tile, WORDS=words, CHUNK=CHUNK, SUMMED=summed, ROWS=False,
     )  # fmt: skip

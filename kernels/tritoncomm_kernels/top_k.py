@@ -75,12 +75,10 @@ def top_k(
     """
     _check_k(k)
     check_vector("values", values)
-    if divisor is not None:
-        sample = _divided(_sample_lines(values), divisor)
-        return _exact(partial(select_keys, values, divisor=divisor), sample, k, values.numel())
     if values.numel() and triton_runs(values):
-        return _read_back(values, None, values, k, workspace)
-    return _exact(partial(select_keys, values), _sample_lines(values), k, values.numel())
+        return _read_back(values, None, values, k, divisor, workspace)
+    sample = _divided(_sample_lines(values), divisor)
+    return _exact(partial(select_keys, values, divisor=divisor), sample, k, values.numel())
 
 
 def top_k_segments(
@@ -189,27 +187,35 @@ def accumulate_top_k(
     """
     _check_k(k)
     check_addends(residual, gradient, out)
-    if divisor is None and out.numel() and triton_runs(out):
-        return _read_back(residual, gradient, out, k, workspace)
+    if out.numel() and triton_runs(out):
+        return _read_back(residual, gradient, out, k, divisor, workspace)
     return _exact_sum((residual, gradient), out, k, divisor=divisor)
 
 
 def top_k_padded(
-    residual: torch.Tensor, gradient: torch.Tensor | None, out: torch.Tensor, k: int, *, workspace: Workspace
+    residual: torch.Tensor,
+    gradient: torch.Tensor | None,
+    out: torch.Tensor,
+    k: int,
+    *,
+    divisor: torch.Tensor | None = None,
+    workspace: Workspace,
 ) -> Padded:
     """Return the result of :func:`accumulate_top_k` as ``[k]`` entries and padding. On a GPU, the host does not wait.
 
     ``k`` is at least 1. If ``gradient`` is None, ``residual`` and ``out`` must be the same tensor, and nothing is
-    added. The search starts from a threshold, slightly below the k-th magnitude of the last call with this
-    ``workspace``. In the first call, a sample gives it. The result does not depend on it.
+    added. ``divisor`` is that of :func:`tritoncomm_kernels.select`. The search starts from a threshold, slightly below
+    the k-th magnitude of the last call with this ``workspace``. In the first call, a sample gives it. The result does
+    not depend on it.
     """
     check_addends(residual, gradient, out)
     if k < 1:
         raise ValueError(f"k={k}: must be at least 1")
     if out.numel() and triton_runs(out):
-        return _launch(residual, gradient, out, k, workspace)[0]
-    selected = top_k(out, k) if gradient is None else accumulate_top_k(residual, gradient, out, k)
-    return Padded.of(selected, k)
+        return _launch(residual, gradient, out, k, divisor, workspace)[0]
+    if gradient is None:
+        return Padded.of(top_k(out, k, divisor=divisor), k)
+    return Padded.of(accumulate_top_k(residual, gradient, out, k, divisor=divisor), k)
 
 
 def top_k_rows(
@@ -358,6 +364,7 @@ def _read_back(
     gradient: torch.Tensor | None,
     out: torch.Tensor,
     k: int,
+    divisor: torch.Tensor | None,
     workspace: Workspace | None,
 ) -> Selection:
     """Launch the kernels, then read the number of entries back to the host."""
@@ -367,13 +374,18 @@ def _read_back(
         if gradient is not None:
             torch.add(residual, gradient, out=out)
         return Selection.of(out.new_empty(0, dtype=torch.int32), out.new_empty(0))
-    entries, taken = _launch(residual, gradient, out, k, held)
+    entries, taken = _launch(residual, gradient, out, k, divisor, held)
     found = int(taken)
     return Selection.of(entries.indices[:found], entries.values[:found])
 
 
 def _launch(
-    residual: torch.Tensor, gradient: torch.Tensor | None, out: torch.Tensor, k: int, workspace: Workspace
+    residual: torch.Tensor,
+    gradient: torch.Tensor | None,
+    out: torch.Tensor,
+    k: int,
+    divisor: torch.Tensor | None,
+    workspace: Workspace,
 ) -> tuple[Padded, torch.Tensor]:
     """Filter candidates with a first guess, then launch radix select and ordered emit. No host synchronization.
 
@@ -388,15 +400,15 @@ def _launch(
     guess, following = buffer("guess", 1), buffer("next", 1)
     found, taken = buffer("found", 1, torch.int64), buffer("taken", 1, torch.int64)
     if is_first:
-        guess.fill_(_sampled_guess(residual, gradient, k, n))
+        guess.fill_(_sampled_guess(residual, gradient, k, divisor))
     room = min(n, max(2 * k, k + 65536))
     places, passed = buffer("positions", room), buffer("values", room, torch.float32)
     marks = Marks.empty(n, out.device, workspace, name="top-k")
-    mark(residual, gradient, out, guess, marks)
-    expand(out, marks, places, passed, found)
+    mark(residual, gradient, out, guess, marks, divisor=divisor)
+    expand(out, marks, places, passed, found, divisor=divisor)
     candidates = Candidates(passed, found, guess, taken, following, WARM_SLACK)
     rows = _empty_rows(1, k, out)
-    kernel("top_k_triton").top_k_rows(out, None, None, places, rows, workspace, candidates=candidates)
+    kernel("top_k_triton").top_k_rows(out, None, None, places, rows, workspace, candidates=candidates, divisor=divisor)
     guess.copy_(following)
     return rows.row(0), taken
 
@@ -452,12 +464,15 @@ def _sampled_key(sample: torch.Tensor, k: int, numel: int) -> int:
     return 1 if rank is None else max(1, _kth_key(magnitude_keys(sample), rank))
 
 
-def _sampled_guess(residual: torch.Tensor, gradient: torch.Tensor | None, k: int, numel: int) -> torch.Tensor | int:
+def _sampled_guess(
+    residual: torch.Tensor, gradient: torch.Tensor | None, k: int, divisor: torch.Tensor | None
+) -> torch.Tensor | int:
     """Same as :func:`_sampled_key`, without host synchronization."""
     sample = _sample_lines(residual)
     if gradient is not None:
         sample = sample + _sample_lines(gradient)
-    rank = _sample_rank(sample.numel(), k, numel)
+    sample = _divided(sample, divisor)
+    rank = _sample_rank(sample.numel(), k, residual.numel())
     if rank is None:
         return 1
     return torch.topk(magnitude_keys(sample), rank, sorted=False).values.min().clamp(min=1)

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tritoncomm_kernels.bits_triton import bits_in, key_of, lowest_bit, pack_words
+from tritoncomm_kernels.bits_triton import bits_in, divided, key_of, lowest_bit, pack_words
 from tritoncomm_kernels.dispatch import launch
 from tritoncomm_kernels.entries import Padded
 from tritoncomm_kernels.top_k import Candidates
@@ -58,14 +58,18 @@ def _segment(bounds_ptr, n, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _keys(values_ptr, candidates_ptr, listed, block, start, stop, BLOCK: tl.constexpr):
-    """Return the keys of a block. Outside the segment they are 0, which is never selected."""
+def _keys(values_ptr, divisor_ptr, candidates_ptr, listed, block, start, stop, BLOCK: tl.constexpr):
+    """Return the keys of a block. Outside the segment they are 0, which is never selected.
+
+    Candidates are quotients. Only the whole vector has still to be divided, if there is a divisor.
+    """
     first = block * BLOCK
     at = first + tl.arange(0, BLOCK)
     if candidates_ptr is not None:  # a vector and its candidates start at 0
         passed = tl.load(candidates_ptr + at, mask=at < tl.where(listed != 0, stop, 0), other=0.0)
-        dense = tl.load(values_ptr + at, mask=at < tl.where(listed != 0, 0, stop), other=0.0)
-        values = tl.where(listed != 0, passed, dense)
+        whole = at < tl.where(listed != 0, 0, stop)
+        dense = tl.load(values_ptr + at, mask=whole, other=0.0)
+        values = tl.where(listed != 0, passed, divided(dense, divisor_ptr, at, whole))
     elif (first >= start) & (first + BLOCK <= stop):
         values = tl.load(values_ptr + at)
     else:
@@ -100,8 +104,8 @@ def _kth(histogram_ptr, budgets_ptr, digits, room):
 
 @triton.jit(do_not_specialize=["n", "room", "capacity", "digit"], do_not_specialize_on_alignment=["bounds_ptr"])
 def histogram_kernel(
-    values_ptr, bounds_ptr, budgets_ptr, candidates_ptr, found_ptr, guess_ptr, histogram_ptr, n, room, capacity, digit,
-    BLOCK: tl.constexpr,
+    values_ptr, divisor_ptr, bounds_ptr, budgets_ptr, candidates_ptr, found_ptr, guess_ptr, histogram_ptr,
+    n, room, capacity, digit, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Build the histogram of one digit over the non-zero keys of a segment that match the digits so far."""
     prefix, _ = _kth(histogram_ptr, budgets_ptr, digit, room)
@@ -109,7 +113,7 @@ def histogram_kernel(
     start, stop, block, last = _segment(bounds_ptr, length, BLOCK)
     counts = tl.zeros([256], tl.int32)
     while block < last:
-        keys = _keys(values_ptr, candidates_ptr, listed, block, start, stop, BLOCK)
+        keys = _keys(values_ptr, divisor_ptr, candidates_ptr, listed, block, start, stop, BLOCK)
         agree = (keys > 0) & (((keys ^ prefix) >> (31 - 8 * digit)) == 0)
         counts += tl.histogram((keys >> tl.maximum(23 - 8 * digit, 0)) & 255, 256, mask=agree)
         block += 1
@@ -119,8 +123,8 @@ def histogram_kernel(
 
 @triton.jit(do_not_specialize=["n", "room", "capacity"], do_not_specialize_on_alignment=["bounds_ptr"])
 def count_kernel(
-    values_ptr, bounds_ptr, budgets_ptr, candidates_ptr, found_ptr, guess_ptr, histogram_ptr, above_ptr, equal_ptr,
-    n, room, capacity, BLOCK: tl.constexpr,
+    values_ptr, divisor_ptr, bounds_ptr, budgets_ptr, candidates_ptr, found_ptr, guess_ptr, histogram_ptr,
+    above_ptr, equal_ptr, n, room, capacity, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Count, per program, the keys of its share that are above the k-th key of the row, and those equal to it."""
     row = tl.program_id(1)
@@ -130,7 +134,7 @@ def count_kernel(
     above = tl.zeros([BLOCK], tl.int32)
     equal = tl.zeros([BLOCK], tl.int32)
     while block < last:
-        keys = _keys(values_ptr, candidates_ptr, listed, block, start, stop, BLOCK)
+        keys = _keys(values_ptr, divisor_ptr, candidates_ptr, listed, block, start, stop, BLOCK)
         above += (keys > kth).to(tl.int32)
         equal += (keys == kth).to(tl.int32)
         block += 1
@@ -154,8 +158,8 @@ def _report(taken_ptr, next_ptr, kth, taken, room, slack):
     do_not_specialize=["n", "room", "capacity", "slack"], do_not_specialize_on_alignment=["indices_ptr", "bounds_ptr"]
 )
 def emit_kernel(
-    values_ptr, bounds_ptr, budgets_ptr, candidates_ptr, found_ptr, guess_ptr, histogram_ptr, above_ptr, equal_ptr,
-    indices_ptr, out_indices_ptr, out_values_ptr, taken_ptr, next_ptr, n, room, capacity, slack,
+    values_ptr, divisor_ptr, bounds_ptr, budgets_ptr, candidates_ptr, found_ptr, guess_ptr, histogram_ptr,
+    above_ptr, equal_ptr, indices_ptr, out_indices_ptr, out_values_ptr, taken_ptr, next_ptr, n, room, capacity, slack,
     PROGRAMS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Write the entries above the k-th key of a row, the first ones equal to it, and padding, in order of position.
@@ -178,7 +182,7 @@ def emit_kernel(
     out_values_ptr += row.to(tl.int64) * room
     word = tl.arange(0, BLOCK // 32) * 32
     while block < last:
-        keys = _keys(values_ptr, candidates_ptr, listed, block, start, stop, BLOCK)
+        keys = _keys(values_ptr, divisor_ptr, candidates_ptr, listed, block, start, stop, BLOCK)
         tied = pack_words(keys == kth, BLOCK)
         mask = pack_words(keys > kth, BLOCK) | tied
         tied_here = bits_in(tied)
@@ -199,7 +203,11 @@ def emit_kernel(
             elif indices_ptr is not None:
                 index = tl.load(indices_ptr + element, mask=take, other=0)
             tl.store(out_indices_ptr + slot, index, mask=take)
-            tl.store(out_values_ptr + slot, tl.load(values_ptr + place, mask=take, other=0.0), mask=take)
+            tl.store(
+                out_values_ptr + slot,
+                divided(tl.load(values_ptr + place, mask=take, other=0.0), divisor_ptr, place, take),
+                mask=take,
+            )
             tied_before += is_tied
             above_before += 1 - is_tied
             mask = mask & (mask - 1)
@@ -223,12 +231,14 @@ def top_k_rows(
     workspace: Workspace,
     *,
     candidates: Candidates | None = None,
+    divisor: torch.Tensor | None = None,
     block: int = BLOCK,
     resident: int = RESIDENT,
 ) -> None:
     """Launch a radix select per segment, and the ordered emit, on checked arguments with at least one row and slot.
 
-    ``candidates`` are those of one segment, the whole vector, and ``indices`` are their positions.
+    ``candidates`` are those of one segment, the whole vector, and ``indices`` are their positions. They may be
+    quotients by a ``divisor``, which is then that of the vector.
     """
     n, (rows, room) = values.numel(), out.indices.shape
     if values.data_ptr() % 16:  # the kernels need twice the registers for such a tensor, and few are long
@@ -241,7 +251,7 @@ def top_k_rows(
     histogram = integers("histogram", 256 * DIGITS.value).zero_()
     above, equal = integers("above", programs), integers("equal", programs)
     passed, found, guess, taken, following, slack = candidates or (None, None, None, None, None, 1.0)
-    source = values, bounds, budgets, passed, found, guess, histogram
+    source = values, divisor, bounds, budgets, passed, found, guess, histogram
     lengths = n, room, 0 if passed is None else passed.numel()
     grid = programs, rows
     size: dict[str, Any] = {"like": values, "warps": WARPS, "BLOCK": block}

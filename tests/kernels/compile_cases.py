@@ -22,7 +22,7 @@ from tritoncomm_kernels import (
     top_k_triton,
 )
 from tritoncomm_kernels.adam import DISAGREES, FINE, LARGEST_SQUARE
-from tritoncomm_kernels.bits_triton import key_of
+from tritoncomm_kernels.bits_triton import divided, key_of
 from tritoncomm_kernels.select import TILE
 from tritoncomm_kernels.select_triton import add_tile, write_marks
 
@@ -31,7 +31,7 @@ GRADIENTS = ("fp32", "bf16", "fp16")
 # All other pointers are to int32, and all other numbers are int32.
 FLOATS = ("scale", "slack", "divisor", "cover", "half", "limit")
 FLOAT_POINTERS = (
-    *("residual_ptr", "gradient_ptr", "out_ptr", "threshold_ptr", "values_ptr"),
+    *("residual_ptr", "gradient_ptr", "divisor_ptr", "out_ptr", "threshold_ptr", "values_ptr"),
     *(
         "out_values_ptr",
         "candidates_ptr",
@@ -79,33 +79,42 @@ class Case:
 
 @triton.jit
 def whole_mark(
-    residual_ptr, gradient_ptr, out_ptr, threshold_ptr, span_ptr, bits_ptr, counts_ptr, n,
+    residual_ptr, gradient_ptr, divisor_ptr, out_ptr, threshold_ptr, span_ptr, bits_ptr, counts_ptr, n,
     TILE: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
     """``mark`` without the code for a partial tile."""
     at = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    keys = key_of(add_tile(residual_ptr, gradient_ptr, out_ptr, at, n, ADD=ADD, WHOLE=True))
+    total = add_tile(residual_ptr, gradient_ptr, out_ptr, at, n, ADD=ADD, WHOLE=True)
+    keys = key_of(divided(total, divisor_ptr, at, None))
     write_marks(keys, at, threshold_ptr, span_ptr, bits_ptr, counts_ptr, TILE, False, False)
 
 
 def streaming(gradient: str) -> list[Case]:
     """Return the cases of passes over the whole vector."""
     size = {"warps": select_triton.WARPS, "elements": TILE, "types": {"gradient_ptr": f"*{gradient}"}}
+    none = {"divisor_ptr": None}
     choice = {"TILE": TILE, "ADD": True, "SPAN": False, "IS_KEY": False}
     keyed = size | {"types": size["types"] | {"threshold_ptr": "*i32"}}
     return [
-        Case(f"mark {gradient}", select_triton.mark_kernel, choice, **size),
-        Case(f"mark {gradient}, whole", whole_mark, {"TILE": TILE, "ADD": True}, **size, budget=22),
-        Case(f"mark {gradient}, key", select_triton.mark_kernel, choice | {"IS_KEY": True}, **keyed),
+        Case(f"mark {gradient}", select_triton.mark_kernel, choice | none, **size),
+        Case(f"mark {gradient}, whole", whole_mark, {"TILE": TILE, "ADD": True} | none, **size, budget=22),
+        Case(f"mark {gradient}, key", select_triton.mark_kernel, choice | {"IS_KEY": True} | none, **keyed),
+        Case(f"mark {gradient}, divided, key", select_triton.mark_kernel, choice | {"IS_KEY": True}, **keyed),
+        Case(f"mark {gradient}, divided, whole", whole_mark, {"TILE": TILE, "ADD": True}, **size, budget=22),
     ]
+
+
+def _without(constants: dict[str, Any], name: str) -> dict[str, Any]:
+    return {key: value for key, value in constants.items() if key != name}
 
 
 def selecting() -> list[Case]:
     """Return the cases that mark an existing vector, and that count and expand bits: of marks, unions and sections."""
     own, words, group = select_triton, select_triton.WORDS, select_triton.GROUP
-    choice = {"TILE": TILE, "ADD": False, "SPAN": False, "IS_KEY": True}
+    none = {"divisor_ptr": None}
+    choice = {"TILE": TILE, "ADD": False, "SPAN": False, "IS_KEY": True} | none
     turn = {"TILES": words * 32 // TILE, "WORDS": words, "CHUNK": own.CHUNK, "SUMMED": False, "ROWS": False}
-    turn |= {"ranks_ptr": None}
+    turn |= {"ranks_ptr": None} | none
     size = {"warps": own.EXPAND_WARPS, "elements": words * 32}
     size_of_tile = {"warps": own.WARPS, "elements": TILE}
     key = size_of_tile | {"types": {"threshold_ptr": "*i32"}}
@@ -116,8 +125,10 @@ def selecting() -> list[Case]:
     return [
         Case("mark only", own.mark_kernel, choice, **key),
         Case("mark only, in a span", own.mark_kernel, choice | {"SPAN": True, "IS_KEY": False}, **size_of_tile),
-        Case("mark only, whole", whole_mark, {"TILE": TILE, "ADD": False}, own.WARPS, {}, TILE, 22),
+        Case("mark only, divided", own.mark_kernel, _without(choice, "divisor_ptr"), **key),
+        Case("mark only, whole", whole_mark, {"TILE": TILE, "ADD": False} | none, own.WARPS, {}, TILE, 22),
         Case("expand", own.expand_kernel, turn, **size, budget=5),
+        Case("expand, divided", own.expand_kernel, _without(turn, "divisor_ptr"), **size),
         Case("expand, summed", own.expand_kernel, turn | {"SUMMED": True}, **size),
         Case("expand, unaligned", own.expand_kernel, turn, **size, aligned=False),
         Case("expand a union", own.expand_kernel, union | {"SUMMED": True}, **groups),
@@ -133,7 +144,8 @@ def exact() -> list[Case]:
     size = {"warps": radix.WARPS, "elements": radix.BLOCK}
     block = {"BLOCK": radix.BLOCK}
     emit = block | {"PROGRAMS": radix.PROGRAMS}
-    segments = dict.fromkeys(("candidates_ptr", "found_ptr", "guess_ptr"))
+    none = {"divisor_ptr": None}
+    segments = dict.fromkeys(("candidates_ptr", "found_ptr", "guess_ptr")) | none
     whole = dict.fromkeys(("bounds_ptr", "budgets_ptr"))
     listed = emit | segments | dict.fromkeys(("taken_ptr", "next_ptr"))
     passed = {"types": {"guess_ptr": "*i32"}}
@@ -148,9 +160,14 @@ def exact() -> list[Case]:
                 ("histogram", radix.histogram_kernel, block),
                 ("count", radix.count_kernel, block),
             )
-            for source, given, types in (("candidates", whole, passed), ("a vector", whole | segments, {}))
+            for source, given, types in (
+                ("candidates", whole | none, passed),
+                ("divided candidates", whole, passed),
+                ("a vector", whole | segments, {}),
+            )
         ),
-        Case("emit of candidates", radix.emit_kernel, emit | whole, **size, **passed),
+        Case("emit of candidates", radix.emit_kernel, emit | whole | none, **size, **passed),
+        Case("emit of divided candidates", radix.emit_kernel, emit | whole, **size, **passed),
         Case("emit of a vector", radix.emit_kernel, listed | whole | {"indices_ptr": None}, **size),
     ]
 

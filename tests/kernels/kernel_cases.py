@@ -95,6 +95,13 @@ def gradient(family: str, n: int, seed: int, dtype: torch.dtype) -> torch.Tensor
     return values
 
 
+def powers(n: int, seed: int) -> torch.Tensor:
+    """Return ``n`` powers of two, some of them the least and the largest that a divisor may have."""
+    exponents = np.random.default_rng(seed).integers(-9, 10, n)
+    exponents[::50], exponents[7::50] = -126, 126
+    return torch.from_numpy(np.ldexp(np.float32(1), exponents).astype(np.float32))
+
+
 class Guarded:
     """Creates tensors between two guards. A guard is memory that holds a pattern and must not change."""
 

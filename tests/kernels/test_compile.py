@@ -94,7 +94,10 @@ def everything() -> None:
     n, tiles = 4096, 9000
     x, g, out = torch.ones(n), torch.ones(n), torch.ones(n)
     indices, count = torch.zeros(n, dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
-    kernels.accumulate_and_select(x, g, out, 1.0)
+    for divisor in (None, torch.ones(n)):
+        kernels.accumulate_and_select(x, g, out, 1.0, divisor=divisor)
+        kernels.select(x, 1.0, divisor=divisor)
+        kernels.top_k_padded(x, g, out, 9, divisor=divisor, workspace=kernels.Workspace())
     for select in (
         lambda: kernels.accumulate_top_k(x, g, out, 5),
         lambda: kernels.largest(kernels.Selection(indices, x, n), 5),

@@ -15,11 +15,13 @@ from unittest import mock
 import pytest
 import torch
 from kernel_cases import INTERPRETED, kernels_from
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from tritoncomm.primitives.accumulator import Accumulator
 
 import tritoncomm_kernels as kernels
 from emulated_cuda import kernel_costs
 from emulated_cuda.device import operator_of
+from tritoncomm_kernels.dispatch import kernel as module_of
 from tritoncomm_kernels.section_layout import Layout
 from tritoncomm_kernels.sections import read_rows, write_rows
 
@@ -66,6 +68,21 @@ def counting() -> Iterator[_Count]:
 
         with mock.patch.object(InterpretedFunction, "run", launch), mock.patch.object(torch.Tensor, "tolist", read):
             yield count
+
+
+@contextmanager
+def muted_launches() -> Iterator[None]:
+    """Hide the interpreter's own operators of torch from modes."""
+    from triton.runtime.interpreter import InterpretedFunction  # noqa: PLC0415 - Triton is optional
+
+    run = InterpretedFunction.run
+
+    def launch(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with _disable_current_modes():
+            return run(self, *args, **kwargs)
+
+    with mock.patch.object(InterpretedFunction, "run", launch):
+        yield
 
 
 def vector(n: int = N, seed: int = 0) -> torch.Tensor:
@@ -208,6 +225,56 @@ def test_triton_route_costs_what_the_table_says(name: str) -> None:
         with counting() as count:
             result = kernel(*given.args, **given.kwargs)
     assert (count.launches, count.syncs) == kernel_costs.cost_of(kernel, result, given.arguments)
+
+
+class _Vectors(TorchDispatchMode):
+    """Notes operators of torch that pass over a whole vector."""
+
+    def __init__(self, numel: int) -> None:
+        super().__init__()
+        self.numel, self.passes = numel, []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if operator_of(func).computes and not str(func).startswith("aten.index_"):  # these touch some elements only
+            given = [each for each in (*args, *(kwargs or {}).values(), out) if isinstance(each, torch.Tensor)]
+            self.passes += [str(func)] if any(each.numel() >= self.numel for each in given) else []
+        return out
+
+
+@pytest.mark.parametrize("rounded", [False, True])
+@pytest.mark.parametrize("select", ["at_least", "top_k", "top_k_padded"])
+def test_a_selection_by_update_takes_one_pass(select: str, rounded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Residual, gradient and divisor are read, and the sum is written, once. No operator of torch sees a whole vector.
+
+    The selection is then cleared, or rounded values are subtracted. What remains is in units of the gradient.
+    """
+    numel, marked, select_triton = 20_000, [], module_of("select_triton")
+    run = select_triton.mark
+
+    def mark(residual: torch.Tensor, gradient: Any, divisor: Any, *rest: Any) -> None:
+        marked.append([gradient is not None, divisor is not None])
+        run(residual, gradient, divisor, *rest)
+
+    monkeypatch.setattr(select_triton, "mark", mark)
+    residual, gradient, scratch = vector(numel, 1), vector(numel, 2), torch.empty(numel)
+    divisor = torch.ldexp(torch.ones(numel), (vector(numel, 3) * 3).round().int())
+    expected, held = residual + gradient, kernels.Workspace()
+    for step in range(2):  # the first step allocates
+        acc = Accumulator(residual, gradient, scratch, held)
+        marked.clear()
+        with kernels_from("triton"), muted_launches(), _Vectors(numel) as seen:
+            scaled = acc.scaled(divisor)
+            found = getattr(scaled, select)(2.5 if select == "at_least" else 900)
+            sent = found._replace(values=found.values * 0.5) if rounded else found
+            (scaled.subtract_padded if select == "top_k_padded" else scaled.subtract)(sent, rounded=rounded)
+            acc.unscale_from(scaled, divisor)
+        assert marked == [[True, True]]
+        assert seen.passes == [] or step == 0
+    at = found.indices.long()
+    assert torch.equal(found.values, (expected / divisor)[at])
+    expected[at] = expected[at] * 0.5 if rounded else 0.0
+    assert torch.equal(scratch, expected)
 
 
 def test_every_row_has_a_case() -> None:

@@ -51,6 +51,15 @@ SELECTING = {
         select.test_mark_by_hand,
         {"ranged": False},
     ),
+    "sums compared undivided": Mutant(
+        "select", "key_of(divided(total, divisor_ptr, at, None))", "key_of(total)", select.test_mark
+    ),
+    "sums written undivided": Mutant(
+        "select", "divided(value, divisor_ptr, element, write)", "value", select.test_expand
+    ),
+    "vector searched undivided": Mutant(
+        "top_k", "divided(dense, divisor_ptr, at, whole)", "dense", select.test_top_k_padded
+    ),
     "strictly above": Mutant("select", "keys >= threshold_key", "keys > threshold_key", select.test_mark),
     "span end included": Mutant("select", "(at < tl.load(span_ptr", "(at <= tl.load(span_ptr", select.test_mark),
     # Not at capacity 0, where there is no memory with guards.

@@ -23,6 +23,7 @@ from kernel_cases import (
     kernels_from,
     key_of,
     key_to_reach,
+    powers,
     routes,
     seeds,
     sizes,
@@ -82,6 +83,7 @@ def test_mark(
     place, ranged, keyed = data.draw(st.tuples(st.booleans(), st.booleans(), st.booleans()))
     span = data.draw(st.tuples(st.integers(0, n), st.integers(0, n)))
     below = data.draw(st.sampled_from([1, 0, -1, -(2**31)]))  # keys that stand for every non-zero
+    divides = data.draw(st.booleans())
 
     def call(guarded: Guarded) -> list[list[int]]:
         residual = guarded.of(drawn(family, n, seed))
@@ -95,35 +97,39 @@ def test_mark(
         at = torch.tensor(span, dtype=torch.int32, device=guarded.device) if ranged else None
         exact = key_to_reach(limit) if limit > 0 or math.isnan(limit) else below
         key = torch.tensor([exact], dtype=torch.int32) if keyed else torch.tensor([limit])
-        kernels.mark(residual, added, out, key.to(guarded.device), marks, span=at)
+        divisor = guarded.of(powers(n, seed)) if divides else None
+        kernels.mark(residual, added, out, key.to(guarded.device), marks, span=at, divisor=divisor)
         return [bits(t) for t in (out, residual, added, *marks)]
 
     agree(call, device)
 
 
-@given(sizes, families, seeds, thresholds, tiles, st.sampled_from(["none", "some", "exact", "more"]))
+@given(sizes, families, seeds, thresholds, tiles, st.sampled_from(["none", "some", "exact", "more"]), st.booleans())
 @many
-def test_expand(device: str, n: int, family: str, seed: int, limit: float, tile: int, room: str) -> None:
-    """Entries ascend up to the capacity, and the vector does not change."""
+def test_expand(device: str, n: int, family: str, seed: int, limit: float, tile: int, room: str, divides: bool) -> None:
+    """Entries ascend up to the capacity, and the vector does not change. With a divisor, they are quotients."""
     values = drawn(family, n, seed)
-    chosen = [i for i, v in enumerate(values.tolist()) if key_of(v) >= key_to_reach(limit)]
+    divisor = powers(n, seed) if divides else None
+    quotients = values / divisor if divides else values
+    chosen = [i for i, v in enumerate(quotients.tolist()) if key_of(v) >= key_to_reach(limit)]
     capacity = {"none": 0, "some": len(chosen) // 2, "exact": len(chosen), "more": len(chosen) + 3}[room]
 
     def call(guarded: Guarded) -> list[list[int]]:
         x = guarded.of(values)
         marks = kernels.Marks.empty(n, x.device, tile=tile)
-        kernels.mark(x, None, x, torch.tensor([limit], device=guarded.device), marks)
+        by = guarded.of(divisor) if divides else None
+        kernels.mark(x, None, x, torch.tensor([limit], device=guarded.device), marks, divisor=by)
         indices, out = guarded.poison(capacity, torch.int32), guarded.poison(capacity)
         found = guarded.poison(1, torch.int64)
-        kernels.expand(x, marks, indices, out, found)
+        kernels.expand(x, marks, indices, out, found, divisor=by)
         return [bits(t) for t in (x, indices, out, found)]
 
     after, indices, out, found = agree(call, device)
-    before, written = bits(values), chosen[:capacity]
+    content, written = bits(quotients), chosen[:capacity]
     assert found == [len(chosen)]
     assert indices[: len(written)] == written
-    assert out[: len(written)] == [before[i] for i in written]
-    assert after == before
+    assert out[: len(written)] == [content[i] for i in written]
+    assert after == bits(values)
 
 
 @pytest.mark.parametrize("words", [8, 32, 128])
@@ -139,7 +145,7 @@ def test_launch_shapes_keep_the_result(device: str, words: int, scanned: bool) -
     indices, values = guarded.poison(expected.found, torch.int32), guarded.poison(expected.found)
     found = guarded.poison(1, torch.int64)
     kernel("select_triton").expand(
-        x, *marks, indices, values, found, words=words, tiles_summed_in_place=0 if scanned else 8192,
+        x, None, *marks, indices, values, found, words=words, tiles_summed_in_place=0 if scanned else 8192,
     )  # fmt: skip
     guarded.check()
     assert found.item() == expected.found
@@ -147,40 +153,43 @@ def test_launch_shapes_keep_the_result(device: str, words: int, scanned: bool) -
     assert bits(values) == bits(expected.values)
 
 
-@given(sizes, families, seeds, dtypes, thresholds)
+@given(sizes, families, seeds, dtypes, thresholds, st.booleans())
 @few
-def test_select(device: str, n: int, family: str, seed: int, dtype: torch.dtype, limit: float) -> None:
+def test_select(device: str, n: int, family: str, seed: int, dtype: torch.dtype, limit: float, divides: bool) -> None:
     """The selections that the algorithms call equal the reference."""
 
     def call(guarded: Guarded) -> tuple[object, ...]:
         residual = guarded.of(drawn(family, n, seed))
         added = guarded.of(gradient("normal", n, seed + 1, dtype))
         out = guarded.poison(n)
-        first = kernels.accumulate_and_select(residual, added, out, limit)
-        again = kernels.select(out, limit)
+        divisor = guarded.of(powers(n, seed)) if divides else None
+        first = kernels.accumulate_and_select(residual, added, out, limit, divisor=divisor)
+        again = kernels.select(out, limit, divisor=divisor)
         tensors = (*first[:2], *again[:2], out, residual)
         return first.found, again.found, *(bits(t) for t in tensors)
 
     agree(call, device)
 
 
-@given(sizes, families, seeds, st.integers(1, 2100))
-@cases(40)
-def test_top_k_padded(device: str, n: int, family: str, seed: int, k: int) -> None:
+@given(sizes, families, seeds, st.integers(1, 2100), st.booleans())
+@cases(60)
+def test_top_k_padded(device: str, n: int, family: str, seed: int, k: int, divides: bool) -> None:
     """Three steps with one workspace select exactly k entries, the later ones started from the last threshold."""
+    divisor = powers(n, seed) if divides else None
     steps = [drawn(family, n, seed + i) * (1.0, 0.01, 8.0)[i] for i in range(3)]
 
     def call(guarded: Guarded) -> list[list[int]]:
         workspace, seen = kernels.Workspace(), []
         for values in steps:
             out, zeros = guarded.poison(n), guarded.of(torch.zeros(n))
-            found = kernels.top_k_padded(zeros, guarded.of(values), out, k, workspace=workspace)
+            by = guarded.of(divisor) if divides else None
+            found = kernels.top_k_padded(zeros, guarded.of(values), out, k, divisor=by, workspace=workspace)
             seen += [bits(t) for t in (out, *found)]
         return seen
 
     seen = agree(call, device)
     for step, values in enumerate(steps):
-        keys = [bit & 0x7FFFFFFF for bit in bits(values)]
+        keys = [bit & 0x7FFFFFFF for bit in bits(values / divisor if divides else values)]
         best = sorted(sorted((i for i in range(n) if keys[i]), key=lambda i: (-keys[i], i))[:k])
         assert seen[3 * step + 1] == best + [-1] * (k - len(best))
 
@@ -210,10 +219,10 @@ def test_long_top_k(device: str, kind: str, k: int) -> None:
     elif kind == "overflowing":  # almost all values are equal, so the guess admits everything
         values[::1000] *= 2
 
-    def call(guarded: Guarded) -> tuple[list[int], list[int]]:
-        x = guarded.of(values)
-        selected = kernels.top_k(x, k)
-        return bits(selected.indices), bits(selected.values)
+    def call(guarded: Guarded) -> list[list[int]]:
+        x, divisor = guarded.of(values), guarded.of(powers(n, k))
+        found = [kernels.top_k(x, k), kernels.top_k(x, k, divisor=divisor)]
+        return [bits(part) for selected in found for part in selected[:2]]
 
     agree(call, device)
 

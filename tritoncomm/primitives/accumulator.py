@@ -14,7 +14,6 @@ from tritoncomm.primitives.region_cuts import offsets
 from tritoncomm.primitives.verdict import Verdict
 from tritoncomm.scheduler.span import Span
 from tritoncomm_kernels import Padded, Selection, Workspace
-from tritoncomm_kernels.dispatch import triton_runs
 
 Answer = TypeVar("Answer")
 
@@ -46,7 +45,7 @@ class Accumulator:
         self._scratch = scratch
         self.workspace = workspace if workspace is not None else Workspace()
         self.verdict = verdict
-        # Callers see everything divided by the scale. On a CPU, the sum in ``scratch`` is divided late or never.
+        # Callers see everything divided by the scale. The sum in ``scratch`` is divided late or never.
         self._scale: torch.Tensor | None = None
         self._is_divided = False
         self._added = False
@@ -101,14 +100,12 @@ class Accumulator:
         """Return this accumulator divided by ``scale`` (fp32 ``[n]``, powers of two).
 
         Call this before the sum is computed. The result shares the scratch memory. Pass it to :meth:`unscale_from`
-        after the exchange. On a CPU, a selection divides what it compares, and the sum itself is divided only when a
-        method needs it. Multiples of powers of two are exact, so the result is the same.
+        after the exchange. A selection divides what it compares, and the sum itself is divided only when a method needs
+        it. Multiples of powers of two are exact, so the result is the same.
         """
         assert not self._added
         scaled = Accumulator(self._residual, self._gradient, self._scratch, self.workspace, self.verdict)
         scaled._scale = scale
-        if self.device.type != "cpu" or triton_runs(self._scratch):
-            scaled._add()
         return scaled
 
     def unscale_from(self, scaled: Accumulator, scale: torch.Tensor) -> None:
@@ -221,10 +218,12 @@ class Accumulator:
 
     def top_k_padded(self, k: int) -> Padded:
         """Return the result of :meth:`top_k` with room for ``k`` entries. Nothing waits for a GPU."""
-        if self._divisor is not None:
-            self._add()
         gradient, base = (None, self._scratch) if self._added else (self._gradient, self._residual)
-        entries = self._timed(lambda: kernels.top_k_padded(base, gradient, self._scratch, k, workspace=self.workspace))
+        entries = self._timed(
+            lambda: kernels.top_k_padded(
+                base, gradient, self._scratch, k, divisor=self._divisor, workspace=self.workspace
+            )
+        )
         self.selected = k
         return entries
 
@@ -266,9 +265,7 @@ class Accumulator:
         residual. In a step with a verdict there may be padding, and nothing waits for a GPU.
         """
         self._add_undivided()
-        divisor = self._divisor
-        if divisor is not None:
-            values = values * divisor[indices.clamp(min=0).long()]
+        values = self._undivided(values, indices)
         if self.verdict is None:
             self._timed(lambda: kernels.scatter_add(self._scratch, indices, values if scale == 1.0 else scale * values))
         else:
@@ -315,6 +312,10 @@ class Accumulator:
     def _add_undivided(self) -> None:
         if not self._added:
             self._timed(lambda: torch.add(self._residual, self._gradient, out=self._scratch))
+
+    def _undivided(self, values: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+        """Return ``values`` for ``indices``, which may hold padding, in the units of the sum in ``scratch``."""
+        return values if self._divisor is None else values * kernels.values_at(self._divisor, indices)
 
     def _select(self, first: Callable[[], Selection], again: Callable[[], Selection]) -> Selection:
         selection = self._timed(again if self._added else first)
