@@ -125,8 +125,6 @@ def _step(
     delivery has the sign of the moment, and -1 if it has the other.
     """
     clock = tl.load(control_ptr + CLOCK).to(tl.int32)
-    root = tl.load(control_ptr + ROOT).to(tl.float32)
-    epsilon = tl.load(control_ptr + EPSILON).to(tl.float32)
     tau = tl.maximum(clock - tl.load(last_ptr + at, mask=inside, other=0), 1)
     waited = tau.to(tl.float32)
     mean = tl.div_rn(gradient, waited)
@@ -150,6 +148,8 @@ def _step(
     if AMSGRAD:
         maximum = tl.load(maximum_ptr + at, mask=inside, other=0.0).to(tl.float32)
         largest = tl.where((maximum > second) | (maximum != maximum), maximum, second)
+    root = tl.load(control_ptr + ROOT).to(tl.float32)
+    epsilon = tl.load(control_ptr + EPSILON).to(tl.float32)
     move = tl.div_rn(first, tl.div_rn(tl.sqrt_rn(largest), root) + epsilon)
     return first, second, largest, move, waited, vote
 
