@@ -290,7 +290,7 @@ def test_a_message_takes_one_delay(tmp_path: Path, capfd: pytest.CaptureFixture[
     assert all(0.6 < each < 1.7 for each in delays), delays
 
 
-STEPS = """
+DELAYED = """
 import time
 import torch
 import torch.distributed as dist
@@ -327,7 +327,7 @@ def test_delays_of_a_step(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> 
     small tensors to their owners in one round of its own.
     """
     script = tmp_path / "script.py"
-    script.write_text(STEPS)
+    script.write_text(DELAYED)
     assert main(["slow", "--workers", "4", "--link", "100mbit,200ms", str(script)]) == 0
     found = dict(re.findall(r"^delays (\w+) (.*)$", capfd.readouterr().out, re.MULTILINE))
     delays = {algo: float(each) for algo, each in found.items()}
