@@ -226,11 +226,11 @@ def test_page_and_real_script(tmp_path: Path, capfd: pytest.CaptureFixture[str])
     wrapped.write_text(SCRIPT.read_text().replace(optimizer, lines))
     assert own.startswith("optimizer = tritoncomm.wrap(")
     sent = []
-    for script in (plain, wrapped):
+    for script, name in ((plain, "AdamW"), (wrapped, "SparseAdamW")):
         assert main([*arguments, str(script), "--batch_size=2"]) == 0
         shown = capfd.readouterr().out
         assert "iter 40: loss" in shown
-        assert "2 workers, 100mbit: 60 steps of AdamW, per step and worker:" in shown
+        assert f"2 workers, 100mbit: 60 steps of {name}, per step and worker:" in shown
         sent += [float(found) for found in re.findall(r"^ +\d+ to \d+ +([\d.]+)", shown, re.MULTILINE)]
     numel = 2 * 256 * 64 + 32 * 64 + 2 * (12 * 64 * 64 + 13 * 64)
     assert all(4 * numel < 1e6 * found < 1.1 * 4 * numel for found in sent[:2])
