@@ -116,6 +116,28 @@ def test_a_hook_that_raises_after_the_update_does_not_repeat_it() -> None:
     assert all(map(torch.equal, net.parameters(), before))
 
 
+@pytest.mark.parametrize("way", ["of the module", "to zero", "of the optimizer"])
+def test_the_step_after_a_hook_that_raised_is_a_new_one(way: str) -> None:
+    """However gradients were reset, training goes on as if the hook had not raised."""
+    ends = []
+    for raises in (False, True):
+        net = model()
+        optimizer = wrap(adamw(net))
+        if raises:
+            optimizer.register_step_post_hook(lambda o, *_: 1 / (o.metrics()["steps"] != 2))
+        for step in range(5):
+            reset = optimizer.zero_grad if way == "of the optimizer" else net.zero_grad
+            reset(set_to_none=way != "to zero")
+            backward(net, step)
+            try:
+                optimizer.step()
+            except ZeroDivisionError:
+                assert step == 1
+        assert optimizer.metrics()["steps"] == 5
+        ends.append([p.detach().clone() for p in net.parameters()])
+    assert all(map(torch.equal, *ends))
+
+
 class Sharpness(torch.optim.SGD):
     """Stands for an optimizer whose script calls two methods."""
 
@@ -147,6 +169,49 @@ def test_inherited_methods_that_change_parameters() -> None:
     backward(net)
     with pytest.raises(RuntimeError, match=r"first_step\(\) of Sharpness has changed parameters"):
         optimizer.first_step()
+
+
+class Overridden(Sharpness):
+    """What is a method in its base is something else here."""
+
+    @property
+    def note(self) -> str:  # type: ignore[override]
+        """A note."""
+        return "a property"
+
+    first_step = staticmethod(lambda: "static")
+
+
+def test_what_is_no_method_any_more() -> None:
+    """Properties and static methods stay what they are."""
+    optimizer = wrap(Overridden(model().parameters(), lr=0.1))
+    assert optimizer.note == "a property"
+    assert optimizer.first_step() == "static"
+
+
+def test_hooks_get_what_torch_gives_them() -> None:
+    """The optimizer is the first of the arguments of the step."""
+    net = model()
+    optimizer, seen = wrap(adamw(net)), []
+    optimizer.register_step_pre_hook(lambda o, args, kwargs: seen.append(args[0] is o))
+    take(net, optimizer, 1)
+    assert seen == [True]
+
+
+def test_an_optimizer_that_refuses_attributes() -> None:
+    """Its own ``__setattr__`` is not asked for ours."""
+
+    class Strict(torch.optim.SGD):
+        def __setattr__(self, name: str, value: Any) -> None:
+            if getattr(self, "frozen", False) and not hasattr(self, name):
+                raise AttributeError(name)
+            super().__setattr__(name, value)
+
+    net = model()
+    base = Strict(net.parameters(), lr=0.1)
+    base.frozen = True
+    take(net, wrap(base), 2)
+    assert base.metrics()["steps"] == 2
 
 
 class Private(torch.optim.SGD):

@@ -109,6 +109,21 @@ def test_foreign_checkpoints_are_rejected() -> None:
     assert optimizer.metrics()["residual_norm"] == residual_norm
 
 
+def test_own_state_without_residuals_ends_no_wait() -> None:
+    """The residual stays, and so do the ages of what waits in it: the run goes on as if nothing had been loaded."""
+    ends = []
+    for loads in (False, True):
+        net = model()
+        optimizer = sparse_wrap(torch.optim.AdamW(net.parameters(), lr=0.01), density=0.1, warmup_steps=0)
+        for seed in range(8):
+            if loads and seed == 5:
+                bare = {key: each for key, each in optimizer.state_dict().items() if key != "tritoncomm"}
+                optimizer.load_state_dict(copy.deepcopy(bare))
+            step(net, optimizer, seed)
+        ends.append(torch.cat([p.detach().reshape(-1) for p in net.parameters()]))
+    assert torch.equal(*ends)
+
+
 def test_state_of_a_dense_run_ends_every_wait() -> None:
     """After loading the state of unmodified AdamW, every coordinate counts as delivered in its last step."""
     net = model()

@@ -229,8 +229,8 @@ class SparseOptimizer(torch.optim.Optimizer):
             ConfigMismatchError: Another rank cannot load its state, or loads the state of another step.
         """
         hooks, stepper, setup = StateHooks(self), self._tritoncomm, self._tritoncomm.setup
-        state_dict = hooks.before_loading(state_dict)
         with agree.propagate_errors(setup.everybody, setup.device):
+            state_dict = hooks.before_loading(state_dict)
             one_of("residuals", residuals, ("restore", "reset"))
             state_dict = exchange_state.for_this_rank(state_dict, setup.process_group, reset=residuals == "reset")
             feedbacks = loadable(setup, state_dict)
@@ -251,10 +251,10 @@ class SparseOptimizer(torch.optim.Optimizer):
         with hooks:
             original_class(self).load_state_dict(setup.optimizer, inner)  # not Lightning's wrapper of it
         if saved is None:
-            setup.exchange.forget_ages()
             groups = [dict(group) for group in state_dict["param_groups"]]
             # No warning: torch.distributed.checkpoint loads the residuals by themselves, with ResidualState.
-            exchange_state.warn_about_lost_residual(groups, logging.INFO)
+            if not exchange_state.warn_about_lost_residual(groups, logging.INFO):
+                setup.exchange.forget_ages()
         setup.exchange.restart()
         if saved is not None:
             exchange_state.resume(setup.exchange, feedbacks, saved, setup.local)
@@ -327,10 +327,11 @@ class SparseOptimizer(torch.optim.Optimizer):
 
 def sparse(optimizer: torch.optim.Optimizer, setup: Setup) -> SparseOptimizer:
     """Let ``optimizer`` exchange what ``setup`` says from now on, and return it."""
-    setup.guard()
     kind: Any = type(optimizer)
-    change_class(optimizer, _sparse_class(kind))
-    optimizer._tritoncomm = Stepper(setup)  # type: ignore[attr-defined]  # noqa: SLF001 - it is a SparseOptimizer now
+    sparse_class = _sparse_class(kind)
+    setup.guard()
+    vars(optimizer)["_tritoncomm"] = Stepper(setup)
+    change_class(optimizer, sparse_class)
     return optimizer  # type: ignore[return-value]
 
 

@@ -43,6 +43,7 @@ class StepState:
             without such a call.
         versions: Version of each ``.grad`` when a step began after the exchange, or failed before its update, to detect
             a further backward pass.
+        is_taken: Whether the step has been taken, and a hook has failed after it.
         late_backward: Notices a backward pass after ``synchronize()``.
         scale_warning_logged: Whether the warning about different loss scales has been logged.
     """
@@ -51,17 +52,24 @@ class StepState:
     scale: torch.Tensor | None = None
     found_in_unscale: torch.Tensor | None = None
     versions: list[int] = field(default_factory=list)
+    is_taken: bool = False
     late_backward: LateBackward = field(default_factory=LateBackward)
     scale_warning_logged: bool = False
 
     def reset(self) -> None:
         """Forget the last exchange, which has been used or is not needed."""
         self.written, self.scale, self.found_in_unscale, self.versions = [], None, None, []
+        self.is_taken = False
         self.late_backward.forget()
 
     def note_versions(self, gradients: Iterable[torch.Tensor | None]) -> None:
         """Note what ``gradients`` hold. They may not change from the beginning of a step to its update."""
         self.versions = self.versions or [version_of(gradient) for gradient in gradients]
+
+    def is_changed(self, gradients: Sequence[torch.Tensor | None]) -> bool:
+        """Return True if ``gradients`` are others than those of a step that has been taken."""
+        replaced = any(now is not then for now, then in zip(gradients, self.written, strict=True))
+        return replaced or self.versions != [version_of(gradient) for gradient in gradients]
 
     def check_unchanged(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Raise if ``gradients`` are not what was averaged, except for changes between synchronize() and step()."""
@@ -179,6 +187,8 @@ class Stepper:
     def exchange_and_apply(self) -> None:
         """Exchange, unless that was done, and apply the mean."""
         setup, scale, found = self.setup, self._scale, self._found
+        if self.state.is_taken and self.state.is_changed(setup.exchange.gradients):
+            self.withdraw()  # a hook has failed after the last step, and these gradients are those of the next
         exchange, untouched = setup.exchange, not setup.is_synchronized  # nobody sees .grad before the rule
         if untouched:
             self.synchronize()
@@ -247,6 +257,7 @@ class Stepper:
         except Exception:
             if exchange.steps > steps:  # a hook after the update: a repeated call does not take the step again
                 exchange.skip()
+                self.state.is_taken = True
             raise
 
     @contextmanager

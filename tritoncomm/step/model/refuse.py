@@ -83,8 +83,8 @@ def checked_methods(kind: type[torch.optim.Optimizer]) -> dict[str, Callable[...
     differ between ranks then.
     """
     kinds = kind.__mro__[: kind.__mro__.index(torch.optim.Optimizer)]
-    names = {name for each in kinds for name, value in vars(each).items() if inspect.isfunction(value)}
-    chosen = sorted(name for name in names if not name.startswith("_") and name not in SWAPS)
+    names = {name for each in kinds for name in vars(each) if not name.startswith("_") and name not in SWAPS}
+    chosen = sorted(name for name in names if inspect.isfunction(inspect.getattr_static(kind, name)))
     return {name: _checked(getattr(kind, name)) for name in chosen if not hasattr(torch.optim.Optimizer, name)}
 
 

@@ -387,4 +387,4 @@ def whole(norm: Any) -> torch.Tensor:
 
 def _run(hooks: Iterable[Callable[..., Any]], optimizer: torch.optim.Optimizer) -> None:
     for hook in hooks:
-        hook(optimizer, (), {})
+        hook(optimizer, (optimizer,), {})

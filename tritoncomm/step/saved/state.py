@@ -21,6 +21,7 @@ from tritoncomm.step.exchange.vector import VectorExchange
 from tritoncomm.step.local.steps import LocalSteps
 from tritoncomm.step.recipes import never_delays
 from tritoncomm.step.tensors.shards import bytes_of, local
+from tritoncomm.step.torch_internals import is_for_checkpoint
 
 logger = logging.getLogger("tritoncomm")
 
@@ -371,7 +372,11 @@ def marked(state_dict: dict[str, Any], exchange: GradientExchange) -> dict[str, 
 
     The groups of an optimizer that loads it without them keep the mark, see :func:`warn_about_lost_residual`.
     """
-    if not exchange.steps or all(each.is_bare or never_delays(each.recipe) for each in exchange.vectors):
+    if (
+        not exchange.steps
+        or is_for_checkpoint()
+        or all(each.is_bare or never_delays(each.recipe) for each in exchange.vectors)
+    ):
         return state_dict
     return state_dict | {"param_groups": [{**group, _MARK: True} for group in state_dict["param_groups"]]}
 
@@ -388,16 +393,18 @@ def remove_marks(groups: Iterable[dict[str, Any]]) -> bool:
     return any(found)
 
 
-def warn_about_lost_residual(groups: Iterable[dict[str, Any]], level: int = logging.WARNING) -> None:
-    """Log if parameter ``groups`` are of the state of a wrapped optimizer, whose residual was not loaded with it."""
-    if not remove_marks(groups) or (is_distributed() and dist.get_rank() != 0):
-        return
+def warn_about_lost_residual(groups: Iterable[dict[str, Any]], level: int = logging.WARNING) -> bool:
+    """Log if parameter ``groups`` are of a wrapped optimizer, whose residual was not loaded with it. Return whether."""
+    is_marked = remove_marks(groups)
+    if not is_marked or (is_distributed() and dist.get_rank() != 0):
+        return is_marked
     logger.log(
         level,
         "the optimizer holds the state of an earlier run with wrap(), without its residuals, which are lost: call "
         "load_state_dict() of the wrapped optimizer with its state of each rank, see tritoncomm.checkpoint, or in "
         "a trainer resume from a checkpoint that it saved with tritoncomm",
     )
+    return is_marked
 
 
 def check_state_dict(state: dict[str, Any], optimizer: torch.optim.Optimizer) -> None:
