@@ -94,11 +94,11 @@ class Workers:
 
     def take(self, gradient: torch.Tensor) -> None:
         """Let every worker take a step by its row of ``gradient``, which must be ``[world_size, numel]``."""
-        for own, row in zip(self.each, gradient, strict=True):
+        for own, optimizer, row in zip(self.each, self.optimizers, gradient, strict=True):
             parts = torch.split(row, [parameter.numel() for parameter in own.parameters])
             for parameter, part in zip(own.parameters, parts, strict=True):
                 parameter.grad = part.to(parameter.dtype)
-            own.take(None, None)
+            own.take(optimizer, None, None)
 
     @property
     def is_due(self) -> bool:

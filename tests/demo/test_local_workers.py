@@ -6,34 +6,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from tritoncomm.demo.local_workers import WorkerError, run_workers
 
-from processes import end_soon, is_running
-
-
-def fails(rank: int, world_size: int, send) -> None:
-    """Rank 1 fails while the others are in a collective."""
-    if rank == 1:
-        raise ZeroDivisionError("the bug of rank 1")
-    dist.barrier()
-
-
-def vanishes(rank: int, world_size: int, send) -> None:
-    """Rank 0 dies without a traceback."""
-    if rank == 0:
-        os._exit(9)
-    time.sleep(600)
-
-
-def ends(rank: int, world_size: int, send) -> int:
-    """Return the number of threads."""
-    return torch.get_num_threads()
+from processes import end_soon, ends, fails, is_running, vanishes
 
 
 def test_crash_shows_the_failing_rank() -> None:

@@ -17,7 +17,7 @@ from tritoncomm.algorithms import algorithms, takes_density
 from tritoncomm.algorithms.base import StaticRecipe
 from tritoncomm.planning import planner
 from tritoncomm.step.agree import replica
-from tritoncomm.step.rules import adam
+from tritoncomm.step.exchange import feedback
 
 from depth import DEEP
 from emulated_cuda import doors, ranks
@@ -123,7 +123,7 @@ def test_every_static_form_has_a_budget() -> None:
 @pytest.fixture
 def settled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compute root mean squares of parameters in three steps, and then in every third."""
-    monkeypatch.setattr(adam, "RENEW_RMS_EVERY", SETTLED - 1)
+    monkeypatch.setattr(feedback, "RENEW_RMS_EVERY", SETTLED - 1)
 
 
 @pytest.mark.usefixtures("settled")

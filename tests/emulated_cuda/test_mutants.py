@@ -114,7 +114,7 @@ def test_hidden_item_is_counted(recipe: OkTopk, monkeypatch: pytest.MonkeyPatch)
     """Each further ``.item()`` on the way is one more synchronization."""
     before = _syncs(recipe)
     # The static form subtracts twice: what it keeps for its own region, and what it sends to others.
-    name, calls = ("subtract_padded", 2) if recipe.static else ("clear", 1)
+    name, calls = ("subtract", 2) if recipe.static else ("clear", 1)
     method = getattr(Accumulator, name)
 
     def reads(self: Accumulator, *given: Any, **options: Any) -> None:

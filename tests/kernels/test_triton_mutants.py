@@ -107,7 +107,7 @@ SCATTERING = {
     "rotation undone the wrong way": Mutant("rebalance", "lane - rot", "lane + rot", scatter.test_rebalance),
     "floor ignored": Mutant("rebalance", "left_over < least", "left_over < 0", scatter.test_rebalance),
     "delivery not remembered": Mutant(
-        "adam", "tl.int32) + tl.load(control_ptr + STEPS).to(tl.int32),", "tl.int32),", adam.test_adam_flat
+        "adam", "tl.int32) + tl.load(control_ptr + CLOCK).to(tl.int32),", "tl.int32),", adam.test_adam_flat
     ),
     "no limit on catching up": Mutant("adam", "tl.minimum(waited, limit)", "waited", adam.test_adam_flat),
     "no limit on a tensor's change": Mutant("adam", "length > reach", "length > reach + 3.4e38", adam.test_adam_flat),
