@@ -98,6 +98,10 @@ class Pool:
         with tempfile.TemporaryDirectory() as folder:
             for rank, worker in enumerate(workers):
                 worker.pipe.send((*where, rank, world_size, arguments, str(Path(folder, "store")), limit))
+            for worker in workers:
+                worker.pipe.recv()  # it has imported the module, which takes long in a new process
+            for worker in workers:
+                worker.pipe.send("begin")
             failures = self._reports(workers, limit, lost)
             for rank in [] if failures else set(range(world_size)) - set(lost):
                 workers[rank].pipe.send("close the group")
@@ -181,6 +185,10 @@ def _main(pipe: Connection, log: str) -> None:  # runs in the process of a rank
     with suppress(EOFError), Path(log).open("w") as file:  # the session has ended
         while True:
             file_of_test, name, rank, world_size, arguments, store, limit = pipe.recv()
+            with suppress(Exception):  # which _outcome() meets again, and reports
+                _module(file_of_test)
+            pipe.send("ready")
+            pipe.recv()  # no rank waits for the imports of another one
             faulthandler.dump_traceback_later(limit, exit=True, file=file)
             pipe.send(_outcome(file_of_test, name, rank, world_size, arguments, store, limit))
             faulthandler.cancel_dump_traceback_later()
