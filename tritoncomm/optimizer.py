@@ -229,8 +229,8 @@ class SparseOptimizer(torch.optim.Optimizer):
             ConfigMismatchError: Another rank cannot load its state, or loads the state of another step.
         """
         hooks, stepper, setup = StateHooks(self), self._tritoncomm, self._tritoncomm.setup
+        state_dict = hooks.before_loading(state_dict)
         with agree.propagate_errors(setup.everybody, setup.device):
-            state_dict = hooks.before_loading(state_dict)
             one_of("residuals", residuals, ("restore", "reset"))
             state_dict = exchange_state.for_this_rank(state_dict, setup.process_group, reset=residuals == "reset")
             feedbacks = loadable(setup, state_dict)
