@@ -43,8 +43,9 @@ Row = dict[str, Any]
 def count(method: str, form: str, workers: int, density: float, steps: int) -> list[Row]:
     """Return what the first and the last step of a method cost on emulated GPUs, on the rank that waits most often."""
     fields = FIELDS.get(method, {}) | ({"density": density} if takes_density(method) else {})
-    if method != "dense":
-        fields |= {"static": form == "static"} | ({"values": "fp32"} if "values" in field_names(method) else {})
+    own = field_names(method)
+    fields |= {"static": form == "static"} if "static" in own else {}
+    fields |= {"values": "fp32"} if "values" in own else {}
 
     def main(rank: int) -> list[Row]:
         generator = torch.Generator().manual_seed(0)
@@ -83,7 +84,7 @@ def count_all(options: argparse.Namespace) -> list[Row]:
     print(f"{'method':16}{'form':>7}{'workers':>8}  {'step':9}" + "".join(f"{name:>17}" for name in columns))
     rows: list[Row] = []
     for workers, method, form in itertools.product(options.workers, options.algo, options.form):
-        if method == "dense" and form != options.form[0]:
+        if "static" not in field_names(method) and form != options.form[0]:
             continue  # it has one form
         for row in count(method, form, workers, options.density, options.steps):
             figures = "".join(f"{row[name]:17}" for name in columns)
