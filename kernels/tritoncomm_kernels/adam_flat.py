@@ -56,8 +56,7 @@ class AdamFlat:
         indices: torch.Tensor | None,
         control: AdamControl,
         *,
-        values: torch.Tensor | None = None,
-        gradients: Sequence[torch.Tensor] | None = None,
+        values: torch.Tensor,
         keep: float = 1.0,
     ) -> None:
         """Multiply the parameters by ``keep``, then apply one Adam step to the delivered coordinates, in place.
@@ -68,56 +67,41 @@ class AdamFlat:
             control: The settings of this step.
             values: The gradient at ``indices``, fp32 ``[k]``, or the whole flat vector without ``indices``. A value is
                 rounded to the dtype of its parameter.
-            gradients: One gradient per parameter and of its shape, in any float dtype, to read instead of ``values``.
             keep: The factor of decoupled weight decay.
 
         Raises ``ValueError`` naming the invalid argument, before anything changes.
         """
-        self._check(indices, values, gradients)
+        self._check(indices, values)
         if not self.parameters:
             return
         torch.autograd.graph.increment_version(self.parameters)
         runs_kernels = triton_runs(self.parameters[0])
         for kind, positions in self._kinds.items():
-            own = None if gradients is None else _alike([gradients[i] for i in positions], kind)
             if runs_kernels and kind.fits:
-                self._launch(kind, indices, control, values, own, keep)
+                self._launch(kind, indices, values, control, keep)
                 continue
             if runs_kernels:
                 self._log(self.parameters[positions[0]])
             if kind not in self._arrays:
                 columns = [[column[i] for i in positions] for column in self._columns]
                 self._arrays[kind] = AdamArrays(columns, [self._starts[i] for i in positions])
-            self._arrays[kind].update(indices, control, values, own, keep)
+            self._arrays[kind].update(indices, values, control, keep)
 
-    def _check(
-        self,
-        indices: torch.Tensor | None,
-        values: torch.Tensor | None,
-        gradients: Sequence[torch.Tensor] | None,
-    ) -> None:
-        """Raise ``ValueError`` unless the gradient of each delivered coordinate is given once."""
-        if (values is None) == (gradients is None):
-            raise ValueError("pass either values or gradients: one of them is read")
+    def _check(self, indices: torch.Tensor | None, values: torch.Tensor) -> None:
+        """Raise ``ValueError`` unless ``values`` has a gradient for each delivered coordinate."""
         if indices is not None:
             check_vector("indices", indices, dtypes=(torch.int32,), like=next(iter(self.parameters), None))
-        if values is not None:
-            end = self._starts[-1] + self._sizes[-1] if self._sizes else 0
-            check_vector("values", values, numel=None if indices is None else indices.numel())
-            if indices is None and values.numel() < end:
-                raise ValueError(f"values has {values.numel()} elements: without indices, pass all {end}")
-        if gradients is not None:
-            shapes, expected = ([each.shape for each in tensors] for tensors in (gradients, self.parameters))
-            if shapes != expected:
-                raise ValueError(f"gradients have shapes {shapes}, expected {expected}, like the parameters")
+        end = self._starts[-1] + self._sizes[-1] if self._sizes else 0
+        check_vector("values", values, numel=None if indices is None else indices.numel())
+        if indices is None and values.numel() < end:
+            raise ValueError(f"values has {values.numel()} elements: without indices, pass all {end}")
 
     def _launch(
         self,
         kind: _Kind,
         indices: torch.Tensor | None,
+        values: torch.Tensor,
         control: AdamControl,
-        values: torch.Tensor | None,
-        gradients: list[torch.Tensor] | None,
         keep: float,
     ) -> None:
         positions, device = self._kinds[kind], self.parameters[0].device
@@ -126,17 +110,12 @@ class AdamFlat:
         lanes = self._starts[positions[-1]] + self._sizes[positions[-1]] if indices is None else indices.numel()
         if not lanes:
             return
-        if gradients is not None:
-            gradients = [_laid_out(each, parameter) for each, parameter in zip(gradients, own, strict=True)]
-        table = self._tables.get(kind)
-        if table is None or gradients is not None:
+        if kind not in self._tables:
             addresses = [[column[i] for i in positions] for column in self._addresses]
-            table = kernel("adam_triton").table_of(own, addresses, [self._starts[i] for i in positions], gradients)
-        if gradients is None:
-            self._tables[kind] = table
+            self._tables[kind] = kernel("adam_triton").table_of(own, addresses, [self._starts[i] for i in positions])
+        tables = beta_tables(control.betas, torch.float32, device)
         kernel("adam_triton").update(
-            indices, values, table, control.scalars, beta_tables(control.betas, torch.float32, device), lanes,
-            dtype=kind.dtypes[0], gradient_dtype=gradients[0].dtype if gradients else torch.float32,
+            indices, values, self._tables[kind], control.scalars, tables, lanes, dtype=kind.dtypes[0],
             amsgrad=self._amsgrad, maximize=control.maximize,
             images=any(not parameter.is_contiguous() for parameter in own),
         )  # fmt: skip
@@ -194,20 +173,6 @@ def _kinds(columns: Sequence[Sequence[torch.Tensor]]) -> dict[_Kind, list[int]]:
         fits = ordered and len({*dtypes}) == 1 and parameter.dtype in GRADIENT_DTYPES
         found.setdefault(_Kind(dtypes, fits), []).append(position)
     return found
-
-
-def _alike(gradients: list[torch.Tensor], kind: _Kind) -> list[torch.Tensor]:
-    """Return ``gradients`` in one dtype that can be read."""
-    dtypes = {gradient.dtype for gradient in gradients}
-    if len(dtypes) == 1 and dtypes <= {kind.wide, *GRADIENT_DTYPES}:
-        return gradients
-    return [gradient.to(kind.wide) for gradient in gradients]
-
-
-def _laid_out(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """Return ``gradient``, or a copy of it with its elements where those of ``parameter`` are."""
-    fits = gradient.is_contiguous() if parameter.is_contiguous() else channels_last(gradient) is not None
-    return gradient if fits else torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)
 
 
 def _decay(parameters: list[torch.Tensor], keep: float) -> None:

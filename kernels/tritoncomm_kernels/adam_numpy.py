@@ -102,13 +102,13 @@ def _raw(flat: torch.Tensor) -> _Array:
 class _Part:
     """The delivered entries of consecutive tensors as one vector, in which ``bounds`` separate the tensors.
 
-    The tensors are those with the ``numbers``. ``delivered`` are the gradients, or None to read them. ``at`` are the
-    places in each tensor, None means all.
+    The tensors are those with the ``numbers``. ``delivered`` are the gradients. ``at`` are the places in each tensor,
+    None means all.
     """
 
     numbers: range
     bounds: list[int]
-    delivered: _Array | None
+    delivered: _Array
     at: _Array | None
 
     @property
@@ -142,9 +142,8 @@ class AdamArrays:
     def update(
         self,
         indices: torch.Tensor | None,
+        values: torch.Tensor,
         control: AdamControl,
-        values: torch.Tensor | None,
-        gradients: list[torch.Tensor] | None,
         keep: float,
     ) -> None:
         """See :meth:`AdamFlat.update`."""
@@ -152,15 +151,14 @@ class AdamArrays:
         columns = [self._parameters, *self._states]
         for column in columns:
             column.load()
-        read = _Column(gradients or [])
-        given = None if values is None else _rounded(values.cpu(), self._dtype).numpy()
+        given = _rounded(values.cpu(), self._dtype).numpy()
         with np.errstate(all="ignore"):
             for part in self._parts(None if indices is None else indices.cpu().numpy(), given):
-                self._update_part(part, step, read, keep)
+                self._update_part(part, step, keep)
         for column in columns:
             column.store()
 
-    def _parts(self, listed: _Array | None, given: _Array | None) -> Iterator[_Part]:
+    def _parts(self, listed: _Array | None, given: _Array) -> Iterator[_Part]:
         """Return the parts of the list, or of the whole vector."""
         lows: _Array = self._starts
         highs: _Array = self._ends
@@ -171,7 +169,7 @@ class AdamArrays:
         for span in consecutive(counts, _PART):
             numbers, bounds = range(span.start, span.stop), [0, *accumulate(counts[span])]
             spans = [slice(lows[i], highs[i]) for i in numbers]
-            delivered = None if given is None else np.concatenate([given[own] for own in spans])
+            delivered = np.concatenate([given[own] for own in spans])
             at = None
             if listed is not None:
                 at = np.empty(bounds[-1], np.int64)
@@ -179,13 +177,12 @@ class AdamArrays:
                     np.subtract(listed[own], self._starts[i], at[start:stop])
             yield _Part(numbers, bounds, delivered, at)
 
-    def _update_part(self, part: _Part, step: _Step, gradients: _Column, keep: float) -> None:
+    def _update_part(self, part: _Part, step: _Step, keep: float) -> None:
         """Update the states, then the parameters."""
         chunks, size = part.chunks, part.bounds[-1]
         moves, waited, votes = np.empty(size, step.wide), np.empty(size, step.wide), np.empty(size, np.int64)
         for span, pieces in chunks:
-            read = gradients.read(pieces, step.wide) if part.delivered is None else part.delivered[span]
-            moves[span], waited[span], votes[span] = step.advance(self._states, pieces, read)
+            moves[span], waited[span], votes[span] = step.advance(self._states, pieces, part.delivered[span])
         if (waited != 1).any():  # otherwise every entry is delivered in every step
             own = slice(part.numbers.start, part.numbers.stop)
             rms = np.array([float(held) for held in self._rms[own]], step.wide)

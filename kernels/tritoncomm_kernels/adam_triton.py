@@ -32,7 +32,6 @@ class Row(NamedTuple):
     """
 
     parameter: int
-    gradient: int
     first: int
     second: int
     last: int
@@ -61,7 +60,6 @@ DISTANCE = tl.constexpr(Scalars._fields.index("distance"))
 CHANGE = tl.constexpr(Scalars._fields.index("change"))
 COLUMNS = tl.constexpr(len(Row._fields))
 PARAMETER = tl.constexpr(Row._fields.index("parameter"))
-GRADIENT = tl.constexpr(Row._fields.index("gradient"))
 FIRST = tl.constexpr(Row._fields.index("first"))
 SECOND = tl.constexpr(Row._fields.index("second"))
 LAST = tl.constexpr(Row._fields.index("last"))
@@ -256,27 +254,22 @@ def _address(row_ptr, column, inside, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _gradient(values_ptr, row_ptr, lane, at, inside, DTYPE: tl.constexpr, GRADIENT_DTYPE: tl.constexpr):
-    """Return the gradients of entries in fp32: values, as ``DTYPE`` can hold them, or those of their tensors."""
-    if values_ptr is None:
-        gradient_ptr = _address(row_ptr, GRADIENT, inside, GRADIENT_DTYPE) + at
-        gradient = tl.load(gradient_ptr, mask=inside, other=0.0)
-    else:
-        gradient = tl.load(values_ptr + lane, mask=inside, other=0.0).to(DTYPE)
-    return gradient.to(tl.float32)
+def _gradient(values_ptr, lane, inside, DTYPE: tl.constexpr):
+    """Return the values of entries in fp32, as ``DTYPE`` can hold them."""
+    return tl.load(values_ptr + lane, mask=inside, other=0.0).to(DTYPE).to(tl.float32)
 
 
 @triton.jit(do_not_specialize=["count", "tensors", "steps"], do_not_specialize_on_alignment=["indices_ptr"])
 def adam_sums_kernel(
     indices_ptr, values_ptr, table_ptr, control_ptr, tables_ptr, total_ptr, count, tensors, steps,
-    DTYPE: tl.constexpr, GRADIENT_DTYPE: tl.constexpr, AMSGRAD: tl.constexpr, MAXIMIZE: tl.constexpr,
+    DTYPE: tl.constexpr, AMSGRAD: tl.constexpr, MAXIMIZE: tl.constexpr,
     POWERS: tl.constexpr, LARGEST_SQUARE: tl.constexpr, DISAGREES: tl.constexpr, BLOCK: tl.constexpr,
     IMAGES: tl.constexpr,
 ):  # fmt: skip
     """Sum squared distances and votes of the entries of each tensor, in integers. Nothing is updated."""
     lane, tensor, row_ptr, at, inside = _owner(indices_ptr, table_ptr, count, tensors, steps, BLOCK, IMAGES)
     _, _, _, move, waited, vote = _step(
-        _gradient(values_ptr, row_ptr, lane, at, inside, DTYPE, GRADIENT_DTYPE),
+        _gradient(values_ptr, lane, inside, DTYPE),
         _address(row_ptr, FIRST, inside, DTYPE), _address(row_ptr, SECOND, inside, DTYPE),
         _address(row_ptr, MAXIMUM, inside, DTYPE), _address(row_ptr, LAST, inside, tl.int32),
         control_ptr, tables_ptr, at, inside, AMSGRAD, MAXIMIZE, POWERS,
@@ -296,7 +289,7 @@ def adam_sums_kernel(
 @triton.jit(do_not_specialize=["count", "tensors", "steps"], do_not_specialize_on_alignment=["indices_ptr"])
 def adam_kernel(
     indices_ptr, values_ptr, table_ptr, control_ptr, tables_ptr, total_ptr, count, tensors, steps,
-    DTYPE: tl.constexpr, GRADIENT_DTYPE: tl.constexpr, AMSGRAD: tl.constexpr, MAXIMIZE: tl.constexpr,
+    DTYPE: tl.constexpr, AMSGRAD: tl.constexpr, MAXIMIZE: tl.constexpr,
     POWERS: tl.constexpr, FINE: tl.constexpr, DISAGREES: tl.constexpr, BLOCK: tl.constexpr,
     IMAGES: tl.constexpr,
 ):  # fmt: skip
@@ -309,7 +302,7 @@ def adam_kernel(
     maximum_ptr = _address(row_ptr, MAXIMUM, inside, DTYPE)
     parameter = tl.load(parameter_ptr + at, mask=inside, other=0.0).to(tl.float32)
     first, second, largest, move, waited, _ = _step(
-        _gradient(values_ptr, row_ptr, lane, at, inside, DTYPE, GRADIENT_DTYPE),
+        _gradient(values_ptr, lane, inside, DTYPE),
         first_ptr, second_ptr, maximum_ptr, last_ptr, control_ptr, tables_ptr, at, inside, AMSGRAD, MAXIMIZE, POWERS,
     )  # fmt: skip
     _write(
@@ -327,7 +320,6 @@ def table_of(
     parameters: Sequence[torch.Tensor],
     addresses: Sequence[Sequence[int]],
     starts: Sequence[int],
-    gradients: Sequence[torch.Tensor] | None,
 ) -> torch.Tensor:
     """Return a :class:`Row` for each of ``parameters`` on their device.
 
@@ -340,7 +332,6 @@ def table_of(
         rows.append(
             Row(
                 parameter=parameter[i],
-                gradient=0 if gradients is None else gradients[i].data_ptr(),
                 first=first[i],
                 second=second[i],
                 last=last[i],
@@ -357,22 +348,20 @@ def table_of(
 
 def update(
     indices: torch.Tensor | None,
-    values: torch.Tensor | None,
+    values: torch.Tensor,
     table: torch.Tensor,
     control: torch.Tensor,
     tables: torch.Tensor,
     count: int,
     *,
     dtype: torch.dtype,
-    gradient_dtype: torch.dtype,
     amsgrad: bool,
     maximize: bool,
     images: bool,
 ) -> None:
     """Launch the kernels on checked arguments. ``count`` is the number of entries, not 0.
 
-    Without ``values``, gradients of ``gradient_dtype`` are read from the tensors in the ``table``. ``images`` is True
-    if any of them has its channels innermost in memory.
+    ``images`` is True if a tensor in the ``table`` has its channels innermost in memory.
     """
     tensors = table.shape[0]
     total = torch.zeros(SUMS.value * tensors, dtype=torch.int64, device=table.device)
@@ -381,7 +370,6 @@ def update(
         "like": table,
         "warps": WARPS,
         "DTYPE": TYPES[dtype],
-        "GRADIENT_DTYPE": TYPES[gradient_dtype],
         "AMSGRAD": amsgrad,
         "MAXIMIZE": maximize,
         "POWERS": tables.numel() // 4,

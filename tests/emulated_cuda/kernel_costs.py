@@ -241,10 +241,8 @@ class AdamFlat(tritoncomm_kernels.AdamFlat):
     ) -> bool:
         return super().holds(inner_of(list(parameters)), inner_of(states), starts)
 
-    def update(
-        self, indices: Any, control: Any, *, values: Any = None, gradients: Any = None, keep: float = 1.0
-    ) -> None:
-        given = {"indices": indices, "control": control, "values": values, "gradients": gradients}
+    def update(self, indices: Any, control: Any, *, values: Any, keep: float = 1.0) -> None:
+        given = {"indices": indices, "control": control, "values": values}
         on_gpu = [*_tensors([self._arguments["parameters"]], CudaTensor)]
         if on_gpu:
             enter("AdamFlat.update", {**self._arguments, **given}, ("parameters", "states"))

@@ -289,10 +289,10 @@ def rebalancing() -> list[Case]:
 
 
 def adam() -> list[Case]:
-    """Return the cases of Adam's step: of a list, and of a whole vector, with values or gradients."""
-    plain = ADAM | {"IMAGES": False, "GRADIENT_DTYPE": tl.float32}
+    """Return the cases of Adam's step: of a list, and of a whole vector."""
+    plain = ADAM | {"IMAGES": False}
     options = plain | ADAM_OPTIONS
-    images, whole, reading = {"IMAGES": True}, {"indices_ptr": None}, {"values_ptr": None}
+    images, whole = {"IMAGES": True}, {"indices_ptr": None}
     return [
         Case(f"{name}{suffix}", kernel, chosen | own | {"DTYPE": dtype}, adam_triton.WARPS, {}, adam_triton.BLOCK)
         for name, kernel, own in (
@@ -302,17 +302,13 @@ def adam() -> list[Case]:
         for suffix, chosen, dtype in (
             ("", plain, tl.float32),
             (", all options", options, tl.float32),
-            (", gradients, all options", options | reading, tl.float32),
             (", bf16", plain, tl.bfloat16),
             (", fp16", plain, tl.float16),
-            (", gradients, bf16", plain | reading | {"GRADIENT_DTYPE": tl.bfloat16}, tl.bfloat16),
-            (", gradients, fp16", plain | reading | {"GRADIENT_DTYPE": tl.float16}, tl.float16),
-            (", fp32 gradients, bf16", plain | reading, tl.bfloat16),
             (", images, all options", options | images, tl.float32),
-            (", images, gradients", plain | images | reading, tl.float32),
+            (", images", plain | images, tl.float32),
             (", whole vector", plain | whole, tl.float32),
             (", whole vector, all options", options | whole, tl.float32),
-            (", whole vector, gradients, bf16", plain | whole | reading | {"GRADIENT_DTYPE": tl.bfloat16}, tl.bfloat16),
+            (", whole vector, bf16", plain | whole, tl.bfloat16),
             (", images, whole vector", options | images | whole, tl.float32),
         )
     ]

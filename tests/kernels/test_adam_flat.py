@@ -61,8 +61,7 @@ def one_by_one(
     control: kernels.AdamControl,
     *,
     indices: torch.Tensor | None,
-    values: torch.Tensor | None,
-    gradients: list[torch.Tensor] | None,
+    values: torch.Tensor,
     keep: float,
 ) -> None:
     """Do what ``AdamFlat.update`` does with the oracle."""
@@ -73,11 +72,8 @@ def one_by_one(
         if indices is not None:
             inside = (indices >= start) & (indices < start + parameter.numel())
             at = (indices[inside] - start).long()
-        if gradients is not None:
-            gradient = gradients[i]
-        else:
-            gradient = torch.zeros(parameter.numel(), dtype=parameter.dtype)
-            gradient[... if at is None else at] = values[inside].to(parameter.dtype)
+        gradient = torch.zeros(parameter.numel(), dtype=parameter.dtype)
+        gradient[... if at is None else at] = values[inside].to(parameter.dtype)
         adam_oracle.update(parameter, gradient.view(parameter.shape), adam_oracle.State.of(state, i), control, at)
 
 
@@ -115,11 +111,7 @@ def test_equals_one_by_one(tensors: list[tuple[int, str]], seed: int, amsgrad: b
         padding = seed % 3
         values = torch.cat([values[indices.long()], torch.zeros(padding)])
         indices = torch.cat([indices, torch.full((padding,), -1, dtype=torch.int32)])
-    gradients = [tensor(kind, n, seed + 10 * j + 4) for j, (n, kind) in enumerate(tensors)]
-    given = {"values": values, "gradients": None}
-    if data.draw(st.booleans()):
-        given = {"values": None, "gradients": gradients}
-    arguments = given | {"indices": indices, "keep": data.draw(st.sampled_from([1.0, 0.999]))}
+    arguments = {"indices": indices, "values": values, "keep": data.draw(st.sampled_from([1.0, 0.999]))}
     results = []
     with kernels_from("auto"), pytest.MonkeyPatch.context() as patch:
         patch.setattr(adam_numpy, "_PART", data.draw(st.sampled_from([adam_numpy._PART, 1000])))
@@ -132,21 +124,6 @@ def test_equals_one_by_one(tensors: list[tuple[int, str]], seed: int, amsgrad: b
             else:
                 one_by_one(parameters, state, starts, control, **arguments)
             results.append([bits(each) for column in (parameters, *state.columns()) for each in column])
-    assert results[0] == results[1]
-
-
-@pytest.mark.parametrize("indices", [None, torch.arange(7, dtype=torch.int32)])
-def test_gradients_of_several_dtypes(indices: torch.Tensor | None) -> None:
-    """Gradients may have another dtype than their parameter, and than each other."""
-    control = kernels.AdamControl.of(
-        steps=3, learning_rate=0.1, betas=(0.9, 0.99), epsilon=1e-8, max_catch_up=20, device=torch.device("cpu")
-    )
-    gradients, results = [torch.tensor([0.1, 0.2, -0.3, 1.0]).bfloat16(), torch.tensor([0.1, 7.0, -2.0])], []
-    for read in (gradients, [gradient.float() for gradient in gradients]):
-        parameters, state = prepared()
-        with kernels_from("auto"):
-            kernels.AdamFlat(parameters, state, [0, 4]).update(indices, control, gradients=read)
-        results.append([bits(each) for column in (parameters, *state.columns()) for each in column])
     assert results[0] == results[1]
 
 
@@ -213,14 +190,11 @@ def test_updates_count_as_in_place() -> None:
 
 AT = torch.tensor([0, 2], dtype=torch.int32)
 WRONG: dict[str, dict[str, Any]] = {
-    "pass either values or gradients": {"indices": AT},
-    "pass either values or": {"indices": AT, "values": torch.ones(2), "gradients": [torch.ones(4), torch.ones(3)]},
     "values has 1 elements, expected 2": {"indices": AT, "values": torch.ones(1)},
     "values has dtype torch.float64": {"indices": AT, "values": torch.ones(2, dtype=torch.float64)},
     r"values has shape \(2, 1\)": {"indices": AT, "values": torch.ones(2, 1)},
     "values has 6 elements: without indices, pass all 7": {"indices": None, "values": torch.ones(6)},
     "indices has dtype torch.int64": {"indices": AT.long(), "values": torch.ones(2)},
-    "gradients have shapes .*3.*4.* expected": {"indices": AT, "gradients": [torch.ones(3), torch.ones(4)]},
 }
 
 

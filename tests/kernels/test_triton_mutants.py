@@ -148,12 +148,6 @@ SCATTERING = {
     "channels as positions": Mutant(
         "adam", "within % positions * channels + within // positions", "within", adam.test_adam_flat
     ),
-    "gradients in another dtype": Mutant(
-        "adam",
-        "_address(row_ptr, GRADIENT, inside, GRADIENT_DTYPE)",
-        "_address(row_ptr, GRADIENT, inside, DTYPE)",
-        adam.test_gradients_of_another_dtype,
-    ),
     "no limit on walking": Mutant(
         "adam",
         "tl.minimum(tl.minimum(waited, limit), walk * tl.sqrt_rn(tl.abs(waited)))",
