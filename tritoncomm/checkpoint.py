@@ -169,8 +169,8 @@ def load(optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
     with None. If a rank cannot load its state, nothing changes on any rank.
 
     Args:
-        optimizer: The optimizer that :func:`tritoncomm.wrap` returned, or a trainer's wrapper of it. The original
-            optimizer's class, the model and the method must be those of the save. The model may be wrapped otherwise.
+        optimizer: The optimizer that :func:`tritoncomm.wrap` returned, or a trainer's wrapper of it. Its class, the
+            model and the method must be those of the save. The model may be wrapped otherwise.
         folder: Folder that :func:`save` wrote.
 
     Raises:
@@ -335,7 +335,7 @@ def _sparse(optimizer: torch.optim.Optimizer) -> SparseOptimizer:
 class ResidualState:
     """The residuals and method states of all ranks, as a part of a ``torch.distributed.checkpoint`` checkpoint.
 
-    Use it next to ``get_optimizer_state_dict``, which provides the state of the original optimizer. To save::
+    Use it next to ``get_optimizer_state_dict``, which provides the state of the optimizer. To save::
 
         dcp.save({"model": ..., "residuals": ResidualState(optimizer)}, checkpoint_id=path)
 
@@ -401,7 +401,7 @@ class ResidualState:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load this rank's state, for ``dcp.load``. If a rank cannot load its state, nothing changes on any rank."""
         optimizer, state = self.optimizer, self._state.read(state_dict)
-        # set_optimizer_state_dict loads the state of the original optimizer, before or after this.
+        # set_optimizer_state_dict loads the state of the optimizer, before or after this.
         optimizer.load_state_dict(saved_state(optimizer) | {"tritoncomm": state["tritoncomm"]})
         local_steps = setup_of(optimizer).local
         if local_steps is not None:
@@ -425,7 +425,7 @@ class _RankState:
         self._here = ShardOfReplica.here(self._parameters, optimizer.process_group)
 
     def content(self, *, whole: bool = False) -> dict[str, Any]:
-        """Return what is saved: with ``whole``, the state of the original optimizer, too."""
+        """Return what is saved: with ``whole``, the state of the optimizer, too."""
         optimizer, here, (rank, size) = self.optimizer, self._here, _place_in(None)
         state, own = optimizer.state_dict(), self._own
         states = {n: state["state"][key] for n, key in enumerate(_keys(state)) if key in state["state"]}

@@ -90,7 +90,7 @@ def wrap(
 
     All ranks must call this with identical parameters, optimizer settings and arguments, which are compared. Parameters
     and the optimizer's state are compared again after 1, 10 and every 100 steps. Nothing else may average the
-    gradients. A single worker takes the original optimizer's steps, to the bit.
+    gradients. A single worker takes the optimizer's own steps, to the bit.
 
     Args:
         optimizer: Optimizer to wrap, or a list of optimizers of different parameters, which are stepped as one. A
@@ -162,7 +162,8 @@ def wrap(
             form, because the host then waits less often.
 
     Returns:
-        The wrapped optimizer.
+        ``optimizer`` itself, whose class is now one of its own class and :class:`~tritoncomm.SparseOptimizer`. For a
+        list, one new optimizer of all.
 
     Raises:
         ConfigurationError: An argument is invalid.

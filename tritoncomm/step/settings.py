@@ -238,7 +238,7 @@ def check_trained(
 def _check_closure(optimizer: torch.optim.Optimizer) -> None:
     """Raise :class:`~tritoncomm.ConfigurationError` if ``step()`` of ``optimizer`` cannot be called without arguments.
 
-    The closure is called before the exchange, and the original optimizer steps by averaged gradients without it.
+    The closure is called before the exchange, and the optimizer steps by averaged gradients without it.
     """
     _, *arguments = inspect.signature(original_class(optimizer).step).parameters.items()
     for name, each in arguments:

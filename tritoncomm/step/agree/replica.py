@@ -32,10 +32,10 @@ def let_differ(parameters: Iterable[torch.Tensor]) -> None:
 class Replica:
     """The values on this rank that all ranks with the same shard must have in common.
 
-    These are all parameters of the original ``optimizer``, its state, and other parameters of the module.
+    These are all parameters of ``optimizer``, its state, and other parameters of the module.
 
     Args:
-        optimizer: The original optimizer.
+        optimizer: The optimizer.
         names: The name of each parameter of the optimizer that is not ``ignored``, or ``""``. Default: none has a name.
         others: Parameters of the module that the optimizer does not hold, each with its name.
         ignored: Ids of the parameters that are this rank's own, see :mod:`tritoncomm.step.model.ignored`. Default:

@@ -47,7 +47,7 @@ def compare_setup(
     All ranks call this together. Without process groups, nothing happens.
 
     Args:
-        optimizer: The original optimizer.
+        optimizer: The optimizer.
         trained: The parameters that are exchanged, each with its name. Their order must agree, too.
         recipe: The recipe of the exchange.
         options: A dataclass. Its fields must be equal.

@@ -91,7 +91,7 @@ class GradientExchange:
     fails on any rank before all have confirmed, residuals, methods and gradients are as before the step on every rank.
 
     Args:
-        optimizer: The original optimizer.
+        optimizer: The optimizer.
         options: Settings of the vectors.
         all_shards: Scheduler of a group that is larger than the group of the exchange, for models that are sharded. A
             step is confirmed only if no rank of this larger group has rejected it. Default: None.

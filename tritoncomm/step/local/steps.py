@@ -43,7 +43,7 @@ class LocalSteps:
     """The optimizers of this worker that step by themselves, and the anchor that all workers have in common.
 
     Args:
-        optimizers: The original optimizers.
+        optimizers: The optimizers.
         options: The options of ``wrap``.
         names: Names of parameters by their ids, for those to which the optimizers give none.
         ignored: Ids of parameters that are this rank's own, see :mod:`tritoncomm.step.model.ignored`. Default: none.
@@ -145,15 +145,15 @@ class LocalSteps:
         return {id(group) for each in self._optimizers for group in each.param_groups}
 
     def guard(self, whole: torch.optim.Optimizer) -> None:
-        """Let ``step()`` of the original optimizers but ``whole`` raise an error from now on."""
+        """Let ``step()`` of the optimizers but ``whole`` raise an error from now on."""
         self._steps.guard(whole)
 
     def unguard(self) -> None:
-        """Allow ``step()`` of the original optimizers again."""
+        """Allow ``step()`` of the optimizers again."""
         self._steps.unguard()
 
     def check(self) -> None:
-        """Raise :class:`~tritoncomm.ConfigurationError` if the original optimizers have parameters without anchor."""
+        """Raise :class:`~tritoncomm.ConfigurationError` if the optimizers have parameters without anchor."""
         self._steps.check()
         for known in self._known:
             error = known.local_error()
@@ -167,7 +167,7 @@ class LocalSteps:
             raise RuntimeError(f"{action} inside averaged(): leave the context first")
 
     def initialize_state(self) -> None:
-        """Create the state of the original optimizers by a step that changes no parameter."""
+        """Create the state of the optimizers by a step that changes no parameter."""
         self._steps.initialize_state()
 
     def say_gradients_are_local(self) -> None:
@@ -182,11 +182,11 @@ class LocalSteps:
 
     @property
     def are_outdated(self) -> bool:
-        """True if a parameter of the original optimizers requires gradients now that did not, or was not there."""
+        """True if a parameter of the optimizers requires gradients now that did not, or was not there."""
         return any(known.are_outdated for known in self._known)
 
     def add_new_parameters(self) -> None:
-        """Make anchors for the parameters that were added to the original optimizers."""
+        """Make anchors for the parameters that were added to the optimizers."""
         for known in self._known:
             known.note()
         added = self._extend()
@@ -207,7 +207,7 @@ class LocalSteps:
         found: torch.Tensor | None,
         others: Sequence[torch.optim.Optimizer] = (),
     ) -> None:
-        """Take a step of each original optimizer by this worker's gradients.
+        """Take a step of each optimizer by this worker's gradients.
 
         A step with a NaN, an Inf or an overflow is left out on this worker, and counts.
 

@@ -186,11 +186,10 @@ def _check_not_stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         module = reference()
         if module is not None and dist.is_initialized() and dist.get_world_size(module.process_group) > 1:
             raise ConfigurationError(
-                f"this {type(optimizer).__name__} steps {name!r}, and no wrapped optimizer stands for it. DDP does not "
-                "average gradients of this model any more, because an optimizer was wrapped with it: assign the "
-                "result, optimizer = tritoncomm.wrap(optimizer, model=model, ...), also of this one, and call step() "
-                "of that. To train without tritoncomm again, put model.module into a new DistributedDataParallel, and "
-                "drop the old one"
+                f"this {type(optimizer).__name__} steps {name!r}, and it is not wrapped. DDP averages no gradients of "
+                "this model any more, because an optimizer was wrapped with it: call tritoncomm.wrap(optimizer, "
+                "model=model, ...) with this one, too. To train without tritoncomm again, put model.module into a new "
+                "DistributedDataParallel, and drop the old one"
             )
 
 

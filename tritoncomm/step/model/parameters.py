@@ -15,7 +15,7 @@ class KnownParameters:
     """The parameters that ``optimizer`` has at ``wrap``, or at the last :meth:`note`.
 
     Args:
-        optimizer: The original optimizer.
+        optimizer: The optimizer.
         names: Names of parameters by their ids, for those to which the optimizer gives none.
         ignored: Ids of the parameters that are this rank's own, see :mod:`tritoncomm.step.model.ignored`. Default:
             none.
@@ -54,18 +54,19 @@ class KnownParameters:
 
     @property
     def new(self) -> list[torch.Tensor]:
-        """Those that somebody has added to the original optimizer since."""
+        """Those that somebody has added to the optimizer since."""
         groups = self._optimizer.param_groups
         return [each for group in groups for each in group["params"] if id(each) not in self._known]
 
     def check(self) -> None:
-        """Raise if the user has added parameters to the original optimizer, or replaced some."""
+        """Raise if the user has added parameters to the optimizer, or replaced some."""
         new = self.new
         if new:
             raise ConfigurationError(
-                f"the original optimizer has {len(new)} parameters that it did not have at wrap(), the first is "
-                f"{label_of(self._optimizer, new[0], self._names)}: call add_param_group() of the wrapped optimizer "
-                "instead; for a list, or if parameters were replaced, call flush() and wrap again"
+                f"the optimizer has {len(new)} parameters that it did not have at wrap(), the first is "
+                f"{label_of(self._optimizer, new[0], self._names)}: call add_param_group() on all ranks instead of "
+                "changing param_groups; for a list, or if parameters were replaced, call flush() and release(), and "
+                "wrap again"
             )
 
     def local_error(self) -> ConfigurationError | None:

@@ -16,18 +16,18 @@ __all__ = ["AwareStep"]
 class AwareStep(ABC):
     """A step that knows which entries were delivered, and how long ago each coordinate's last delivery was.
 
-    The state in ``optimizer.state`` is that of the original optimizer, which must be able to continue from it. How late
+    The state in ``optimizer.state`` is that of the optimizer, which must be able to continue from it. How late
     entries are is in the ledger of the exchange, see :class:`~tritoncomm.step.exchange.feedback.Ages`. A step writes
     the number of the step there for each coordinate that was delivered.
 
     A step promises:
 
-    * If every coordinate is delivered in every step, the result is that of the original optimizer up to rounding.
+    * If every coordinate is delivered in every step, the result is that of the optimizer up to rounding.
     * A coordinate that is not delivered does not change, except by weight decay.
     * The result depends only on values that are equal on all ranks. Replicas stay bit-identical, nothing is sent.
 
     Attributes:
-        optimizer: The original optimizer.
+        optimizer: The optimizer.
         others: Names of optimizers outside torch to which the rule applies, for a list.
     """
 

@@ -43,7 +43,7 @@ class LateRule(AwareStep):
     learning rate is not a length. f is then tau, unless ``max_catch_up`` is given, and nothing is always allowed.
 
     Args:
-        optimizer: The original optimizer.
+        optimizer: The optimizer.
         max_catch_up: See above. None is 20, and no limit if a step is proportional to the gradient.
         max_relative_update: See above.
 

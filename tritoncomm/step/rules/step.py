@@ -105,7 +105,7 @@ class OptimizerStep:
     """The step of ``optimizer``: its own step, or the staleness-aware step for its type.
 
     Args:
-        optimizer: The original optimizer.
+        optimizer: The optimizer.
         options: The options of ``wrap``.
         delayed: Whether the recipe delivers entries with a delay.
         alone: Whether there is a single worker. It takes the optimizer's own step.

@@ -98,7 +98,7 @@ def split(
 
     Args:
         state: What :func:`tritoncomm.step.saved.state.saved` has returned, not between two exchanges of updates.
-        inner: States of parameters in the original optimizer, by number.
+        inner: States of parameters in the optimizer, by number.
         own: The numbers of parameters whose states differ between replicas.
         parameters: The parameters that are exchanged. Anchors come first.
         here: What this rank holds of the model.
@@ -134,7 +134,7 @@ def joined(parts: Parts) -> dict[str, Any]:
 
 
 def inner_of(parts: Parts) -> dict[int, Any]:
-    """Return the states of parameters in the original optimizer from ``parts``."""
+    """Return the states of parameters in the optimizer from ``parts``."""
     found: dict[int, Any] = _put_together(parts.rest["inner"], {**parts.replica, **parts.common})
     return found
 
@@ -247,7 +247,7 @@ class Saved(NamedTuple):
         Args:
             here: What the rank holds.
             parameters: The parameters that are exchanged.
-            every: All parameters of the original optimizer.
+            every: All parameters of the optimizer.
         """
         source, taken = self.source(here), self.taken(here)
         ranks = [self.ranks[0][0], *(self.ranks_of(number)[0] for number in taken), *self.ranks_of(source)]

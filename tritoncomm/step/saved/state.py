@@ -307,7 +307,7 @@ def compare(
     """Check that all ranks load the state of the same step. All of them call this together.
 
     Args:
-        inner: The state of the original optimizer.
+        inner: The state of the optimizer.
         saved: What :func:`saved` returned, if the state has it.
         feedbacks: What :func:`loaded` returned.
         replicas: The ranks that exchange gradients.
@@ -382,7 +382,7 @@ def marked(state_dict: dict[str, Any], exchange: GradientExchange) -> dict[str, 
 
 
 def unmarked(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the original optimizer loads of ``state_dict``."""
+    """Return what the optimizer's class loads of ``state_dict``."""
     groups = [{key: value for key, value in group.items() if key != _MARK} for group in state_dict["param_groups"]]
     return {key: value for key, value in state_dict.items() if key != "tritoncomm"} | {"param_groups": groups}
 
