@@ -180,6 +180,7 @@ def _end_of(worker: _Worker) -> str:
 def _main(pipe: Connection, log: str) -> None:  # runs in the process of a rank
     import torch  # noqa: PLC0415 - imported already, where this process was forked from
 
+    importlib.import_module("baselines")  # as in conftest.py: all processes know the same methods from the beginning
     torch.set_num_threads(1)
     os.environ |= {"OMP_NUM_THREADS": "1"} | ({"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {})
     with suppress(EOFError), Path(log).open("w") as file:  # the session has ended
