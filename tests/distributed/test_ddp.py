@@ -331,7 +331,7 @@ def test_optimizer_that_was_not_wrapped(rank, world_size):
     optimizer = exact(torch.optim.AdamW([p for p in model.parameters() if p.dim() > 1], lr=0.01), model=model)
     loss_of(model, rank, 0).backward()
     before = flat(model)
-    with pytest.raises(ConfigurationError, match=r"SGD steps '0\.bias'.*= tritoncomm\.wrap\(optimizer, model=model"):
+    with pytest.raises(ConfigurationError, match=r"SGD steps '0\.bias'.*call tritoncomm\.wrap\(optimizer, model=model"):
         bare.step()
     assert torch.equal(flat(model), before)
     optimizer.step()

@@ -611,10 +611,11 @@ def test_parameter_that_one_of_a_list_gets_later(rank, world_size):
     parts[1].add_param_group({"params": [extra]})
     extra.grad = torch.ones(4)
     for _ in range(2):
-        with pytest.raises(ConfigurationError, match=r"for a list.*call flush\(\) and wrap again"):
+        with pytest.raises(ConfigurationError, match=r"for a list.*call flush\(\) and release\(\), and wrap again"):
             optimizer.step()
     assert torch.equal(flat(model), before)
     optimizer.flush()
+    optimizer.release()
     again = tritoncomm.wrap(parts, model=model)
     extra.grad = torch.ones(4)
     again.step()

@@ -356,6 +356,82 @@ def test_receives_are_ahead(rank, world_size):
         schedulers[0].run(listening())
 
 
+class Following(NamedTuple):
+    """What a rank has sent and read in a step: in order, the peers of each round, and whether it sends or reads."""
+
+    rounds: list[tuple[str, list[int]]]
+
+    @staticmethod
+    def longest(ranks: list[Following]) -> int:
+        """Return the number of messages that follow one another: the delays of the step on a link that has one.
+
+        A message to a peer is its next one that the peer reads. It is sent after those which its rank has read.
+        """
+        depth, at = [0] * len(ranks), [0] * len(ranks)
+        under_way: dict[tuple[int, int], list[int]] = {}
+        while any(at[rank] < len(each.rounds) for rank, each in enumerate(ranks)):
+            before = list(at)
+            for rank, each in enumerate(ranks):
+                while at[rank] < len(each.rounds):
+                    kind, peers = each.rounds[at[rank]]
+                    queues = [
+                        under_way.setdefault((rank, peer) if kind == "send" else (peer, rank), []) for peer in peers
+                    ]
+                    if kind == "send":
+                        for queue in queues:
+                            queue.append(depth[rank] + 1)
+                    elif all(queues):
+                        depth[rank] = max([depth[rank], *(queue.pop(0) for queue in queues)])
+                    else:
+                        break
+                    at[rank] += 1
+            assert at != before, "a rank reads what nobody sends"
+        return max(depth)
+
+
+@ranks(4)
+@pytest.mark.parametrize(("algo", "most"), [("oktopk", 6), ("spardl", 6), ("quantized", 4)])
+def test_delays_of_a_step(rank, world_size, algo, most):
+    """In an ordinary step with small tensors and its confirmation, few messages follow one another.
+
+    These are Ok-Topk's counts, entries, sizes and two rounds of its all-gather, and the confirmation. SparDL sends
+    small tensors to their owners in one round of its own.
+    """
+    parameters = [nn.Parameter(torch.ones(shape)) for shape in ((80, 40), (40,))]
+    density = {} if algo == "quantized" else {"density": 0.05}
+    optimizer = tritoncomm.wrap(torch.optim.SGD(parameters, lr=0.01), algo, warmup_steps=0, dense_below=100, **density)
+    post, wait_ = messages.Messages.post, messages.Messages.wait
+    seen: list[tuple[str, list[int]]] = []
+
+    def noted_post(self, round_, frame):
+        seen.append(("send", list(round_.sends)))
+        ticket = post(self, round_, frame)
+        reads[id(ticket)] = list(round_.receives)
+        return ticket
+
+    def noted_wait(self, ticket):
+        inbox = wait_(self, ticket)
+        seen.append(("read", reads.pop(id(ticket))))
+        return inbox
+
+    generator, delays = torch.Generator().manual_seed(rank), []
+    reads: dict[int, list[int]] = {}
+    for step in range(1, 7):  # the first two also compare what the ranks have
+        for parameter in parameters:
+            parameter.grad = torch.randn(parameter.shape, generator=generator)
+        seen.clear()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(messages.Messages, "post", noted_post)
+            patch.setattr(messages.Messages, "wait", noted_wait)
+            optimizer.step()
+        figures = optimizer.metrics()
+        everyone: list[Any] = [None] * world_size
+        dist.all_gather_object(everyone, Following(list(seen)))
+        if step > 2 and not figures.get("reevaluated") and not figures.get("repartitioned"):
+            delays.append(Following.longest(everyone))
+    assert set(delays) == {most}
+
+
 @ranks(4)
 def test_profiles(rank, world_size):
     """Every operation is an event with the name of its phase, also in nodes, for profiles that begin between steps.

@@ -290,51 +290,6 @@ def test_a_message_takes_one_delay(tmp_path: Path, capfd: pytest.CaptureFixture[
     assert all(0.6 < each < 1.7 for each in delays), delays
 
 
-DELAYED = """
-import time
-import torch
-import torch.distributed as dist
-import tritoncomm
-
-dist.init_process_group("gloo")
-generator = torch.Generator().manual_seed(dist.get_rank())
-for algo in ("oktopk", "spardl", "quantized"):
-    parameters = [torch.nn.Parameter(torch.ones(shape)) for shape in ((80, 40), (40,))]
-    density = {} if algo == "quantized" else {"density": 0.05}
-    optimizer = tritoncomm.wrap(
-        torch.optim.SGD(parameters, lr=0.01), algo, warmup_steps=0, dense_below=100, **density
-    )
-    ordinary = []
-    for _ in range(5):
-        for parameter in parameters:
-            parameter.grad = torch.randn(parameter.shape, generator=generator)
-        started = time.monotonic()
-        optimizer.step()
-        taken, figures = time.monotonic() - started, optimizer.metrics()
-        if not figures.get("reevaluated") and not figures.get("repartitioned"):
-            ordinary.append(taken)
-    if dist.get_rank() == 0:
-        print("delays", algo, min(ordinary) / 0.1)  # a busy machine takes longer now and then
-dist.barrier()
-"""
-
-
-@needs_namespaces
-def test_delays_of_a_step(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """An ordinary step of four workers, with small tensors and its confirmation, takes few delays.
-
-    These are Ok-Topk's counts, entries, sizes and two rounds of its all-gather, and the confirmation. SparDL sends
-    small tensors to their owners in one round of its own.
-    """
-    script = tmp_path / "script.py"
-    script.write_text(DELAYED)
-    assert main(["slow", "--workers", "4", "--link", "100mbit,100ms", str(script)]) == 0
-    found = dict(re.findall(r"^delays (\w+) (.*)$", capfd.readouterr().out, re.MULTILINE))
-    delays = {algo: float(each) for algo, each in found.items()}
-    for algo, most in (("oktopk", 6), ("spardl", 6), ("quantized", 4)):
-        assert most - 0.5 < delays[algo] < most + 0.95, delays
-
-
 @needs_namespaces
 def test_lost_cables(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """If the process that carries the packets is killed, the command ends and says so."""
