@@ -49,11 +49,14 @@ class LateRule(AwareStep):
 
     Attributes:
         held: Names of the tensors, shaped like the parameter, that the optimizer keeps in its state.
+        counts_in: Where the optimizer counts its steps, by the name ``"step"``: in the ``"state"`` of each parameter,
+            or in its ``"group"``. None if it does not.
         is_proportional: Whether a step is proportional to the gradient. If not, it is about as long as the learning
             rate.
     """
 
     held: ClassVar[tuple[str, ...]] = ()
+    counts_in: ClassVar[str | None] = None
     is_proportional: ClassVar[bool] = False
 
     def __init__(
@@ -66,6 +69,7 @@ class LateRule(AwareStep):
         default = math.inf if self.is_proportional else MAX_CATCH_UP
         self.max_catch_up = default if max_catch_up is None else max_catch_up
         self.max_relative_update = max_relative_update
+        self._counted: dict[int, int] = {}  # the last step that was counted in each group or state, by its id
         self.check_options()
 
     @classmethod
@@ -84,7 +88,8 @@ class LateRule(AwareStep):
 
         Args:
             group: The options of the optimizer.
-            held: What the optimizer keeps, by the names in :attr:`held`.
+            held: What the optimizer keeps, by the names in :attr:`held`. If it counts its steps, ``"step"`` is the
+                number of this one, from 1 (fp32 ``[]``). Where that is ``tau``, nothing was delivered before.
             mean: The delivered sum divided by ``tau``.
             tau: The number of steps since the last delivery, at least 1.
         """
@@ -94,6 +99,10 @@ class LateRule(AwareStep):
         """Return ``beta`` to the power of ``tau``, and 1 minus this power, with the same bits on every processor."""
         power, complement = beta_tables((beta, beta), tau.dtype, torch.device("cpu"))[:2].tolist()
         return decays(tau.to(torch.int32), power, complement, bits=_BITS if is_asynchronous(tau.device) else None)
+
+    def initial(self, group: Mapping[str, Any], name: str, parameter: torch.Tensor) -> torch.Tensor:
+        """Return what the optimizer keeps by the ``name`` (one of :attr:`held`) before its first step. Default: 0."""
+        return torch.zeros_like(parameter)
 
     def decay(self, group: Mapping[str, Any]) -> float:
         """Return the factor by which decoupled weight decay multiplies every coordinate in each step."""
@@ -107,12 +116,13 @@ class LateRule(AwareStep):
             return
         ages, place = delivered.ages, _places(delivered)
         for group, parameter in self._stepping(place):
-            number, own, state = place[id(parameter)], local(parameter), self._state(parameter)
+            number, own, state = place[id(parameter)], local(parameter), self._state(group, parameter)
+            count = self._count(group, state, ages.steps)
             indices, given = delivered.entries[number]
             stored = {name: local(state[name]) for name in self.held} | {"parameter": own, "last": ages.last[number]}
             flat = {name: each.reshape(-1) for name, each in stored.items()}  # a copy if it is not contiguous
             at = flat if indices is None else {name: each.index_select(0, indices) for name, each in flat.items()}
-            new = self._moved(group, at, given, ages.steps, own.numel(), ages.rms[number])
+            new = self._moved(group, at | count, given, ages.steps, own.numel(), ages.rms[number])
             if self.decay(group) != 1:
                 flat["parameter"].mul_(self.decay(group))
             for name, value in new.items():
@@ -136,12 +146,13 @@ class LateRule(AwareStep):
         is_delivered = torch.zeros(numel + 1, dtype=torch.bool, device=places.device)
         is_delivered[places] = True
         for group, parameter in self._stepping(place):
-            number, own, state = place[id(parameter)], local(parameter), self._state(parameter)
+            number, own, state = place[id(parameter)], local(parameter), self._state(group, parameter)
+            count = self._count(group, state, ages.steps)
             part = slice(*delivered.layout.bounds[number : number + 2])
             stored = {name: local(state[name]) for name in self.held} | {"parameter": own, "last": ages.last[number]}
             old = {name: each.reshape(-1) for name, each in stored.items()}
             chosen = is_delivered[part]
-            new = self._moved(group, old, sums[part], ages.steps, own.numel(), ages.rms[number], chosen)
+            new = self._moved(group, old | count, sums[part], ages.steps, own.numel(), ages.rms[number], chosen)
             for name, value in new.items():
                 target = stored[name]
                 kept = old[name] * self.decay(group) if name == "parameter" else old[name]
@@ -163,7 +174,7 @@ class LateRule(AwareStep):
         """
         rate = float(group["lr"])
         tau = (steps - at["last"]).clamp_(min=1).float()
-        held = {name: _wide(at[name]) for name in self.held}
+        held = {name: _wide(at[name]) for name in (*self.held, *(["step"] if self.counts_in else []))}
         direction, new = self.advance(group, held, given / tau, tau)
         factor = tau if self.is_proportional else torch.minimum(tau, _MAX_SQRT_STALENESS * tau.sqrt())
         factor = factor.clamp(max=self.max_catch_up)
@@ -185,13 +196,23 @@ class LateRule(AwareStep):
             if id(parameter) in exchanged and parameter.grad is not None and local(parameter).numel()
         ]
 
-    def _state(self, parameter: torch.Tensor) -> dict[str, Any]:
-        """Return what the optimizer keeps for ``parameter``, with zeros in the place of what it does not have yet."""
+    def _state(self, group: Mapping[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
+        """Return what the optimizer keeps for ``parameter``, with :meth:`initial` values where it has none yet."""
         state: dict[str, Any] = self.optimizer.state[parameter]
         for name in self.held:
             if state.get(name) is None:
-                state[name] = torch.zeros_like(parameter)
+                state[name] = self.initial(group, name, parameter)
         return state
+
+    def _count(self, group: dict[str, Any], state: dict[str, Any], steps: int) -> Held:
+        """Count this step, which has the number ``steps`` in the exchange, once where the optimizer does."""
+        if self.counts_in is None:
+            return {}
+        counter = group if self.counts_in == "group" else state
+        if self._counted.get(id(counter)) != steps:
+            counter["step"] = counter.get("step", 0) + 1
+            self._counted[id(counter)] = steps
+        return {"step": torch.tensor(float(counter["step"]))}
 
 
 def _places(delivered: Delivered) -> dict[int, int]:
