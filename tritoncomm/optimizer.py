@@ -110,15 +110,9 @@ class SparseOptimizer(torch.optim.Optimizer):
         optimizer that exchanges updates keeps this worker's gradients.
 
         Raises:
-            RuntimeError: The gradients were exchanged already, or some optimizers of a list exchange updates: what is
-                clipped together would then differ between ranks. For other errors see :meth:`step`.
+            RuntimeError: The gradients were exchanged already. For other errors see :meth:`step`.
         """
         stepper, setup = self._tritoncomm, self._tritoncomm.setup
-        if setup.is_mixed:
-            raise RuntimeError(
-                "synchronize(): some optimizers of the list exchange updates, and their gradients stay local. To clip, "
-                "pass max_grad_norm= to wrap() and remove the line that clips"
-            )
         if setup.local is not None:
             setup.local.say_gradients_are_local()
             return

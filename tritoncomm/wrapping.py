@@ -185,6 +185,8 @@ def wrap(
             raise ConfigurationError(f"broadcast_parameters={broadcast_parameters!r}: must be True or False")
         check_model(model, group)
         check_held(model, whole)
+        if algo is None and density is None and exchange == "auto" and not recipe_fields:
+            algo = DEFAULT_UPDATES if any(map(keeps_points, listed)) else None
         at_once = algo is not None and delivers_at_once(algo)
         options = WrapOptions(
             staleness=staleness or "aware",
@@ -214,11 +216,8 @@ def wrap(
             "max_relative_update": None if max_relative_update == MAX_RELATIVE_UPDATE else max_relative_update,
             "small": small,
         }
-        if algo is None and density is None and exchange == "auto" and not recipe_fields:
-            algo = given["algo"] = DEFAULT_UPDATES if any(map(keeps_points, listed)) else None
-        algo = DEFAULT_ALGO if algo is None else algo
         chosen = resolve_recipe(
-            algo,
+            DEFAULT_ALGO if algo is None else algo,
             density,
             warmup_steps,
             recipe_fields,
@@ -227,15 +226,14 @@ def wrap(
             small=options.small,
             function=wrap,
         )
-        for_updates = chosen
-        if any(exchanges_updates(each, options) for each in listed):
-            for_updates = resolve_recipe(
+        if exchanges_updates(whole, options):
+            chosen = resolve_recipe(
                 updates_algo or DEFAULT_UPDATES, None, 0, {}, node_group, group,
                 small=options.small, function=wrap, argument="updates_algo",
             )  # fmt: skip
         check_exchange(whole, options, {name: value for name, value in given.items() if value is not None})
         for each in listed:
-            (for_updates if exchanges_updates(each, options) else chosen).check_optimizer(each)
+            chosen.check_optimizer(each)
             check_trained(each, names, alone=is_alone(group), ignored=ignored_ids(model))
     if is_distributed():
         told: dict[str, Any] = {"model": None if model is None else type(model).__name__}
@@ -248,7 +246,6 @@ def wrap(
             chosen,
             group,
             options,
-            updates_recipe=for_updates,
             broadcast_parameters=broadcast_parameters,
             model=model,
         )

@@ -158,6 +158,7 @@ def test_schedule_free_optimizers_exchange_every_gradient(caplog: pytest.LogCapt
         assert tritoncomm.wrap(named("AdamWScheduleFree"), **algo).recipe.delivers_all()
     listed = tritoncomm.wrap([named("Muon"), named("AdamWScheduleFree")])
     assert [vector.recipe.name for vector in listed._tritoncomm.setup.exchange.vectors] == ["quantized"] * 2
+    assert listed._tritoncomm.setup.local is None
     for options, named_option in (
         ({"local_steps": 4}, "local_steps=4: AdamWScheduleFree keeps a copy"),
         ({"exchange": "updates"}, "exchange='updates': AdamWScheduleFree keeps a copy"),

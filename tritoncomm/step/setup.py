@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -21,14 +20,14 @@ from tritoncomm.step.exchange.vector import VectorExchange
 from tritoncomm.step.local.steps import LocalSteps
 from tritoncomm.step.model.module import check_model, ignored_ids, keep_gradients_local, names_of, rest_of
 from tritoncomm.step.model.parameters import KnownParameters
-from tritoncomm.step.optimizer_list import OptimizerList, parts_of
+from tritoncomm.step.optimizer_list import parts_of
 from tritoncomm.step.recipes import log_choice, never_delays, with_warmup_and_nodes
 from tritoncomm.step.rules.choose import exchanges_updates
 from tritoncomm.step.rules.step import OptimizerStep, OptimizerSteps
 from tritoncomm.step.saved import state as exchange_state
 from tritoncomm.step.settings import WrapOptions, check_optimizer, is_alone
 from tritoncomm.step.torch_internals import original_class
-from tritoncomm.step.vectors import Part, dense_ids, exchange_of
+from tritoncomm.step.vectors import dense_ids, exchange_of
 from tritoncomm_kernels.devices import is_asynchronous
 
 logger = logging.getLogger("tritoncomm")
@@ -39,21 +38,20 @@ class Setup:
 
     Args:
         optimizer: The optimizer that is wrapped, or the list of them.
-        recipe: The recipe of the exchange of gradients.
+        recipe: The recipe of the exchange.
         process_group: The process group. None is the default group.
         options: The options of ``wrap``.
-        updates_recipe: The recipe of the exchange of updates.
         broadcast_parameters: Whether to copy parameters and buffers from the first rank first. Default: False.
         model: The module that is trained, if it is known. Default: None.
 
     Attributes:
         optimizer: See above.
         options: See above.
-        recipe: The recipe of the optimizers that exchange gradients, if there are any.
-        parts: Each optimizer whose gradients are exchanged.
-        exchange: The exchange of their gradients.
-        local: The optimizers that step by themselves, if any.
-        steps: The steps of the optimizers of ``parts``.
+        recipe: See above.
+        local: The optimizers that step by themselves, if updates are exchanged. Else None.
+        exchanged: The optimizer whose gradients are exchanged: that of the anchor, if updates are exchanged.
+        exchange: The exchange of these gradients.
+        steps: The steps by what is delivered.
         parameters: The parameters that are exchanged.
     """
 
@@ -64,34 +62,22 @@ class Setup:
         process_group: dist.ProcessGroup | None,
         options: WrapOptions,
         *,
-        updates_recipe: Recipe,
         broadcast_parameters: bool = False,
         model: nn.Module | None = None,
     ) -> None:
-        self.optimizer, self.options = optimizer, options
+        self.optimizer, self.recipe, self.options = optimizer, recipe, options
         self.names, ignored = names_of(model), ignored_ids(model)
-        local = [each for each in parts_of(optimizer) if exchanges_updates(each, options)]
         alone = is_alone(process_group)
-        self.local = LocalSteps(local, options, self.names, ignored, alone=alone) if local else None
-        if self.local is not None:
-            self.local.check()
-        self.parts = [Part(each, recipe) for each in parts_of(optimizer) if not exchanges_updates(each, options)]
-        # What exchanges gradients: the optimizer of an anchor takes the place of those that step locally.
+        self.local: LocalSteps | None = None
         self.exchanged = optimizer
-        if self.local is not None:
-            self.parts.insert(0, Part(self.local.outer, updates_recipe, is_anchor=True))
-            self.exchanged = OptimizerList([part.optimizer for part in self.parts])
-        self.recipe = self.parts[-1].recipe
+        if exchanges_updates(optimizer, options):
+            self.local = LocalSteps(parts_of(optimizer), options, self.names, ignored, alone=alone)
+            self.local.check()
+            self.exchanged = self.local.outer
+        is_late = self.local is None and not never_delays(recipe)  # no sum of updates is too long
         steps = [
-            OptimizerStep(
-                part.optimizer,
-                options,
-                delayed=not never_delays(part.recipe),
-                alone=alone,
-                is_anchor=part.is_anchor,
-                ignored=ignored,
-            )
-            for part in self.parts
+            OptimizerStep(each, options, delayed=is_late, alone=alone, ignored=ignored)
+            for each in parts_of(self.exchanged)
         ]
         self.steps = OptimizerSteps(steps, options)
         self.steps.check()
@@ -106,12 +92,10 @@ class Setup:
         self._log()
 
     def _log(self) -> None:
-        """Log what is exchanged, once for each recipe."""
+        """Log what is exchanged."""
         if is_distributed():
-            for recipe in dict.fromkeys(vector.recipe for vector in self.exchange.vectors):
-                vectors = [vector for vector in self.exchange.vectors if vector.recipe == recipe]
-                first, parts = vectors[0], [vector.part for vector in vectors]
-                log_choice(recipe, first.rank, first.world_size, parts, on_gpu=is_asynchronous(first.device))
+            first, parts = self.exchange.vectors[0], [vector.part for vector in self.exchange.vectors]
+            log_choice(self.recipe, first.rank, first.world_size, parts, on_gpu=is_asynchronous(first.device))
         elif int(os.environ.get("WORLD_SIZE", "1")) > 1:
             logger.warning("WORLD_SIZE is set, but torch.distributed is not initialized: nothing will be exchanged")
 
@@ -152,16 +136,6 @@ class Setup:
     def is_synchronized(self) -> bool:
         """True after an exchange, until its mean is applied or thrown away."""
         return self.exchange.state is State.READY
-
-    @property
-    def is_mixed(self) -> bool:
-        """True if some optimizers exchange updates, and others gradients."""
-        return self.local is not None and len(self.parts) > 1
-
-    @property
-    def exchanges_only_updates(self) -> bool:
-        """True if no gradient is exchanged. An overflow or a NaN in one is then a matter of its rank alone."""
-        return all(part.is_anchor for part in self.parts)
 
     @property
     def stepped(self) -> set[int]:
@@ -212,10 +186,6 @@ class Setup:
             raise
         self.exchange = exchange_state.continued(exchange, self.exchange)
 
-    def _replace_recipes(self, changed: Mapping[Recipe, Recipe]) -> None:
-        self.parts = [part._replace(recipe=changed.get(part.recipe, part.recipe)) for part in self.parts]
-        self.recipe = self.parts[-1].recipe
-
     def continue_in(
         self,
         process_group: dist.ProcessGroup | None,
@@ -230,16 +200,8 @@ class Setup:
         """
         exchange, step = self.exchange, self.steps
         with agree.propagate_errors(process_group, self.device):
-            recipes = {
-                part.recipe: with_warmup_and_nodes(
-                    part.recipe.recipe if isinstance(part.recipe, Hierarchical) else part.recipe,
-                    0,
-                    node_group,
-                    process_group,
-                    self.options.small,
-                )
-                for part in self.parts
-            }
+            inner = self.recipe.recipe if isinstance(self.recipe, Hierarchical) else self.recipe
+            recipe = with_warmup_and_nodes(inner, 0, node_group, process_group, self.options.small)
             step.alone = is_alone(process_group)
             check_optimizer(self.optimizer, alone=step.alone)
             step.check()
@@ -247,16 +209,15 @@ class Setup:
             keep_gradients_local(module)
         trained, options = self.parameters.trained, self.options
         agree.compare_setup(
-            self.optimizer, trained, recipes[self.recipe], options, exchange.steps, process_group, self.device,
+            self.optimizer, trained, recipe, options, exchange.steps, process_group, self.device,
             state=exchange.replica.state(), caught_up=caught_up, stepped=self.stepped,
             ignored=self.parameters.ignored,
         )  # fmt: skip
         if self.local is not None:
             self.local.forget_loading()
         exchange.restart()
-        of_vectors = [recipes[vector.recipe] for vector in exchange.vectors]
-        exchange_state.moved(exchange, of_vectors, process_group)
-        self._replace_recipes(recipes)
+        exchange_state.moved(exchange, recipe, process_group)
+        self.recipe = recipe
 
     def note_new(self) -> None:
         """Exchange the gradients of parameters, too, that require them only now. A single worker does."""
@@ -269,7 +230,16 @@ class Setup:
         dense = dense_ids(self.optimizer)
         if self.local is not None:
             dense |= {anchor for anchor, owner in self.local.owners.items() if id(owner) in dense}
-        exchange = exchange_of(self.exchanged, self.parts, trained, self.options, group, dense=dense, before=before)
+        exchange = exchange_of(
+            self.exchanged,
+            self.recipe,
+            trained,
+            self.options,
+            group,
+            is_anchor=self.local is not None,
+            dense=dense,
+            before=before,
+        )
         if self.local is not None:
             exchange.owners = self.local.owners
         held = agree.parameter_ids(self.optimizer)  # a group may have been added, of parameters that were not held

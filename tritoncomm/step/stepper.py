@@ -17,7 +17,6 @@ from tritoncomm.errors import NonFiniteError
 from tritoncomm.scheduler.process_group import is_distributed
 from tritoncomm.scheduler.ranks import own_rank
 from tritoncomm.step import agree
-from tritoncomm.step.exchange.limit import sketch_of_owners
 from tritoncomm.step.exchange.machine import State
 from tritoncomm.step.exchange.vector import listed
 from tritoncomm.step.local.steps import LocalSteps
@@ -171,16 +170,9 @@ class Stepper:
         if setup.steps.alone and local_steps.are_outdated:  # a single worker trains what it is given
             local_steps.add_new_parameters()
         scale, found = self._scale, self.state.found_in_unscale if self._found is None else self._found
-        others = [part.optimizer for part in setup.parts if not part.is_anchor]
-        setup.exchange.counted = None
-        if others and setup.options.max_grad_norm is not None and not setup.steps.alone:
-            anchored = [vector for vector in setup.exchange.vectors if vector.options.is_anchor]
-            shard, shards = setup.exchange.shard, setup.exchange.shards
-            setup.exchange.counted = sketch_of_owners(anchored, local_steps.owners, shard, shards, scale)
-        local_steps.take(setup.optimizer, scale, found, others)
-        self._scale = None  # gradients of others are exchanged without it
-        if not others:  # an overflow of this rank is no matter of the exchange
-            self._found = self.state.found_in_unscale = None
+        local_steps.take(setup.optimizer, scale, found)
+        # The loss scale, and an overflow of this rank, are no matter of the exchange.
+        self._scale = self._found = self.state.found_in_unscale = None
         if not local_steps.is_due:
             self.state.reset()
 
@@ -198,27 +190,12 @@ class Stepper:
         self.state.check_unchanged(exchange.gradients)
         if exchange.delivered is None:
             exchange.discard()
-            self.all_skipped = not setup.exchanges_only_updates
+            self.all_skipped = setup.local is None
             if not self.keeps_scales_equal:
                 self.state.warn_about_scale(found)
-            if setup.is_mixed:
-                self._exchange_updates_alone()
         else:
             self._apply(untouched=untouched)
         self.state.reset()
-
-    def _exchange_updates_alone(self) -> None:
-        """Exchange updates without the gradients of this step, which all ranks have skipped."""
-        for part in self.setup.parts:
-            if not part.is_anchor:
-                part.optimizer.zero_grad(set_to_none=True)
-        self.state.reset()
-        self._scale = self._found = None
-        self.synchronize()
-        if self.setup.exchange.delivered is None:
-            self.setup.exchange.discard()
-        else:
-            self._apply(untouched=True)
 
     @torch.no_grad()
     def merge(self, local_steps: LocalSteps) -> None:
@@ -228,7 +205,7 @@ class Stepper:
             if not local_steps.taken:
                 return
             vectors = self.setup.exchange.vectors
-            local_steps.give(alone=all(each.keeps_gradient() for each in vectors if each.options.is_anchor))
+            local_steps.give(alone=all(each.keeps_gradient() for each in vectors))
         try:
             self.exchange_and_apply()
         except BaseException as error:
@@ -248,7 +225,8 @@ class Stepper:
         """Take the optimizer's step over what is delivered. If a hook of the user fails before it, nothing is lost."""
         setup, exchange = self.setup, self.setup.exchange
         setup.steps.alone = all(vector.is_bare for vector in exchange.vectors)
-        delivered, clip, steps = exchange.delivered or [], not exchange.is_flush, exchange.steps
+        delivered, steps = exchange.delivered or [], exchange.steps
+        clip = setup.local is None and not exchange.is_flush  # updates are not clipped
         # Hooks of the user have run around the local steps.
         hooked = setup.optimizer if setup.local is None else None
         update = exchange.update() if setup.local is None else self._settling(setup.local)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from tritoncomm.step import settings as defaults
 from tritoncomm.step.agree.private_group import scheduler_of_all_shards
 from tritoncomm.step.exchange.machine import GradientExchange
 from tritoncomm.step.exchange.vector import ExchangeOptions, VectorExchange
+from tritoncomm.step.optimizer_list import parts_of
 from tritoncomm.step.recipes import never_delays
 from tritoncomm.step.rules.choose import selects_by_update, takes_aware_step
 from tritoncomm.step.settings import WrapOptions
@@ -23,55 +25,51 @@ from tritoncomm.step.tensors.names import label
 from tritoncomm.step.tensors.shards import by_split, local, mesh_ranks
 
 
-class Part(NamedTuple):
-    """An optimizer whose gradients are exchanged, and how.
-
-    Attributes:
-        optimizer: The optimizer.
-        recipe: The recipe of the exchange.
-        is_anchor: Whether it steps the anchor of local steps (:class:`~tritoncomm.step.local.steps.LocalSteps`). Its
-            gradients are then updates, which are not clipped, and of which nothing travels dense.
-    """
-
-    optimizer: torch.optim.Optimizer
-    recipe: Recipe
-    is_anchor: bool = False
-
-
 def exchange_of(
     optimizer: torch.optim.Optimizer,
-    parts: Sequence[Part],
+    recipe: Recipe,
     trained: Sequence[tuple[torch.Tensor, str]],
     options: WrapOptions,
     group: dist.ProcessGroup | None,
     *,
+    is_anchor: bool,
     dense: Collection[int],
     before: GradientExchange | None,
 ) -> GradientExchange:
     """Return an exchange of the gradients of the parameters ``trained``, each given with its name.
 
     Args:
-        optimizer: All optimizers that are stepped together.
-        parts: Each of them, and its recipe.
-        trained: Their parameters that require gradients, in the order of ``parts``.
+        optimizer: The optimizer, or the list of them.
+        recipe: The recipe of the exchange.
+        trained: Its parameters that require gradients.
         options: The options of ``wrap``.
         group: Process group of the exchange. None is the default group.
+        is_anchor: Whether it steps the anchor of local steps (:class:`~tritoncomm.step.local.steps.LocalSteps`). Its
+            gradients are then updates, which are not clipped, and of which nothing travels dense.
         dense: Ids of the parameters that travel dense, whatever their size.
         before: The exchange that this one replaces, if any.
     """
     parameters = [parameter for parameter, _ in trained]
     flattened = all(parameter.dim() <= 1 for parameter in parameters)
     vectors: list[VectorExchange] = []
-    for part in parts:
-        held = agree.parameter_ids(part.optimizer)
+    common = ExchangeOptions(
+        recipe=recipe,
+        group=group,
+        timeout=options.timeout,
+        flattened=flattened,
+        dense=frozenset(dense),
+        small=options.small,
+        single_worker_selects=defaults.SINGLE_WORKER_SELECTS,
+    )
+    for part in parts_of(optimizer):
+        held = agree.parameter_ids(part)
         own = [(parameter, name) for parameter, name in trained if id(parameter) in held]
         if own or not trained:
-            vectors += _vectors(own, _options_of(part, options, group, flattened=flattened, dense=frozenset(dense)))
+            vectors += _vectors(own, _options_of(part, common, options, is_anchor=is_anchor))
     all_shards = None
     if check_shards(trained, group):
         all_shards = None if before is None else before.all_shards
-        name = vectors[0].recipe.name
-        all_shards = all_shards or scheduler_of_all_shards(name, options.timeout, local(parameters[0]).device)
+        all_shards = all_shards or scheduler_of_all_shards(recipe.name, options.timeout, local(parameters[0]).device)
     exchange = GradientExchange(optimizer, vectors[-1].options, all_shards=all_shards)
     exchange.trained = parameters
     exchange.vectors = vectors
@@ -79,17 +77,14 @@ def exchange_of(
 
 
 def _options_of(
-    part: Part, options: WrapOptions, group: dist.ProcessGroup | None, *, flattened: bool, dense: frozenset[int]
+    optimizer: torch.optim.Optimizer, common: ExchangeOptions, options: WrapOptions, *, is_anchor: bool
 ) -> ExchangeOptions:
-    """Return the settings of the vectors of ``part``."""
-    optimizer, recipe, is_anchor = part
-    common: dict[str, Any] = {"recipe": recipe, "group": group, "timeout": options.timeout, "flattened": flattened}
-    common |= {"dense": dense, "small": options.small}
-    common["single_worker_selects"] = defaults.SINGLE_WORKER_SELECTS
+    """Return the settings of the vectors of ``optimizer``: those that all have in ``common``, and its own."""
+    recipe = common.recipe
     if is_anchor:
-        return ExchangeOptions(**common, is_anchor=True, matches_length=options.matches_length)
-    return ExchangeOptions(
-        **common,
+        return replace(common, is_anchor=True, matches_length=options.matches_length)
+    return replace(
+        common,
         dense_below=options.dense_below,
         max_gradient_norm=options.max_grad_norm,
         by_update=selects_by_update(optimizer, recipe, options),

@@ -113,7 +113,6 @@ class GradientExchange:
         gradient_norm: Norm of the mean of the last gradients before they were clipped, if they were to be (fp64
             ``[]``). None before.
         owners: The parameter of each anchor, by the id of the anchor.
-        counted: A sketch of gradients that count in this norm of the next exchange, although they are not exchanged.
     """
 
     def __init__(
@@ -134,7 +133,6 @@ class GradientExchange:
         self.total = Meter()
         self.gradient_norm: torch.Tensor | None = None
         self.all_shards = all_shards
-        self.counted: torch.Tensor | None = None
         self.owners: Mapping[int, torch.Tensor] = {}
         self.presence, self.inspection = Presence(), Inspection()
         self._decay: Mapping[int, float] = {}
@@ -181,22 +179,18 @@ class GradientExchange:
         """Every ``.grad``, in the order of :attr:`parameters`."""
         return [parameter.grad for parameter in self.parameters]
 
-    def replace_vectors(
-        self, recipes: Sequence[Recipe], group: dist.ProcessGroup | None
-    ) -> list[tuple[VectorExchange, VectorExchange]]:
-        """Exchange by ``recipes``, one for each vector, in ``group`` from now on. Return each new vector with the old.
+    def replace_vectors(self, recipe: Recipe, group: dist.ProcessGroup | None) -> None:
+        """Exchange by ``recipe`` in ``group`` from now on.
 
         All ranks of ``group`` call this. New vectors have no residual yet. If this raises, nothing has changed.
         """
-        before = self.vectors
         vectors = [
             VectorExchange(old.parameters, old.names, replace(old.options, recipe=recipe, group=group))
-            for old, recipe in zip(before, recipes, strict=True)
+            for old in self.vectors
         ]
         for vector in vectors:
             vector.agree_on_exchange_id()
         self.options, self.vectors = vectors[-1].options, vectors
-        return list(zip(vectors, before, strict=True))
 
     def restore(self, feedbacks: Sequence[ErrorFeedback]) -> None:
         """Continue with the residual and method state ``feedbacks`` of each vector."""
@@ -433,7 +427,7 @@ class GradientExchange:
         for vector in vectors:
             vector.meter = Meter()  # also of one that does not begin, because the step is rejected before
         limit = None if dense or vectors[0].is_bare else self.options.max_gradient_norm
-        clipping = None if limit is None else self._clip(limit, [v for v in vectors if not v.options.is_anchor])
+        clipping = None if limit is None else self._clip(limit)
         means: dict[VectorExchange, SparseVector] = {}
         span = Span(vectors[0].device)
         try:
@@ -467,10 +461,10 @@ class GradientExchange:
             raise
         return True
 
-    def _clip(self, limit: float, vectors: Sequence[VectorExchange]) -> Pattern[None]:
+    def _clip(self, limit: float) -> Pattern[None]:
         """Scale the gradients to this norm at most, see :func:`~tritoncomm.step.exchange.limit.clipped`."""
-        size = vectors[0].world_size
-        self.gradient_norm = yield from clipped(vectors, limit, self.shard, self.shards, size, self.counted)
+        size = self.vectors[0].world_size
+        self.gradient_norm = yield from clipped(self.vectors, limit, self.shard, self.shards, size)
 
     def _fail(self, error: BaseException) -> None:
         """Roll back, and report ``error`` to the ranks that may wait for this one and do not raise it themselves."""

@@ -205,7 +205,6 @@ class LocalSteps:
         whole: torch.optim.Optimizer,
         scale: torch.Tensor | None,
         found: torch.Tensor | None,
-        others: Sequence[torch.optim.Optimizer] = (),
     ) -> None:
         """Take a step of each optimizer by this worker's gradients.
 
@@ -215,8 +214,6 @@ class LocalSteps:
             whole: The optimizer that was wrapped, whose hooks run.
             scale: Loss scale by which gradients must be divided. None if they are not scaled.
             found: Overflow flag of a ``GradScaler``. None without one.
-            others: Optimizers of the same list whose gradients are exchanged. They are divided by ``scale``, too, and
-                count in the norm that is limited. A single worker clips them here.
         """
         self.check()
         self._load_later()
@@ -225,23 +222,22 @@ class LocalSteps:
             self.outer.param_groups[0][LOADED] = number_of_text(repr(numbers(self.parameters)))
             self.accept()
         overflowed = found is not None and bool(found) and not self._has_shards
-        trained, rest = gradients_of(self._optimizers), gradients_of(others)
+        trained = gradients_of(self._optimizers)
         gradients = [*map(local, trained)]
-        scaled = [*gradients, *map(local, rest)]
-        if scale is not None and not overflowed and self._divided != [version_of(each) for each in scaled]:
-            for gradient in scaled:
+        if scale is not None and not overflowed and self._divided != [version_of(each) for each in gradients]:
+            for gradient in gradients:
                 gradient.div_(scale.to(gradient.device))
-            self._divided = [version_of(each) for each in scaled]  # a hook may raise, and the step be repeated
+            self._divided = [version_of(each) for each in gradients]  # a hook may raise, and the step be repeated
         limit = self._options.max_grad_norm
-        norm = torch.zeros(()) if limit is None else norm_of([*trained, *rest])
+        norm = torch.zeros(()) if limit is None else norm_of(trained)
         figure = math.nan if limit is None else float(norm)  # the host waits for a GPU once
         if overflowed or not (math.isfinite(figure) or self._usable(gradients)):
             self._count()
             return
         if limit is not None:
-            if not math.isfinite(figure):  # of the others, or of what is zero now
+            if not math.isfinite(figure):  # gradients that are not finite are zero now
                 norm = norm_of(trained)
-            limit_norm([*trained, *(rest if self._steps.alone else ())], norm, limit)
+            limit_norm(trained, norm, limit)
             self._steps.grad_norm = float(norm)
         self._steps.step([], self._counted(), whole, clip=False)
         self._note_versions()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -62,11 +62,12 @@ def keeps_points(optimizer: torch.optim.Optimizer) -> bool:
 def exchanges_updates(optimizer: torch.optim.Optimizer, options: WrapOptions) -> bool:
     """Return True if what the steps of ``optimizer`` change is exchanged, False if its gradients are.
 
-    A late gradient is only late for an optimizer whose step is linear in it, and for one that has a rule.
+    A late gradient is only late for an optimizer whose step is linear in it, and for one that has a rule. A list
+    exchanges gradients if that holds for all of its optimizers.
     """
     if options.local_steps > 1 or options.exchange != "auto":
         return options.local_steps > 1 or options.exchange == "updates"
-    return not is_linear(optimizer) and find_rule(optimizer) is None and not keeps_points(optimizer)
+    return not all(is_linear(each) or find_rule(each) or keeps_points(each) for each in parts_of(optimizer))
 
 
 def delivers_at_once(algo: str | Recipe) -> bool:
@@ -85,32 +86,29 @@ def check_exchange(optimizer: torch.optim.Optimizer, options: WrapOptions, given
     Raises:
         ConfigurationError: An argument is for the exchange of updates, and none exchanges them, or it is impossible.
     """
-    kinds = {each: exchanges_updates(each, options) for each in parts_of(optimizer)}
-    names = " and ".join(type(each).__name__ for each in kinds)
+    parts, sends_updates = parts_of(optimizer), exchanges_updates(optimizer, options)
+    names = " and ".join(type(each).__name__ for each in parts)
     if options.local_steps > 1 and given.get("staleness") == "aware":
         raise ConfigurationError(
             f"staleness='aware' with local_steps={options.local_steps}: updates are exchanged, which have no late "
             "gradients; leave out staleness"
         )
-    _check_points(kinds, options)
-    for name in ["updates_algo", *(["algo"] if all(kinds.values()) else [])]:
+    if sends_updates:
+        _check_points(parts, options)
+    for name in ["updates_algo", *(["algo"] if sends_updates else [])]:
         if not takes_updates(given.get(name)):
             raise ConfigurationError(
                 f"{name}={given[name]!r}: this method is for gradients, and {names} exchanges updates: choose another "
                 "method"
             )
-    without = [
-        each
-        for each, sends_updates in kinds.items()
-        if not sends_updates and not is_linear(each) and find_rule(each) is None
-    ]
+    without = [each for each in parts if not sends_updates and not is_linear(each) and find_rule(each) is None]
     if without and not delivers_at_once(given.get("algo", DEFAULT_ALGO)):
         logger.info(
             "%s exchanges gradients, and has no rule for late ones: it treats a sum of several as one gradient. "
             "With algo='quantized' none is late, and exchange='updates' needs no rule",
             " and ".join(type(each).__name__ for each in without),
         )
-    if not any(kinds.values()):
+    if not sends_updates:
         plain = {"outer_lr": 1.0, "outer_momentum": 0.0}
         unused = [name for name, default in plain.items() if getattr(options, name) != default]
         unused += [name for name in given if name == "updates_algo"]
@@ -119,7 +117,7 @@ def check_exchange(optimizer: torch.optim.Optimizer, options: WrapOptions, given
                 f"{unused[0]} is for optimizers that exchange updates, and {names} exchanges gradients: pass "
                 "exchange='updates' or local_steps, or leave it out"
             )
-    elif all(kinds.values()):
+    else:
         whole = any(group.get("dense") for group in optimizer.param_groups)
         effective = {
             "updates_algo",
@@ -136,15 +134,19 @@ def check_exchange(optimizer: torch.optim.Optimizer, options: WrapOptions, given
             )
 
 
-def _check_points(kinds: Mapping[torch.optim.Optimizer, bool], options: WrapOptions) -> None:
-    """Raise :class:`~tritoncomm.ConfigurationError` if one of ``kinds`` that :func:`keeps_points` exchanges updates."""
-    for each, sends_updates in kinds.items():
-        if sends_updates and keeps_points(each):
-            reason = f"local_steps={options.local_steps}" if options.local_steps > 1 else "exchange='updates'"
-            raise ConfigurationError(
-                f"{reason}: {type(each).__name__} keeps a copy of the parameters that is not exchanged and would drift "
-                "apart between ranks: leave it out, and the gradients are exchanged, or use another optimizer"
-            )
+def _check_points(parts: Sequence[torch.optim.Optimizer], options: WrapOptions) -> None:
+    """Raise :class:`~tritoncomm.ConfigurationError` if one of ``parts`` that exchange updates :func:`keeps_points`."""
+    for each in filter(keeps_points, parts):
+        reason, advice = "exchange='updates'", "leave it out, and the gradients are exchanged, or use another optimizer"
+        if options.local_steps > 1:
+            reason = f"local_steps={options.local_steps}"
+        elif options.exchange == "auto":
+            reason = "the list exchanges updates, because one of its optimizers has no rule for late gradients"
+            advice = "call wrap() for it alone, or pass exchange='gradients'"
+        raise ConfigurationError(
+            f"{reason}: {type(each).__name__} keeps a copy of the parameters that is not exchanged and would drift "
+            f"apart between ranks: {advice}"
+        )
 
 
 def takes_aware_step(optimizer: torch.optim.Optimizer, options: WrapOptions) -> bool:

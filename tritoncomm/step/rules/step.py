@@ -109,12 +109,10 @@ class OptimizerStep:
         options: The options of ``wrap``.
         delayed: Whether the recipe delivers entries with a delay.
         alone: Whether there is a single worker. It takes the optimizer's own step.
-        is_anchor: Whether it steps by updates, which are not clipped, and of which no sum is too long.
         ignored: Ids of parameters that are this rank's own, see :mod:`tritoncomm.step.model.ignored`. Default: none.
 
     Attributes:
         alone: See above. It may change between steps.
-        is_anchor: See above.
     """
 
     def __init__(
@@ -124,15 +122,14 @@ class OptimizerStep:
         *,
         delayed: bool,
         alone: bool = False,
-        is_anchor: bool = False,
         ignored: Collection[int] = (),
     ) -> None:
         self.optimizer = optimizer
         self._ignored = ignored
-        self.alone, self.is_anchor = alone, is_anchor
+        self.alone = alone
         self._options = options
         self._aware: AwareStep | None = None
-        is_aware = delayed and not is_anchor and options.staleness == "aware"
+        is_aware = delayed and options.staleness == "aware"
         self._rule = find_rule(optimizer) if is_aware else None
         self._inside = optimizers_inside(optimizer)
 
@@ -274,14 +271,13 @@ class OptimizerSteps:
             decayed: Whether ``.grad`` contains the coupled weight decay.
         """
         self.check()  # before any gradient or parameter changes
-        clipped = [part for part in self.parts if not part.is_anchor]
-        max_norm = self._options.max_grad_norm if clip and clipped else None
+        max_norm = self._options.max_grad_norm if clip else None
 
         @contextmanager
         def clipping() -> Iterator[None]:
             with update:
                 if max_norm is not None:
-                    gradients = [part.gradients() for part in clipped]
+                    gradients = [part.gradients() for part in self.parts]
                     own = [each for _, ignored in gradients for each in ignored]
                     limit_norm(own, norm_of(own), max_norm)
                     if self.alone:  # otherwise the exchange has clipped

@@ -461,11 +461,11 @@ def _has_tensors(method: Mapping[str, Any]) -> bool:
     return any(_has_tensors(each) if isinstance(each, Mapping) else isinstance(each, torch.Tensor) for each in inner)
 
 
-def moved(exchange: GradientExchange, recipes: Sequence[Recipe], group: dist.ProcessGroup | None) -> None:
-    """Continue ``exchange`` by ``recipes``, one for each vector, in ``group``, possibly of another size.
+def moved(exchange: GradientExchange, recipe: Recipe, group: dist.ProcessGroup | None) -> None:
+    """Continue ``exchange`` by ``recipe`` in ``group``, possibly of another size.
 
     This rank's contribution to the mean stays the same. Recipes may differ only in :class:`~tritoncomm.Hierarchical`.
     """
     old, size = _held(exchange), exchange.vectors[0].world_size
-    exchange.replace_vectors(recipes, group)
+    exchange.replace_vectors(recipe, group)
     exchange.restore(carry_over(exchange, [old], exchange.vectors[0].world_size / size, old))
