@@ -77,6 +77,19 @@ def test_a_late_delivery_has_the_decay_of_all_its_steps() -> None:
     assert float(optimizer.state[parameter]["momentum_buffer"][2]) == pytest.approx(momentum)
 
 
+def test_small_tensors_do_not_tell_which_decay_is_large() -> None:
+    """They travel dense, so their entries are not late. There may be more of them than of all others."""
+    large, small = Parameter(torch.ones(8)), Parameter(torch.zeros(16))
+    optimizer = torch.optim.SGD([large, small], lr=0.1, momentum=0.5, weight_decay=0.1)
+    rule, layout = LateSGD.from_options(optimizer, WrapOptions()), BucketLayout([large, small])
+    large.grad, small.grad = torch.zeros(8), torch.zeros(16)
+    values = torch.cat([torch.tensor([5.0]), torch.full((16,), 0.01)])
+    mean = SparseVector(torch.tensor([0, *range(8, 24)]).int(), values, 24)
+    for count, delivered in ((16, 1), (0, 8)):
+        step = with_decay(Delivered(mean, layout, begin_step(rule, layout), small=count), coupled_decay(optimizer))
+        assert int((step.mean.trimmed().indices < 8).sum() if not step.mean.is_full else 8) == delivered
+
+
 @pytest.mark.parametrize("static", [False, True])
 def test_what_is_never_delivered_decays_at_last(static: bool) -> None:
     """A small decay waits, and counts for all its steps then. The step of SGD is linear, so it is that of torch."""

@@ -78,8 +78,9 @@ def with_decay(delivered: Delivered, shares: Mapping[int, float]) -> Delivered:
     is_due = ages.steps % _EVERY == 0
     if mean.is_padded and is_due:
         mean = mean.trimmed()
-    if not (mean.is_full or mean.is_padded) and mean.values.numel():
-        chosen = decay.abs() >= mean.values.abs().median()
+    if not (mean.is_full or mean.is_padded):
+        selected = mean.values[mean.indices < mean.numel - delivered.small].abs()
+        chosen = decay.abs() >= selected.median() if selected.numel() else torch.zeros_like(decay, dtype=torch.bool)
         mean = _joined(mean, chosen.logical_or_(late > _OLD) if is_due else chosen)
     decay.mul_(late.clamp_(min=1))
     return replace(delivered, mean=with_values(mean, mean.values + values_at(decay, mean)))
