@@ -312,14 +312,14 @@ def test_foreign_checkpoints(rank, world_size, tmp_path):
         patch.setattr(exchange_state, "SCHEMA", 4)
         checkpoint.save(attempts.optimizer, tmp_path / "old")
     attempts.refused(r"has schema=4, .* reads schema=\d", folder="old")
-    content = checkpoint._RankState.content
+    content = checkpoint._content
 
-    def with_an_object(self, **fields):
-        found = content(self, **fields)
+    def with_an_object(*args, **fields):
+        found = content(*args, **fields)
         return {key: tmp_path if isinstance(value, bytes) else value for key, value in found.items()}
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint._RankState, "content", with_an_object)
+        patch.setattr(checkpoint, "_content", with_an_object)
         checkpoint.save(attempts.optimizer, tmp_path / "objects")
     attempts.refused(r"weights_only|Weights only", folder="objects")
 

@@ -139,11 +139,6 @@ class LocalSteps:
         (group,) = self.outer.param_groups
         return float(group["lr"]) == 1.0 and group["momentum"] == 0
 
-    @property
-    def stepped(self) -> set[int]:
-        """Ids of the parameter groups by which this worker steps."""
-        return {id(group) for each in self._optimizers for group in each.param_groups}
-
     def guard(self, whole: torch.optim.Optimizer) -> None:
         """Let ``step()`` of the optimizers but ``whole`` raise an error from now on."""
         self._steps.guard(whole)
