@@ -18,13 +18,13 @@ from tritoncomm.step import agree
 from tritoncomm.step.figures import figures_of
 from tritoncomm.step.model import ignored
 from tritoncomm.step.model.module import checked_module, group_of
-from tritoncomm.step.model.refuse import checked_methods
+from tritoncomm.step.model.refuse import checked_methods, refuse
 from tritoncomm.step.rules.step import saved_state
 from tritoncomm.step.saved import state as exchange_state
 from tritoncomm.step.settings import check_group, check_outer_lr, one_of
 from tritoncomm.step.setup import Setup
 from tritoncomm.step.stepper import Stepper
-from tritoncomm.step.torch_internals import StateHooks, change_class, has_own_step, original_class
+from tritoncomm.step.torch_internals import StateHooks, change_class, has_own_step, original_class, step_hooks
 
 __all__ = ["SparseOptimizer"]
 
@@ -326,10 +326,10 @@ def check_free(optimizers: Iterable[torch.optim.Optimizer]) -> None:
     ]
     for optimizer in optimizers:
         kind = type(optimizer).__name__
-        if isinstance(optimizer, SparseOptimizer):
+        if isinstance(optimizer, SparseOptimizer) or refuse in step_hooks(optimizer)[0]:
             raise ConfigurationError(
-                f"optimizer is a {kind}, which is wrapped already: call its step(), or flush() and release() it to "
-                "wrap it with other settings"
+                f"optimizer is a {kind}, which is wrapped already, by itself or in a list: call step() of what wrap() "
+                "returned, or its flush() and release() to wrap with other settings"
             )
         if has_own_step(optimizer):
             raise ConfigurationError(
