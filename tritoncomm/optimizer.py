@@ -234,12 +234,13 @@ class SparseOptimizer(torch.optim.Optimizer):
         is_common = setup.local is None
         common = ignored.without_ignored(inner, self, setup.parameters.ignored) if is_common else {"state": {}}
         exchange_state.compare(common, saved, feedbacks, setup.process_group, setup.everybody, setup.device)
+        is_own = saved is None and exchange_state.have_equal_states(inner, saved_state(self))
         with hooks:
             original_class(self).load_state_dict(setup.optimizer, inner)  # not Lightning's wrapper of it
         if saved is None:
             groups = [dict(group) for group in state_dict["param_groups"]]
             # No warning: torch.distributed.checkpoint loads the residuals by themselves, with ResidualState.
-            if not exchange_state.warn_about_lost_residual(groups, logging.INFO):
+            if not exchange_state.warn_about_lost_residual(groups, logging.INFO) and not is_own:
                 setup.exchange.forget_ages()
             if setup.local is not None:
                 setup.local.renew()

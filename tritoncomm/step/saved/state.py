@@ -388,6 +388,11 @@ def keys_of(state_dict: State) -> list[Any]:
     return [key for group in state_dict["param_groups"] for key in group["params"]]
 
 
+def have_equal_states(*state_dicts: State) -> bool:
+    """Return True if the parameters have equal states in all ``state_dicts`` of an optimizer, whatever their keys."""
+    return len({checksum({"states": [each["state"].get(key) for key in keys_of(each)]}) for each in state_dicts}) == 1
+
+
 def continued(new: GradientExchange, before: GradientExchange) -> GradientExchange:
     """Return ``new`` with other parameters and the residuals, methods' states and counters of ``before``."""
     old = _held(before, new.parameters)
