@@ -19,6 +19,7 @@ from tritoncomm.step.figures import figures_of
 from tritoncomm.step.model import ignored
 from tritoncomm.step.model.module import checked_module, group_of
 from tritoncomm.step.model.refuse import checked_methods, refuse
+from tritoncomm.step.optimizer_list import parts_of
 from tritoncomm.step.rules.step import saved_state
 from tritoncomm.step.saved import state as exchange_state
 from tritoncomm.step.settings import check_group, check_outer_lr, one_of
@@ -219,8 +220,8 @@ class SparseOptimizer(torch.optim.Optimizer):
             ConfigMismatchError: Another rank cannot load its state, or loads the state of another step.
         """
         hooks, stepper, setup = StateHooks(self), self._tritoncomm, self._tritoncomm.setup
-        state_dict = hooks.before_loading(state_dict)
         with agree.propagate_errors(setup.everybody, setup.device):
+            state_dict = hooks.before_loading(state_dict)
             one_of("residuals", residuals, ("restore", "reset"))
             resets = residuals == "reset"
             state_dict = exchange_state.for_this_rank(state_dict, setup.process_group, setup.everybody, reset=resets)
@@ -235,8 +236,15 @@ class SparseOptimizer(torch.optim.Optimizer):
         common = ignored.without_ignored(inner, self, setup.parameters.ignored) if is_common else {"state": {}}
         exchange_state.compare(common, saved, feedbacks, setup.process_group, setup.everybody, setup.device)
         is_own = saved is None and exchange_state.have_equal_states(inner, saved_state(self))
-        with hooks:
-            original_class(self).load_state_dict(setup.optimizer, inner)  # not Lightning's wrapper of it
+        before = [(part, part.state, part.param_groups) for part in parts_of(self)]
+        try:
+            with agree.propagate_errors(setup.everybody, setup.device), hooks:
+                original_class(self).load_state_dict(setup.optimizer, inner)  # not Lightning's wrapper of it
+            agree.compare({"state": "is loaded"}, setup.everybody, setup.device)
+        except BaseException:
+            for part, state, groups in before:
+                part.state, part.param_groups = state, groups
+            raise
         if saved is None:
             groups = [dict(group) for group in state_dict["param_groups"]]
             # No warning: torch.distributed.checkpoint loads the residuals by themselves, with ResidualState.

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from tritoncomm.errors import ConfigMismatchError, ExchangeError, NonFiniteError
 from tritoncomm.scheduler.process_group import is_distributed, report_failure, reporting
-from tritoncomm.scheduler.ranks import global_ranks
+from tritoncomm.scheduler.ranks import global_ranks, name_of
 from tritoncomm.step.agree.number import number_of_text
 from tritoncomm.step.torch_internals import is_interruption
 from tritoncomm_kernels import devices
@@ -32,6 +32,7 @@ _ADVICE = {
 }
 _WORDED = 5  # fields that a text names
 _CHECK = "configuration check"  # what has failed, in errors
+_TOLD = "_told"  # an attribute of an error: the name of the group
 _ERROR, _SHARD, _NUMBER = "error", "shard", "number"  # keys of what a rank tells the others
 
 
@@ -104,6 +105,8 @@ def worded(found: Mapping[str, str]) -> str:
 def propagate_errors(group: dist.ProcessGroup | None, device: torch.device | None = None) -> Iterator[None]:
     """Report an error that the body raises on this rank to the others, whose next :func:`all_gather` raises it.
 
+    An error that the body has reported in such a context of its own is not reported again: all ranks raise one.
+
     If an interruption ends the body, they raise :class:`~tritoncomm.ExchangeError`.
 
     ``device`` is the current device in the body. See :func:`all_gather`.
@@ -116,9 +119,15 @@ def propagate_errors(group: dist.ProcessGroup | None, device: torch.device | Non
     except BaseException as error:
         if is_distributed() and is_interruption(error):
             report_failure(group, device, _CHECK, error, is_interruption)
-        elif is_distributed():
+        elif is_distributed() and not _is_told(error, group):
             propagate_error(str(error), group, device)
+            vars(error)[_TOLD] = name_of(group)
         raise
+
+
+def _is_told(error: BaseException | None, group: dist.ProcessGroup | None) -> bool:
+    """Return True if the other ranks of ``group`` were told ``error``, or one that it was made of."""
+    return error is not None and (vars(error).get(_TOLD) == name_of(group) or _is_told(error.__context__, group))
 
 
 def propagate_error(reason: str, group: dist.ProcessGroup | None, device: torch.device | None = None) -> None:
