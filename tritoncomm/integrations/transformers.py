@@ -72,7 +72,7 @@ class SparseGradients(TrainerCallback):
             with beside.name_the_fix("SparseGradients()"):
                 checkpoint.load(self.optimizer, Path(resumed) / beside.FOLDER)
         # A train() that resumes loads the state of one rank before it comes here.
-        self._handle = self.optimizer.register_load_state_dict_pre_hook(_without_residual)
+        self._handle = self.optimizer.register_load_state_dict_pre_hook(beside.without_residual)
 
     def on_step_end(self, _args: Any, _state: Any, control: Any, **__: Any) -> None:
         """Let all workers hold the same parameters before they evaluate or save, and at the end.
@@ -94,10 +94,6 @@ class SparseGradients(TrainerCallback):
         if self.optimizer is not None and not args.save_only_model:
             folder = Path(frame["self"]._get_output_dir(frame["trial"]))  # noqa: SLF001 - of a search, not args' folder
             checkpoint.save(self.optimizer, folder / f"checkpoint-{state.global_step}" / beside.FOLDER)
-
-
-def _without_residual(_: Any, state: dict[str, Any]) -> dict[str, Any]:
-    return {key: each for key, each in state.items() if key != "tritoncomm"}
 
 
 def _trainer_frame() -> Any:
