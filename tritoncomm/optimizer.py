@@ -220,26 +220,27 @@ class SparseOptimizer(torch.optim.Optimizer):
             ConfigMismatchError: Another rank cannot load its state, or loads the state of another step.
         """
         hooks, stepper, setup = StateHooks(self), self._tritoncomm, self._tritoncomm.setup
+        optimizer = setup.optimizer  # not Lightning's wrapper of it
         with agree.propagate_errors(setup.everybody, setup.device):
             state_dict = hooks.before_loading(state_dict)
             one_of("residuals", residuals, ("restore", "reset"))
             resets = residuals == "reset"
             state_dict = exchange_state.for_this_rank(state_dict, setup.process_group, setup.everybody, reset=resets)
-            exchange_state.check_state_dict(state_dict, self)
+            exchange_state.check_state_dict(state_dict, optimizer)
             saved = state_dict.get("tritoncomm")
             feedbacks = [] if saved is None else exchange_state.loaded(setup.exchange, saved, setup.local)
             if setup.local is not None:
                 setup.local.check_not_averaged("load_state_dict()")
         inner = exchange_state.unmarked(state_dict)
         # Where updates are exchanged, states differ between ranks.
-        is_common = setup.local is None
-        common = ignored.without_ignored(inner, self, setup.parameters.ignored) if is_common else {"state": {}}
+        is_common, own = setup.local is None, setup.parameters.ignored
+        common = ignored.without_ignored(inner, optimizer, own) if is_common else {"state": {}}
         exchange_state.compare(common, saved, feedbacks, setup.process_group, setup.everybody, setup.device)
-        is_own = saved is None and exchange_state.have_equal_states(inner, saved_state(self))
-        before = [(part, part.state, part.param_groups) for part in parts_of(self)]
+        is_own = saved is None and exchange_state.have_equal_states(inner, saved_state(optimizer))
+        before = [(part, part.state, part.param_groups) for part in parts_of(optimizer)]
         try:
             with agree.propagate_errors(setup.everybody, setup.device), hooks:
-                original_class(self).load_state_dict(setup.optimizer, inner)  # not Lightning's wrapper of it
+                original_class(optimizer).load_state_dict(optimizer, inner)
             agree.compare({"state": "is loaded"}, setup.everybody, setup.device)
         except BaseException:
             for part, state, groups in before:

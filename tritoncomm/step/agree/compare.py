@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from itertools import islice
 from typing import Any
 
@@ -33,6 +34,7 @@ _ADVICE = {
 _WORDED = 5  # fields that a text names
 _CHECK = "configuration check"  # what has failed, in errors
 _TOLD = "_told"  # an attribute of an error: the name of the group
+_outer: ContextVar[str] = ContextVar("outer", default="")  # the name of the group of the context around
 _ERROR, _SHARD, _NUMBER = "error", "shard", "number"  # keys of what a rank tells the others
 
 
@@ -111,6 +113,8 @@ def propagate_errors(group: dist.ProcessGroup | None, device: torch.device | Non
 
     ``device`` is the current device in the body. See :func:`all_gather`.
     """
+    outer = _outer.get()
+    token = _outer.set(name_of(group) if is_distributed() else "")
     try:
         with devices.on(device):
             yield
@@ -121,8 +125,11 @@ def propagate_errors(group: dist.ProcessGroup | None, device: torch.device | Non
             report_failure(group, device, _CHECK, error, is_interruption)
         elif is_distributed() and not _is_told(error, group):
             propagate_error(str(error), group, device)
-            vars(error)[_TOLD] = name_of(group)
+            if outer == name_of(group):
+                vars(error)[_TOLD] = outer
         raise
+    finally:
+        _outer.reset(token)
 
 
 def _is_told(error: BaseException | None, group: dist.ProcessGroup | None) -> bool:
