@@ -143,6 +143,11 @@ class Setup:
         return self.exchange.state is State.READY
 
     @property
+    def new(self) -> list[torch.Tensor]:
+        """Parameters that somebody has added to the optimizer since."""
+        return self.parameters.new if self.local is None else self.local.new
+
+    @property
     def vector(self) -> VectorExchange:
         """The flat vector of an optimizer that has one."""
         (vector,) = self.exchange.vectors

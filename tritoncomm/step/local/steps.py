@@ -180,6 +180,11 @@ class LocalSteps:
         """True if a parameter of the optimizers requires gradients now that did not, or was not there."""
         return any(known.are_outdated for known in self._known)
 
+    @property
+    def new(self) -> list[torch.Tensor]:
+        """Parameters that somebody has added to the optimizers since."""
+        return [parameter for known in self._known for parameter in known.new]
+
     def add_new_parameters(self) -> None:
         """Make anchors for the parameters that were added to the optimizers."""
         for known in self._known:
