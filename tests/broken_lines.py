@@ -100,8 +100,8 @@ BROKEN = [
     BrokenLine(
         "what ranks tell is listed by their number in the group",
         "step/agree/compare.py",
-        "return dict(zip(global_ranks(group), gathered, strict=True))",
-        "return dict(enumerate(gathered))",
+        "told = dict(zip(global_ranks(group), gathered, strict=True))",
+        "told = dict(enumerate(gathered))",
         "exchange test_error_about_a_nan_names_rank_and_parameter_in_a_group",
     ),
     BrokenLine(
@@ -317,7 +317,7 @@ BROKEN = [
     BrokenLine(
         "a group that is added drops the residual",
         "step/saved/state.py",
-        'new.restore(carry_over(new, [{**old, "algorithm": []}], 1.0, {**old, "algorithm": common}, before.parameters))',
+        "new.restore(carry_over(new, [old], 1.0))",
         "pass",
         "exchange test_group_that_is_added_keeps_the_residual",
     ),
@@ -331,8 +331,8 @@ BROKEN = [
     BrokenLine(
         "residuals are not scaled to the size of a new group",
         "step/saved/state.py",
-        "exchange.vectors[0].world_size / size, old)",
-        "1.0, old)",
+        "exchange.vectors[0].world_size / size)",
+        "1.0)",
         "exchange test_smaller_group_keeps_the_share_of_its_residuals",
     ),
     BrokenLine(
@@ -444,7 +444,7 @@ BROKEN = [
     BrokenLine(
         "an optimizer may be wrapped twice",
         "optimizer.py",
-        "if isinstance(optimizer, SparseOptimizer):",
+        "if isinstance(optimizer, SparseOptimizer) or refuse in step_hooks(optimizer)[0]:",
         "if False:",
         "rules test_optimizers_that_cannot_be_exchanged_are_refused_by_name",
     ),
@@ -572,8 +572,8 @@ BROKEN = [
     BrokenLine(
         "values of parameters are not compared",
         "step/agree/setup.py",
-        "    if not broadcast:\n        fields |= {f",
-        "    if False:\n        fields |= {f",
+        "values = {} if broadcast else {",
+        "values = {} if True else {",
         "agreement test_parameters_that_differ_are_refused_by_name",
     ),
     BrokenLine(
@@ -592,9 +592,9 @@ BROKEN = [
     ),
     BrokenLine(
         "buffers are not broadcast",
-        "step/agree/setup.py",
-        "_broadcast([*every, *(each for each, _ in (*others, *buffers))], group)",
-        "_broadcast([*every, *(each for each, _ in others)], group)",
+        "step/setup.py",
+        "agree.broadcast([*held, *self._others, *buffers], process_group",
+        "agree.broadcast([*held, *self._others], process_group",
         "agreement test_broadcast_makes_parameters_and_buffers_equal",
     ),
     BrokenLine(
@@ -614,8 +614,8 @@ BROKEN = [
     BrokenLine(
         "an argument that is invalid on one rank is not told to others",
         "step/agree/compare.py",
-        "            propagate_error(str(error), group, device)\n        raise",
-        "            pass\n        raise",
+        "            propagate_error(str(error), group, device)\n            if outer",
+        "            if outer",
         "agreement test_argument_that_is_invalid_on_one_rank_is_an_error_on_all",
     ),
     BrokenLine(
@@ -628,8 +628,8 @@ BROKEN = [
     BrokenLine(
         "arguments are not compared",
         "step/agree/setup.py",
-        'fields |= {f"argument {name}": value for name, value in _fields_of(options)}',
-        "pass",
+        'return fields | {f"argument {name}": value for name, value in _fields_of(options)}',
+        "return fields",
         "agreement test_settings_that_differ_are_named",
     ),
     BrokenLine(
@@ -642,8 +642,8 @@ BROKEN = [
     BrokenLine(
         "states of optimizers are not compared at wrap()",
         "step/agree/setup.py",
-        "number for name, number in zip(state, numbers(state.values()), strict=True)}",
-        "0 for name in state}",
+        "values |= {f",
+        "_ = {f",
         "agreement test_states_of_optimizers_that_differ_are_refused",
     ),
     BrokenLine(
@@ -876,7 +876,7 @@ BROKEN = [
     BrokenLine(
         "a residual is not loaded",
         "step/saved/state.py",
-        'residual.add_(state["residuals"][positions[id(parameter)]].to(vector.device))',
+        "residual.add_(values.to(vector.device))",
         "pass",
         "saved test_run_that_is_loaded_goes_on_to_the_bit",
     ),
@@ -932,29 +932,29 @@ BROKEN = [
     BrokenLine(
         "a reset keeps residuals",
         "step/saved/state.py",
-        'states = [] if reset else [{**saved, "algorithm": []}]',
-        'states = [{**saved, "algorithm": []}]',
+        "keeps = not reset and any(",
+        "keeps = any(",
         "saved test_state_of_another_rank_or_method_is_refused",
     ),
     BrokenLine(
         "a damaged state is loaded",
         "step/saved/state.py",
-        '    if "before" not in state and checksum(state) != state["checksum"]:',
+        '    if not _is_converted(state) and checksum(state) != state.get("checksum"):',
         "    if False:",
         "saved test_damaged_state_of_one_rank_is_loaded_by_none",
     ),
     BrokenLine(
         "a state that one rank cannot load is loaded by others",
-        "optimizer.py",
-        "            exchange_state.compare(common, saved, feedbacks, setup.process_group, setup.everybody, setup.device)\n",
-        "            pass\n",
+        "step/agree/compare.py",
+        "    if errors:\n        reasons",
+        "    if False:\n        reasons",
         "saved test_damaged_state_of_one_rank_is_loaded_by_none",
     ),
     BrokenLine(
         "a state without residual belongs to its rank",
         "step/saved/state.py",
-        'return (state["rank"], state["world_size"]) != (rank, world_size) and not _has_residual(state)',
-        "return False",
+        '(saved["rank"], saved["world_size"]) == (rank, size)',
+        "True",
         "saved test_state_without_residuals_is_loaded_everywhere",
     ),
     BrokenLine(
@@ -967,8 +967,8 @@ BROKEN = [
     BrokenLine(
         "replicas that have drifted are saved",
         "checkpoint.py",
-        "        if difference:\n",
-        "        if False:\n",
+        "    if difference:\n",
+        "    if False:\n",
         "saved test_replicas_that_have_drifted_are_not_saved",
     ),
     BrokenLine(
@@ -988,7 +988,7 @@ BROKEN = [
     BrokenLine(
         "the state of another optimizer is loaded",
         "checkpoint.py",
-        'if mark["optimizer"] != _kind(optimizer):',
+        'if pointer["optimizer"] != _kind(optimizer):',
         "if False:",
         "saved test_optimizer_of_another_class_is_refused",
     ),
@@ -1023,29 +1023,29 @@ BROKEN = [
     BrokenLine(
         "a save leaves the one before",
         "checkpoint.py",
-        'for old in folder.glob(f"{_DATA}*"):',
-        "for old in list[Path]():",
+        'for old in set(folder.glob(f"{_DATA}*")) - {data}:',
+        "for old in set[Path]():",
         "saved test_save_into_a_used_folder_removes_the_one_before",
     ),
     BrokenLine(
         "a file that is damaged is loaded",
         "checkpoint.py",
-        'if _digest(data / name) != mark["files"][name]:',
+        "if _digest(data / name) != files[name]:",
         "if False:",
         "saved test_damaged_file_is_loaded_by_none",
     ),
     BrokenLine(
         "the residuals of a checkpoint of torch are not loaded",
         "step/saved/portable.py",
-        "return state | {_RESIDUALS: _flat(_RESIDUALS, replica), _AGES: last}",
-        "return state | {_RESIDUALS: [0 * each for each in _flat(_RESIDUALS, replica)], _AGES: last}",
+        "return local(tensors[value[_FLAT]]).reshape(-1)",
+        "return 0 * local(tensors[value[_FLAT]]).reshape(-1)",
         "saved test_checkpoint_of_torch_goes_on_to_the_bit",
     ),
     BrokenLine(
         "a bare state drops the residual",
         "optimizer.py",
-        "        return [vector.feedback for vector in setup.exchange.vectors]",
-        "        return [vector.new_feedback() for vector in setup.exchange.vectors]",
+        "        if saved is None:\n",
+        "        if saved is None:\n            setup.exchange.restore([each.new_feedback() for each in setup.exchange.vectors])\n",
         "saved test_bare_state_leaves_the_residual",
     ),
     # scalers and trainers
@@ -1108,14 +1108,14 @@ BROKEN = [
     BrokenLine(
         "Accelerate clips local gradients",
         "integrations/prepared.py",
-        "    for optimizer in averaged:\n        average(optimizer)\n",
-        "",
+        "        if not optimizer.is_synchronized:\n            optimizer.synchronize()\n",
+        "        pass\n",
         "trainers test_accelerate_clips_averages",
     ),
     BrokenLine(
         "Accelerate returns the norm of what was delivered",
         "integrations/prepared.py",
-        "if all(map(clips_itself, averaged)):",
+        "if all(setup_of(each).options.max_grad_norm is not None for each in averaged):",
         "if False:",
         "trainers test_accelerate_clips_averages",
     ),
@@ -1128,7 +1128,7 @@ BROKEN = [
     ),
     BrokenLine(
         "the Trainer's limit is that of what was delivered",
-        "integrations/prepared_trainer.py",
+        "integrations/transformers.py",
         'return settings | {"max_grad_norm": limit} if has_peers() and whole else settings',
         "return settings",
         "trainers test_trainer_limits_gradients_and_resumes",

@@ -25,24 +25,15 @@ import torch
 import torch.distributed as dist
 
 from tritoncomm.errors import ConfigMismatchError, ConfigurationError
-from tritoncomm.optimizer import SparseOptimizer, loadable, setup_of
+from tritoncomm.optimizer import SparseOptimizer, setup_of
 from tritoncomm.scheduler.process_group import is_distributed, reporting
-from tritoncomm.scheduler.ranks import global_ranks
+from tritoncomm.scheduler.ranks import global_ranks, own_rank
 from tritoncomm.step import agree
 from tritoncomm.step.optimizer_list import parts_of
 from tritoncomm.step.rules.step import saved_state
 from tritoncomm.step.saved import state as exchange_state
-from tritoncomm.step.saved.portable import (
-    Parts,
-    Saved,
-    ShardOfReplica,
-    inner_of,
-    joined,
-    key_of_common,
-    key_of_replica,
-    resharded,
-    split,
-)
+from tritoncomm.step.saved.portable import HINT, Held, Saved, joined, key_of_common, key_of_replica, split
+from tritoncomm.step.setup import Setup
 from tritoncomm.step.torch_internals import original_class
 from tritoncomm_kernels import devices
 
@@ -77,45 +68,33 @@ def save(optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
             update.
     """
     optimizer, folder = _sparse(optimizer), Path(folder)
-    setup = setup_of(optimizer)
+    setup, failed = setup_of(optimizer), f"{folder} cannot be written"
     exchange, group, device = setup.exchange, setup.everybody, setup.device
     with agree.propagate_errors(group, device):
         setup.check_saveable("save()")
-    _compare({agree.UPDATES: exchange.updates}, optimizer)
+    agree.compare({agree.UPDATES: exchange.updates}, group, device)
     optimizer.merge()
-    if is_distributed():
-        difference = exchange.replica.difference(group, device, exchange.steps, exchange.shard)
-        if difference:
-            raise ConfigMismatchError(f"nothing was saved, because {difference}")
+    difference = exchange.replica.difference(group, device, exchange.steps, exchange.shard)
+    if difference:
+        raise ConfigMismatchError(f"nothing was saved, because {difference}")
     with agree.propagate_errors(group, device):
-        content = _RankState(optimizer, None).content(whole=True)
+        content = _content(optimizer, whole=True)
         _check_owner(optimizer, folder)
-    _compare({"folder": "is free"}, optimizer)  # before a rank writes
-    (name, *_) = (told["name"] for told in _gathered({"name": _DATA + secrets.token_hex(8)}, optimizer))
-    files = _write(content, folder / name, optimizer)
-    with agree.propagate_errors(group, device), _named(f"{folder} cannot be written"):
-        if _place_in(group)[0] == 0:
-            _replace(folder / _POINTER, {"data": name, "optimizer": _kind(optimizer), "files": files})
-            for old in folder.glob(f"{_DATA}*"):
-                if old.name != name:
-                    shutil.rmtree(old, ignore_errors=True)
-    _compare({"checkpoint": name}, optimizer)
-    _saved_into[folder.resolve()] = weakref.ref(optimizer)
-
-
-def _write(content: dict[str, Any], data: Path, optimizer: SparseOptimizer) -> dict[str, str]:
-    """Write the ``content`` of each rank into the folder ``data``. Return the checksums of all files, by name."""
-    from torch.distributed.checkpoint import state_dict_saver  # noqa: PLC0415 - importing it takes a while
-
-    group, device = setup_of(optimizer).everybody, setup_of(optimizer).device
-    (rank, _), failed = _place_in(group), f"{data.parent} cannot be written"
-    with _all_or_none(optimizer, failed):
-        state_dict_saver.save({"optimizer": content}, checkpoint_id=data, process_group=group)
+    names = agree.all_gather({"name": _DATA + secrets.token_hex(8)}, group, device)
+    data, rank = folder / next(iter(names.values()))["name"], _ranks(group).index(own_rank())
+    with _torch_checkpoint(setup, failed) as dcp:
+        dcp.save({"optimizer": content}, checkpoint_id=data, process_group=group)
     with agree.propagate_errors(group, device), _named(failed):
         own = [*data.glob(f"__{rank}_*"), *(data.glob(".metadata") if rank == 0 else ())]
         digests = {file.name: _digest(file) for file in own}
-    _compare({"checkpoint": data.name}, optimizer)
-    return {name: digest for told in _gathered(digests, optimizer) for name, digest in told.items()}
+    files = {name: digest for own in agree.all_gather(digests, group, device).values() for name, digest in own.items()}
+    with agree.propagate_errors(group, device), _named(failed):
+        if rank == 0:
+            _replace(folder / _POINTER, {"data": data.name, "optimizer": _kind(optimizer), "files": files})
+            for old in set(folder.glob(f"{_DATA}*")) - {data}:
+                shutil.rmtree(old, ignore_errors=True)
+    agree.compare({"checkpoint": data.name}, group, device)
+    _saved_into[folder.resolve()] = weakref.ref(optimizer)
 
 
 # The optimizer that this process has saved last into a folder.
@@ -131,20 +110,16 @@ def _check_owner(optimizer: SparseOptimizer, folder: Path) -> None:
     writes its own before it looks for others, so that of two groups that save at the same time, at least one sees the
     other.
     """
-    reference = _saved_into.get(folder.resolve())
-    other = None if reference is None else reference()
-    if (
-        other is not None
-        and (folder / _POINTER).exists()
-        and not (agree.parameter_ids(other) & agree.parameter_ids(optimizer))
-    ):
+    before = _saved_into.get(folder.resolve(), lambda: None)()
+    held = set[int]() if before is None else agree.parameter_ids(before)
+    if held and (folder / _POINTER).exists() and not held & agree.parameter_ids(optimizer):
         logger.warning(
             "%s held the state of another optimizer of this process, which is overwritten: save each optimizer into a "
             "folder of its own",
             folder,
         )
-    ranks = global_ranks(setup_of(optimizer).everybody) if is_distributed() else [0]
-    if not is_distributed() or len(ranks) == dist.get_world_size() or dist.get_rank() != ranks[0]:
+    ranks = _ranks(setup_of(optimizer).everybody)
+    if not is_distributed() or len(ranks) == dist.get_world_size() or own_rank() != ranks[0]:
         return
     own = folder / f"group-of-rank-{ranks[0]}.json"
     with _named(f"{folder} cannot be used"):
@@ -174,7 +149,7 @@ def load(optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
         folder: Folder that :func:`save` wrote.
 
     Raises:
-        ConfigurationError: This rank cannot load its state. The message names the file and the reason.
+        ConfigurationError: This rank cannot load its state. The message names the reason, and a file that is damaged.
         ConfigMismatchError: Another rank cannot load its state, or ranks load different saves.
     """
     optimizer = _sparse(optimizer)
@@ -182,73 +157,50 @@ def load(optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
 
 
 def state_of_rank(optimizer: SparseOptimizer, folder: Path) -> dict[str, Any]:
-    """Return the state that :func:`load` loads on this rank, after all ranks have checked theirs. Nothing changes."""
-    from torch.distributed.checkpoint import state_dict_loader  # noqa: PLC0415 - importing it takes a while
-
-    group, device = setup_of(optimizer).everybody, setup_of(optimizer).device
-    rank, size = _place_in(group)
-    failed = f"{folder} cannot be loaded"
-    with agree.propagate_errors(group, device):
-        mark = _mark_in(folder)
-        with _named(failed):
-            if mark["optimizer"] != _kind(optimizer):
-                raise ConfigurationError(
-                    f"it was written for {mark['optimizer']}, this optimizer is {_kind(optimizer)}"
-                )
-            data = folder / mark["data"]
-        for name in sorted(mark["files"])[rank::size]:
+    """Return the state that :func:`load` loads on this rank. Nothing changes."""
+    setup, failed = setup_of(optimizer), f"{folder} cannot be loaded"
+    group, device = setup.everybody, setup.device
+    ranks = _ranks(group)
+    with agree.propagate_errors(group, device), _named(failed):
+        pointer = _pointer_in(folder)
+        if pointer["optimizer"] != _kind(optimizer):
+            raise ConfigurationError(f"it was written for {pointer['optimizer']}, this optimizer is {_kind(optimizer)}")
+        data, files = folder / pointer["data"], pointer["files"]
+        for name in sorted(files)[ranks.index(own_rank()) :: len(ranks)]:
             with _named(f"{data / name} cannot be loaded"):
-                if _digest(data / name) != mark["files"][name]:
+                if _digest(data / name) != files[name]:
                     raise ConfigurationError("it is corrupt: its checksum does not match its content")
-    _compare({"id of the checkpoint": mark["data"]}, optimizer)
+    agree.compare({"id of the checkpoint": data.name}, group, device)
     with agree.propagate_errors(group, device), _named(failed):
-        own = _RankState(optimizer, Saved.by(_reader(data), data))
-        content = own.rooms()
-    _compare({"parameters": "fit"}, optimizer)
-    with _all_or_none(optimizer, failed):
-        state_dict_loader.load({"optimizer": content}, checkpoint_id=data, process_group=group, planner=_planner())
-    state = own.read(content)
-    with agree.propagate_errors(group, device), _named(failed):
-        loadable(setup_of(optimizer), state)
-    _compare({"state": "can be loaded"}, optimizer)
-    return state
+        saved = Saved.by(_reader(data), data)
+        content = _rooms(optimizer, saved)
+    agree.compare({"parameters": "fit"}, group, device)
+    with _torch_checkpoint(setup, failed) as dcp:
+        dcp.load({"optimizer": content}, checkpoint_id=data, process_group=group, planner=_planner(dcp))
+    return _read(optimizer, saved, content)
 
 
-def _place_in(group: dist.ProcessGroup | None) -> tuple[int, int]:
-    """Return the rank in ``group``, and its number of ranks."""
-    return (dist.get_rank(group), dist.get_world_size(group)) if is_distributed() else (0, 1)
-
-
-def _compare(fields: dict[str, Any], optimizer: SparseOptimizer) -> None:
-    """Raise on all ranks if one has other ``fields``, or has reported an error."""
-    if is_distributed():
-        agree.compare(fields, setup_of(optimizer).everybody, setup_of(optimizer).device)
-
-
-def _gathered(fields: dict[str, Any], optimizer: SparseOptimizer) -> list[dict[str, Any]]:
-    """Return the ``fields`` of all ranks."""
-    if not is_distributed():
-        return [fields]
-    return list(agree.all_gather(fields, setup_of(optimizer).everybody, setup_of(optimizer).device).values())
+def _ranks(group: dist.ProcessGroup | None) -> list[int]:
+    """Return the global ranks of ``group``, also without process groups."""
+    return global_ranks(group) if is_distributed() else [0]
 
 
 @contextmanager
-def _all_or_none(optimizer: SparseOptimizer, failed: str) -> Iterator[None]:
-    """Let ``torch.distributed.checkpoint`` write or read in the body. All ranks raise an error if it fails on one.
+def _torch_checkpoint(setup: Setup, failed: str) -> Iterator[Any]:
+    """Return ``torch.distributed.checkpoint``. All ranks raise an error if it fails on one in the body.
 
     The error begins with the text ``failed``.
     """
-    from torch.distributed.checkpoint.api import CheckpointException  # noqa: PLC0415 - importing it takes a while
+    import torch.distributed.checkpoint as dcp  # noqa: PLC0415 - importing it takes a while
 
-    group, device = setup_of(optimizer).everybody, setup_of(optimizer).device
+    group, device = setup.everybody, setup.device
     together = reporting(group, device, "checkpoint") if is_distributed() else nullcontext()
     with together, devices.on(device), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         try:
-            yield
-        except CheckpointException as error:
-            ranks = global_ranks(group) if is_distributed() else [0]
-            reasons = [f"rank {ranks[each]}: {reason}" for each, (reason, _) in error.failures.items()]
+            yield dcp
+        except dcp.api.CheckpointException as error:
+            reasons = [f"rank {_ranks(group)[each]}: {reason}" for each, (reason, _) in error.failures.items()]
             raise ConfigurationError(f"{failed}: {'; '.join(reasons)}") from error
 
 
@@ -270,11 +222,10 @@ def _reader(folder: Any) -> Any:
     return FileSystemReader(folder)
 
 
-def _planner() -> Any:
+def _planner(dcp: Any) -> Any:
     """Return a planner that reads plain data only, as ``torch.load(weights_only=True)`` does."""
-    from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner  # noqa: PLC0415 - importing it takes a while
 
-    class PlainData(DefaultLoadPlanner):
+    class PlainData(dcp.DefaultLoadPlanner):  # type: ignore[misc]
         def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
             torch.load(value, weights_only=True)  # raises an error if there is anything else
             value.seek(0)
@@ -283,15 +234,13 @@ def _planner() -> Any:
     return PlainData()
 
 
-def _mark_in(folder: Path) -> dict[str, Any]:
+def _pointer_in(folder: Path) -> dict[str, Any]:
     """Return what :func:`save` has written last, when all else was complete."""
     if not (folder / _POINTER).exists():
-        raise ConfigurationError(
-            f"{folder} contains no checkpoint: pass a folder that tritoncomm.checkpoint.save() wrote"
-        )
+        raise ConfigurationError("it contains no checkpoint: pass a folder that tritoncomm.checkpoint.save() wrote")
     with _named(f"{folder / _POINTER} cannot be loaded"):
-        mark: dict[str, Any] = json.loads((folder / _POINTER).read_text())
-        return mark | {"data": mark["data"], "files": dict(mark["files"])}
+        pointer: dict[str, Any] = json.loads((folder / _POINTER).read_text())
+        return pointer | {"data": pointer["data"], "files": dict(pointer["files"])}
 
 
 def _digest(file: Path) -> str:
@@ -373,11 +322,6 @@ class ResidualState:
             where = storage_reader if checkpoint_id is None else checkpoint_id
             self._saved = Saved.by(storage_reader or _reader(where), where)
 
-    @property
-    def _state(self) -> _RankState:
-        """The state now: parameters may be added."""
-        return _RankState(self.optimizer, self._saved)
-
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state. ``dcp.save`` writes it, and ``dcp.load`` replaces its content.
 
@@ -385,14 +329,14 @@ class ResidualState:
             RuntimeError: This is between two exchanges of updates, and nothing says that a checkpoint is loaded.
         """
         if self._saved is not None:
-            return self._state.rooms()
+            return _rooms(self.optimizer, self._saved)
         local_steps = setup_of(self.optimizer).local
         if local_steps is not None and local_steps.taken:
             raise RuntimeError(
                 f"{local_steps.taken} local steps were not exchanged: call merge() before you save with "
                 "torch.distributed.checkpoint, or save with tritoncomm.checkpoint.save(), which does"
             )
-        content = self._state.content()
+        content = _content(self.optimizer)
         for tensors in content.values():
             if isinstance(tensors, dict):  # dcp.load may read into them before all ranks have agreed to load
                 tensors |= {name: each.clone() for name, each in tensors.items()}
@@ -400,103 +344,81 @@ class ResidualState:
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load this rank's state, for ``dcp.load``. If a rank cannot load its state, nothing changes on any rank."""
-        optimizer, state = self.optimizer, self._state.read(state_dict)
+        optimizer, state = self.optimizer, _read(self.optimizer, self._saved, state_dict)
         # set_optimizer_state_dict loads the state of the optimizer, before or after this.
         optimizer.load_state_dict(saved_state(optimizer) | {"tritoncomm": state["tritoncomm"]})
         local_steps = setup_of(optimizer).local
         if local_steps is not None:
-            every = self._state.every
+            every = _parameters(optimizer)
             own = {every[number]: each for number, each in state["state"].items()}
             local_steps.load_later(state["tritoncomm"]["local"], own)
 
 
-class _RankState:
-    """The state of a wrapped optimizer on this rank, as ``torch.distributed.checkpoint`` saves it, or has saved it.
+def _parameters(optimizer: SparseOptimizer) -> list[torch.Tensor]:
+    """Return all parameters of ``optimizer``, in their order."""
+    return [parameter for parameter, _ in agree.named_parameters(optimizer)]
+
+
+def _held(optimizer: SparseOptimizer) -> Held:
+    """Return what this rank holds of the model."""
+    return Held.here(setup_of(optimizer).exchange.parameters, optimizer.process_group)
+
+
+def _content(optimizer: SparseOptimizer, *, whole: bool = False) -> dict[str, Any]:
+    """Return what is saved of this rank: with ``whole``, the state of the optimizer, too."""
+    setup, held, state = setup_of(optimizer), _held(optimizer), optimizer.state_dict()
+    # Where updates are exchanged, states differ between replicas, and so do those of what is ignored.
+    is_own = [setup.local is not None or id(each) in setup.parameters.ignored for each in _parameters(optimizer)]
+    own = {number for number, differs in enumerate(is_own) if differs}
+    keys = exchange_state.keys_of(state)
+    states = {number: state["state"][key] for number, key in enumerate(keys) if key in state["state"]}
+    inner = {number: each for number, each in states.items() if whole or number in own}
+    parameters = setup.exchange.parameters
+    rest, replica, common = split(state.pop("tritoncomm"), inner, own, parameters, held)
+    rest["optimizer"] = {key: value for key, value in state.items() if whole and key != "state"}
+    packed = io.BytesIO()
+    torch.save(rest, packed)
+    names = key_of_replica(parameters), key_of_common(setup.everybody)
+    return {held.key: packed.getvalue(), names[0]: replica, names[1]: common}
+
+
+def _rooms(optimizer: SparseOptimizer, saved: Saved) -> dict[str, Any]:
+    """Return zeros for what this rank reads of the checkpoint that has ``saved``."""
+    return saved.rooms(_held(optimizer), setup_of(optimizer).exchange.parameters, _parameters(optimizer))
+
+
+def _read(optimizer: SparseOptimizer, saved: Saved | None, content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the state of this rank, for ``load_state_dict()``. All ranks call this together.
 
     Args:
         optimizer: The wrapped optimizer.
-        saved: What a checkpoint has. None to save, or to read what the same ranks with the same sharding have saved.
+        saved: What the checkpoint has. None if the same ranks with the same sharding have saved it.
+        content: What :func:`_rooms` has returned, or without ``saved`` :func:`_content`, as it was read.
     """
-
-    def __init__(self, optimizer: SparseOptimizer, saved: Saved | None) -> None:
-        self.optimizer, self.saved = optimizer, saved
-        self.every = [parameter for parameter, _ in agree.named_parameters(optimizer)]
-        self._parameters = setup_of(optimizer).exchange.parameters
-        self._here = ShardOfReplica.here(self._parameters, optimizer.process_group)
-
-    def content(self, *, whole: bool = False) -> dict[str, Any]:
-        """Return what is saved: with ``whole``, the state of the optimizer, too."""
-        optimizer, here, (rank, size) = self.optimizer, self._here, _place_in(None)
-        state, own = optimizer.state_dict(), self._own
-        states = {n: state["state"][key] for n, key in enumerate(_keys(state)) if key in state["state"]}
-        inner = {number: each for number, each in states.items() if whole or number in own}
-        parts = split(state["tritoncomm"], inner, own, self._parameters, here)
-        others = {key: value for key, value in state.items() if whole and key not in ("state", "tritoncomm")}
-        rest = io.BytesIO()
-        torch.save({**parts.rest, "others": others}, rest)
-        key = f"rank {rank} of {size}, replica {here.replica} of {here.replicas} ({_HINT})"
-        common = key_of_common(setup_of(optimizer).everybody)
-        return {key: rest.getvalue(), key_of_replica(self._parameters): parts.replica, common: parts.common}
-
-    def rooms(self) -> dict[str, Any]:
-        """Return zeros for what this rank reads of the checkpoint that it was given."""
-        assert self.saved is not None
-        return self.saved.rooms(self._here, self._parameters, self.every)
-
-    def read(self, content: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the state of this rank, for ``load_state_dict()``. All ranks call this together.
-
-        ``content`` is what :meth:`content` or :meth:`rooms` has returned, as it was read.
-        """
-        optimizer, here, saved = self.optimizer, self._here, self.saved
-        group, device = setup_of(optimizer).everybody, setup_of(optimizer).device
-        with agree.propagate_errors(group, device):
-            packed = {key: io.BytesIO(value) for key, value in content.items() if isinstance(value, bytes)}
-            rests = {key: torch.load(value, weights_only=True, map_location="cpu") for key, value in packed.items()}
-            for each in rests.values():
-                exchange_state.check_schema(each)
-            rest = next((each for each in rests.values() if ShardOfReplica.of(each) == here), None)
-        # All ranks or none, because ranks with the same shards continue with the same state of the method.
-        if is_distributed() and agree.differences({"has its own state": rest is not None}, group, device):
-            rest = None
-        with agree.propagate_errors(group, device):
-            common = content[key_of_common(group) if saved is None else saved.common]
-            if rest is not None:
-                key = key_of_replica(self._parameters) if saved is None else saved.replicas[saved.source(here)]
-                parts = Parts(rest, content[key], common)
-                state = joined(parts)
-            elif saved is not None:
-                old = {
-                    number: Parts(rests[saved.ranks_of(number)[0]], content[saved.replicas[number]], common)
-                    for number in (*saved.taken(here), saved.source(here))
-                }
-                parts = old[saved.source(here)]
-                state = resharded(rests[saved.ranks[0][0]], [old[n] for n in saved.taken(here)], common, here)
-            else:
-                raise ConfigurationError(f"this checkpoint was saved with another sharding: {_HINT}")
+    setup, held = setup_of(optimizer), _held(optimizer)
+    group, device = setup.everybody, setup.device
+    with agree.propagate_errors(group, device):
+        packed = [io.BytesIO(value) for value in content.values() if isinstance(value, bytes)]
+        rests = [torch.load(each, weights_only=True, map_location="cpu") for each in packed]
+        for each in rests:
+            exchange_state.check_schema(each)
+        rest = next((each for each in rests if each["held"] == list(held)), None)
+    # All ranks or none, because ranks with the same shards continue with the same state of the method.
+    if agree.differences({"has its own state": rest is not None}, group, device):
+        rest = None
+    with agree.propagate_errors(group, device):
+        if rest is not None:
+            parameters = setup.exchange.parameters
+            replica = key_of_replica(parameters) if saved is None else saved.replicas[saved.source(held)]
+            tensors = {**content[replica], **content[key_of_common(group) if saved is None else saved.common]}
             try:
-                inner = inner_of(parts)
+                state = joined(rest, tensors)
             except KeyError as error:
-                raise ConfigurationError(f"this optimizer has no state into which {error} is read: {_HINT}") from error
-            others = parts.rest["others"]
-            keys = _keys(others) if others else range(len(self.every))
-            return {**others, "state": {keys[number]: each for number, each in inner.items()}, "tritoncomm": state}
-
-    @property
-    def _own(self) -> set[int]:
-        """The numbers of parameters whose states differ between replicas.
-
-        They belong to optimizers that exchange updates, or are ignored.
-        """
-        stepped, ignored = setup_of(self.optimizer).stepped, setup_of(self.optimizer).parameters.ignored
-        every = [(id(group), id(each)) for group in self.optimizer.param_groups for each in group["params"]]
-        return {number for number, (group, each) in enumerate(every) if group in stepped or each in ignored}
-
-
-# Part of the keys, because torch.distributed.checkpoint names a key that it does not find. Part of the format, too.
-_HINT = "for other ranks, replicas or shards than those of the save: ResidualState(optimizer, checkpoint_id=path)"
-
-
-def _keys(state: Mapping[str, Any]) -> list[Any]:
-    """Return the keys of all parameters in the ``state`` of an optimizer, in their order."""
-    return [key for group in state["param_groups"] for key in group["params"]]
+                raise ConfigurationError(f"this optimizer has no state to read {error} into: {HINT}") from error
+        elif saved is not None:
+            state = saved.resharded(rests, content, held)
+        else:
+            raise ConfigurationError(f"this checkpoint was saved with another sharding: {HINT}")
+        inner, others, _ = (state.pop(field) for field in ("inner", "optimizer", "held"))
+        keys = exchange_state.keys_of(others) if others else range(len(_parameters(optimizer)))
+        return {**others, "state": {keys[number]: each for number, each in inner.items()}, "tritoncomm": state}

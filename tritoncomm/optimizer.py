@@ -14,21 +14,18 @@ from torch import nn
 
 from tritoncomm.algorithms import Recipe
 from tritoncomm.errors import ConfigurationError
-from tritoncomm.scheduler.process_group import is_distributed
 from tritoncomm.step import agree
-from tritoncomm.step.exchange.feedback import ErrorFeedback
 from tritoncomm.step.figures import figures_of
 from tritoncomm.step.model import ignored
 from tritoncomm.step.model.module import checked_module, group_of
-from tritoncomm.step.model.refuse import checked_methods
-from tritoncomm.step.optimizer_list import join, parts_of, split
-from tritoncomm.step.rules.choose import exchanges_updates
+from tritoncomm.step.model.refuse import checked_methods, refuse
+from tritoncomm.step.optimizer_list import parts_of
 from tritoncomm.step.rules.step import saved_state
 from tritoncomm.step.saved import state as exchange_state
 from tritoncomm.step.settings import check_group, check_outer_lr, one_of
 from tritoncomm.step.setup import Setup
 from tritoncomm.step.stepper import Stepper
-from tritoncomm.step.torch_internals import StateHooks, change_class, has_own_step, original_class
+from tritoncomm.step.torch_internals import StateHooks, change_class, has_own_step, original_class, step_hooks
 
 __all__ = ["SparseOptimizer"]
 
@@ -223,39 +220,42 @@ class SparseOptimizer(torch.optim.Optimizer):
             ConfigMismatchError: Another rank cannot load its state, or loads the state of another step.
         """
         hooks, stepper, setup = StateHooks(self), self._tritoncomm, self._tritoncomm.setup
-        state_dict = hooks.before_loading(state_dict)
+        optimizer = setup.optimizer  # not Lightning's wrapper of it
         with agree.propagate_errors(setup.everybody, setup.device):
+            state_dict = hooks.before_loading(state_dict)
             one_of("residuals", residuals, ("restore", "reset"))
-            state_dict = exchange_state.for_this_rank(state_dict, setup.process_group, reset=residuals == "reset")
-            feedbacks = loadable(setup, state_dict)
-        if setup.local is not None:
-            setup.local.check_not_averaged("load_state_dict()")
-        saved = state_dict.get("tritoncomm")
+            resets = residuals == "reset"
+            state_dict = exchange_state.for_this_rank(state_dict, setup.process_group, setup.everybody, reset=resets)
+            exchange_state.check_state_dict(state_dict, optimizer)
+            saved = state_dict.get("tritoncomm")
+            feedbacks = [] if saved is None else exchange_state.loaded(setup.exchange, saved, setup.local)
+            if setup.local is not None:
+                setup.local.check_not_averaged("load_state_dict()")
         inner = exchange_state.unmarked(state_dict)
-        if is_distributed():
-            parts = parts_of(self)
-            common = join(
-                [
-                    ignored.without_ignored(own, part, setup.parameters.ignored)
-                    for part, own in zip(parts, split(inner, parts), strict=True)
-                    if not exchanges_updates(part, setup.options)
-                ]
-            )
-            exchange_state.compare(common, saved, feedbacks, setup.process_group, setup.everybody, setup.device)
-        with hooks:
-            original_class(self).load_state_dict(setup.optimizer, inner)  # not Lightning's wrapper of it
+        # Where updates are exchanged, states differ between ranks.
+        is_common, own = setup.local is None, setup.parameters.ignored
+        common = ignored.without_ignored(inner, optimizer, own) if is_common else {"state": {}}
+        exchange_state.compare(common, saved, feedbacks, setup.process_group, setup.everybody, setup.device)
+        is_own = saved is None and exchange_state.have_equal_states(inner, saved_state(optimizer))
+        before = [(part, part.state, part.param_groups) for part in parts_of(optimizer)]
+        try:
+            with agree.propagate_errors(setup.everybody, setup.device), hooks:
+                original_class(optimizer).load_state_dict(optimizer, inner)
+            agree.compare({"state": "is loaded"}, setup.everybody, setup.device)
+        except BaseException:
+            for part, state, groups in before:
+                part.state, part.param_groups = state, groups
+            raise
         if saved is None:
             groups = [dict(group) for group in state_dict["param_groups"]]
             # No warning: torch.distributed.checkpoint loads the residuals by themselves, with ResidualState.
-            if not exchange_state.warn_about_lost_residual(groups, logging.INFO):
+            if not exchange_state.warn_about_lost_residual(groups, logging.INFO) and not is_own:
                 setup.exchange.forget_ages()
+            if setup.local is not None:
+                setup.local.renew()
         setup.exchange.restart()
         if saved is not None:
             exchange_state.resume(setup.exchange, feedbacks, saved, setup.local)
-        else:
-            if setup.local is not None:
-                setup.local.renew()
-            setup.exchange.restore(feedbacks)
         stepper.state.reset()
         hooks.after_loading()
 
@@ -336,10 +336,10 @@ def check_free(optimizers: Iterable[torch.optim.Optimizer]) -> None:
     ]
     for optimizer in optimizers:
         kind = type(optimizer).__name__
-        if isinstance(optimizer, SparseOptimizer):
+        if isinstance(optimizer, SparseOptimizer) or refuse in step_hooks(optimizer)[0]:
             raise ConfigurationError(
-                f"optimizer is a {kind}, which is wrapped already: call its step(), or flush() and release() it to "
-                "wrap it with other settings"
+                f"optimizer is a {kind}, which is wrapped already, by itself or in a list: call step() of what wrap() "
+                "returned, or its flush() and release() to wrap with other settings"
             )
         if has_own_step(optimizer):
             raise ConfigurationError(
@@ -369,17 +369,3 @@ def stepper_of(optimizer: SparseOptimizer) -> Stepper:
 def setup_of(optimizer: SparseOptimizer) -> Setup:
     """Return what ``optimizer`` is made of, for other rooms of the library."""
     return stepper_of(optimizer).setup
-
-
-def loadable(setup: Setup, state_dict: dict[str, Any]) -> list[ErrorFeedback]:
-    """Return the residual and method state of each vector in ``state_dict``.
-
-    Raises:
-        ConfigurationError: This rank cannot load them. Nothing has changed.
-    """
-    exchange_state.check_state_dict(state_dict, setup.optimizer)
-    saved = state_dict.get("tritoncomm")
-    if saved is None:
-        return [vector.feedback for vector in setup.exchange.vectors]
-    exchange_state.check_local(saved, setup.local)
-    return exchange_state.loaded(setup.exchange, saved)

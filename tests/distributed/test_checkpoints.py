@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import signal
 import sys
@@ -312,16 +313,55 @@ def test_foreign_checkpoints(rank, world_size, tmp_path):
         patch.setattr(exchange_state, "SCHEMA", 4)
         checkpoint.save(attempts.optimizer, tmp_path / "old")
     attempts.refused(r"has schema=4, .* reads schema=\d", folder="old")
-    content = checkpoint._RankState.content
+    content = checkpoint._content
 
-    def with_an_object(self, **fields):
-        found = content(self, **fields)
+    def with_an_object(*args, **fields):
+        found = content(*args, **fields)
         return {key: tmp_path if isinstance(value, bytes) else value for key, value in found.items()}
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint._RankState, "content", with_an_object)
+        patch.setattr(checkpoint, "_content", with_an_object)
         checkpoint.save(attempts.optimizer, tmp_path / "objects")
     attempts.refused(r"weights_only|Weights only", folder="objects")
+
+
+class FailingLoad(torch.optim.AdamW):
+    """AdamW that fails after it has loaded a state, if ``fails`` is set."""
+
+    fails = False
+
+    def load_state_dict(self, state_dict):
+        """Load it, and fail."""
+        super().load_state_dict(state_dict)
+        fail_if(self.fails)
+
+
+def fail_if(fails: bool) -> None:
+    """Fail as what reads a file may."""
+    if fails:
+        raise OSError("disk lost")
+
+
+@ranks(2)
+@pytest.mark.parametrize("where", ["in a hook", "in the class"])
+def test_load_that_fails_on_one_rank(rank, world_size, where):
+    """A hook of the user, or the class, may raise on one rank: all raise, and nothing has changed on any."""
+    model = tiny()
+    optimizer = exact(FailingLoad(model.parameters(), lr=0.01))
+    train(model, optimizer, rank, range(3))
+    state = copy.deepcopy(optimizer.state_dict())
+    train(model, optimizer, rank, range(3, 5))
+    before = digest(optimizer)
+    optimizer.fails = rank == 1 and where == "in the class"
+    fails = rank == 1 and where == "in a hook"
+    handle = optimizer.register_load_state_dict_pre_hook(lambda *_: fail_if(fails))
+    with pytest.raises(OSError if rank == 1 else ConfigMismatchError, match="disk lost"):
+        optimizer.load_state_dict(state)
+    assert digest(optimizer) == before
+    handle.remove()
+    optimizer.fails = False
+    train(model, optimizer, rank, range(5, 7))
+    assert equal(model)
 
 
 @ranks(2)

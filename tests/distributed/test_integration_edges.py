@@ -343,7 +343,8 @@ def test_lightning_fp16(rank, world_size):
 
 @needs("lightning")
 @ranks(2, limit=200.0)
-def test_lightning_fine_tuning(rank, world_size, tmp_path):
+@pytest.mark.parametrize("settings", [SETTINGS, {"local_steps": 3}])  # an epoch has three
+def test_lightning_fine_tuning(rank, world_size, settings, tmp_path):
     """A callback trains further layers from the second epoch on, and a run that resumes there continues to the bit."""
     folder = str(tmp_path / "checkpoints")
     import lightning  # noqa: PLC0415 - optional
@@ -376,7 +377,7 @@ def test_lightning_fine_tuning(rank, world_size, tmp_path):
     def train(path: str | None, *, every: bool = False) -> Module:
         saving = lightning.pytorch.callbacks.ModelCheckpoint(folder, "{epoch}", save_top_k=-1)
         trainer = lightning.Trainer(
-            accelerator="cpu", devices=world_size, strategy=SparseDDPStrategy(process_group_backend="gloo", **SETTINGS),
+            accelerator="cpu", devices=world_size, strategy=SparseDDPStrategy(process_group_backend="gloo", **settings),
             max_epochs=3, logger=False, enable_progress_bar=False, enable_model_summary=False,
             callbacks=[Unfreeze(), *([] if path else [saving])], enable_checkpointing=path is None,
         )  # fmt: skip

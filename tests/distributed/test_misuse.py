@@ -23,7 +23,10 @@ from ranks import ranks
 
 @ranks(2)
 def test_step_of_a_part(rank, world_size):
-    """It raises while its list is wrapped, by a scaler, too, and steps again when nobody holds the list."""
+    """It raises while its list is wrapped, by a scaler, too, and steps again when nobody holds the list.
+
+    Until then, it cannot be wrapped again.
+    """
     model = tiny()
     base = adamw(model)
     optimizer = exact([base])
@@ -34,13 +37,15 @@ def test_step_of_a_part(rank, world_size):
     with pytest.raises(RuntimeError, match=r"tritoncomm\.wrap"):
         torch.amp.GradScaler("cpu", enabled=False).step(base)
     assert torch.equal(flat(model), before)
-    again = exact([base])  # wrapped twice: both may step
-    train(model, again, rank, range(1, 2))
+    for again in (base, [base]):
+        with pytest.raises(ConfigurationError, match="AdamW, which is wrapped already, by itself or in a list"):
+            exact(again)
     train(model, optimizer, rank, range(2, 3))
     assert equal(model)
-    del optimizer, again
+    del optimizer
     gc.collect()
     base.step()
+    exact(base)
 
 
 @ranks(2)

@@ -77,7 +77,7 @@ def test_accelerate(rank, world_size, tmp_path):
         for number, x in enumerate(data[first:], first + 1):
             optimizer.zero_grad()
             accelerator.backward(model(x)["loss"])
-            accelerator.clip_grad_norm_(model.parameters(), 1e9)
+            accelerator.clip_grad_norm_(model.parameters(), MAX_NORM)
             optimizer.step()
             if not first and number == SAVE_AT:
                 accelerator.save_state(path)
@@ -86,7 +86,9 @@ def test_accelerate(rank, world_size, tmp_path):
 
     for kind in OPTIMIZERS:
         whole = weights(train(kind, 0))
-        assert torch.equal(whole, weights(by_hand(kind, data, [SAVE_AT, STEPS], None)))
+        expected, unclipped = (weights(by_hand(kind, data, [SAVE_AT, STEPS], limit)) for limit in (MAX_NORM, None))
+        torch.testing.assert_close(whole, expected)
+        assert not torch.allclose(expected, unclipped)
         assert torch.equal(whole, weights(train(kind, SAVE_AT)))
 
 

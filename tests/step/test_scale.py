@@ -317,7 +317,7 @@ def test_moment_survives_changes() -> None:
     assert torch.equal(loaded.columns, before.columns)
     state = exchange_state.saved(optimizer._tritoncomm.setup.exchange)
     optimizer._tritoncomm.setup.exchange.restore(
-        exchange_state.carry_over(optimizer._tritoncomm.setup.exchange, [state], 2.0, state)
+        exchange_state.carry_over(optimizer._tritoncomm.setup.exchange, [state], 2.0)
     )
     assert moment_of(optimizer) == before
     optimizer.add_param_group({"params": list(more.parameters())})

@@ -51,17 +51,22 @@ def wrap(
         ConfigurationError: An argument is invalid.
         ConfigMismatchError: Ranks are configured differently.
     """
-    restore = beside.check(residuals)
+    restores = beside.check(residuals)
     sparse = connect(accelerator, model, optimizer, algo, **settings)
-    prepared = [id(each) for each in accelerator._optimizers]  # noqa: SLF001 - no public attribute has them
-    name = beside.name_of(prepared.index(id(optimizer)))
+    numbers = {id(each): number for number, each in enumerate(accelerator._optimizers)}  # noqa: SLF001 - as in prepared
+    _keep_residuals(accelerator, sparse, beside.name_of(numbers[id(optimizer)]), restores=restores)
+    return sparse
+
+
+def _keep_residuals(accelerator: Accelerator, sparse: SparseOptimizer, name: str, *, restores: bool) -> None:
+    """Let ``accelerator`` save and load the residuals of all ranks in the folder ``name`` of its checkpoints."""
     folders: list[Path] = []  # of a checkpoint whose optimizer Accelerate is about to load
 
     def save(_models: Any, _weights: Any, folder: str) -> None:
         checkpoint.save(sparse, Path(folder) / name)
 
     def load(_models: Any, folder: str) -> None:
-        if not restore:
+        if not restores:
             sparse.load_state_dict(sparse.state_dict(), residuals="reset")
         folders[:] = [Path(folder) / name]
 
@@ -70,12 +75,11 @@ def wrap(
         if not folders:
             return state
         folder = folders.pop()
-        if not restore:
-            return {key: value for key, value in state.items() if key != "tritoncomm"}
+        if not restores:
+            return beside.without_residual(sparse, state)
         with beside.name_the_fix("tritoncomm.integrations.accelerate.wrap()"):
             return checkpoint.state_of_rank(sparse, folder)
 
     accelerator.register_save_state_pre_hook(save)
     accelerator.register_load_state_pre_hook(load)
     sparse.register_load_state_dict_pre_hook(replace)
-    return sparse

@@ -18,7 +18,6 @@ from tritoncomm import checkpoint as checkpoints
 from tritoncomm.algorithms import Recipe
 from tritoncomm.amp import with_equal_scales
 from tritoncomm.integrations import residuals as beside
-from tritoncomm.integrations.clipping import average
 from tritoncomm.optimizer import SparseOptimizer, setup_of, stepper_of
 
 __all__ = ["SparseDDPStrategy"]
@@ -84,7 +83,7 @@ class SparseDDPStrategy(DDPStrategy):
         scaler = getattr(self.precision_plugin, "scaler", None)
         if scaler is not None and stepper_of(optimizer).state.found_in_unscale is None:
             scaler.unscale_(optimizer)
-        average(optimizer)
+        optimizer.synchronize()
 
     def _merge(self) -> None:
         """Let all workers hold the same parameters, if their optimizers take local steps."""
@@ -122,7 +121,7 @@ class SparseDDPStrategy(DDPStrategy):
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """Return the state of the optimizer without residuals. Lightning writes the one of the first rank."""
-        return {key: each for key, each in super().optimizer_state(optimizer).items() if key != "tritoncomm"}
+        return beside.without_residual(optimizer, super().optimizer_state(optimizer))
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Save the checkpoint on the first rank, and a residual on each rank."""
@@ -133,7 +132,7 @@ class SparseDDPStrategy(DDPStrategy):
 
     def _wrap_again(self) -> None:
         """Wrap the optimizers again if they got further parameters. A fine-tuning callback will train them."""
-        new = [parameter for each in self.optimizers for parameter in setup_of(each).parameters.new]
+        new = [parameter for each in self.optimizers for parameter in setup_of(each).new]
         if not new:
             return
         before = [(parameter, parameter.requires_grad) for parameter in new]

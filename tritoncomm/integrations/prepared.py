@@ -16,7 +16,6 @@ import tritoncomm
 from tritoncomm.algorithms import Recipe
 from tritoncomm.amp import with_equal_scales
 from tritoncomm.errors import ConfigurationError
-from tritoncomm.integrations.clipping import average, clips_itself
 from tritoncomm.optimizer import SparseOptimizer, setup_of
 from tritoncomm.scheduler.process_group import is_distributed
 
@@ -86,10 +85,11 @@ def _average_before_clipping(accelerator: Accelerator) -> None:
         averaged = _average(accelerator, chosen)
         if not averaged:
             return clip_norm(chosen, max_norm, norm_type)
-        if all(map(clips_itself, averaged)):
+        if all(setup_of(each).options.max_grad_norm is not None for each in averaged):  # the exchange clips
             return _norm_of_means(averaged)
-        # Gradients of other parameters are local, and would make norms differ between ranks.
-        held = {id(parameter) for each in averaged for parameter in setup_of(each).exchange.parameters}
+        # Gradients of other parameters are local, and would make norms differ between ranks. Of an anchor, its owner.
+        exchanges = [setup_of(each).exchange for each in averaged]
+        held = {id(each.owners.get(id(anchor), anchor)) for each in exchanges for anchor in each.parameters}
         return nn.utils.clip_grad_norm_([each for each in chosen if id(each) in held], max_norm, norm_type)
 
     def clip_grad_value_(parameters: Any, value: float) -> None:
@@ -124,7 +124,8 @@ def _average(accelerator: Accelerator, parameters: Iterable[torch.Tensor]) -> li
     if averaged:
         accelerator.unscale_gradients(found)
     for optimizer in averaged:
-        average(optimizer)
+        if not optimizer.is_synchronized:
+            optimizer.synchronize()
     return averaged
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from tritoncomm.errors import ConfigMismatchError, ConfigurationError
 from tritoncomm.step.settings import one_of
@@ -38,6 +39,11 @@ def folder_of(file: str | Path, number: int) -> Path:
     if "://" in str(file):
         raise ConfigurationError(f"{file} is a URL, and residuals are saved to files: use a local or shared disk")
     return Path(f"{Path(file).resolve()}.{name_of(number)}")
+
+
+def without_residual(_: object, state: dict[str, Any]) -> dict[str, Any]:
+    """Return the ``state`` of an optimizer without its residual. It is a hook of torch, too."""
+    return {key: each for key, each in state.items() if key != "tritoncomm"}
 
 
 @contextmanager

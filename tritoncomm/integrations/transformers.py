@@ -13,14 +13,10 @@ from tritoncomm import checkpoint
 from tritoncomm.algorithms import Recipe
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.integrations import residuals as beside
-from tritoncomm.integrations.prepared_trainer import (
-    connect_trainer,
-    disconnect_trainer,
-    forget_state,
-    state_to_continue,
-    trained_ids,
-)
+from tritoncomm.integrations.prepared import connect, has_peers, renew_methods
 from tritoncomm.optimizer import SparseOptimizer
+from tritoncomm.step.optimizer_list import parts_of
+from tritoncomm.step.saved.state import remove_marks
 
 __all__ = ["SparseGradients"]
 
@@ -58,13 +54,15 @@ class SparseGradients(TrainerCallback):
         trainer, resumed = (_trainer_frame()[name] for name in ("self", "resume_from_checkpoint"))
         if self._handle is not None:
             self._handle.remove()
-        trained = trained_ids(trainer)
+        trained = _trained_ids(trainer)
         goes_on = resumed is None and trained == self._trained
-        before = state_to_continue(self.optimizer, trainer) if goes_on else None
-        disconnect_trainer(trainer)
+        before = _state_to_continue(self.optimizer, trainer) if goes_on else None
+        _disconnect(trainer)
         if before is not None or (resumed is not None and self._restore):
-            forget_state(trainer)  # loaded below: wrap() would warn that its residuals are lost
-        self.optimizer = connect_trainer(trainer, self._algo, self._settings)
+            _forget_state(trainer)  # loaded below: wrap() would warn that its residuals are lost
+        _check(trainer)
+        settings, accelerator = _with_limit(self._settings, trainer), trainer.accelerator
+        self.optimizer = connect(accelerator, trainer.model_wrapped, trainer.optimizer, self._algo, **settings)
         self._trained = trained
         if before is not None:
             self.optimizer.load_state_dict(before)
@@ -72,7 +70,7 @@ class SparseGradients(TrainerCallback):
             with beside.name_the_fix("SparseGradients()"):
                 checkpoint.load(self.optimizer, Path(resumed) / beside.FOLDER)
         # A train() that resumes loads the state of one rank before it comes here.
-        self._handle = self.optimizer.register_load_state_dict_pre_hook(_without_residual)
+        self._handle = self.optimizer.register_load_state_dict_pre_hook(beside.without_residual)
 
     def on_step_end(self, _args: Any, _state: Any, control: Any, **__: Any) -> None:
         """Let all workers hold the same parameters before they evaluate or save, and at the end.
@@ -96,8 +94,69 @@ class SparseGradients(TrainerCallback):
             checkpoint.save(self.optimizer, folder / f"checkpoint-{state.global_step}" / beside.FOLDER)
 
 
-def _without_residual(_: Any, state: dict[str, Any]) -> dict[str, Any]:
-    return {key: each for key, each in state.items() if key != "tritoncomm"}
+def _disconnect(trainer: Any) -> None:
+    """Let the optimizer of ``trainer`` step as before. Without effect if it does."""
+    optimizer = trainer.optimizer.optimizer
+    if isinstance(optimizer, SparseOptimizer):
+        optimizer.release()
+        renew_methods(trainer.optimizer)
+
+
+def _trained_ids(trainer: Any) -> set[int]:
+    """Return the ids of the parameters that the optimizer of ``trainer`` trains."""
+    groups = trainer.optimizer.param_groups
+    return {id(parameter) for group in groups for parameter in group["params"] if parameter.requires_grad}
+
+
+def _state_to_continue(before: SparseOptimizer | None, trainer: Any) -> dict[str, Any] | None:
+    """Return the state of ``before``, with its residual, if ``trainer`` still has it.
+
+    None if an error or a signal has stopped an update, so that residual and parameters are not of the same step.
+    """
+    if before is not trainer.optimizer.optimizer or not isinstance(before, SparseOptimizer):
+        return None
+    before.zero_grad()  # a step that an interrupt has ended may have averaged gradients
+    try:
+        return before.state_dict()
+    except RuntimeError:
+        return None
+
+
+def _forget_state(trainer: Any) -> None:
+    """Remove the state of the optimizer of ``trainer``, which is about to be loaded."""
+    for part in parts_of(trainer.optimizer.optimizer):
+        part.state.clear()
+        remove_marks(part.param_groups)
+
+
+def _check(trainer: Any) -> None:
+    """Raise :class:`~tritoncomm.ConfigurationError` if ``trainer`` cannot exchange sparsely."""
+    if getattr(trainer.args, "enable_jit_checkpoint", False):
+        raise ConfigurationError(
+            "enable_jit_checkpoint=True: such a checkpoint has no residuals, and may fall between the exchange and the "
+            "step; leave it out, and save every few steps with save_steps="
+        )
+    if has_peers() and trainer.model_wrapped is trainer.model:
+        raise ConfigurationError(
+            "the Trainer has not wrapped the model in DistributedDataParallel: evaluate() or predict() was called "
+            "before train(), after which Transformers trains each replica alone, or FSDP, DeepSpeed or torch_compile "
+            "is used; call train() first, or use a Trainer of its own to evaluate"
+        )
+
+
+def _with_limit(settings: dict[str, Any], trainer: Any) -> dict[str, Any]:
+    """Return ``settings`` of :func:`tritoncomm.wrap` that limit gradients, as ``trainer`` does, before the exchange.
+
+    A limit in ``settings`` has precedence. Without a limit, with one worker, or if the optimizer has a part of the
+    model's parameters, nothing changes, and ``trainer`` clips.
+    """
+    limit = trainer.args.max_grad_norm
+    if "max_grad_norm" in settings or limit is None or limit <= 0:
+        return settings
+    groups = trainer.optimizer.param_groups
+    stepped = {id(parameter) for group in groups for parameter in group["params"]}
+    whole = all(id(parameter) in stepped for parameter in trainer.model.parameters() if parameter.requires_grad)
+    return settings | {"max_grad_norm": limit} if has_peers() and whole else settings
 
 
 def _trainer_frame() -> Any:

@@ -86,9 +86,14 @@ class Setup:
         self._others, buffers = rest_of(model, optimizer)
         self.exchange = self._build(process_group, None)
         exchange_state.warn_about_lost_residual(optimizer.param_groups)
-        self._compare(self.exchange, others=self._others, buffers=buffers, broadcast=broadcast_parameters)
-        if broadcast_parameters and self.local is not None:
-            self.local.accept()
+        every = (each for each, _ in agree.named_parameters(optimizer) if id(each) not in ignored)
+        held = [(each, f"parameter {number} of the optimizer") for number, each in enumerate(every)]
+        shaped = [*buffers, *(held if broadcast_parameters else ())]
+        self._compare(self.exchange, others=self._others, shaped=shaped, broadcast=broadcast_parameters)
+        if broadcast_parameters:
+            agree.broadcast([*held, *self._others, *buffers], process_group, self.device)
+            if self.local is not None:
+                self.local.accept()
         self._log()
 
     def _log(self) -> None:
@@ -138,9 +143,9 @@ class Setup:
         return self.exchange.state is State.READY
 
     @property
-    def stepped(self) -> set[int]:
-        """Ids of the parameter groups by which this rank takes local steps."""
-        return set() if self.local is None else self.local.stepped
+    def new(self) -> list[torch.Tensor]:
+        """Parameters that somebody has added to the optimizer since."""
+        return self.parameters.new if self.local is None else self.local.new
 
     @property
     def vector(self) -> VectorExchange:
@@ -169,7 +174,7 @@ class Setup:
                 self.recipe.check_optimizer(self.optimizer)
                 self.steps.check()
                 exchange = self._build(self.process_group, self.exchange)
-            self._compare(exchange, stepped=self.stepped)
+            self._compare(exchange, steps_alone=local_steps is not None)
         except BaseException:
             del self.optimizer.param_groups[before:]
             if local_steps is not None:
@@ -202,8 +207,7 @@ class Setup:
         trained, options = self.parameters.trained, self.options
         agree.compare_setup(
             self.optimizer, trained, recipe, options, exchange.steps, process_group, self.device,
-            state=exchange.replica.state(), caught_up=caught_up, stepped=self.stepped,
-            ignored=self.parameters.ignored,
+            state=exchange.replica.state(), caught_up=caught_up, steps_alone=self.local is not None,
         )  # fmt: skip
         if self.local is not None:
             self.local.forget_loading()
@@ -248,7 +252,7 @@ class Setup:
         try:
             agree.compare_setup(
                 self.optimizer, trained, self.recipe, self.options, exchange.steps, group, self.device,
-                state=exchange.replica.state(), ignored=self.parameters.ignored, **fields,
+                state=exchange.replica.state(), **fields,
             )  # fmt: skip
         except ConfigMismatchError as error:
             if all_shards is not None:

@@ -13,6 +13,7 @@ from tritoncomm.step.agree.compare import (
     worded,
 )
 from tritoncomm.step.agree.setup import (
+    broadcast,
     compare_setup,
     device_of,
     named_parameters,
@@ -26,6 +27,7 @@ __all__ = [
     "UPDATES",
     "UPDATES_ADVICE",
     "all_gather",
+    "broadcast",
     "compare",
     "compare_setup",
     "device_of",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from itertools import islice
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch.distributed as dist
 
 from tritoncomm.errors import ConfigMismatchError, ExchangeError, NonFiniteError
 from tritoncomm.scheduler.process_group import is_distributed, report_failure, reporting
-from tritoncomm.scheduler.ranks import global_ranks
+from tritoncomm.scheduler.ranks import global_ranks, name_of
 from tritoncomm.step.agree.number import number_of_text
 from tritoncomm.step.torch_internals import is_interruption
 from tritoncomm_kernels import devices
@@ -32,6 +33,8 @@ _ADVICE = {
 }
 _WORDED = 5  # fields that a text names
 _CHECK = "configuration check"  # what has failed, in errors
+_TOLD = "_told"  # an attribute of an error: the name of the group
+_outer: ContextVar[str] = ContextVar("outer", default="")  # the name of the group of the context around
 _ERROR, _SHARD, _NUMBER = "error", "shard", "number"  # keys of what a rank tells the others
 
 
@@ -68,10 +71,6 @@ def differences(
     """
     own = {name: repr(value) for name, value in fields.items()}
     numbers = all_gather({_SHARD: shard, _NUMBER: number_of_text(repr(own))}, group, device)
-    errors = {rank: entry[_ERROR] for rank, entry in numbers.items() if _ERROR in entry}
-    if errors:
-        reasons = "; ".join(f"rank {rank}: {reason}" for rank, reason in errors.items())
-        raise ConfigMismatchError(f"ranks {sorted(errors)} reported an error: {reasons}")
     shards = dict.fromkeys(entry[_SHARD] for entry in numbers.values())
     if len({(entry[_SHARD], entry[_NUMBER]) for entry in numbers.values()}) == len(shards):
         return {}
@@ -106,12 +105,16 @@ def worded(found: Mapping[str, str]) -> str:
 
 @contextmanager
 def propagate_errors(group: dist.ProcessGroup | None, device: torch.device | None = None) -> Iterator[None]:
-    """Report an error that the body raises on this rank to the other ranks, whose next :func:`compare` raises it.
+    """Report an error that the body raises on this rank to the others, whose next :func:`all_gather` raises it.
+
+    An error that the body has reported in such a context of its own is not reported again: all ranks raise one.
 
     If an interruption ends the body, they raise :class:`~tritoncomm.ExchangeError`.
 
     ``device`` is the current device in the body. See :func:`all_gather`.
     """
+    outer = _outer.get()
+    token = _outer.set(name_of(group) if is_distributed() else "")
     try:
         with devices.on(device):
             yield
@@ -120,14 +123,24 @@ def propagate_errors(group: dist.ProcessGroup | None, device: torch.device | Non
     except BaseException as error:
         if is_distributed() and is_interruption(error):
             report_failure(group, device, _CHECK, error, is_interruption)
-        elif is_distributed():
+        elif is_distributed() and not _is_told(error, group):
             propagate_error(str(error), group, device)
+            if outer == name_of(group):
+                vars(error)[_TOLD] = outer
         raise
+    finally:
+        _outer.reset(token)
+
+
+def _is_told(error: BaseException | None, group: dist.ProcessGroup | None) -> bool:
+    """Return True if the other ranks of ``group`` were told ``error``, or one that it was made of."""
+    return error is not None and (vars(error).get(_TOLD) == name_of(group) or _is_told(error.__context__, group))
 
 
 def propagate_error(reason: str, group: dist.ProcessGroup | None, device: torch.device | None = None) -> None:
-    """Take part in the :func:`compare` of the other ranks with the ``reason`` why this rank cannot start."""
-    all_gather({_ERROR: reason}, group, device)
+    """Take part in the :func:`all_gather` of the other ranks with the ``reason`` why this rank cannot go on."""
+    with suppress(ConfigMismatchError):
+        all_gather({_ERROR: reason}, group, device)
 
 
 def all_gather(
@@ -135,16 +148,25 @@ def all_gather(
 ) -> dict[int, dict[str, Any]]:
     """Return ``fields`` (small, picklable) of every rank by its global number, in the order of the group.
 
-    NCCL sends objects from the current CUDA device, which is GPU 0 on every rank of a program that has not set it. They
-    are therefore sent from ``device``, the one of the exchange. None is the current device.
+    Without process groups, there is one rank, with the number 0. NCCL sends objects from the current CUDA device, which
+    is GPU 0 on every rank of a program that has not set it. They are therefore sent from ``device``, the one of the
+    exchange. None is the current device.
 
     Raises:
+        ConfigMismatchError: A rank called :func:`propagate_error`.
         ExchangeError: A rank was lost, was interrupted, or did not take part.
     """
+    if not is_distributed():
+        return {0: fields}
     gathered: list[Any] = [None] * dist.get_world_size(group)
     with reporting(group, device, _CHECK, is_interruption), devices.on(device):
         dist.all_gather_object(gathered, fields, group=group)
-    return dict(zip(global_ranks(group), gathered, strict=True))
+    told = dict(zip(global_ranks(group), gathered, strict=True))
+    errors = {rank: entry[_ERROR] for rank, entry in told.items() if _ERROR in entry}
+    if errors:
+        reasons = "; ".join(f"rank {rank}: {reason}" for rank, reason in errors.items())
+        raise ConfigMismatchError(f"ranks {sorted(errors)} reported an error: {reasons}")
+    return told
 
 
 def naming(
@@ -154,9 +176,7 @@ def naming(
 
     ``at_fault`` is empty on a rank without NaN and Inf.
     """
-    told = {0: {"at fault": at_fault}}
-    if is_distributed():
-        told = all_gather(told[0], group, device)
+    told = all_gather({"at fault": at_fault}, group, device)
     bad = {rank: fields["at fault"] for rank, fields in told.items() if fields["at fault"]}
     if not bad:
         return error

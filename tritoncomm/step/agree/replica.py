@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from numbers import Real
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -12,7 +11,7 @@ import torch.distributed as dist
 
 from tritoncomm.step.agree.compare import differences
 from tritoncomm.step.agree.number import number_of_text, numbers
-from tritoncomm.step.agree.setup import labelled, named_parameters
+from tritoncomm.step.agree.setup import labelled, leaves, named_parameters
 from tritoncomm.step.tensors.names import label
 from tritoncomm.step.tensors.shards import has_bits
 
@@ -76,7 +75,7 @@ class Replica:
         """Return tensors, numbers and texts in the state of the optimizer, each by its name."""
         state = self._optimizer.state  # to read a state that is missing adds an empty one
         held = ((name, state[parameter]) for name, parameter in self.values().items() if parameter in state)
-        return {text: leaf for name, of in held for text, leaf in _leaves(of, f"of {name}")}
+        return {text: leaf for name, of in held for text, leaf in leaves(of, f"of {name}")}
 
     def figures(self) -> dict[str, int]:
         """Return the number of each parameter, and then of the state, by its name. The host waits for a GPU once."""
@@ -110,16 +109,3 @@ class Replica:
             "or ranks have processors that round differently: load a checkpoint on all ranks, or call wrap(..., "
             "broadcast_parameters=True) again"
         )
-
-
-def _leaves(state: Any, name: str) -> Iterator[tuple[str, torch.Tensor | float | str]]:
-    """Return the tensors, numbers and texts in the ``state`` of a parameter, each with its name."""
-    if isinstance(state, torch.Tensor):
-        if has_bits(state):
-            yield name, state
-    elif isinstance(state, (Real, str)):
-        yield name, state if isinstance(state, str) else float(state)
-    elif isinstance(state, (Mapping, list, tuple)):
-        entries = dict(state if isinstance(state, Mapping) else enumerate(state))
-        for key in sorted(entries, key=str):
-            yield from _leaves(entries[key], f"{key} {name}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from numbers import Real
 from typing import Any
 
@@ -17,11 +17,16 @@ from tritoncomm.scheduler.process_group import is_distributed, reporting
 from tritoncomm.scheduler.ranks import global_ranks
 from tritoncomm.step.agree.compare import LOADED, STATE, VALUES, compare
 from tritoncomm.step.agree.number import numbers
-from tritoncomm.step.tensors.shards import local
+from tritoncomm.step.tensors.shards import has_bits, local
 from tritoncomm.step.torch_internals import is_interruption, original_class
 from tritoncomm.version import __version__
 from tritoncomm_kernels import devices
 
+_REPEATED = (
+    "A step that not all ranks could confirm was repeated on the others, and its result differs: load a checkpoint. "
+    "Steps can be repeated if gradients are clipped by max_grad_norm, or changed in a pre-hook of the optimizer, not "
+    "in the loop"
+)
 Named = Sequence[tuple[torch.Tensor, str]]  # tensors, each with its name
 
 
@@ -36,15 +41,14 @@ def compare_setup(
     *,
     state: Mapping[str, Any],
     others: Named = (),
-    buffers: Named = (),
+    shaped: Named = (),
     broadcast: bool = False,
     caught_up: bool = False,
-    stepped: Collection[int] = (),
-    ignored: Collection[int] = (),
+    steps_alone: bool = False,
 ) -> None:
     """Check that all ranks of ``group`` are configured identically and are at the same step.
 
-    All ranks call this together. Without process groups, nothing happens.
+    All ranks call this together.
 
     Args:
         optimizer: The optimizer.
@@ -56,62 +60,57 @@ def compare_setup(
         device: The device of the exchange.
         state: The tensors and numbers in the state of the optimizer that exchanges, by their names.
         others: Parameters of the model that the optimizer does not hold, each with its name.
-        buffers: Buffers of the model, each with its name.
-        broadcast: Whether to copy the values of all parameters and buffers from the group's first rank afterwards. If
-            False, the values of ``trained`` and ``others`` must be equal.
+        shaped: Further tensors of which only shapes and dtypes must be equal, each with its name.
+        broadcast: Whether values are copied from the group's first rank afterwards. If False, those of ``trained`` and
+            ``others`` must be equal.
         caught_up: Whether some ranks have just applied a step of the others. Schedules have not taken theirs there, so
             options may differ. The next step compares them.
-        stepped: Ids of parameter groups by which ranks have stepped alone. An optimizer may keep numbers in them, such
-            as an estimated rate, which then differ.
-        ignored: Ids of parameters that are this rank's own, see :mod:`tritoncomm.step.model.ignored`.
+        steps_alone: Whether ranks have stepped alone. An optimizer may keep numbers in parameter groups, such as an
+            estimated rate, which then differ.
 
     Raises:
         ConfigMismatchError: Anything differs. All ranks raise it.
     """
     if not is_distributed():
         return
+    named = labelled(trained)
+    groups = () if caught_up else optimizer.param_groups
+    fields = _settings(optimizer, recipe, options) | _options(groups, without_numbers=steps_alone)
+    fields |= {"steps": steps, "broadcast_parameters": broadcast, "number of parameters": len(trained)}
+    fields |= {f"name of parameter {position}": name for position, (_, name) in enumerate(trained)}
+    for each, name in (*named, *others, *shaped):
+        fields |= {f"shape of {name}": tuple(each.shape), f"dtype of {name}": each.dtype}
+    values = {} if broadcast else {f"{VALUES} {name}": each for each, name in (*named, *others)}
+    values |= {f"{STATE}: {name}": each for name, each in state.items()}
+    fields |= zip(values, numbers(values.values()), strict=True)
+    try:
+        compare(fields, group, device)
+    except ConfigMismatchError as error:
+        raise (ConfigMismatchError(f"{error}. {_REPEATED}") if caught_up else error) from None
+
+
+def _settings(optimizer: torch.optim.Optimizer, recipe: Recipe, options: Any) -> dict[str, Any]:
+    """Return what is compared of the optimizer's class, the recipe and the ``options``."""
     fields: dict[str, Any] = {
         "version": __version__,
         "optimizer": original_class(optimizer).__name__,
         "algorithm": recipe.name,
         "recipe": " around ".join(type(layer).__name__ for layer in recipe.layers),
-        "steps": steps,
-        "broadcast_parameters": broadcast,
-        "number of parameters": len(trained),
         "number of parameter groups": len(optimizer.param_groups),
     }
     for layer in recipe.layers:
         fields |= {f"{name} of {type(layer).__name__}": value for name, value in _fields_of(layer)}
-    fields |= {f"argument {name}": value for name, value in _fields_of(options)}
-    for position, each in enumerate(() if caught_up else optimizer.param_groups):
-        fields |= {
-            f"{name} of {_label(each, position)}": value
-            for name, value in each.items()
-            if name not in ("params", "param_names") and not (id(each) in stepped and _is_number(value))
-        }
-    fields |= {f"name of parameter {position}": name for position, (_, name) in enumerate(trained)}
-    named = labelled(trained)
-    every = [each for each, _ in named_parameters(optimizer) if id(each) not in ignored]
-    whole = [(each, f"parameter {position} of the optimizer") for position, each in enumerate(every)]
-    for each, name in (*named, *others, *buffers, *(whole if broadcast else ())):
-        fields |= {f"shape of {name}": tuple(each.shape), f"dtype of {name}": each.dtype}
-    values = {name: each for each, name in (*named, *others)}
-    if not broadcast:
-        fields |= {f"{VALUES} {name}": number for name, number in zip(values, numbers(values.values()), strict=True)}
-    fields |= {f"{STATE}: {name}": number for name, number in zip(state, numbers(state.values()), strict=True)}
-    try:
-        compare(fields, group, device)
-    except ConfigMismatchError as error:
-        if not caught_up:
-            raise
-        raise ConfigMismatchError(
-            f"{error}. A step that not all ranks could confirm was repeated on the others, and its result differs: "
-            "load a checkpoint. Steps can be repeated if gradients are clipped by max_grad_norm, or changed in a "
-            "pre-hook of the optimizer, not in the loop"
-        ) from None
-    if broadcast:
-        _broadcast([*every, *(each for each, _ in (*others, *buffers))], group)
-        compare({"parameters": "broadcast"}, group, device)  # a rank on which this has failed reports it here
+    return fields | {f"argument {name}": value for name, value in _fields_of(options)}
+
+
+def _options(groups: Iterable[dict[str, Any]], *, without_numbers: bool) -> dict[str, Any]:
+    """Return what is compared of parameter ``groups``."""
+    return {
+        f"{name} of {_label(each, position)}": value
+        for position, each in enumerate(groups)
+        for name, value in each.items()
+        if name not in ("params", "param_names") and not (without_numbers and _is_number(value))
+    }
 
 
 def labelled(trained: Named) -> Named:
@@ -133,47 +132,54 @@ def _is_number(value: object) -> bool:
     return isinstance(value, (Real, torch.Tensor)) and not isinstance(value, bool)
 
 
+def leaves(state: Any, name: str) -> Iterator[tuple[str, torch.Tensor | float | str]]:
+    """Return the tensors, numbers and texts in the ``state`` of a parameter, each with its name."""
+    if isinstance(state, torch.Tensor):
+        if has_bits(state):
+            yield name, state
+    elif isinstance(state, (Real, str)):
+        yield name, state if isinstance(state, str) else float(state)
+    elif isinstance(state, (Mapping, list, tuple)):
+        entries = dict(state if isinstance(state, Mapping) else enumerate(state))
+        for key in sorted(entries, key=str):
+            yield from leaves(entries[key], f"{key} {name}")
+
+
 def state_outline(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """Return the shapes and step counts in each parameter's state in the state dict of an optimizer, by their names.
 
     Other values are left out: after training on different processors, their last bits may differ.
     """
-    states = {key: each if isinstance(each, Mapping) else {"": each} for key, each in state_dict["state"].items()}
-    return {
-        f"{STATE}: {name} of parameter {key}": _outline(value)
-        for key, each in states.items()
-        for name, value in each.items()
-        if value is not None
-    }
+    found = (leaf for key, each in state_dict["state"].items() for leaf in leaves(each, f"of parameter {key}"))
+    return {f"{STATE}: {name}": _outline(leaf) for name, leaf in found}
 
 
-def _outline(state: Any) -> object:
-    if isinstance(state, torch.Tensor) and state.dim() > 0:
-        return tuple(state.shape)
-    if isinstance(state, torch.Tensor) and devices.is_asynchronous(state.device):  # the host does not wait for it
-        return ()
-    if isinstance(state, (torch.Tensor, Real)):
-        return float(state) if float(state).is_integer() else ()
-    if isinstance(state, Mapping):
-        return [(key, _outline(state[key])) for key in sorted(state, key=str) if state[key] is not None]
-    return [_outline(each) for each in state] if isinstance(state, (list, tuple)) else type(state).__name__
+def _outline(leaf: torch.Tensor | float | str) -> object:
+    if isinstance(leaf, torch.Tensor) and (leaf.dim() > 0 or devices.is_asynchronous(leaf.device)):
+        return tuple(leaf.shape)  # the host does not wait for a number on a GPU
+    if isinstance(leaf, str):
+        return leaf
+    return float(leaf) if float(leaf).is_integer() else ()
 
 
 @torch.no_grad()
-def _broadcast(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup | None) -> None:
-    """Copy the values of the group's first rank to its other ranks, after all of them have arrived.
+def broadcast(named: Named, group: dist.ProcessGroup | None, device: torch.device | None) -> None:
+    """Copy the values of the first rank of ``group`` to its others, after all of them have arrived.
 
-    All are sent from the device of the first one, because a backend may support no other.
+    Values are sent from the device of the first one, because a backend may support no other.
     """
+    if not is_distributed():
+        return
     source = global_ranks(group)[0]
-    shards = [local(tensor.detach()) for tensor in tensors]
-    device = shards[0].device if shards else None
-    received = [shard.to(device, copy=True, memory_format=torch.contiguous_format) for shard in shards]
-    with reporting(group, device, "broadcast of parameters", is_interruption):
+    shards = [local(tensor.detach()) for tensor, _ in named]
+    sender = shards[0].device if shards else None
+    received = [shard.to(sender, copy=True, memory_format=torch.contiguous_format) for shard in shards]
+    with reporting(group, sender, "broadcast of parameters", is_interruption):
         for values in filter(torch.numel, received):
             dist.broadcast(values.reshape(-1).view(torch.uint8), src=source, group=group)  # any dtype
     for shard, values in zip(shards, received, strict=True):
         shard.copy_(values)
+    compare({"parameters": "broadcast"}, group, device)  # a rank on which this has failed reports it here
 
 
 def named_parameters(optimizer: torch.optim.Optimizer) -> list[tuple[torch.Tensor, str]]:

@@ -139,11 +139,6 @@ class LocalSteps:
         (group,) = self.outer.param_groups
         return float(group["lr"]) == 1.0 and group["momentum"] == 0
 
-    @property
-    def stepped(self) -> set[int]:
-        """Ids of the parameter groups by which this worker steps."""
-        return {id(group) for each in self._optimizers for group in each.param_groups}
-
     def guard(self, whole: torch.optim.Optimizer) -> None:
         """Let ``step()`` of the optimizers but ``whole`` raise an error from now on."""
         self._steps.guard(whole)
@@ -184,6 +179,11 @@ class LocalSteps:
     def are_outdated(self) -> bool:
         """True if a parameter of the optimizers requires gradients now that did not, or was not there."""
         return any(known.are_outdated for known in self._known)
+
+    @property
+    def new(self) -> list[torch.Tensor]:
+        """Parameters that somebody has added to the optimizers since."""
+        return [parameter for known in self._known for parameter in known.new]
 
     def add_new_parameters(self) -> None:
         """Make anchors for the parameters that were added to the optimizers."""

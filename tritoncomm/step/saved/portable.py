@@ -8,7 +8,7 @@ common is written once, what differs between them once a replica. The rest, whic
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,15 +22,17 @@ from tritoncomm.step.tensors.shards import like_parameter, local, mesh_ranks, pl
 
 Tensors = Mapping[str, torch.Tensor]
 
+# Part of the keys, because torch.distributed.checkpoint names a key that it does not find. Part of the format, too.
+HINT = "for other ranks, replicas or shards than those of the save: ResidualState(optimizer, checkpoint_id=path)"
 _COMMON = "common to all replicas from rank"  # begins the key of their tensors
 _OF_REPLICA = "replica at rank"  # begins the key of the tensors of one
-# Names of tensors begin with what they are, and the number of their parameter.
-_RESIDUALS, _AGES, _OWN, _STATE = "residuals", "last", "own", "state"
+# Names of tensors begin with a field, and the number of their parameter. These two are fields of the optimizer's state.
+_OWN, _STATE = "own", "state"
 _OF_LOCAL_STEPS = ("anchors", "momentum")
-_TENSOR = "the tensor"  # key of the name of a tensor, in its place
+_TENSOR, _FLAT = "the tensor", "the flat shard of the tensor"  # keys of the name of a tensor, in its place
 
 
-class ShardOfReplica(NamedTuple):
+class Held(NamedTuple):
     """What a rank holds of the model.
 
     Attributes:
@@ -44,22 +46,18 @@ class ShardOfReplica(NamedTuple):
     shards: list[str]
 
     @classmethod
-    def here(cls, parameters: Sequence[torch.Tensor], replicas: dist.ProcessGroup | None) -> ShardOfReplica:
+    def here(cls, parameters: Sequence[torch.Tensor], replicas: dist.ProcessGroup | None) -> Held:
         """Return what this rank holds. ``replicas`` are the ranks with the same shards of ``parameters``."""
         shards = sorted({place(parameter) for parameter in parameters})
         if not is_distributed():
             return cls(0, 1, shards)
         return cls(dist.get_rank(replicas), dist.get_world_size(replicas), shards)
 
-    @classmethod
-    def of(cls, rest: Mapping[str, Any]) -> ShardOfReplica:
-        """Return what the rank held that has saved ``rest``."""
-        return cls(*rest["held"])
-
     @property
-    def is_whole(self) -> bool:
-        """True if the rank holds whole parameters."""
-        return not any(self.shards)
+    def key(self) -> str:
+        """The key of what belongs to this rank alone."""
+        rank, size = (dist.get_rank(), dist.get_world_size()) if is_distributed() else (0, 1)
+        return f"rank {rank} of {size}, replica {self.replica} of {self.replicas} ({HINT})"
 
 
 def key_of_replica(parameters: Sequence[torch.Tensor]) -> str:
@@ -73,28 +71,16 @@ def key_of_common(everybody: dist.ProcessGroup | None) -> str:
     return f"{_COMMON} {min(global_ranks(everybody)) if is_distributed() else 0}"
 
 
-class Parts(NamedTuple):
-    """The state of a rank in parts.
-
-    Attributes:
-        rest: What belongs to this rank alone.
-        replica: Tensors of its replica.
-        common: Tensors of all replicas.
-    """
-
-    rest: Mapping[str, Any]
-    replica: Tensors
-    common: Tensors
-
-
 def split(
     state: Mapping[str, Any],
     inner: Mapping[int, Any],
     own: Collection[int],
     parameters: Sequence[torch.Tensor],
-    here: ShardOfReplica,
-) -> Parts:
-    """Return the state of this rank in parts. :func:`joined` and :func:`inner_of` return it again.
+    here: Held,
+) -> tuple[dict[str, Any], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Return what belongs to this rank alone, the tensors of its replica, and those of all replicas, by name.
+
+    :func:`joined` returns the state again, with ``inner`` and ``held`` as further fields.
 
     Args:
         state: What :func:`tritoncomm.step.saved.state.saved` has returned, not between two exchanges of updates.
@@ -104,67 +90,26 @@ def split(
         here: What this rank holds of the model.
     """
     replica, common = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
-    rest = {key: value for key, value in state.items() if key not in (_RESIDUALS, _AGES)}
-    shaped = [(_RESIDUALS, state[_RESIDUALS], replica), (_AGES, state[_AGES], common)]
+
+    def shaped(field: str, values: Iterable[torch.Tensor | None], tensors: dict[str, torch.Tensor]) -> list[Any]:
+        pairs = list(zip(parameters, values, strict=False))
+        named = {f"{field}.{n}": like_parameter(p, each) for n, (p, each) in enumerate(pairs) if each is not None}
+        tensors |= named
+        return [{_FLAT: f"{field}.{n}"} if f"{field}.{n}" in named else None for n in range(len(pairs))]
+
+    rest: dict[str, Any] = {**state, "held": list(here)}
+    rest["residuals"] = shaped("residuals", state["residuals"], replica)
+    rest["last"] = shaped("last", state["last"], common)
     if state["local"] is not None:
-        rest["local"] = {key: value for key, value in state["local"].items() if key not in _OF_LOCAL_STEPS}
-        shaped += [(field, state["local"][field], common) for field in _OF_LOCAL_STEPS]
-    for field, values, tensors in shaped:
-        for number, (parameter, value) in enumerate(zip(parameters, values, strict=False)):
-            if value is not None:
-                tensors[f"{field}.{number}"] = like_parameter(parameter, value)
+        fields = {field: shaped(field, state["local"][field], common) for field in _OF_LOCAL_STEPS}
+        rest["local"] = {**state["local"], **fields}
     rest["inner"] = {
         number: _taken_apart(each, f"{_OWN}.{number}", replica)
         if number in own
         else _taken_apart(each, f"{_STATE}.{number}", common)
         for number, each in inner.items()
     }
-    return Parts(rest | {"held": list(here)}, replica, common)
-
-
-def joined(parts: Parts) -> dict[str, Any]:
-    """Return the state of an exchange from ``parts``."""
-    rest, replica, common = parts
-    state = {key: value for key, value in rest.items() if key not in ("held", "inner", "others")}
-    if state["local"] is not None:
-        state["local"] = state["local"] | {field: _flat(field, common) for field in _OF_LOCAL_STEPS}
-    ages = [common.get(f"{_AGES}.{number}") for number in range(len(state["rms"]))]
-    last = [None if each is None else local(each).reshape(-1) for each in ages]
-    return state | {_RESIDUALS: _flat(_RESIDUALS, replica), _AGES: last}
-
-
-def inner_of(parts: Parts) -> dict[int, Any]:
-    """Return the states of parameters in the optimizer from ``parts``."""
-    found: dict[int, Any] = _put_together(parts.rest["inner"], {**parts.replica, **parts.common})
-    return found
-
-
-def resharded(first: Mapping[str, Any], old: Sequence[Parts], common: Tensors, here: ShardOfReplica) -> dict[str, Any]:
-    """Return the state of the exchange of a rank that takes over the residuals of other ranks.
-
-    Args:
-        first: What belongs to the first rank alone.
-        old: The parts of a rank of each replica whose residuals this rank takes over. There may be none.
-        common: The tensors of all replicas.
-        here: What this rank holds.
-    """
-    state, before = joined(Parts(first, {}, common)), ShardOfReplica.of(first)
-    keeps_methods = here.is_whole and before.is_whole  # they belong to the entries of the vector
-    if not keeps_methods:
-        state["algorithm"] = [exchange_state.without_entries(method) for method in state["algorithm"]]
-        state["rms"] = [None] * len(state["rms"])  # of other shards
-    states = [
-        {_RESIDUALS: _flat(_RESIDUALS, parts.replica), "algorithm": parts.rest["algorithm"] if keeps_methods else []}
-        for parts in old
-    ]
-    share = here.replicas / before.replicas
-    return exchange_state.taken_over(state, states, rank=here.replica, world_size=here.replicas, share=share)
-
-
-def _flat(field: str, tensors: Tensors) -> list[torch.Tensor]:
-    """Return the local shards of what :func:`split` has named ``field``, flat."""
-    count = sum(name.startswith(f"{field}.") for name in tensors)
-    return [local(tensors[f"{field}.{number}"]).reshape(-1) for number in range(count)]
+    return rest, replica, common
 
 
 def _taken_apart(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
@@ -179,26 +124,28 @@ def _taken_apart(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any
     return value
 
 
-def _put_together(value: Any, tensors: Tensors) -> Any:
-    """Return the value of which :func:`_taken_apart` has made ``value`` and ``tensors``."""
+def joined(value: Any, tensors: Tensors) -> Any:
+    """Return ``value`` with ``tensors`` instead of their names."""
     if isinstance(value, Mapping):
         if _TENSOR in value:
             return tensors[value[_TENSOR]]
-        return {key: _put_together(each, tensors) for key, each in value.items()}
-    return type(value)(_put_together(each, tensors) for each in value) if isinstance(value, (list, tuple)) else value
+        if _FLAT in value:
+            return local(tensors[value[_FLAT]]).reshape(-1)
+        return {key: joined(each, tensors) for key, each in value.items()}
+    return type(value)(joined(each, tensors) for each in value) if isinstance(value, (list, tuple)) else value
 
 
 class Saved(NamedTuple):
     """What a checkpoint has.
 
     Attributes:
-        ranks: The key of each rank, in ascending order, and the number of its replica.
+        ranks: The number of the replica of each rank, by the key of the rank, in ascending order.
         replicas: The key of the tensors of each replica, in ascending order.
         common: The key of the tensors of all replicas together.
         tensors: The metadata of the tensors of each replica, and of all replicas together, by key and name.
     """
 
-    ranks: list[tuple[str, int]]
+    ranks: dict[str, int]
     replicas: list[str]
     common: str
     tensors: dict[str, dict[str, Any]]
@@ -225,23 +172,17 @@ class Saved(NamedTuple):
                 f"checkpoint_id={where}: this checkpoint has no ResidualState, or those of several runs or stages of a "
                 "pipeline: pass a folder into which dcp.save() has written one"
             )
-        return cls([ranks[rank] for rank in sorted(ranks)], keys, common, tensors)
+        return cls(dict(ranks[rank] for rank in sorted(ranks)), keys, common, tensors)
 
-    def ranks_of(self, number: int) -> list[str]:
-        """Return the keys of the ranks of a replica."""
-        return [key for key, replica in self.ranks if replica == number]
-
-    def taken(self, here: ShardOfReplica) -> range:
+    def taken(self, here: Held) -> range:
         """Return the numbers of the replicas whose residuals a rank takes over."""
         return range(here.replica, len(self.replicas), here.replicas)
 
-    def source(self, here: ShardOfReplica) -> int:
+    def source(self, here: Held) -> int:
         """Return the number of the replica whose other states it takes over: its own if nothing has changed."""
         return here.replica % len(self.replicas)
 
-    def rooms(
-        self, here: ShardOfReplica, parameters: Sequence[torch.Tensor], every: Sequence[torch.Tensor]
-    ) -> dict[str, Any]:
+    def rooms(self, here: Held, parameters: Sequence[torch.Tensor], every: Sequence[torch.Tensor]) -> dict[str, Any]:
         """Return zeros for what a rank reads.
 
         Args:
@@ -249,16 +190,43 @@ class Saved(NamedTuple):
             parameters: The parameters that are exchanged.
             every: All parameters of the optimizer.
         """
-        source, taken = self.source(here), self.taken(here)
-        ranks = [self.ranks[0][0], *(self.ranks_of(number)[0] for number in taken), *self.ranks_of(source)]
-        found: dict[str, Any] = dict.fromkeys(ranks, b"")
-        for key in {*(self.replicas[number] for number in taken), self.replicas[source], self.common}:
+        source, numbers = self.source(here), {0, self.source(here), *self.taken(here)}
+        found: dict[str, Any] = {key: b"" for key, replica in self.ranks.items() if replica in numbers}
+        whole = (self.replicas[source], self.common)
+        for key in {*(self.replicas[number] for number in self.taken(here)), *whole}:
             found[key] = {
                 name: _room_for(name, stored, every if name.startswith((_OWN, _STATE)) else parameters)
                 for name, stored in self.tensors.get(key, {}).items()
-                if key in (self.replicas[source], self.common) or not name.startswith(_OWN)
+                if key in whole or not name.startswith(_OWN)
             }
         return found
+
+    def resharded(self, rests: Sequence[Mapping[str, Any]], content: Mapping[str, Any], here: Held) -> dict[str, Any]:
+        """Return the state of a rank that takes over the residuals of other ranks. See :func:`joined`.
+
+        Args:
+            rests: What belongs to the ranks of which a key is in :meth:`rooms`, in their order.
+            content: What was read into :meth:`rooms`.
+            here: What the rank holds.
+        """
+        of_replica = {Held(*rest["held"]).replica: rest for rest in reversed(rests)}  # the first rank of each
+        first, before = rests[0], Held(*rests[0]["held"])
+        source = self.source(here)
+        tensors = {**content[self.replicas[source]], **content[self.common]}
+        state = joined({**first, "residuals": [], "inner": of_replica[source]["inner"]}, tensors)
+        keeps_methods = not any((*here.shards, *before.shards))  # they belong to the entries of the vector
+        if not keeps_methods:
+            state["algorithm"] = [exchange_state.without_entries(method) for method in state["algorithm"]]
+            state["rms"] = [None] * len(state["rms"])  # of other shards
+        others = [
+            {
+                "residuals": joined(of_replica[number]["residuals"], content[self.replicas[number]]),
+                "algorithm": of_replica[number]["algorithm"] if keeps_methods else [],
+            }
+            for number in self.taken(here)
+        ]
+        share = here.replicas / before.replicas
+        return exchange_state.taken_over(state, others, rank=here.replica, world_size=here.replicas, share=share)
 
 
 def _room_for(name: str, stored: Any, parameters: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -25,24 +25,10 @@ from tritoncomm.step.torch_internals import is_for_checkpoint
 
 logger = logging.getLogger("tritoncomm")
 
-SCHEMA = 9
+SCHEMA = 10
 _MARK = "tritoncomm"  # key in a parameter group
 State = Mapping[str, Any]  # what saved() returns, or a part of it
-_FIELDS = (
-    "schema",
-    "rank",
-    "world_size",
-    "recipe",
-    "settings",
-    "residuals",
-    "last",
-    "rms",
-    "algorithm",
-    "steps",
-    "absent",
-    "local",
-    "checksum",
-)
+_SHAPED = ("residuals", "last", "rms")  # its fields with an entry for each parameter
 
 
 def with_checksum(**fields: Any) -> dict[str, Any]:
@@ -88,9 +74,8 @@ def check_schema(state: Mapping[str, Any]) -> None:
 def check(state: Mapping[str, Any], **here: Any) -> None:
     """Raise :class:`~tritoncomm.ConfigurationError` unless ``state`` is intact and its fields equal those ``here``."""
     check_schema(state)
-    missing = [field for field in _FIELDS if field not in state]
-    if missing:
-        raise ConfigurationError(f"this checkpoint is truncated: it has no {', '.join(missing)}")
+    if not _is_converted(state) and checksum(state) != state.get("checksum"):
+        raise ConfigurationError("this checkpoint is corrupt: its checksum does not match its content")
     for field, value in here.items():
         if state[field] != value:
             fix = {
@@ -102,32 +87,30 @@ def check(state: Mapping[str, Any], **here: Any) -> None:
             raise ConfigurationError(
                 f"this checkpoint was written with {field}={state[field]!r}, here it is {value!r}{fix.get(field, '')}"
             )
-    if "before" not in state and checksum(state) != state["checksum"]:  # what was converted has been checked
-        raise ConfigurationError("this checkpoint is corrupt: its checksum does not match its content")
 
 
 def taken_over(
-    common: State, states: Sequence[State], *, rank: int, world_size: int, share: float = 1.0
+    common: State, others: Sequence[State], *, rank: int, world_size: int, share: float = 1.0
 ) -> dict[str, Any]:
     """Return the state of ``rank`` of ``world_size``, which takes over what some old ranks have, for :func:`loaded`.
 
     Args:
         common: The state of one old rank, the same on all new ranks. Its residuals are not read.
-        states: The states of the old ranks whose residuals this rank takes over. There may be none. Those of other
+        others: The states of the old ranks whose residuals this rank takes over. There may be none. Those of other
             shards have no states of methods.
         rank: The new rank.
         world_size: The new number of ranks.
         share: By what residuals are multiplied, which keeps the pending update: the new number of ranks by the old one.
     """
-    local_state = common["local"]
-    return {
-        **common,
-        "rank": rank,
-        "world_size": world_size,
-        "residuals": [],
-        "local": None if local_state is None else local_state | {"parameters": [], "taken": 0, "pending": False},
-        "before": {"states": list(states), "share": share},
-    }
+    own = {"rank": rank, "world_size": world_size, "residuals": [], "others": list(others), "share": share}
+    if common["local"] is not None:
+        own["local"] = {**common["local"], "parameters": [], "taken": 0, "pending": False}
+    return {**common, **own}
+
+
+def _is_converted(state: State) -> bool:
+    """Return True if :func:`taken_over` has returned ``state``, of others that were checked."""
+    return "others" in state
 
 
 def saved(exchange: GradientExchange, local_steps: LocalSteps | None = None) -> dict[str, Any]:
@@ -135,15 +118,13 @@ def saved(exchange: GradientExchange, local_steps: LocalSteps | None = None) -> 
 
     If updates are exchanged, the anchor and the parameters of this worker are a part of it.
     """
-    first, held = exchange.vectors[0], _held(exchange)
+    first, held = exchange.vectors[0], _held(exchange, exchange.parameters)
     return with_checksum(
         rank=first.rank,
         world_size=first.world_size,
         recipe=_names(exchange),
-        settings=_settings_of_vectors(exchange),
-        residuals=[residual.clone() for residual in held["residuals"]],
-        last=[None if each is None else each.clone() for each in held["last"]],
-        rms=[None if each is None else each.clone() for each in held["rms"]],
+        settings=_settings(exchange),
+        **{field: [None if each is None else each.clone() for each in held[field]] for field in _SHAPED},
         algorithm=held["algorithm"],
         steps=held["steps"],
         absent=exchange.presence.positions(exchange.parameters),
@@ -151,24 +132,21 @@ def saved(exchange: GradientExchange, local_steps: LocalSteps | None = None) -> 
     )
 
 
-def _held(exchange: GradientExchange) -> dict[str, Any]:
-    """Return views of the residuals and ages, in the order of the parameters, and the state of each vector's method.
+def _held(exchange: GradientExchange, parameters: Sequence[torch.Tensor]) -> dict[str, Any]:
+    """Return what :func:`carry_over` takes over from ``exchange``: views, in the order of ``parameters``.
 
-    Of a parameter without a rule for late gradients, ages are None.
+    Of a parameter that ``exchange`` does not have, they are None. So are ages without a rule for late gradients.
     """
-    residuals: dict[torch.Tensor, torch.Tensor] = {}
-    last, rms = dict[torch.Tensor, torch.Tensor](), dict[torch.Tensor, torch.Tensor]()
+    found: dict[str, dict[torch.Tensor, torch.Tensor]] = {field: {} for field in _SHAPED}
     for vector in exchange.vectors:
-        residuals |= vector.residuals_by_parameter()
-        ledger, parameters = vector.feedback.ledger, vector.layout.parameters
+        ledger, own = vector.feedback.ledger, vector.layout.parameters
+        found["residuals"] |= vector.residuals_by_parameter()
         if ledger.last is not None:
-            last |= zip(parameters, (each.reshape(-1) for each in vector.ages.of(ledger.last)), strict=True)
+            found["last"] |= zip(own, (each.reshape(-1) for each in vector.ages.of(ledger.last)), strict=True)
         if ledger.rms is not None:
-            rms |= zip(parameters, ledger.rms.unbind(), strict=True)
+            found["rms"] |= zip(own, ledger.rms.unbind(), strict=True)
     return {
-        "residuals": [residuals[parameter] for parameter in exchange.parameters],
-        "last": [last.get(parameter) for parameter in exchange.parameters],
-        "rms": [rms.get(parameter) for parameter in exchange.parameters],
+        **{field: [values.get(parameter) for parameter in parameters] for field, values in found.items()},
         "algorithm": [vector.feedback.algorithm.state_dict() for vector in exchange.vectors],
         "steps": exchange.steps,
     }
@@ -179,7 +157,11 @@ def _names(exchange: GradientExchange) -> str:
     return " and ".join(dict.fromkeys(vector.recipe.layers[-1].name for vector in exchange.vectors))
 
 
-def loaded(exchange: GradientExchange, state: Mapping[str, Any]) -> list[ErrorFeedback]:
+def _settings(exchange: GradientExchange) -> str:
+    return "; ".join(vector.settings for vector in exchange.vectors)
+
+
+def loaded(exchange: GradientExchange, state: State, local_steps: LocalSteps | None = None) -> list[ErrorFeedback]:
     """Return error feedbacks with the content of ``state``, which :func:`saved` returned. Nothing changes.
 
     The residual never depends on the settings of a method or the world size. The state of the method does.
@@ -187,85 +169,29 @@ def loaded(exchange: GradientExchange, state: Mapping[str, Any]) -> list[ErrorFe
     Raises:
         ConfigurationError: The state is damaged, or belongs to another rank, world size, method or model.
     """
-    first = exchange.vectors[0]
+    first, is_converted = exchange.vectors[0], _is_converted(state)
     check(state, rank=first.rank, world_size=first.world_size, recipe=_names(exchange))
-    before = state.get("before", {"states": [state], "share": 1.0})
+    _check_local(state, local_steps)
     lengths = [local(parameter).numel() for parameter in exchange.parameters]
-    if any([len(each) for each in old["residuals"]] != lengths for old in before["states"]):
+    states = [state, *state["others"]] if is_converted else [state]
+    if any([len(each) for each in old["residuals"]] != lengths for old in states[is_converted:]):
         raise ConfigurationError("this checkpoint belongs to a model with other parameters")
-    if "before" in state:
-        return carry_over(exchange, before["states"], before["share"], state)
-    continues = len(state["algorithm"]) == len(exchange.vectors)
-    if state["settings"] != _settings_of_vectors(exchange):
-        continues = False
+    feedbacks = carry_over(exchange, states, state.get("share", 1.0))
+    if is_converted:
+        return feedbacks
+    if state["settings"] != _settings(exchange):
         logger.warning(
             "the checkpoint was written with other settings, %s: the residual is loaded, and the state of the "
             "method starts from scratch",
             state["settings"],
         )
-    feedbacks = carry_over(exchange, [{**state, "algorithm": []}], 1.0, state)
-    if continues:
+    elif len(state["algorithm"]) == len(feedbacks):
         for feedback, method in zip(feedbacks, state["algorithm"], strict=True):
             feedback.algorithm.load_state_dict(method)
     return feedbacks
 
 
-def carry_over(
-    new: GradientExchange,
-    states: Sequence[State],
-    share: float,
-    common: State,
-    parameters: Sequence[torch.Tensor] | None = None,
-) -> list[ErrorFeedback]:
-    """Return error feedbacks for the vectors of ``new``, which go on from ``states``. Nothing changes.
-
-    This is every change of an exchange: of its parameters, of settings, of the number of ranks. The residual is the sum
-    of those of ``states``, times ``share``. Of methods, what does not depend on the change is kept.
-
-    Args:
-        new: The exchange after the change.
-        states: What is taken over, with ``"residuals"`` and ``"algorithm"`` as :func:`saved` returns them. Without
-            states of methods in ``"algorithm"``, or with another number of vectors, methods keep nothing of their own.
-        share: The factor of the residuals that keeps the pending update: the new number of ranks by the old one.
-        common: The state of one rank, the same on all ranks: ages, and the state of each vector's method.
-        parameters: The parameters of ``states`` and ``common``. Those that ``new`` does not have are left out. Default:
-            those of ``new``.
-    """
-    positions = {id(each): number for number, each in enumerate(new.parameters if parameters is None else parameters)}
-    feedbacks, count = [], len(new.vectors)
-    for number, vector in enumerate(new.vectors):
-        feedback = vector.new_feedback()
-        for parameter, residual in zip(vector.layout.parameters, vector.layout.parts(feedback.residual), strict=True):
-            for state in states if id(parameter) in positions else ():
-                residual.add_(state["residuals"][positions[id(parameter)]].to(vector.device))
-        feedback.residual.mul_(share)
-        if common["algorithm"]:
-            methods = [state["algorithm"][number] for state in states if len(state["algorithm"]) == count]
-            own = common["algorithm"][number if len(common["algorithm"]) == count else 0]
-            feedback.algorithm.migrate(methods, share, own)
-        _carry_ages(vector, feedback, common, [positions.get(id(each)) for each in vector.layout.parameters])
-        feedbacks.append(feedback)
-    return feedbacks
-
-
-def _carry_ages(
-    vector: VectorExchange, feedback: ErrorFeedback, common: State, positions: Sequence[int | None]
-) -> None:
-    """Copy the ages in ``common`` into ``feedback``. The parameters of ``vector`` are at ``positions``, or new."""
-    ledger = feedback.ledger
-    if ledger.last is None:
-        return
-    ledger.deliver_all(common["steps"])
-    ages = [(None, None) if at is None else (common["last"][at], common["rms"][at]) for at in positions]
-    for view, (last, _) in zip(vector.ages.of(ledger.last), ages, strict=True):
-        if last is not None:
-            view.copy_(last.view(view.shape))
-    measured = [rms for _, rms in ages if rms is not None]
-    if measured and len(measured) == len(ages):  # otherwise all are measured again
-        ledger.rms = torch.stack([rms.to(vector.device) for rms in measured])
-
-
-def check_local(state: Mapping[str, Any], local_steps: LocalSteps | None) -> None:
+def _check_local(state: State, local_steps: LocalSteps | None) -> None:
     """Raise :class:`~tritoncomm.ConfigurationError` if ``state`` and ``local_steps`` do not fit together."""
     own = state.get("local")
     if (own is None) != (local_steps is None):
@@ -276,6 +202,52 @@ def check_local(state: Mapping[str, Any], local_steps: LocalSteps | None) -> Non
         )
     if local_steps is not None:
         local_steps.check_loadable(own)  # type: ignore[arg-type]
+
+
+def carry_over(new: GradientExchange, states: Sequence[State], share: float) -> list[ErrorFeedback]:
+    """Return error feedbacks for the vectors of ``new``, which go on from ``states``. Nothing changes.
+
+    This is every change of an exchange: of its parameters, of settings, of the number of ranks. The residual is the sum
+    of those of ``states``, times ``share``. Of methods, what does not depend on the change is kept.
+
+    Args:
+        new: The exchange after the change.
+        states: What is taken over, with fields as :func:`saved` returns them, in the order of the parameters of
+            ``new``. The first one has what is the same on all ranks: ages, and the state of each vector's method. It
+            may have no residuals. Without states of methods, or with another number of vectors, methods keep nothing of
+            their own.
+        share: The factor of the residuals that keeps the pending update: the new number of ranks by the old one.
+    """
+    common, count, feedbacks = states[0], len(new.vectors), []
+    positions = {id(parameter): position for position, parameter in enumerate(new.parameters)}
+    taken = [state for state in states if state["residuals"]]
+    for number, vector in enumerate(new.vectors):
+        feedback, own = vector.new_feedback(), [positions[id(each)] for each in vector.layout.parameters]
+        for position, residual in zip(own, vector.layout.parts(feedback.residual), strict=True):
+            for values in (state["residuals"][position] for state in taken):
+                if values is not None:
+                    residual.add_(values.to(vector.device))
+        feedback.residual.mul_(share)
+        if common["algorithm"]:
+            methods = [state["algorithm"][number] for state in taken if len(state["algorithm"]) == count]
+            shared = common["algorithm"][number if len(common["algorithm"]) == count else 0]
+            feedback.algorithm.migrate(methods, share, shared)
+        if feedback.ledger.last is not None:
+            _carry_ages(vector, feedback, common, own)
+        feedbacks.append(feedback)
+    return feedbacks
+
+
+def _carry_ages(vector: VectorExchange, feedback: ErrorFeedback, common: State, positions: Sequence[int]) -> None:
+    """Copy the ages in ``common`` into ``feedback``. The parameters of ``vector`` are at ``positions``."""
+    ledger, rms = feedback.ledger, [common["rms"][position] for position in positions]
+    ledger.deliver_all(common["steps"])
+    assert ledger.last is not None
+    for view, last in zip(vector.ages.of(ledger.last), (common["last"][each] for each in positions), strict=True):
+        if last is not None:
+            view.copy_(last.view(view.shape))
+    if rms and all(each is not None for each in rms):  # otherwise all are measured again
+        ledger.rms = torch.stack([each.to(vector.device) for each in rms])
 
 
 def resume(
@@ -290,10 +262,6 @@ def resume(
     exchange.restore(feedbacks)
     exchange.steps = state["steps"]
     exchange.presence.set(exchange.parameters, state["absent"])
-
-
-def _settings_of_vectors(exchange: GradientExchange) -> str:
-    return "; ".join(vector.settings for vector in exchange.vectors)
 
 
 def compare(
@@ -327,44 +295,39 @@ def compare(
     agree.compare(fields, replicas, device)
 
 
-def for_this_rank(state_dict: dict[str, Any], group: dist.ProcessGroup | None, *, reset: bool) -> dict[str, Any]:
+def for_this_rank(
+    state_dict: dict[str, Any],
+    replicas: dist.ProcessGroup | None,
+    everybody: dist.ProcessGroup | None,
+    *,
+    reset: bool,
+) -> dict[str, Any]:
     """Return the ``state_dict`` of a wrapped optimizer, changed if ranks load the state of another rank.
 
     That is possible for a state without residual, and for any state if ``reset`` is set, which sets residuals to zero.
-    All ranks then keep only the part of the method's state that does not depend on the rank. All ranks of ``group``
-    call this together.
+    All ranks then keep only the part of the method's state that does not depend on the rank. All ranks call this
+    together.
+
+    Args:
+        state_dict: The state.
+        replicas: The ranks that exchange gradients.
+        everybody: The ranks of all shards. It is ``replicas`` if the model has no shards.
+        reset: Whether to set residuals to zero.
     """
     saved: Any = state_dict.get("tritoncomm") if isinstance(state_dict, dict) else None
-    rank, size = (dist.get_rank(group), dist.get_world_size(group)) if is_distributed() else (0, 1)
-    intact = saved is not None and _is_intact(saved)
-    foreign = intact and "before" not in saved and (reset or _is_foreign(saved, rank, size))
-    if is_distributed():
-        foreign = any(fields["foreign"] for fields in agree.all_gather({"foreign": foreign}, group).values())
-    if not foreign or not intact:
+    rank, size = (dist.get_rank(replicas), dist.get_world_size(replicas)) if is_distributed() else (0, 1)
+    is_own, keeps = saved is None, False
+    if saved is not None:
+        check(saved)
+        keeps = not reset and any(bool(part.any()) for part in saved["residuals"])
+        is_own = _is_converted(saved) or (not reset and (keeps or (saved["rank"], saved["world_size"]) == (rank, size)))
+    told = agree.all_gather({"is own": is_own}, everybody)
+    if saved is None or _is_converted(saved) or all(fields["is own"] for fields in told.values()):
         return state_dict
-    if not reset and _has_residual(saved):
-        check(saved, rank=rank, world_size=size)
-    states = [] if reset else [{**saved, "algorithm": []}]
-    if reset:  # nothing waits for its delivery
-        saved = {**saved, "last": [None] * len(saved["last"])}
-    return state_dict | {"tritoncomm": taken_over(saved, states, rank=rank, world_size=size)}
-
-
-def _is_intact(state: Any) -> bool:
-    try:
-        check(state)
-    except ConfigurationError:
-        return False
-    return True
-
-
-def _is_foreign(state: Mapping[str, Any], rank: int, world_size: int) -> bool:
-    """Return True if ``state`` belongs to another rank and has no residual."""
-    return (state["rank"], state["world_size"]) != (rank, world_size) and not _has_residual(state)
-
-
-def _has_residual(state: Mapping[str, Any]) -> bool:
-    return any(bool(part.any()) for part in state["residuals"])
+    check(saved, **({"rank": rank, "world_size": size} if keeps else {}))
+    ages = {"last": [None] * len(saved["last"])} if reset else {}  # nothing waits for its delivery
+    own = taken_over({**saved, **ages}, [saved] if keeps else [], rank=rank, world_size=size)
+    return state_dict | {"tritoncomm": own}
 
 
 def marked(state_dict: dict[str, Any], exchange: GradientExchange) -> dict[str, Any]:
@@ -420,20 +383,29 @@ def check_state_dict(state: dict[str, Any], optimizer: torch.optim.Optimizer) ->
         )
 
 
+def keys_of(state_dict: State) -> list[Any]:
+    """Return the keys of all parameters in the ``state_dict`` of an optimizer, in their order."""
+    return [key for group in state_dict["param_groups"] for key in group["params"]]
+
+
+def have_equal_states(*state_dicts: State) -> bool:
+    """Return True if the parameters have equal states in all ``state_dicts`` of an optimizer, whatever their keys."""
+    return len({checksum({"states": [each["state"].get(key) for key in keys_of(each)]}) for each in state_dicts}) == 1
+
+
 def continued(new: GradientExchange, before: GradientExchange) -> GradientExchange:
     """Return ``new`` with other parameters and the residuals, methods' states and counters of ``before``."""
-    old = _held(before)
-    common = [without_entries(method) for method in old["algorithm"]]
+    old = _held(before, new.parameters)
     if any(map(_has_tensors, old["algorithm"])):
         logger.warning("the parameters have changed: the momentum of %s begins again", _names(before))
-    new.restore(carry_over(new, [{**old, "algorithm": []}], 1.0, {**old, "algorithm": common}, before.parameters))
-    scales = [
-        (parameter, (vector.scale, position))
+    old["algorithm"] = [without_entries(method) for method in old["algorithm"]]
+    new.restore(carry_over(new, [old], 1.0))
+    sources = {
+        id(parameter): (vector.scale, position)
         for vector in before.vectors
         for position, parameter in enumerate(vector.large)
         if vector.scale is not None
-    ]
-    sources = {id(parameter): source for parameter, source in scales}
+    }
     for vector in new.vectors:
         if vector.scale is not None:
             vector.scale.adopt_tensors([sources.get(id(parameter)) for parameter in vector.large])
@@ -466,6 +438,6 @@ def moved(exchange: GradientExchange, recipe: Recipe, group: dist.ProcessGroup |
 
     This rank's contribution to the mean stays the same. Recipes may differ only in :class:`~tritoncomm.Hierarchical`.
     """
-    old, size = _held(exchange), exchange.vectors[0].world_size
+    old, size = _held(exchange, exchange.parameters), exchange.vectors[0].world_size
     exchange.replace_vectors(recipe, group)
-    exchange.restore(carry_over(exchange, [old], exchange.vectors[0].world_size / size, old))
+    exchange.restore(carry_over(exchange, [old], exchange.vectors[0].world_size / size))
