@@ -12,12 +12,11 @@ import torch
 from test_quantize import MENU, has_the_menu, keeps_to_its_reach, leaves_an_exact_rest, switches_form
 from test_rounded_values import ROUNDED, method, sparse_floats
 from tritoncomm import SimulatedWorld
-from tritoncomm.algorithms import spardl_working
+from tritoncomm.algorithms.spardl_working import WorkingVector
 from tritoncomm.primitives import collectives
 from tritoncomm.primitives.accumulator import Accumulator
 from tritoncomm.primitives.exchange import ExactStep
 from tritoncomm.primitives.packing import Encoding, Section
-from tritoncomm.primitives.selection import rest_of
 from tritoncomm.scheduler.simulated import SimulatedScheduler
 
 import laws
@@ -53,6 +52,12 @@ def ok_topk_conserves(values: str) -> None:
 def spardl_conserves(values: str) -> None:
     """Check SparDL, whose ranks round whatever they send on."""
     conserves("spardl", values)
+
+
+def merges_conserve(values: str) -> None:
+    """Check SparDL's teams, whose ranks round what they have merged."""
+    case = LongerIntegers(8, 120, ("random",), seed=5)
+    laws.conservation(always_packed(method("spardl", density=0.1, values=values, teams=4)), case, tolerance=0.0)
 
 
 def is_golden(values: str) -> None:
@@ -136,19 +141,20 @@ def sender_keeps_half_of_what_it_sent(patch: Patch) -> None:
     patch.setattr(Accumulator, "subtract", lambda self, sent, *, rounded: self.add(sent.indices, -sent.values / 2))
 
 
-def sender_drops_its_error(patch: Patch) -> None:
-    """Keep nothing of what rounding cuts off from a block."""
-    patch.setattr(spardl_working, "rest_of", lambda entries, sent: sent.slice(0, 0))
+def forwarder_drops_its_error(patch: Patch) -> None:
+    """Keep nothing of what rounding cuts off from merged entries."""
+    patch.setattr(WorkingVector, "keep_rest", lambda self, entries, sent, share: None)
 
 
-def sender_returns_its_error_twice(patch: Patch) -> None:
-    """Keep what rounding cuts off from a block twice."""
+def forwarder_returns_its_error_twice(patch: Patch) -> None:
+    """Keep what rounding cuts off from merged entries twice."""
+    right = WorkingVector.keep_rest
 
-    def wrong(entries, sent):
-        rest = rest_of(entries, sent)
-        return rest._replace(values=2 * rest.values)
+    def wrong(self, entries, sent, share):
+        right(self, entries, sent, share)
+        right(self, entries, sent, share)
 
-    patch.setattr(spardl_working, "rest_of", wrong)
+    patch.setattr(WorkingVector, "keep_rest", wrong)
 
 
 def last_hop_in_units_of_the_sum(patch: Patch) -> None:
@@ -228,8 +234,10 @@ CAUGHT = [
     (ok_topk_conserves, error_is_dropped, ROUNDED),
     (ok_topk_conserves, error_is_returned_twice, ROUNDED),
     (ok_topk_conserves, sender_keeps_half_of_what_it_sent, ROUNDED),
-    (spardl_conserves, sender_drops_its_error, ROUNDED),
-    (spardl_conserves, sender_returns_its_error_twice, ROUNDED),
+    (spardl_conserves, error_is_dropped, ROUNDED),
+    (spardl_conserves, sender_keeps_half_of_what_it_sent, ROUNDED),
+    (merges_conserve, forwarder_drops_its_error, ROUNDED),
+    (merges_conserve, forwarder_returns_its_error_twice, ROUNDED),
     (ok_topk_conserves, last_hop_in_units_of_the_sum, ROUNDED),
     (spardl_conserves, last_hop_in_units_of_the_sum, ROUNDED),
     (at_most_twice, lowest_level_too_high, QUANTIZED),

@@ -25,8 +25,11 @@ from tritoncomm import (
 )
 from tritoncomm.algorithms.base import StaticRecipe
 from tritoncomm.algorithms.exdyna import ExDynaState
-from tritoncomm.algorithms.spardl_teams import Place
+from tritoncomm.primitives.accumulator import Accumulator
+from tritoncomm.primitives.blocks import Blocks
+from tritoncomm.primitives.exchange import FixedStep
 from tritoncomm.primitives.packing import PLAIN
+from tritoncomm.primitives.verdict import Verdict
 from tritoncomm.scheduler.cost import Flow
 from tritoncomm.scheduler.rounds import AllGather, Op
 
@@ -177,12 +180,32 @@ def test_concentrated_gradients_are_delivered() -> None:
     assert sum(delivered[80:]) / 50 > 0.6
 
 
-def test_segments() -> None:
-    """A bag that wraps around is selected at once. Its gap has no budget."""
-    place = Place(5, 1, 7, [0, 10, 20, 30, 40, 50, 60, 71], [1, 2, 3, 4, 5, 6, 7], PLAIN)
-    assert place.segments([2, 3]) == ([20, 30, 40], [3, 4], None)
-    assert place.segments([0, 1, 5, 6]) == ([0, 10, 20, 50, 60, 71], [1, 2, 0, 6, 7], 2)
-    assert place.segments(list(range(7))) == (place.cuts, place.budgets, None)
+def step_of(numel: int) -> FixedStep:
+    """Return a step for the coordinates ``numel``, ..., 1 as values."""
+    values = torch.arange(numel, 0, -1, dtype=torch.float32)
+    verdict = Verdict(torch.device("cpu"))
+    acc = Accumulator(values, torch.zeros(numel), torch.empty(numel), verdict=verdict)
+    return FixedStep(acc, verdict, PLAIN, 0, 2, 1)
+
+
+@pytest.mark.parametrize(
+    ("ranges", "rows", "sent"),
+    [
+        ([(20, 30, 1), (30, 40, 2)], [[20, -1], [30, 31]], [20, -1, 30, 31]),
+        # A bag that wraps around is selected at once. Its gap has no budget, and is not sent.
+        ([(0, 10, 1), (50, 60, 2), (60, 71, 1)], [[0, -1], [-1, -1], [50, 51], [60, -1]], [0, -1, 50, 51, 60, -1]),
+    ],
+)
+def test_blocks(ranges: list[tuple[int, int, int]], rows: list[list[int]], sent: list[int]) -> None:
+    """A message has one row for each block, with the largest entries that its budget allows."""
+    blocks = Blocks.of(step_of(71), ranges, span=11, room=2)
+    entries = blocks.largest()
+    assert entries.indices.tolist() == rows
+    message, delivered = blocks.encode(entries)
+    assert message.numel() == blocks.words
+    received = blocks.decode(message)
+    assert received.indices.reshape(-1).tolist() == sent
+    assert sorted(delivered.indices.reshape(-1).tolist())[-len(sent) :] == sorted(sent)
 
 
 def changed(world: SimulatedWorld, gradients: torch.Tensor, source: int, place: int, word: int) -> None:

@@ -8,6 +8,8 @@ import pytest
 import torch
 from tritoncomm.primitives.accumulator import Accumulator
 
+from tritoncomm_kernels import Padded
+
 
 def random_accumulator(numel: int = 1000) -> tuple[Accumulator, torch.Tensor]:
     """An accumulator of random values, and its sum."""
@@ -16,25 +18,44 @@ def random_accumulator(numel: int = 1000) -> tuple[Accumulator, torch.Tensor]:
 
 
 @pytest.mark.parametrize("scaled", [False, True])
-def test_parts_select_with_terms(scaled: bool) -> None:
-    """Each part selects from its sum plus the terms, and together the parts compute the sum, which has no terms."""
+@pytest.mark.parametrize("added", [False, True])
+def test_blocks_select_with_terms(scaled: bool, added: bool) -> None:
+    """Blocks select from their sum plus the terms, and together they compute the sum. Undone, it has no terms."""
     acc, expected = random_accumulator()
     whole, scale = acc, 2.0 ** torch.randint(-3, 4, (1000,), generator=torch.Generator().manual_seed(1))
     if scaled:
         acc, expected = acc.scaled(scale), expected / scale
-    terms = torch.tensor([3, 699], dtype=torch.int32), torch.tensor([100.0, -100.0])
-    parts = [acc.part(0, 300), acc.part(300, 1000)]
-    first = parts[0].top_k_segments([0, 100, 300], [2, 0], [])
-    second = parts[1].top_k_segments([0, 700], [3], [terms])
-    acc.absorb(*parts)
+    if added:
+        acc.dense()
+    terms = Padded(torch.tensor([3, 303, 999], dtype=torch.int32), torch.tensor([0.0, 100.0, -100.0]))
+    first = acc.top_k_blocks([0, 100, 300], [2, 0])
+    second = acc.top_k_blocks([300, 1000], [3], [terms])
     assert first.indices.tolist() == expected[:100].abs().topk(2).indices.sort().values.tolist()
-    assert {3, 699} < set(second.indices.tolist())
+    assert {303, 999} < set(second.indices.tolist())
     assert second.values[0] == expected[303] + 100.0
+    assert acc.selected == 5
+    assert torch.equal(acc.values_at(terms.indices), expected[[3, 303, 999]] + terms.values)
+    acc.undo()
     assert torch.equal(acc.dense(), expected)
-    assert torch.equal(parts[1].values_at(terms[0]), expected[[303, 999]])
     if scaled:
         whole.unscale_from(acc, scale)
         assert torch.equal(whole.dense(), expected * scale)
+
+
+def test_undo() -> None:
+    """What an edit has overwritten is restored, the latest edit first, and only once."""
+    acc, expected = random_accumulator()
+    one, other = (torch.tensor(at, dtype=torch.int32) for at in ([3, 5], [5, 7]))
+    acc.remember(one, acc.values_at(one))
+    acc.clear(one)
+    acc.remember(other)
+    acc.add(other, torch.tensor([2.0, 4.0]))
+    assert torch.equal(acc.values_at(torch.tensor([3, 5])), torch.tensor([0.0, 2.0]))
+    acc.undo()
+    assert torch.equal(acc.dense(), expected)
+    acc.clear(one)
+    acc.undo()
+    assert torch.equal(acc.values_at(one), torch.zeros(2))
 
 
 @pytest.mark.parametrize(("start", "stop"), [(0, 1000), (0, 300), (300, 700), (700, 1000), (400, 400), (0, 0)])

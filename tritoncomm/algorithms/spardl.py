@@ -18,12 +18,12 @@ import torch
 
 from tritoncomm.algorithms.base import Bounds, BudgetedAlgorithm, EntryRecipe, StaticRecipe, check, check_at_least
 from tritoncomm.algorithms.spardl_teams import Place, SparDLState, fewest, power_of_two, reduce_scatter_schedule
-from tritoncomm.algorithms.spardl_working import ExactVector, StaticVector, WorkingVector
+from tritoncomm.algorithms.spardl_working import WorkingVector
 from tritoncomm.errors import ConfigurationError
-from tritoncomm.primitives import packing
 from tritoncomm.primitives.accumulator import Accumulator
 from tritoncomm.primitives.carried import Carriers
-from tritoncomm.primitives.collectives import bruck_all_gather, dense_exchange
+from tritoncomm.primitives.collectives import dense_exchange
+from tritoncomm.primitives.exchange import Step
 from tritoncomm.primitives.packing import Rows
 from tritoncomm.primitives.selection import entries_to_keep
 from tritoncomm.primitives.sparse_vector import SparseVector
@@ -31,7 +31,7 @@ from tritoncomm.primitives.verdict import with_verdict
 from tritoncomm.scheduler import cost
 from tritoncomm.scheduler.cost import Forecast, both
 from tritoncomm.scheduler.rounds import Inbox, Pattern, Round
-from tritoncomm_kernels import Padded
+from tritoncomm_kernels import Padded, count_entries
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,29 +129,33 @@ class SparDLAlgorithm(BudgetedAlgorithm):
         if place is None:
             return (yield from dense_exchange(acc, world_size))
         state = self.state if self.state.world_size == world_size else SparDLState(world_size)
-        working = ExactVector(acc, place) if acc.verdict is None else StaticVector(acc, place, acc.verdict)
+        step = Step.of(acc, self.recipe.encoding, rank, world_size)
+        working = WorkingVector(step, place)
         # Spar-Reduce-Scatter (SRS) inside the team.
         yield from self._reduce_scatter(working, place)
-        # Spar-All-Gather (SAG) across teams.
-        own, union = None, None
+        # Spar-All-Gather (SAG) across teams. Then a Bruck all-gather inside the team.
+        merged, union = None, None
         if place.teams > 1 and self.recipe.recursive(place.teams):
-            own = yield from self._merge_recursively(working, place)
+            merged = yield from self._merge_recursively(working, place)
         elif place.teams > 1:
-            own, union = yield from self._merge_by_bruck(working, place, state.h)
-        # Bruck all-gather inside the team. All teams round the same block.
-        if own is None:
-            message, _ = working.send([place.position], divisor=world_size)
-        else:
-            message, _ = working.forward(own, share=place.share, divisor=world_size)
-        delivered = yield from working.all_gather(message)
+            merged, union = yield from self._merge_by_bruck(working, place, state.h)
+        own = working.take_own() if merged is None else merged
+        delivered, _, sent, _ = yield from working.all_gather(own)
+        if merged is None:
+            working.remove(own, sent)
+        else:  # all teams round the same block
+            working.keep_rest(own, sent, place.share)
         # Global residual collection (GRES).
         working.collect_residuals(self.recipe.residuals, delivered.indices)
-        mean, found, size, figures = yield from working.settle(delivered, union)
+        step.check_result(delivered.values)
+        counts = [count_entries(entries) for entries in (delivered, union) if entries is not None]
+        _, (found, *size) = yield from step.settle(counts)
         if union is not None:
-            state = state.started(place.budget, place.teams).after(size, place.budget, place.teams)
+            state = state.started(place.budget, place.teams).after(size[0], place.budget, place.teams)
+        figures = working.error.figures() if step.is_exact and step.encoding.rounds else {}
         self.report = {"delivered": float(found), "h": float(state.h), **figures}
         self.state = state
-        return mean
+        return step.vector(delivered)
 
     def _place(self, rank: int, world_size: int) -> Place | None:
         """Return this rank's place, or None if every entry is delivered and the exchange is dense.
@@ -164,51 +168,49 @@ class SparDLAlgorithm(BudgetedAlgorithm):
         widths = [stop - start for start, stop in itertools.pairwise(cuts)]
         shares = [(b + 1) * self.k // size - b * self.k // size for b in range(size)]
         budgets = [min(width, max(1, share)) for width, share in zip(widths, shares, strict=True)]
-        encoding = self.recipe.encoding if world_size > 1 else packing.PLAIN
-        return None if budgets == widths else Place(rank, teams, size, cuts, budgets, encoding)
+        return None if budgets == widths else Place(rank, teams, size, cuts, budgets)
 
     def _reduce_scatter(self, working: WorkingVector, place: Place) -> Pattern[None]:
         """SRS: truncate a block only when it is sent, after everything that it has received is added."""
         team, w, size = place.team, place.position, place.team_size
         for distance, count in reduce_scatter_schedule(size):
             to, source = team[(w + distance) % size], team[(w - distance) % size]
-            message, _ = working.send(place.bag(w + distance, count))
-            arriving = place.bag(w, count)
-            inbox: Inbox = yield Round("reduce-scatter", {to: message}, {source: working.words(arriving)})
-            working.add(inbox[source], arriving)
+            leaving, arriving = working.blocks(place.bag(w + distance, count)), working.blocks(place.bag(w, count))
+            taken = working.take(leaving)
+            message, sent = leaving.encode(taken)
+            working.remove(taken, sent)
+            inbox: Inbox = yield Round("reduce-scatter", {to: message}, {source: arriving.words})
+            working.add(arriving.decode(inbox[source]))
 
     def _merge_recursively(self, working: WorkingVector, place: Place) -> Pattern[Padded]:
         """R-SAG: recursive doubling over the teams.
 
         In round s, 2^(s+1) ranks truncate the same entries. Each of them keeps an equal share as residual.
         """
-        w, rounds = place.position, cost.log2(place.teams)
-        message, own = working.send([w])
+        rounds, own = cost.log2(place.teams), working.take_own()
         for s in range(rounds):
+            peer = ((place.rank // place.team_size) ^ (1 << s)) * place.team_size + place.position
+            union, sent = yield from working.merge(own, sorted((place.rank, peer)))
             if s:  # 2^s ranks hold the same entries, and round them alike
-                message, own = working.forward(own, share=1 / (1 << s))
-            peer = ((place.rank // place.team_size) ^ (1 << s)) * place.team_size + w
-            inbox: Inbox = yield Round("merge", {peer: message}, {peer: working.words([w])})
-            union, _ = working.union([inbox[peer]], own)
+                working.keep_rest(own, sent, 1 / (1 << s))
+            else:
+                working.remove(own, sent)
             # Entries truncated in the last round are in no result. Every rank keeps its own accumulator there.
             own = working.truncated(union, 1 / (2 << s) if s + 1 < rounds else None)
         return own
 
-    def _merge_by_bruck(
-        self, working: WorkingVector, place: Place, h: int
-    ) -> Pattern[tuple[Padded, int | torch.Tensor]]:
+    def _merge_by_bruck(self, working: WorkingVector, place: Place, h: int) -> Pattern[tuple[Padded, Padded]]:
         """B-SAG: gather the h largest entries of every team, sum them, and truncate once.
 
-        Every rank sums in ascending team order, so all ranks compute the same bits. Also returns the size of the union,
-        to which h adapts. Before the first step ``h`` is 0.
+        Every rank sums in ascending team order, so all ranks compute the same bits. Also returns the union, to whose
+        size h adapts. Before the first step ``h`` is 0.
         """
-        w, team, room = place.position, place.rank // place.team_size, first_room(place, h)
+        room = first_room(place, h)
         h = h or fewest(place.budget, place.teams)
-        message, _ = working.send([w], h, room)
-        words = [working.words([w], h, room)] * place.teams
-        blocks = yield from bruck_all_gather(message, words, team, place.teams, phase="merge", ring=place.column)
-        union, size = working.union(blocks, None, h, room)
-        return working.truncated(union, None), size
+        own = working.take_own(h, room)
+        union, sent = yield from working.merge(own, place.column, h)
+        working.remove(own, sent)
+        return working.truncated(union, None), union
 
     def common_state(self) -> dict[str, Any]:
         """See :meth:`Algorithm.common_state`: the state of the controller differs between columns."""
@@ -230,16 +232,16 @@ class SparDLAlgorithm(BudgetedAlgorithm):
             dense = cost.dense(self.numel, world_size)
             return with_verdict(dense, world_size) if self.is_static else dense
         if self.is_static:
-            return _static_forecast(place, min(h, place.room), self.recipe.recursive(place.teams))
+            return _static_forecast(place, self.recipe, min(h, place.room))
         budget, peers, teams = place.room, place.team_size - 1, place.teams
         h = min(budget, max(h, fewest(budget, teams)))
-        blocks = range(place.team_size)
-        block = max(place.message([b]).words for b in blocks)
+        widths = (stop - start for start, stop in itertools.pairwise(place.cuts))
+        block = max(self.recipe.encoding.words(*each) for each in zip(widths, place.budgets, strict=True))
         if self.recipe.recursive(teams):
             between = block * cost.log2(teams)
         else:
             # Fewer entries may need more words.
-            between = place.encoding.words_at_most(place.widest, h, 1) * (teams - 1)
+            between = self.recipe.encoding.words_at_most(place.widest, h, 1) * (teams - 1)
         within = both(cost.messages(cost.log2(place.team_size), block * peers))
         return Forecast(
             {"reduce-scatter": within, "merge": both(cost.messages(cost.log2(teams), between)), "all-gather": within}
@@ -251,19 +253,19 @@ def first_room(place: Place, h: int) -> int:
     return h or fewest(place.room, place.teams)
 
 
-def _static_forecast(place: Place, h: int, recursive: bool) -> Forecast:
+def _static_forecast(place: Place, recipe: SparDL, h: int) -> Forecast:
     """Return the exact traffic of one step. ``h`` is that of B-SAG, and 0 before the first step."""
     world_size, size, teams = place.world_size, place.team_size, place.teams
     lows = torch.zeros(1, dtype=torch.int32)
 
     def words(room: int) -> int:
-        return Rows(place.encoding, lows, place.widest, room).words
+        return Rows(recipe.encoding, lows, place.widest, room).words
 
     within = both(cost.bruck(words(place.room), size))
     phases = {"reduce-scatter": within, "all-gather": within}
     if teams == 1:
         phases["all-gather"] = both(cost.all_gather(words(place.room), cost.WORD, world_size))
-    elif recursive:
+    elif recipe.recursive(teams):
         rounds = cost.log2(teams)
         phases["merge"] = both(cost.messages(rounds, rounds * words(place.room)))
     else:

@@ -5,13 +5,10 @@ See :mod:`tritoncomm.algorithms.spardl`.
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from tritoncomm.primitives.packing import Encoding, Sections
 from tritoncomm.primitives.region_cuts import widest
 from tritoncomm.scheduler import cost
 
@@ -43,17 +40,13 @@ class SparDLState:
 
 
 class Place(NamedTuple):
-    """Position of one rank in the teams, with the bounds (``cuts``) and the budgets of all blocks.
-
-    ``encoding`` is the format of messages.
-    """
+    """Position of one rank in the teams, with the bounds (``cuts``) and the budgets of all blocks."""
 
     rank: int
     teams: int
     team_size: int
     cuts: list[int]
     budgets: list[int]
-    encoding: Encoding
 
     @property
     def position(self) -> int:
@@ -102,30 +95,6 @@ class Place(NamedTuple):
     def bag(self, first: int, count: int) -> list[int]:
         """Return ``count`` consecutive blocks from ``first`` on, modulo Q, in ascending order."""
         return sorted((first + i) % self.team_size for i in range(count))
-
-    def segments(self, blocks: Sequence[int]) -> tuple[list[int], list[int], int | None]:
-        """Return bounds and budgets of ascending ``blocks`` as consecutive segments, for one selection.
-
-        A bag of blocks that wraps around has a gap. It becomes one segment with the budget 0, whose number is returned
-        too. At most one bag of a step wraps around.
-        """
-        parts = runs(blocks)
-        cuts = [cut for first, last in parts for cut in self.cuts[first : last + 2]]
-        budgets = [self.budgets[first : last + 1] for first, last in parts]
-        if len(parts) == 1:
-            return cuts, budgets[0], None
-        return cuts, [*budgets[0], 0, *budgets[1]], len(budgets[0])
-
-    def message(self, blocks: Sequence[int], *, room: int | None = None, divisor: int = 1) -> Sections:
-        """Return the layout of the message that carries ``blocks``, with their budgets or ``room`` entries each."""
-        ranges = [(self.cuts[b], self.cuts[b + 1], self.budgets[b] if room is None else room) for b in blocks]
-        return Sections(self.encoding, ranges, divisor=divisor)
-
-
-def runs(blocks: Sequence[int]) -> list[tuple[int, int]]:
-    """Return (first, last) of each run of consecutive numbers in ascending ``blocks``."""
-    gaps = [i for i in range(1, len(blocks)) if blocks[i] != blocks[i - 1] + 1]
-    return [(blocks[a], blocks[b - 1]) for a, b in itertools.pairwise([0, *gaps, len(blocks)])]
 
 
 def reduce_scatter_schedule(team_size: int) -> list[tuple[int, int]]:

@@ -14,6 +14,7 @@ from tritoncomm.primitives.region_cuts import offsets
 from tritoncomm.primitives.verdict import Verdict
 from tritoncomm.scheduler.span import Span
 from tritoncomm_kernels import Padded, Selection, Workspace
+from tritoncomm_kernels.select import SparseList
 
 Answer = TypeVar("Answer")
 
@@ -48,7 +49,8 @@ class Accumulator:
         # Callers see everything divided by the scale. The sum in ``scratch`` is divided late or never.
         self._scale: torch.Tensor | None = None
         self._is_divided = False
-        self._added = False
+        self._added = self._is_in_blocks = False
+        self._log: list[Padded] = []
         self.spans: list[Span] = []
         self.selected = 0
 
@@ -140,15 +142,6 @@ class Accumulator:
         self.selected = self.numel
         return self._timed(lambda: work(self._scratch))
 
-    def part(self, start: int, stop: int) -> Accumulator:
-        """Return an accumulator for the coordinates from ``start`` up to ``stop``, which shares memory with this one.
-
-        Its sum is computed on first use. Pass all parts to :meth:`absorb` when the sums of the whole vector are.
-        """
-        if self._divisor is not None:
-            self._add()
-        return self._between(start, stop)
-
     def at_least(self, threshold: float) -> Selection:
         """Return the non-zero entries with magnitude at least ``threshold``, ascending by index.
 
@@ -194,27 +187,50 @@ class Accumulator:
             lambda: kernels.top_k(self._scratch, k, divisor=self._divisor, workspace=self.workspace),
         )
 
-    def top_k_segments(
-        self, bounds: Sequence[int], budgets: Sequence[int], terms: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
-    ) -> Selection:
-        """Return the ``budgets[i]`` largest entries of each segment of the sum plus ``terms``.
+    def top_k_blocks(self, bounds: Sequence[int], budgets: Sequence[int], terms: Sequence[Padded] = ()) -> Selection:
+        """Return the ``budgets[i]`` largest entries from ``bounds[i]`` up to ``bounds[i + 1]``, after adding ``terms``.
 
-        The sum itself does not get the terms. See :func:`tritoncomm_kernels.accumulate_top_k_segments`.
+        The sum gets those entries of ``terms`` that are in the blocks, list by list, and :meth:`undo` takes them back.
+        In the first call, the sum may not be computed yet. This and later calls then compute it in their blocks only,
+        in the same pass. Select each block once, and use no other coordinate before the last call.
         """
         if self._divisor is not None:
             self._add()
-        gradient, base = (None, self._scratch) if self._added else (self._gradient, self._residual)
+        self._is_in_blocks = self._is_in_blocks or not self._added
+        start, stop = bounds[0], bounds[-1]
+        own, inside = slice(start, stop), _entries_between(terms, start, stop)
+        gradient, base = (self._gradient, self._residual) if self._is_in_blocks else (None, self._scratch)
         entries = self._timed(
             lambda: kernels.accumulate_top_k_segments(
-                base, gradient, self._scratch, bounds, budgets, terms, workspace=self.workspace
+                base[own],
+                None if gradient is None else gradient[own],
+                self._scratch[own],
+                [bound - start for bound in bounds],
+                budgets,
+                inside,
+                workspace=self.workspace,
             )
         )
-        self.selected = entries.found
-        return entries
+        for indices, values in inside:
+            self.remember(indices + start)
+            self.add(indices + start, values)
+        self.selected += entries.found
+        return entries._replace(indices=entries.indices + start)
 
     def values_at(self, indices: torch.Tensor) -> torch.Tensor:
         """Return the sum at ``indices``, and 0 for padding. Nothing waits for a GPU."""
+        if self.verdict is None:  # without padding, torch is faster than the kernels
+            return self.dense().index_select(0, indices)
         return kernels.values_at(self.dense(), indices)
+
+    def remember(self, indices: torch.Tensor, values: torch.Tensor | None = None) -> None:
+        """Let :meth:`undo` restore the sum at ``indices``, where it is ``values`` now. By default, they are read."""
+        self._log.append(Padded(indices, self.values_at(indices) if values is None else values))
+
+    def undo(self) -> None:
+        """Restore what :meth:`remember` was given, the latest first."""
+        while self._log:
+            self.replace(*self._log.pop())
 
     def top_k_padded(self, k: int) -> Padded:
         """Return the result of :meth:`top_k` with room for ``k`` entries. Nothing waits for a GPU."""
@@ -328,3 +344,13 @@ class Accumulator:
         self._added = True
         self.spans.append(span.end())
         return answer
+
+
+def _entries_between(lists: Sequence[Padded], start: int, stop: int) -> list[SparseList]:
+    """Return the parts of ``lists`` from ``start`` up to ``stop``, counted from ``start``, without empty ones."""
+    parts = []
+    for indices, values in lists:
+        low, high = offsets(indices, (start, stop))
+        if low < high:
+            parts.append((indices[low:high] - start, values[low:high]))
+    return parts

@@ -22,7 +22,6 @@ from tritoncomm.scheduler.rounds import AllGather, AllReduce, AllToAll, Inbox, P
 from tritoncomm_kernels import Padded, Selection
 
 OVERFLOW = "hold a sum of finite gradients that overflows"
-LARGEST_ROUNDED = 2.0**126  # sums of this magnitude count as overflow if values are rounded
 NON_FINITE = -1  # sent in place of a count, so that a NaN or Inf is reported without an extra message
 
 

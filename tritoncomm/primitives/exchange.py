@@ -33,7 +33,7 @@ from tritoncomm.primitives.region_cuts import offsets, region_starts, trimmed_si
 from tritoncomm.primitives.region_sums import Count, DenseSums, ListedSums, OwnedSums, RegionSums
 from tritoncomm.primitives.selection import NO_KEY, among, ascending, before_rounding, only, rounding_figures
 from tritoncomm.primitives.sparse_vector import SparseVector
-from tritoncomm.primitives.verdict import SUMS_OVERFLOW, Verdict, non_finite
+from tritoncomm.primitives.verdict import REJECTED, SUMS_OVERFLOW, Verdict, non_finite
 from tritoncomm.scheduler.ranks import named
 from tritoncomm.scheduler.rounds import AllGather, AllToAll, Inbox, Pattern, read
 from tritoncomm_kernels import Padded, Selection
@@ -94,8 +94,9 @@ class Step(ABC):
 
     def vector(self, entries: Padded) -> SparseVector:
         """Return the result of the step: the mean, of ``entries`` that hold means if values are rounded, else sums."""
-        values = entries.values if self.encoding.rounds else entries.values / self.world_size
-        return self._vector(entries._replace(values=values))
+        if self.world_size > 1 and not self.encoding.rounds:
+            entries = entries._replace(values=entries.values / self.world_size)
+        return self._vector(entries)
 
     @abstractmethod
     def _vector(self, entries: Padded) -> SparseVector:
@@ -121,6 +122,17 @@ class Step(ABC):
         """Let all ranks, which hold the same ``sums``, reject the step if one of them is NaN or Inf."""
 
     @abstractmethod
+    def check_result(self, values: torch.Tensor) -> None:
+        """Let all ranks, which hold the same ``values``, reject the step if one is NaN or Inf, whatever its origin."""
+
+    @abstractmethod
+    def add(self, entries: Padded) -> None:
+        """Add received ``entries`` to the accumulator, until its :meth:`~Accumulator.undo`.
+
+        Their coordinates are in :class:`~tritoncomm.primitives.blocks.Blocks` of which none is selected yet.
+        """
+
+    @abstractmethod
     def rooms(self, phase: str, figures: Sequence[Count], room: int | None, total: int) -> Pattern[list[int]]:
         """Return the number of slots of each rank's message.
 
@@ -131,10 +143,11 @@ class Step(ABC):
         """
 
     @abstractmethod
-    def largest(self, entries: Padded, counts: Sequence[int]) -> Padded:
+    def largest(self, entries: Padded, counts: Sequence[int], room: int | None = None) -> Padded:
         """Return as many of the largest ``entries`` as ``counts`` has for this rank.
 
-        With fixed room, the list has room for the largest of ``counts``.
+        With fixed room, the list has ``room``. By default it is that for the largest of ``counts``, but no more than
+        that of ``entries``.
         """
 
     @abstractmethod
@@ -157,6 +170,7 @@ class Step(ABC):
         limit: int | None = None,
         trigger: float = math.inf,
         figures: Sequence[Count] = (),
+        ring: Sequence[int] | None = None,
     ) -> Pattern[Gathered]:
         """Gather the entries of all ranks, whose ranges are disjoint.
 
@@ -170,6 +184,8 @@ class Step(ABC):
             trigger: With exact lengths and no ``order``, messages are balanced first if one exceeds so many times the
                 mean. No entry of fixed room moves, because all messages have the same length.
             figures: With fixed room, further figures for :meth:`settle`.
+            ring: The ranks that gather, if it is not all of them. ``ranges``, ``rooms`` and ``order`` are then by
+                position in the ring.
         """
 
     @abstractmethod
@@ -178,6 +194,16 @@ class Step(ABC):
 
         The message of rank r has ``rooms[r]`` slots. Terms are added in rank order, so all ranks get the same bits. If
         an entry or a sum is NaN or Inf, all ranks reject the step: every selection includes NaN and Inf.
+        """
+
+    @abstractmethod
+    def merged(
+        self, phase: str, entries: Padded, bounds: tuple[int, int], room: int, ring: Sequence[int], *, span: int
+    ) -> Pattern[tuple[Padded, Padded]]:
+        """Do the same as :meth:`union` between the ranks of ``ring``, without a check.
+
+        All entries lie inside of ``bounds``, and no rank has more than ``room``. Terms are added in the order of the
+        ring. With fixed room, messages are those for ``span`` coordinates, and no index beyond ``bounds`` is rejected.
         """
 
     @abstractmethod
@@ -207,6 +233,7 @@ class ExactStep(Step):
         super().__init__(acc, encoding, rank, world_size, width)
         self._rows: list[list[int]] = [[] for _ in range(world_size)]
         self._reason = "hold a NaN or Inf gradient"
+        self.terms: list[Padded] = []  # for the selection of blocks, which adds them in its pass
 
     def top_k(self, k: int) -> Padded:
         return tight(self.acc.top_k(k))
@@ -221,6 +248,13 @@ class ExactStep(Step):
         if kernels.has_non_finite(sums):
             raise NonFiniteError(SUMS_OVERFLOW)
 
+    def check_result(self, values: torch.Tensor) -> None:
+        if kernels.has_non_finite(values):
+            raise NonFiniteError(REJECTED)
+
+    def add(self, entries: Padded) -> None:
+        self.terms.append(entries)
+
     def _check_own_sums(self, sums: torch.Tensor) -> None:
         self.is_finite = not kernels.has_non_finite(sums * _ROUNDED_MARGIN if self.encoding.rounds else sums)
         self._reason = OVERFLOW
@@ -233,7 +267,7 @@ class ExactStep(Step):
         self._rows = [list(each) for each in zip(*columns, strict=True)]
         return trimmed_sizes(columns[0], total)
 
-    def largest(self, entries: Padded, counts: Sequence[int]) -> Padded:
+    def largest(self, entries: Padded, counts: Sequence[int], room: int | None = None) -> Padded:
         return tight(kernels.largest(Selection.of(*entries), counts[self.rank], workspace=self.acc.workspace))
 
     def to_owners(self, phase: str, entries: Padded, cuts: Sequence[int], room: int | None) -> Pattern[OwnedSums]:
@@ -280,9 +314,10 @@ class ExactStep(Step):
         limit: int | None = None,
         trigger: float = math.inf,
         figures: Sequence[Count] = (),
+        ring: Sequence[int] | None = None,
     ) -> Pattern[Gathered]:
         if order is not None:
-            lists, sent = yield from self._gather(phase, entries, ranges, rooms)
+            lists, sent = yield from self._gather(phase, entries, ranges, rooms, ring, divisor=self.divisor)
             return Gathered(tight(Selection.join([lists[rank] for rank in order])), entries, sent)
         regions = Regions([0, *(high for _, high in ranges)], list(rooms), self.encoding, self.divisor)
         own, rank, world_size = Selection.of(*entries), self.rank, self.world_size
@@ -295,29 +330,48 @@ class ExactStep(Step):
         return Gathered(tight(found.entries), tight(found.own), tight(found.sent), least)
 
     def union(self, phase: str, entries: Padded, rooms: Sequence[int]) -> Pattern[tuple[Padded, Padded]]:
-        lists, sent = yield from self._gather(phase, entries, [(0, self.acc.numel)] * self.world_size, rooms)
-        indices, sums = kernels.merge([part[:2] for part in lists], self.acc.numel, workspace=self.acc.workspace)
-        if kernels.has_non_finite(sums):
+        every = [(0, self.acc.numel)] * self.world_size
+        lists, sent = yield from self._gather(phase, entries, every, rooms, None, divisor=self.divisor)
+        union = self._merged(lists)
+        if kernels.has_non_finite(union.values):
             bad = [source for source, part in enumerate(lists) if kernels.has_non_finite(part.values)]
             raise non_finite(bad) if bad else NonFiniteError(SUMS_OVERFLOW)
-        return Padded(indices, sums), sent
+        return union, sent
+
+    def merged(
+        self, phase: str, entries: Padded, bounds: tuple[int, int], room: int, ring: Sequence[int], *, span: int
+    ) -> Pattern[tuple[Padded, Padded]]:
+        size = len(ring)
+        lists, sent = yield from self._gather(phase, entries, [bounds] * size, [room] * size, ring, divisor=1)
+        return self._merged(lists), sent
+
+    def _merged(self, lists: Sequence[Selection]) -> Padded:
+        return Padded(*kernels.merge([part[:2] for part in lists], self.acc.numel, workspace=self.acc.workspace))
 
     def _gather(
-        self, phase: str, entries: Padded, ranges: Ranges, rooms: Sequence[int]
+        self,
+        phase: str,
+        entries: Padded,
+        ranges: Ranges,
+        rooms: Sequence[int],
+        ring: Sequence[int] | None,
+        *,
+        divisor: int,
     ) -> Pattern[tuple[list[Selection], Padded]]:
-        rank = self.rank
-        if entries.room > rooms[rank]:
+        """Return the entries of all ranks, or of those of ``ring``, and what was sent of ``entries``."""
+        place = self.rank if ring is None else ring.index(self.rank)
+        if entries.room > rooms[place]:
             raise ProtocolMismatchError(
-                f"phase {phase!r}: rank {named([rank])[0]} has {entries.room} entries, but received {rooms[rank]}"
+                f"phase {phase!r}: rank {named([self.rank])[0]} has {entries.room} entries, but received {rooms[place]}"
             )
         sections = [
-            self.encoding.section(low, high, room, divisor=self.divisor)
+            self.encoding.section(low, high, room, divisor=divisor)
             for (low, high), room in zip(ranges, rooms, strict=True)
         ]
         values = entries.values[:0] if self.encoding.values == NO_VALUES else entries.values
-        message, sent = sections[rank].encode(entries.indices, values)
+        message, sent = sections[place].encode(entries.indices, values)
         words = [section.words for section in sections]
-        blocks = yield from bruck_all_gather(message, words, rank, self.world_size, phase=phase)
+        blocks = yield from bruck_all_gather(message, words, place, len(sections), phase=phase, ring=ring)
         return [section.decode(block) for section, block in zip(sections, blocks, strict=True)], tight(sent)
 
     def subtract(self, sent: Padded, result: Padded) -> None:
@@ -365,6 +419,13 @@ class FixedStep(Step):
     def check_sums(self, sums: torch.Tensor) -> None:
         self.verdict.check_sums(sums)
 
+    def check_result(self, values: torch.Tensor) -> None:
+        self.verdict.check_result(values)
+
+    def add(self, entries: Padded) -> None:
+        self.acc.remember(entries.indices)
+        self.acc.add(*entries)
+
     def _check_own_sums(self, sums: torch.Tensor) -> None:
         self.verdict.check_sums(sums * _ROUNDED_MARGIN if self.encoding.rounds else sums)
 
@@ -379,11 +440,12 @@ class FixedStep(Step):
         everybody = yield from read(phase, (yield AllGather(phase, count)).flatten())
         return checked_counts(phase, everybody, limit)
 
-    def largest(self, entries: Padded, counts: Sequence[int]) -> Padded:
-        if counts[self.rank] >= entries.room:
+    def largest(self, entries: Padded, counts: Sequence[int], room: int | None = None) -> Padded:
+        if counts[self.rank] >= entries.room and room in (None, entries.room):
             return entries
-        room = min(entries.room, max(1, *counts))
-        bounds = entries.room * torch.arange(2, dtype=torch.int32, device=self.acc.device)
+        room = room or min(entries.room, max(1, *counts))
+        # Made on the device: rooms change, and the host would wait for the copy of a new constant.
+        bounds = torch.arange(0, entries.room + 1, entries.room, dtype=torch.int32, device=self.acc.device)
         budget = bounds.new_full((1,), counts[self.rank])
         rows = kernels.top_k_rows(
             entries.values, bounds, budget, room, indices=entries.indices, workspace=self.acc.workspace
@@ -427,10 +489,11 @@ class FixedStep(Step):
         limit: int | None = None,
         trigger: float = math.inf,
         figures: Sequence[Count] = (),
+        ring: Sequence[int] | None = None,
     ) -> Pattern[Gathered]:
         self._figures += [figure for figure in figures if isinstance(figure, torch.Tensor)]
-        lists, sent = yield from self._gather(phase, entries, ranges)
-        if order is not None:
+        lists, sent = yield from self._gather(phase, entries, ranges, ring, divisor=self.divisor)
+        if order is not None and list(order) != sorted(order):
             ranks = kernels.constant(order, self.acc.device)
             lists = Padded(lists.indices.index_select(0, ranks), lists.values.index_select(0, ranks))
         if limit is not None and limit < lists.indices.numel():
@@ -438,7 +501,7 @@ class FixedStep(Step):
             return Gathered(kernels.largest_padded(every, limit, workspace=self.acc.workspace), entries, sent)
         joined = kernels.joined(lists, workspace=self.acc.workspace)
         joined = Padded(*(part[: self.acc.numel] for part in joined))
-        if order is not None:  # ranges may overlap
+        if any(below[1] > above[0] for below, above in itertools.pairwise(ranges)):
             before, after = joined.indices[:-1], joined.indices[1:]
             descents = (after <= before) & (after >= 0)  # padding, which stands at the end, does not count
             self.verdict.check_messages(descents.sum(dtype=torch.int32).reshape(1))
@@ -446,21 +509,47 @@ class FixedStep(Step):
 
     def union(self, phase: str, entries: Padded, rooms: Sequence[int]) -> Pattern[tuple[Padded, Padded]]:
         self.verdict.check_gradient(entries.values)
-        lists, sent = yield from self._gather(phase, entries, [(0, self.acc.numel)] * self.world_size)
+        every = [(0, self.acc.numel)] * self.world_size
+        lists, sent = yield from self._gather(phase, entries, every, None, divisor=self.divisor)
         union = kernels.merge_rows(lists, self.acc.numel, workspace=self.acc.workspace)
         self.verdict.check_sums(union.values)
         return union, sent
 
-    def _gather(self, phase: str, entries: Padded, ranges: Ranges) -> Pattern[tuple[Padded, Padded]]:
-        """Return one row for each rank, and what was sent of ``entries``. This is the last message of a step."""
-        rows = self.rows(ranges, entries.room, divisor=self.divisor)
+    def merged(
+        self, phase: str, entries: Padded, bounds: tuple[int, int], room: int, ring: Sequence[int], *, span: int
+    ) -> Pattern[tuple[Padded, Padded]]:
+        every = [(bounds[0], bounds[0] + span)] * len(ring)
+        lists, sent = yield from self._gather(phase, entries, every, ring, divisor=1, span=span)
+        return kernels.merge_rows(lists, self.acc.numel, workspace=self.acc.workspace), sent
+
+    def _gather(
+        self,
+        phase: str,
+        entries: Padded,
+        ranges: Ranges,
+        ring: Sequence[int] | None,
+        *,
+        divisor: int,
+        span: int | None = None,
+    ) -> Pattern[tuple[Padded, Padded]]:
+        """Return one row for each rank, or each of ``ring``, and what was sent of ``entries``.
+
+        Without a ring, this is the last message of a step.
+        """
+        place = self.rank if ring is None else ring.index(self.rank)
+        rows = self.rows(ranges, entries.room, divisor=divisor, span=span)
         own = Padded(entries.indices[None], entries.values[None])
-        message, sent = rows.encode(own, workspace=self.acc.workspace, first=self.rank)
-        told = torch.cat([message[0], self.verdict.words(self._figures)])
-        gathered = (yield AllGather(phase, told)) if self.world_size > 1 else told[None]
-        self.verdict.hear(gathered[:, rows.words :])
-        messages = gathered[:, : rows.words].contiguous()
-        return self.read(messages, ranges, rows.span, entries.room, divisor=self.divisor), sent.row(0)
+        message, sent = rows.encode(own, workspace=self.acc.workspace, first=place)
+        if ring is None:
+            told = torch.cat([message[0], self.verdict.words(self._figures)])
+            gathered = (yield AllGather(phase, told)) if self.world_size > 1 else told[None]
+            self.verdict.hear(gathered[:, rows.words :])
+            messages = gathered[:, : rows.words].contiguous()
+        else:
+            words = [rows.words] * len(ring)
+            parts = yield from bruck_all_gather(message[0], words, place, len(ring), phase=phase, ring=ring)
+            messages = torch.cat(parts).view(-1, rows.words)
+        return self.read(messages, ranges, rows.span, entries.room, divisor=divisor), sent.row(0)
 
     def rows(self, ranges: Ranges, room: int, *, divisor: int, span: int | None = None) -> Rows:
         """Return the format of messages with ``room`` slots, of which row r holds entries in ``ranges[r]``.

@@ -283,9 +283,9 @@ class Sections:
             return Selection.join([section.decode(part) for section, part in zip(self.sections, parts, strict=True)])
         entries = Selection.of(*unpack_padded(message))
         start = 0
-        runs = _runs(self.ranges)
-        for low, high in runs:
-            last = high == runs[-1][1]
+        for run in runs(self.ranges):
+            low, high = run[0][0], run[-1][1]
+            last = high == self.ranges[-1][1]
             stop = entries.found if last else int(torch.searchsorted(entries.indices, high))
             check_indices(entries.indices[start:stop], low, high)
             start = stop
@@ -357,7 +357,7 @@ def rounded_quotients(values: torch.Tensor, divisor: int) -> torch.Tensor:
     return (_quotients(values, divisor).view(torch.int32) & -(1 << dropped)).view(torch.float32)
 
 
-def _runs(ranges: Sequence[tuple[int, int, int]]) -> list[tuple[int, int]]:
-    """Return the bounds of each run of ranges without a gap."""
+def runs(ranges: Sequence[tuple[int, int, int]]) -> list[list[tuple[int, int, int]]]:
+    """Return the parts of ``ranges``, each (low, high, room), between which there is a gap."""
     starts = [at for at in range(1, len(ranges)) if ranges[at][0] != ranges[at - 1][1]]
-    return [(ranges[a][0], ranges[b - 1][1]) for a, b in itertools.pairwise([0, *starts, len(ranges)])]
+    return [list(ranges[a:b]) for a, b in itertools.pairwise([0, *starts, len(ranges)])]

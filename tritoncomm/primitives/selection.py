@@ -95,11 +95,3 @@ def rounding_figures(entries: Selection, sent: Selection) -> dict[str, float]:
     error = RoundingError()
     error.add(entries, sent)
     return error.figures()
-
-
-def rest_of(entries: Selection, sent: Selection) -> Selection:
-    """Return what is left of ``entries`` after a part of them was ``sent``, perhaps with rounded values. No zeros."""
-    values = entries.values.clone()
-    values[kernels.common_positions(entries.indices, sent.indices)] -= sent.values
-    left = values != 0
-    return Selection.of(entries.indices[left], values[left])

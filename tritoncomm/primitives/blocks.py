@@ -1,0 +1,112 @@
+"""Blocks of the vector, each with a budget of entries, that travel together in one message between two ranks."""
+
+from __future__ import annotations
+
+import itertools
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+
+import tritoncomm_kernels as kernels
+from tritoncomm.primitives.exchange import ExactStep, FixedStep, Step, tight
+from tritoncomm.primitives.packing import Sections, runs
+from tritoncomm_kernels import Padded, Selection
+
+Ranges = Sequence[tuple[int, int, int]]
+
+
+class Blocks(ABC):
+    """Some blocks of the vector, and their message of ``words`` words.
+
+    ``ranges`` has the first coordinate, the end and the budget of each block, in ascending order. At most one gap is
+    between them.
+    """
+
+    words: int
+
+    @staticmethod
+    def of(step: Step, ranges: Ranges, span: int, room: int) -> Blocks:
+        """Return the blocks for the form of ``step``.
+
+        With fixed room, a message has ``room`` slots in ``span`` coordinates for each block.
+        """
+        if isinstance(step, ExactStep):
+            return _ExactBlocks(step, ranges)
+        assert isinstance(step, FixedStep)
+        return _FixedBlocks(step, ranges, span, room)
+
+    @abstractmethod
+    def largest(self) -> Padded:
+        """Return the largest entries of each block of the accumulator, as many as its budget.
+
+        The blocks then have what :meth:`Step.add` was given for them. With fixed room, there is one row for each block,
+        and one without entries for a gap.
+        """
+
+    @abstractmethod
+    def encode(self, entries: Padded) -> tuple[torch.Tensor, Padded]:
+        """Return the message (int32 ``[words]``) with the ``entries`` of :meth:`largest`, and what receivers get."""
+
+    @abstractmethod
+    def decode(self, message: torch.Tensor) -> Padded:
+        """Return the entries of a received ``message``.
+
+        With fixed room, an index between the end of a block and its span is not rejected.
+        """
+
+
+class _ExactBlocks(Blocks):
+    """Blocks whose message has the exact length of their budgets."""
+
+    def __init__(self, step: ExactStep, ranges: Ranges) -> None:
+        self._step, self._ranges = step, ranges
+        self._sections = Sections(step.encoding, ranges)
+        self.words = self._sections.words
+
+    def largest(self) -> Padded:
+        parts = [
+            self._step.acc.top_k_blocks(
+                [run[0][0], *(high for _, high, _ in run)], [budget for *_, budget in run], self._step.terms
+            )
+            for run in runs(self._ranges)
+        ]
+        return tight(Selection.join(parts))
+
+    def encode(self, entries: Padded) -> tuple[torch.Tensor, Padded]:
+        message, sent = self._sections.encode(*entries)
+        return message, tight(sent)
+
+    def decode(self, message: torch.Tensor) -> Padded:
+        return tight(self._sections.decode(message))
+
+
+class _FixedBlocks(Blocks):
+    """Blocks whose message has one row for each, of the same length."""
+
+    def __init__(self, step: FixedStep, ranges: Ranges, span: int, room: int) -> None:
+        self._step, self._ranges, self._span, self._room = step, ranges, span, room
+        first, *others = runs(ranges)
+        # For one selection, a gap is a block without budget.
+        self._gap = len(first) if others else None
+        self._selected = [*first, *((first[-1][1], run[0][0], 0) for run in others), *itertools.chain(*others)]
+        self.words = len(ranges) * step.rows([], room, divisor=1, span=span).words
+
+    def largest(self) -> Padded:
+        acc = self._step.acc
+        bounds = kernels.constant([self._selected[0][0], *(high for _, high, _ in self._selected)], acc.device)
+        budgets = kernels.constant([budget for *_, budget in self._selected], acc.device)
+        acc.selected += sum(min(self._room, budget) for *_, budget in self._ranges)
+        return kernels.top_k_rows(acc.dense(), bounds, budgets, self._room, workspace=acc.workspace)
+
+    def encode(self, entries: Padded) -> tuple[torch.Tensor, Padded]:
+        ranges = [bounds[:2] for bounds in self._selected]
+        rows = self._step.rows(ranges, self._room, divisor=1, span=self._span)
+        message, sent = rows.encode(entries, workspace=self._step.acc.workspace)
+        if self._gap is not None:
+            message = torch.cat([message[: self._gap], message[self._gap + 1 :]])
+        return message.reshape(-1), sent
+
+    def decode(self, message: torch.Tensor) -> Padded:
+        ranges = [(low, low + self._span) for low, *_ in self._ranges]
+        return self._step.read(message.view(len(ranges), -1), ranges, self._span, self._room, divisor=1)
