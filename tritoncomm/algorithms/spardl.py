@@ -180,7 +180,7 @@ class SparDLAlgorithm(BudgetedAlgorithm):
             message, sent = leaving.encode(taken)
             working.remove(taken, sent)
             inbox: Inbox = yield Round("reduce-scatter", {to: message}, {source: arriving.words})
-            working.add(arriving.decode(inbox[source]))
+            working.step.add(arriving.decode(inbox[source]))
 
     def _merge_recursively(self, working: WorkingVector, place: Place) -> Pattern[Padded]:
         """R-SAG: recursive doubling over the teams.

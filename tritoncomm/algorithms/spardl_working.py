@@ -55,10 +55,6 @@ class WorkingVector:
         self._count(taken, sent)
         self.acc.subtract(sent, rounded=self.step.encoding.rounds)
 
-    def add(self, received: Padded) -> None:
-        """Add ``received`` entries. None of their blocks is selected yet."""
-        self.step.add(received)
-
     def keep_rest(self, entries: Padded, sent: Padded, share: float) -> None:
         """Add ``share`` times what rounding takes away from merged ``entries``, of which ``sent`` was sent."""
         if not self.step.encoding.rounds:

@@ -519,25 +519,18 @@ class FixedStep(Step):
         self, phase: str, entries: Padded, bounds: tuple[int, int], room: int, ring: Sequence[int], *, span: int
     ) -> Pattern[tuple[Padded, Padded]]:
         every = [(bounds[0], bounds[0] + span)] * len(ring)
-        lists, sent = yield from self._gather(phase, entries, every, ring, divisor=1, span=span)
+        lists, sent = yield from self._gather(phase, entries, every, ring, divisor=1)
         return kernels.merge_rows(lists, self.acc.numel, workspace=self.acc.workspace), sent
 
     def _gather(
-        self,
-        phase: str,
-        entries: Padded,
-        ranges: Ranges,
-        ring: Sequence[int] | None,
-        *,
-        divisor: int,
-        span: int | None = None,
+        self, phase: str, entries: Padded, ranges: Ranges, ring: Sequence[int] | None, *, divisor: int
     ) -> Pattern[tuple[Padded, Padded]]:
         """Return one row for each rank, or each of ``ring``, and what was sent of ``entries``.
 
         Without a ring, this is the last message of a step.
         """
         place = self.rank if ring is None else ring.index(self.rank)
-        rows = self.rows(ranges, entries.room, divisor=divisor, span=span)
+        rows = self.rows(ranges, entries.room, divisor=divisor)
         own = Padded(entries.indices[None], entries.values[None])
         message, sent = rows.encode(own, workspace=self.acc.workspace, first=place)
         if ring is None:
