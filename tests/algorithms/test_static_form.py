@@ -252,13 +252,17 @@ def test_an_index_of_the_next_block_is_rejected() -> None:
     changed(world, heavy(world_size, numel, 0), 0, 9, 199)
 
 
-def test_errors_of_spardl_do_not_claim_that_gradients_are_finite() -> None:
-    """A NaN of a rank that SparDL cannot name is not reported as an overflow."""
-    world = SimulatedWorld(SparDL(density=0.05, static=True), 4, 400)
-    gradients = heavy(4, 400, 0)
-    gradients[2, 17] = torch.nan
+@pytest.mark.parametrize("teams", [1, 3])
+@pytest.mark.parametrize("many", [1, 200])
+@pytest.mark.parametrize("static", [False, True])
+def test_errors_of_spardl_do_not_claim_that_gradients_are_finite(static: bool, many: int, teams: int) -> None:
+    """NaN of a rank that SparDL cannot name are not reported as an overflow by any rank, also if many are truncated."""
+    world = SimulatedWorld(SparDL(density=0.05, teams=teams, static=static), 6, 600)
+    gradients = heavy(6, 600, 0)
+    gradients[2, 17 : 17 + many] = torch.nan
     with pytest.raises(NonFiniteError, match="a gradient or a sum of gradients contains NaN or Inf"):
         world.step(gradients)
+    assert [str(error) for error in world.scheduler.raised.values()] == [str(world.scheduler.raised[0])] * 6
 
 
 def test_truncated_entries_that_overflow_are_rejected() -> None:

@@ -145,9 +145,9 @@ class SparDLAlgorithm(BudgetedAlgorithm):
             working.remove(own, sent)
         else:  # all teams round the same block
             working.keep_rest(own, sent, place.share)
+        step.check_result(delivered.values)
         # Global residual collection (GRES).
         working.collect_residuals(self.recipe.residuals, delivered.indices)
-        step.check_result(delivered.values)
         counts = [count_entries(entries) for entries in (delivered, union) if entries is not None]
         _, (found, *size) = yield from step.settle(counts)
         if union is not None:
