@@ -161,6 +161,14 @@ class Setup:
             found |= vector.residuals_by_parameter()
         return found
 
+    @property
+    def decays_in_vector(self) -> bool:
+        """True if coupled weight decay is added to what is exchanged, see :mod:`tritoncomm.step.exchange.decay`.
+
+        A single worker and a dense exchange leave it to the optimizer.
+        """
+        return not (self.exchange.vectors[-1].is_bare or never_delays(self.recipe))
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add the same parameter group on all ranks. Residuals are kept. If this raises, nothing has changed."""
         self.check_no_pending_step("add_param_group()")

@@ -22,6 +22,7 @@ from tritoncomm.step.exchange.vector import listed
 from tritoncomm.step.local.steps import LocalSteps
 from tritoncomm.step.model import ignored
 from tritoncomm.step.model.misuse import LateBackward, LocalClipping
+from tritoncomm.step.rules.step import coupled_decay
 from tritoncomm.step.setup import Setup
 from tritoncomm.step.torch_internals import creates_state, version_of, without_compile
 
@@ -230,7 +231,7 @@ class Stepper:
         hooked = setup.optimizer if setup.local is None else None
         update = exchange.update() if setup.local is None else self._settling(setup.local)
         try:
-            setup.steps.step(delivered, update, hooked, clip=clip, untouched=untouched)
+            setup.steps.step(delivered, update, hooked, clip=clip, untouched=untouched, decayed=setup.decays_in_vector)
         except Exception:
             if exchange.steps > steps:  # a hook after the update: a repeated call does not take the step again
                 exchange.skip()
@@ -260,8 +261,8 @@ class Stepper:
 
     @without_compile
     @torch.no_grad()
-    def synchronize(self) -> None:
-        """Exchange."""
+    def synchronize(self, *, hides_decay: bool = False) -> None:
+        """Exchange. ``hides_decay``: somebody may look at ``.grad``, which then has no decay in it."""
         setup = self.setup
         if setup.steps.alone and setup.parameters.are_outdated:  # a single worker trains what it is given
             setup.note_new()
@@ -275,6 +276,8 @@ class Stepper:
                 local_error=setup.parameters.local_error(),
                 scale=1.0 if scale is None else float(scale),
                 fault=self._fault(found, own),
+                decay=coupled_decay(setup.exchanged) if setup.decays_in_vector else {},
+                hides_decay=hides_decay,
                 look=None if setup.local is not None or setup.steps.alone else self._clipping.look,
             )
             self._prepare_own()

@@ -280,15 +280,11 @@ def _fits_half(values: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Delivered:
-    """The mean of one flat vector, the position of each parameter in this vector, and how late its entries are.
-
-    The last ``small`` coordinates are those of tensors that travel dense.
-    """
+    """The mean of one flat vector, the position of each parameter in this vector, and how late its entries are."""
 
     mean: SparseVector
     layout: BucketLayout
     ages: Ages
-    small: int = 0
 
     @cached_property
     def entries(self) -> list[Entries]:

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from enum import Enum
 from functools import partial
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -27,6 +28,7 @@ from tritoncomm.step import agree
 from tritoncomm.step.agree.inspection import Inspection
 from tritoncomm.step.agree.replica import Replica
 from tritoncomm.step.exchange.claim import Claim, Presence, resting
+from tritoncomm.step.exchange.decay import add_decay, show_decay, with_decay
 from tritoncomm.step.exchange.feedback import ErrorFeedback
 from tritoncomm.step.exchange.layout import Delivered, check_range, scattered
 from tritoncomm.step.exchange.limit import clipped
@@ -72,10 +74,12 @@ TRANSITIONS = {
 class _Begun(NamedTuple):
     """A vector whose mean is known, and not applied yet, and the time of its exchange.
 
-    Of vectors that are exchanged together, the first has the time of all.
+    ``sent`` is what was exchanged, and ``mean`` contains the decay. Of vectors that are exchanged together, the first
+    has the time of all.
     """
 
     vector: VectorExchange
+    sent: SparseVector
     mean: SparseVector
     span: Span | None
 
@@ -131,6 +135,8 @@ class GradientExchange:
         self.all_shards = all_shards
         self.owners: Mapping[int, torch.Tensor] = {}
         self.presence, self.inspection = Presence(), Inspection()
+        self._decay: Mapping[int, float] = {}
+        self._hidden: Mapping[int, float] = {}  # what of it every .grad gets when the step is applied
         self.replica = Replica(optimizer)
         self._distributed = is_distributed()
         self._begun: list[_Begun] = []
@@ -166,7 +172,7 @@ class GradientExchange:
         if any(self.owners.get(id(each), each).grad is not None for each in self.parameters):
             return False
         is_absent = all(id(parameter) in self.presence.absent for parameter in self.parameters)
-        return is_absent or not any(bool(step.mean.values.any()) for step in self._begun)
+        return is_absent or not any(bool(step.sent.values.any()) for step in self._begun)
 
     @property
     def gradients(self) -> list[torch.Tensor | None]:
@@ -210,6 +216,8 @@ class GradientExchange:
         local_error: ConfigurationError | None = None,
         scale: float = 1.0,
         fault: str = "",
+        decay: Mapping[int, float] = MappingProxyType({}),
+        hides_decay: bool = False,
         look: Callable[[Sequence[torch.Tensor]], None] | None = None,
     ) -> None:
         """Replace every ``.grad`` by the mean over ranks. The state is then READY.
@@ -222,6 +230,8 @@ class GradientExchange:
             scale: Loss scale. Gradients are divided by it, and the mean is not multiplied by it.
             fault: What is NaN or Inf on this rank beside the gradients, for the error. The step is then rejected.
                 Default: nothing.
+            decay: The share of each parameter (by id) that is added to the mean of its gradient.
+            hides_decay: Whether ``.grad`` gets this share when the step is applied, because somebody clips it before.
             look: Called with the gradients of this rank, flat, unless they are shards. Default: None.
 
         Raises:
@@ -242,6 +252,7 @@ class GradientExchange:
         delays = not (vectors[-1].is_bare or never_delays(vectors[-1].recipe))
         rests = resting(self.optimizer) if delays else frozenset[int]()
         self.presence.begin(self.parameters, leaves_none=self._leaves_none, resting=rests)
+        self._decay, self._hidden = decay, decay if hides_decay else {}
         try:
             local_error = self._read(scale, rests, look) or local_error
             if local_error is not None or fault:
@@ -270,8 +281,8 @@ class GradientExchange:
             self.presence.warn_once(self.steps + 1, speaks=dist.get_rank(everybody) == 0)
         self._ready(lambda means: write_means(vectors, means, kept, scale, self._left))
         whole = span.end()
-        for vector, mean, _ in self._begun:
-            vector.measure(mean, whole if vector is vectors[0] else None)
+        for vector, sent, *_ in self._begun:
+            vector.measure(sent, whole if vector is vectors[0] else None)
 
     def _read(
         self, scale: float, rests: Collection[int], look: Callable[[Sequence[torch.Tensor]], None] | None
@@ -307,6 +318,8 @@ class GradientExchange:
         An error or a signal in the body leaves the state STOPPED: parameters may be partly updated.
         """
         self._move("update")
+        for vector, _, mean, _ in self._begun:
+            show_decay(vector, mean, self._hidden, self._left)
         self._commit()
         for vector in self.vectors:
             vector.ages.open(vector.feedback.ledger, self.steps + 1)
@@ -355,7 +368,7 @@ class GradientExchange:
 
     def catch_up(self) -> None:
         """Make a step READY that is SUSPENDED, because other ranks have applied it."""
-        means = [step.vector.delivered(step.mean) for step in self._begun]
+        means, self._hidden = [step.vector.delivered(step.mean) for step in self._begun], {}
         self.delivered = scattered(means, zeros=not self.is_flush, left=self._left)
         self._move("catch up")
 
@@ -387,6 +400,7 @@ class GradientExchange:
             self.stop()
         self._drop()
         self._rejected, self._at_fault, self.is_flush, self._leaves_none = None, "", False, False
+        self._decay = self._hidden = {}
         self._move("exchange")
 
     def _spoil(self, reason: str) -> None:
@@ -423,9 +437,12 @@ class GradientExchange:
             try:
                 one, *others = vectors
                 begin = partial(noting, means=means, dense=dense, waiting=self.presence.waiting)
+                for vector in vectors:
+                    add_decay(vector, self._decay, self.presence.waiting)
                 run_together([begin(one, first=clipping), *map(begin, others)])
             finally:
-                self._begun = [_Begun(vector, means[vector], None) for vector in vectors if vector in means]
+                self._begun = [_Begun(vector, *2 * (means[vector],), None) for vector in vectors if vector in means]
+            self._begun = [step._replace(mean=with_decay(step.vector, step.sent, self._decay)) for step in self._begun]
             self._begun[0] = self._begun[0]._replace(span=span.end())
             check_range([step.vector.delivered(step.mean) for step in self._begun])
         except NonFiniteError as error:
@@ -489,8 +506,8 @@ class GradientExchange:
             if self.state is not State.IDLE:  # it was rejected
                 self._move("lose")
             raise
-        for vector, mean, span in self._begun:
-            vector.measure(mean, span)
+        for vector, sent, _, span in self._begun:
+            vector.measure(sent, span)
             self.total.count("all", vector.meter.sent, vector.meter.received)
 
     def _confirm(self) -> None:
@@ -532,9 +549,15 @@ class GradientExchange:
         return agree.naming(error, self._at_fault, group, device)
 
     def _ready(self, write: Callable[[list[Delivered]], list[Delivered]]) -> None:
-        """Let ``write`` replace every ``.grad`` by the means, and return them. Other ranks may apply the step now."""
+        """Let ``write`` replace every ``.grad`` by the means, and return them. Other ranks may apply the step now.
+
+        Where the decay is hidden, ``.grad`` shows what was exchanged.
+        """
+        means = [step.vector.delivered(step.mean) for step in self._begun]
+        shown = [step.vector.delivered(step.sent) for step in self._begun] if self._hidden else means
         try:
-            self.delivered = write([step.vector.delivered(step.mean) for step in self._begun])
+            written = write(shown)
+            self.delivered = means if self._hidden else written
         except BaseException:
             self.stop()
             raise

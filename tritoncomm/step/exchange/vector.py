@@ -319,7 +319,7 @@ class VectorExchange:
 
     def delivered(self, mean: SparseVector) -> Delivered:
         """Return ``mean`` with the place and the age of each of its entries."""
-        return Delivered(mean, self.layout, self.ages, self.dense_numel)
+        return Delivered(mean, self.layout, self.ages)
 
     def write(self, mean: SparseVector) -> torch.Tensor:
         """Write ``mean`` into :attr:`flat` and return it."""

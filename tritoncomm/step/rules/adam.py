@@ -47,8 +47,8 @@ class StalenessAwareAdam(AwareStep):
 
     If every coordinate is delivered in every step, the result is torch's own up to rounding. The cost is proportional
     to the number of delivered entries, except for weight decay and root mean squares. ``foreach`` and ``fused`` only
-    select among torch's loops and have no effect. Coupled weight decay is a part of what is delivered, see
-    :mod:`tritoncomm.step.rules.decay`.
+    select among torch's loops and have no effect. Coupled weight decay is not added: ``.grad`` must contain it, see
+    :func:`~tritoncomm.step.rules.step.coupled_decay`.
 
     Attributes:
         optimizer: The Adam or AdamW optimizer.

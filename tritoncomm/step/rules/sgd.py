@@ -22,7 +22,7 @@ class LateSGD(LateRule):
     """The rule for ``torch.optim.SGD`` that was made with momentum and without dampening. It may be ``nesterov``.
 
     A group may have another momentum, which may change, also to 0. SGD that was made without momentum has no rule.
-    Coupled weight decay is a part of what is delivered, see :mod:`tritoncomm.step.rules.decay`.
+    Coupled weight decay is not added: ``.grad`` must contain it, see :func:`~tritoncomm.step.rules.step.coupled_decay`.
     """
 
     held: ClassVar[tuple[str, ...]] = ("momentum_buffer",)

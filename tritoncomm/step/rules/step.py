@@ -19,7 +19,6 @@ from tritoncomm.step.model.refuse import optimizers_inside, refuse, stepping
 from tritoncomm.step.optimizer_list import join, parts_of
 from tritoncomm.step.rules.aware import AwareStep
 from tritoncomm.step.rules.choose import find_rule
-from tritoncomm.step.rules.decay import coupled_decay, with_decay
 from tritoncomm.step.settings import WrapOptions
 from tritoncomm.step.tensors.shards import local
 from tritoncomm.step.torch_internals import (
@@ -28,10 +27,61 @@ from tritoncomm.step.torch_internals import (
     original_class,
     step_below_hooks,
     step_hooks,
+    steps_as,
     without_compile,
 )
 
 logger = logging.getLogger("tritoncomm")
+
+
+# Optimizers that add weight decay to the gradient, unless it is decoupled. Others shrink parameters apart from it, and
+# so may a step of a subclass.
+_COUPLED = (
+    torch.optim.Adadelta,
+    torch.optim.Adagrad,
+    torch.optim.Adam,
+    torch.optim.Adamax,
+    torch.optim.ASGD,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.RMSprop,
+    torch.optim.SGD,
+)
+
+
+def coupled_decay(optimizer: torch.optim.Optimizer) -> dict[int, float]:
+    """Return the share of each parameter (by id) that ``optimizer`` adds to its gradient as weight decay, if not zero.
+
+    It is negative if the optimizer maximizes, because the sign of the gradient changes then.
+    """
+    found: dict[int, float] = {}
+    for group in _coupled_groups(optimizer):
+        share = float(group["weight_decay"]) * (-1.0 if group.get("maximize") else 1.0)
+        found |= {id(parameter): share for parameter in group["params"] if share}
+    return found
+
+
+def _coupled_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    return [
+        group
+        for part in parts_of(optimizer)
+        if steps_as(part, _COUPLED)
+        for group in part.param_groups
+        if not group.get("decoupled_weight_decay", False)
+    ]
+
+
+@contextmanager
+def _without_coupled_decay(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Let ``optimizer`` take a step by gradients that contain its coupled weight decay."""
+    held = [(group, group["weight_decay"]) for group in _coupled_groups(optimizer)]
+    try:
+        for group, _ in held:
+            group["weight_decay"] = 0
+        yield
+    finally:
+        for group, decay in held:
+            group["weight_decay"] = decay
 
 
 @contextmanager
@@ -110,19 +160,21 @@ class OptimizerStep:
         before, after = step_hooks(self.optimizer)
         return [hook for hook in before if hook is not refuse], after
 
-    def take(self, aware: Callable[[AwareStep], None], *, own: bool = False) -> None:
+    def take(self, aware: Callable[[AwareStep], None], *, decayed: bool = False, own: bool = False) -> None:
         """Take the optimizer's own step, or call ``aware`` with the staleness-aware one. No hook runs.
 
-        ``own``: take the own step in any case.
+        ``decayed``: whether ``.grad`` contains the coupled weight decay. ``own``: take the own step in any case.
         """
         rule = None if self.alone or own else self._aware
-        # The parameters that are this rank's own have no late gradients: the original step takes them before.
-        apart = [] if rule is None else self.ignored
+        without_decay = _without_coupled_decay(self.optimizer) if decayed else nullcontext()
+        # Neither is for the parameters that are this rank's own: the original step takes them before.
+        is_changed = rule is not None or (decayed and bool(_coupled_groups(self.optimizer)))
+        apart = self.ignored if is_changed else []
         with stepping((self.optimizer, *self._inside)), _naming_closure(self.optimizer):
             if present(apart):
                 with hidden(self._common):
                     step_below_hooks(self.optimizer)
-            with hidden(apart):
+            with hidden(apart), without_decay:
                 if rule is None:
                     step_below_hooks(self.optimizer)
                 else:
@@ -203,6 +255,7 @@ class OptimizerSteps:
         *,
         clip: bool = True,
         untouched: bool = False,
+        decayed: bool = False,
     ) -> None:
         """Update the parameters from ``.grad``.
 
@@ -215,6 +268,7 @@ class OptimizerSteps:
             clip: Whether to clip ``.grad`` to ``max_grad_norm`` first.
             untouched: Whether nobody could change ``.grad`` since ``delivered`` was written to it. Otherwise, and if a
                 pre-hook sees it, its values are those of ``.grad`` for the staleness-aware step.
+            decayed: Whether ``.grad`` contains the coupled weight decay.
         """
         self.check()  # before any gradient or parameter changes
         max_norm = self._options.max_grad_norm if clip else None
@@ -231,20 +285,20 @@ class OptimizerSteps:
                 yield
 
         def aware(rule: AwareStep, readable: bool) -> None:
-            held, shares = parameter_ids(rule.optimizer), coupled_decay(rule.optimizer)
+            held = parameter_ids(rule.optimizer)
             for each in delivered:
                 if not held.isdisjoint(map(id, each.layout.parameters[:1])):  # all of them are of one optimizer
                     each.ages.begin()
-                    rule.step(with_decay(each if untouched and readable else each.read_again(), shares))
+                    rule.step(each if untouched and readable else each.read_again())
 
-        self._apply(aware, clipping(), hooked)
+        self._apply(aware, clipping(), hooked, decayed=decayed)
 
     def initialize_state(self) -> None:
         """Create the optimizer's state by its own step, which changes no parameter: learning rates are zero.
 
-        So are gradients.
+        So are gradients, and without weight decay, moments are, too.
         """
-        self._apply(lambda *_: None, nullcontext(), None, takes_own=True)
+        self._apply(lambda *_: None, nullcontext(), None, decayed=True, takes_own=True)
 
     @without_compile
     def _apply(
@@ -253,6 +307,7 @@ class OptimizerSteps:
         update: AbstractContextManager[None],
         hooked: torch.optim.Optimizer | None,
         *,
+        decayed: bool = False,
         takes_own: bool = False,
     ) -> None:
         """Take each optimizer's own step, or ``aware``, in the context ``update``, between the hooks of the user.
@@ -272,7 +327,7 @@ class OptimizerSteps:
         readable = not any(before for _, before, _ in hooks)
         with update:
             for part in self.parts:
-                part.take(lambda rule: aware(rule, readable), own=takes_own)
+                part.take(lambda rule: aware(rule, readable), decayed=decayed, own=takes_own)
         for optimizer, _, after in hooks:
             _run(after, optimizer)
 
