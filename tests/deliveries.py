@@ -25,6 +25,7 @@ def begin_step(rule: AwareStep, layout: BucketLayout) -> Ages:
     _, ages, ledger = _HELD[rule.optimizer]
     ages.open(ledger, ages.steps + 1)
     ages.begin()
+    rule.begin()
     return ages
 
 

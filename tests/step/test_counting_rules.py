@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import tritoncomm
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from tritoncomm.primitives.sparse_vector import SparseVector
+from tritoncomm.step import settings
+from tritoncomm.step.exchange.feedback import Ages, Ledger
+from tritoncomm.step.exchange.layout import BucketLayout, Delivered
+from tritoncomm.step.rules import choose
 from tritoncomm.step.settings import WrapOptions
 
 from deliveries import forget_ages, take_step
+from ranks import ranks
 
 BETAS = (0.9, 0.8, 0.95)
 
@@ -48,9 +58,9 @@ class LateAdan(tritoncomm.LateRule):
     held = ("average", "change", "square", "before")
     counts_in = "group"
 
-    @staticmethod
-    def fits(optimizer: torch.optim.Optimizer) -> bool:
-        return isinstance(optimizer, Adan)
+    @classmethod
+    def fits(cls, optimizer: torch.optim.Optimizer) -> bool:
+        return isinstance(optimizer, Adan) and optimizer.counts_in == cls.counts_in
 
     def advance(self, group, held, mean, tau):
         one, two, three = BETAS
@@ -117,6 +127,70 @@ def test_a_late_delivery_of_a_rule_that_counts() -> None:
     assert optimizer.param_groups[0]["step"] == 4
     assert float(optimizer.state[both[0]]["average"].view(-1)[3]) == pytest.approx(1 - 0.9**4)
     assert float(optimizer.state[both[0]]["change"].abs().sum()) == 0  # it is the first delivery of the coordinate
+
+
+@pytest.mark.parametrize("kind", [LateAdan, LateAdanOfStates])
+def test_steps_count_again_after_a_load(kind: type[LateAdan], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint that is loaded again and again repeats the same steps, and each counts."""
+    monkeypatch.setattr(settings, "SINGLE_WORKER_SELECTS", True)
+    monkeypatch.setattr(choose, "RULES", [kind])
+    (parameter,) = parameters()[:1]
+    optimizer = tritoncomm.wrap(Adan([parameter], counts_in=kind.counts_in), density=1.0, warmup_steps=0)
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    state, counts = copy.deepcopy(optimizer.state_dict()), []
+    for _ in range(20):
+        parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        held = optimizer.param_groups[0] if kind.counts_in == "group" else optimizer.state[parameter]
+        counts.append(held["step"])
+        optimizer.load_state_dict(state)
+    assert counts == [2] * 20
+
+
+def test_vectors_of_a_step_share_one_count() -> None:
+    """A rule is called for each vector. The count of a group grows once in a step, also without a gradient."""
+    both = parameters()
+    optimizer = Adan(both)
+    rule = LateAdan.from_options(optimizer, WrapOptions())
+    for _ in range(3):
+        rule.begin()
+        for each in both:
+            layout = BucketLayout([each])
+            each.grad = torch.ones_like(each)
+            mean = SparseVector.full(torch.ones(each.numel()))
+            ledger = Ledger(torch.zeros(each.numel()), None)
+            ages = Ages(layout.parameters, layout.bounds)
+            ages.open(ledger, 1)
+            ages.begin()
+            rule.step(Delivered(mean, layout, ages))
+    assert optimizer.param_groups[0]["step"] == 3
+    rule.begin()
+    assert optimizer.param_groups[0]["step"] == 4
+
+
+@ranks(4)
+@pytest.mark.parametrize("counts_in", ["group", "state"])
+def test_empty_shards_count(rank, world_size, counts_in):
+    """A rank whose shard of a parameter is empty counts as the others do."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = fully_shard(nn.Linear(8, 1, bias=False), mesh=mesh["shard"])
+    tritoncomm.add_rule(LateAdan if counts_in == "group" else LateAdanOfStates)
+    fields = {"dense_below": 0, "warmup_steps": 0, "model": model, "process_group": mesh["replicate"].get_group()}
+    optimizer = tritoncomm.wrap(Adan(model.parameters(), counts_in=counts_in), density=0.5, **fields)
+    for step in range(3):
+        optimizer.zero_grad()
+        model(torch.randn(4, 8, generator=torch.Generator().manual_seed(step))).sum().backward()
+        optimizer.step()
+    held = optimizer.param_groups[0] if counts_in == "group" else optimizer.state[model.weight]
+    assert held["step"] == 3
+
+
+def test_counts_in_is_checked() -> None:
+    """Another place is an error that names the two."""
+    kind = type("Wrong", (LateAdan,), {"counts_in": "groups"})
+    with pytest.raises(tritoncomm.ConfigurationError, match=r"counts_in='groups'.*'state'.*'group'"):
+        kind.from_options(Adan(parameters()), WrapOptions())
 
 
 class Sizes(torch.optim.Optimizer):

@@ -47,6 +47,9 @@ class AwareStep(ABC):
     def check_options(self) -> None:  # noqa: B027 - most optimizers have no option that is not supported
         """Raise :class:`~tritoncomm.ConfigurationError` if the optimizer uses an option that is not supported."""
 
+    def begin(self) -> None:  # noqa: B027 - most optimizers keep nothing for all of their parameters
+        """Begin a step of the optimizer, before :meth:`step` of each of its flat vectors."""
+
     @abstractmethod
     def step(self, delivered: Delivered) -> None:
         """Update the parameters of one flat vector that are the optimizer's and have a ``.grad``.

@@ -113,9 +113,9 @@ def check_exchange(optimizer: torch.optim.Optimizer, options: WrapOptions, given
         unused = [name for name, default in plain.items() if getattr(options, name) != default]
         unused += [name for name in given if name == "updates_algo"]
         if unused:
+            advice = "leave it out" if any(map(keeps_points, parts)) else "pass exchange='updates' or local_steps"
             raise ConfigurationError(
-                f"{unused[0]} is for optimizers that exchange updates, and {names} exchanges gradients: pass "
-                "exchange='updates' or local_steps, or leave it out"
+                f"{unused[0]} is for optimizers that exchange updates, and {names} exchanges gradients: {advice}"
             )
     else:
         whole = any(group.get("dense") for group in optimizer.param_groups)

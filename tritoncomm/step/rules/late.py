@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from tritoncomm.errors import ConfigurationError
 from tritoncomm.step.exchange.layout import Delivered
 from tritoncomm.step.rules.aware import AwareStep
 from tritoncomm.step.settings import MAX_CATCH_UP, MAX_RELATIVE_UPDATE, WrapOptions
@@ -69,7 +70,8 @@ class LateRule(AwareStep):
         default = math.inf if self.is_proportional else MAX_CATCH_UP
         self.max_catch_up = default if max_catch_up is None else max_catch_up
         self.max_relative_update = max_relative_update
-        self._counted: dict[int, int] = {}  # the last step that was counted in each group or state, by its id
+        if self.counts_in not in (None, "state", "group"):
+            raise ConfigurationError(f"counts_in={self.counts_in!r}: must be 'state', 'group' or None")
         self.check_options()
 
     @classmethod
@@ -108,6 +110,11 @@ class LateRule(AwareStep):
         """Return the factor by which decoupled weight decay multiplies every coordinate in each step."""
         return 1.0
 
+    def begin(self) -> None:
+        """Count the step where the optimizer does so for a group. See :meth:`AwareStep.begin`."""
+        for group in self.optimizer.param_groups if self.counts_in == "group" else ():
+            group["step"] = group.get("step", 0) + 1
+
     @torch.no_grad()
     def step(self, delivered: Delivered) -> None:
         """Update the parameters of one flat vector. See :meth:`AwareStep.step`."""
@@ -116,8 +123,8 @@ class LateRule(AwareStep):
             return
         ages, place = delivered.ages, _places(delivered)
         for group, parameter in self._stepping(place):
-            number, own, state = place[id(parameter)], local(parameter), self._state(group, parameter)
-            count = self._count(group, state, ages.steps)
+            number, own = place[id(parameter)], local(parameter)
+            state, count = self._counted(group, parameter)
             indices, given = delivered.entries[number]
             stored = {name: local(state[name]) for name in self.held} | {"parameter": own, "last": ages.last[number]}
             flat = {name: each.reshape(-1) for name, each in stored.items()}  # a copy if it is not contiguous
@@ -146,8 +153,8 @@ class LateRule(AwareStep):
         is_delivered = torch.zeros(numel + 1, dtype=torch.bool, device=places.device)
         is_delivered[places] = True
         for group, parameter in self._stepping(place):
-            number, own, state = place[id(parameter)], local(parameter), self._state(group, parameter)
-            count = self._count(group, state, ages.steps)
+            number, own = place[id(parameter)], local(parameter)
+            state, count = self._counted(group, parameter)
             part = slice(*delivered.layout.bounds[number : number + 2])
             stored = {name: local(state[name]) for name in self.held} | {"parameter": own, "last": ages.last[number]}
             old = {name: each.reshape(-1) for name, each in stored.items()}
@@ -193,7 +200,7 @@ class LateRule(AwareStep):
             (group, parameter)
             for group in self.optimizer.param_groups
             for parameter in group["params"]
-            if id(parameter) in exchanged and parameter.grad is not None and local(parameter).numel()
+            if id(parameter) in exchanged and parameter.grad is not None
         ]
 
     def _state(self, group: Mapping[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
@@ -204,15 +211,14 @@ class LateRule(AwareStep):
                 state[name] = self.initial(group, name, parameter)
         return state
 
-    def _count(self, group: dict[str, Any], state: dict[str, Any], steps: int) -> Held:
-        """Count this step, which has the number ``steps`` in the exchange, once where the optimizer does."""
+    def _counted(self, group: Mapping[str, Any], parameter: torch.Tensor) -> tuple[dict[str, Any], Held]:
+        """Count the step in the state of ``parameter``, if that is where the optimizer does. Return both."""
+        state = self._state(group, parameter)
         if self.counts_in is None:
-            return {}
-        counter = group if self.counts_in == "group" else state
-        if self._counted.get(id(counter)) != steps:
-            counter["step"] = counter.get("step", 0) + 1
-            self._counted[id(counter)] = steps
-        return {"step": torch.tensor(float(counter["step"]))}
+            return state, {}
+        if self.counts_in == "state":
+            state["step"] = state.get("step", 0) + 1
+        return state, {"step": torch.tensor(float((group if self.counts_in == "group" else state)["step"]))}
 
 
 def _places(delivered: Delivered) -> dict[int, int]:

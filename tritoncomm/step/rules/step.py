@@ -286,6 +286,7 @@ class OptimizerSteps:
 
         def aware(rule: AwareStep, readable: bool) -> None:
             held = parameter_ids(rule.optimizer)
+            rule.begin()
             for each in delivered:
                 if not held.isdisjoint(map(id, each.layout.parameters[:1])):  # all of them are of one optimizer
                     each.ages.begin()
