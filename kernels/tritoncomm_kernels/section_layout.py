@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 # Bits of a value by the name of its format. A section of indices alone has values of 0 bits.
-VALUE_BITS = {"fp32": 32, "bf16": 16, "8bit": 8, "4bit": 4, "3bit": 3, "2bit": 2, "1bit": 1}
+VALUE_BITS = {"fp32": 32, "8bit": 8, "4bit": 4, "3bit": 3, "2bit": 2, "1bit": 1}
 
 
 class Layout(NamedTuple):
@@ -39,8 +39,8 @@ class Layout(NamedTuple):
 
     @property
     def quantized(self) -> bool:
-        """True if values are codes with a header. False for fp32 and bf16."""
-        return 0 < self.bits < VALUE_BITS["bf16"]
+        """True if values are codes with a header. False for fp32."""
+        return 0 < self.bits < VALUE_BITS["fp32"]
 
     @property
     def heads(self) -> int:
@@ -65,9 +65,7 @@ class Layout(NamedTuple):
     @property
     def value_words(self) -> int:
         """Words of the values after the planes."""
-        if self.bits < VALUE_BITS["bf16"]:
-            return 0
-        return self.room if self.bits == VALUE_BITS["fp32"] else -(-self.room // 2)
+        return self.room if self.bits == VALUE_BITS["fp32"] else 0
 
     @property
     def words(self) -> int:

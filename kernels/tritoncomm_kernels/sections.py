@@ -11,7 +11,6 @@ rows. The reference, in numpy, writes and reads one section after the other.
 from __future__ import annotations
 
 import functools
-import math
 from typing import Any
 
 import numpy as np
@@ -25,16 +24,11 @@ from tritoncomm_kernels.section_layout import VALUE_BITS, Layout, Places, places
 from tritoncomm_kernels.select import Selection
 from tritoncomm_kernels.workspace import Workspace
 
-_FP32, _BF16 = VALUE_BITS["fp32"], VALUE_BITS["bf16"]
+_FP32 = VALUE_BITS["fp32"]
 _EXACT = 0, _FP32  # bits of values that are not rounded
-_INFINITY, _MAGNITUDE, _UPPER_HALF = 0x7F800000, 0x7FFFFFFF, 0xFFFF0000
-_BF16_ZERO = 0x8000  # the largest bits of a magnitude that becomes 0 in bf16
-BF16_NAN = 0x7FC0  # as torch and numpy make it
-_ZERO_IN_BF16 = 2.0**-134  # this magnitude
 # Chunks stay in the second-level cache. Most sections of an exchange are short, and are one chunk.
 _GROUPS_AT_ONCE = 1 << 9  # 16384 entries, whose bits are numbers in fp32
 _WORDS_AT_ONCE = 1 << 13  # of the high part: 262144 bits
-_VALUES_AT_ONCE = 1 << 16
 _OCTET = 8
 _BITS_OF_OCTET = np.left_shift(1, np.arange(_OCTET)).astype(np.uint8)[:, None]
 # The bits of each octet as eight numbers in fp32, taken together as one element.
@@ -144,11 +138,9 @@ def check_rows(rows: Padded, lows: torch.Tensor, span: int) -> tuple[Padded, tor
 def sendable_together(values: torch.Tensor, bits: int, divisor: int = 1) -> torch.Tensor | None:
     """Return which of ``values`` (fp32 ``[m]``) one section can hold (bool ``[m]``), or None if it can hold all.
 
-    Quantized values must not be too small beside the largest one, and bf16 values must not round to 0. Returns None if
-    a value is NaN or Inf.
+    Quantized values must not be too small beside the largest one. Returns None if a value is NaN or Inf.
     """
-    array = values.cpu().numpy()
-    keep = _sendable_bf16(array, divisor) if bits == _BF16 else quantize.sendable(array, bits, divisor)
+    keep = quantize.sendable(values.cpu().numpy(), bits, divisor)
     return None if keep is None else torch.from_numpy(keep).to(values.device)
 
 
@@ -168,9 +160,7 @@ def write_sendable(
         return torch.from_numpy(words), Selection.of(indices, values)
     at, numbers = indices.numpy(), values.numpy()
     found, chosen = None, None
-    if layout.bits == _BF16:
-        chosen = _sendable_bf16(numbers, divisor)
-    elif layout.bits not in (0, _FP32) and len(numbers):
+    if layout.quantized and len(numbers):
         found = quantize.range_of(numbers, layout.bits, divisor)
         chosen = quantize.sendable(numbers, layout.bits, divisor, found)
     if chosen is not None and not chosen.all():
@@ -202,9 +192,6 @@ def _write_host(
         words[1] = header  # its highest bit is never set
     elif layout.bits == _FP32:
         words[places.values : places.values + count] = values.view(np.int32)
-    elif layout.bits:
-        half, rounded = _round_bf16(values, divisor)
-        words[places.values :].view(np.uint16)[:count] = half
     _write_indices(layout, low, indices, codes, words)
     if rounded is not None and divisor > 1:
         rounded *= np.float32(divisor)
@@ -225,24 +212,11 @@ def read_section(layout: Layout, low: int, section: torch.Tensor, *, divisor: in
     offsets, codes = _read_indices(layout, places, words, count)
     if places.quantized:
         values = quantize.dequantize(codes, int(words[1]) & 0xFFFFFFFF, layout.bits, divisor)
-    elif layout.bits == _FP32:
-        values = words[places.values : places.values + count].view(np.float32).copy()
     else:  # no values follow if they have 0 bits
-        values = _from_bf16(words[places.values :].view(np.uint16)[:count])
+        values = words[places.values : places.values + count].view(np.float32).copy()
     if low:
         offsets += np.int32(low)
     return Selection(torch.from_numpy(offsets), torch.from_numpy(values), len(offsets))
-
-
-def _sendable_bf16(values: NDArray[np.float32], divisor: int) -> NDArray[np.bool_] | None:
-    """Return which values do not become 0, or None if that is all, or if a value is NaN or Inf."""
-    if not len(values):
-        return None
-    smallest, largest = quantize.extent(values, divisor)
-    if smallest > _ZERO_IN_BF16 or not math.isfinite(largest):
-        return None
-    keep: NDArray[np.bool_] = (np.abs(values) / np.float32(divisor)).view(np.int32) > _BF16_ZERO
-    return keep
 
 
 def _write_indices(
@@ -337,60 +311,6 @@ def _weights(*lengths: int) -> NDArray[Any]:
         row[start : start + length] = 2.0 ** np.arange(length)
         start += length
     return weights[[length > 0 for length in lengths]]
-
-
-def _round_bf16(values: NDArray[np.float32], divisor: int) -> tuple[NDArray[np.uint16], NDArray[np.float32]]:
-    """Return the bits of the nearest bf16 numbers of ``values / divisor``, ties to even, and the numbers in fp32.
-
-    The product of a number with ``divisor`` is finite if the value was. Near the end of fp32, numbers are rounded
-    towards zero for this. All NaN become one, because the bits of a NaN depend on the device that computed it.
-    """
-    if len(values) > _VALUES_AT_ONCE:
-        starts = range(0, len(values), _VALUES_AT_ONCE)
-        parts = [_round_bf16(values[start : start + _VALUES_AT_ONCE], divisor) for start in starts]
-        return np.concatenate([half for half, _ in parts]), np.concatenate([rounded for _, rounded in parts])
-    bits = (values if divisor == 1 else values / np.float32(divisor)).view(np.uint32)
-    rounded = bits >> 16
-    rounded &= 1
-    rounded += 0x7FFF
-    rounded += bits
-    rounded &= _UPPER_HALF
-    largest = largest_bf16(divisor)
-    magnitudes = bits & _MAGNITUDE
-    if len(bits) and magnitudes[magnitudes.argmax()] >= largest << 16:
-        finite = magnitudes < _INFINITY
-        rounded[finite & (rounded & _MAGNITUDE > largest << 16)] -= 1 << 16
-        rounded[~finite] = np.where(magnitudes[~finite] > _INFINITY, BF16_NAN << 16, bits[~finite])
-    return rounded.view(np.uint16)[1::2], rounded.view(np.float32)
-
-
-def send_rule(bits: int) -> tuple[float, float, int]:
-    """Return what says which values can be sent beside others: ``cover``, ``half_least``, and a fixed least key, or 0.
-
-    The first two are those of :class:`tritoncomm_kernels.quantize.Lookup`. A fixed least key needs no tables.
-    """
-    if bits == _BF16:
-        return 1.0, 1.0, _BF16_ZERO + 1
-    return float(quantize.lookup(bits).cover), float(quantize.lookup(bits).half_least), 0
-
-
-def delivered_limit(layout: Layout, divisor: int) -> float:
-    """Return the largest magnitude that a receiver decodes."""
-    if layout.bits == _BF16:
-        return float(np.uint32(largest_bf16(divisor) << 16).view(np.float32))
-    return quantize.limit(divisor)
-
-
-@functools.cache
-def largest_bf16(divisor: int) -> int:
-    """Return the bits of the largest bf16 number whose product with ``divisor`` is finite in fp32."""
-    return int((np.finfo(np.float32).max / np.float32(divisor)).view(np.uint32)) >> 16
-
-
-def _from_bf16(half: NDArray[np.uint16]) -> NDArray[np.float32]:
-    bits = np.zeros(len(half), np.uint32)
-    bits.view(np.uint16)[1::2] = half
-    return bits.view(np.float32)
 
 
 def _on_gpu(rows: int) -> Any:

@@ -16,12 +16,11 @@ import torch
 import triton
 import triton.language as tl
 
-from tritoncomm_kernels import quantize, sections
+from tritoncomm_kernels import quantize
 from tritoncomm_kernels.bits_triton import key_of, pack_words
 from tritoncomm_kernels.dispatch import launch
 from tritoncomm_kernels.entries import Padded
 from tritoncomm_kernels.entries_triton import MOVE, count_used_kernel, moved
-from tritoncomm_kernels.section_layout import VALUE_BITS
 from tritoncomm_kernels.select_triton import CHUNK, GROUP, GROUP_WARPS, count_bits_kernel, expand_kernel, sum_before
 from tritoncomm_kernels.workspace import Workspace
 
@@ -29,7 +28,6 @@ BLOCK, WARPS = MOVE, 8  # entries per program, as where they are moved
 # Words per program when writing. Each lane reads up to 32 entries, so few words keep many processors busy.
 HIGH_WORDS, HIGH_WARPS = 128, 4
 CHOOSE_WARPS = 8  # with 4, Triton 3.6 spills a register at 8 bits
-BF16_NAN = tl.constexpr(sections.BF16_NAN)
 NAN_HEADER = tl.constexpr(quantize.NAN_HEADER)
 INFINITY_KEY = tl.constexpr(0x7F800000)
 TABLES = tl.constexpr(quantize.TABLES)
@@ -95,20 +93,20 @@ def row_extents_kernel(indices_ptr, values_ptr, extents_ptr, stride, BLOCK: tl.c
 
 
 @triton.jit(
-    do_not_specialize=["stride", "divisor", "cover", "half", "fixed"],
+    do_not_specialize=["stride", "divisor", "cover", "half"],
     do_not_specialize_on_alignment=["indices_ptr", "values_ptr"],
 )
 def drop_rows_kernel(
     indices_ptr, values_ptr, extents_ptr, kept_ptr, counts_ptr, out_indices_ptr, out_values_ptr,
-    stride, divisor, cover, half, fixed, KEPT: tl.constexpr, BLOCK: tl.constexpr,
+    stride, divisor, cover, half, KEPT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Replace entries that cannot be sent beside the largest one of their row by padding, and count the others.
 
-    ``fixed`` is the least key of what can be sent, or 0. Then the least magnitude is the scale times ``half``.
+    The least magnitude that can be sent is the scale times ``half``.
     """
     at, index, value, used = _entries(indices_ptr, values_ptr, stride, BLOCK)
     smallest, largest, key = _extent(extents_ptr, divisor)
-    least = tl.where(fixed != 0, fixed, (_scale(smallest, largest, cover, KEPT) * half).to(tl.int32, bitcast=True))
+    least = (_scale(smallest, largest, cover, KEPT) * half).to(tl.int32, bitcast=True)
     least = tl.where((key < INFINITY_KEY) & (smallest.to(tl.int32, bitcast=True) < least), least, 0)
     keep = used & (key_of(tl.div_rn(value, divisor)) >= least)
     _raise_extent(kept_ptr, key_of(value), keep)
@@ -201,20 +199,6 @@ def high_rows_kernel(
 
 
 @triton.jit
-def _half(value, limit):
-    """Return the bits of the nearest bf16 number, ties to even. A finite one above ``limit`` is rounded down.
-
-    All NaN become one, because the bits of a NaN depend on the device that computed it.
-    """
-    bits = value.to(tl.int32, bitcast=True)
-    largest = (tl.zeros_like(value) + limit).to(tl.int32, bitcast=True) >> 16
-    nearest = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16) & 0xFFFF
-    nearest = nearest - ((nearest & 0x7FFF) > largest).to(tl.int32)
-    key = bits & 0x7FFFFFFF
-    return tl.where(key < 0x7F800000, nearest, tl.where(key > 0x7F800000, BF16_NAN, (bits >> 16) & 0xFFFF))
-
-
-@triton.jit
 def _decode(code, header, menu_ptr, limit, inside, BITS: tl.constexpr):
     """Return the values of codes. A table outside the menu is refused later, and reads the last one here."""
     table = tl.minimum(header & 0xFFFF, TABLES - 1)
@@ -258,7 +242,7 @@ def planes_rows_kernel(
     behind_ptr = words_ptr + first + groups.to(tl.int64) * PLANES
     if BITS == 0:  # indices alone
         pass
-    elif BITS < 16:
+    elif BITS < 32:
         header = tl.load(words_ptr + 1)
         scale = (header & -65536).to(tl.float32, bitcast=True)
         ratio = tl.div_rn(tl.div_rn(tl.abs(value), divisor), scale)
@@ -269,13 +253,6 @@ def planes_rows_kernel(
             tl.store(row_ptr + LOW_BITS + bit, pack_words((code >> bit) & 1, BLOCK), mask=group < groups)
         tl.debug_barrier()  # the stores may use other threads than the loads
         tl.store(values_ptr + at, _decode(code, header, menu_ptr, limit, held, BITS) * divisor, mask=held)
-    elif BITS == 16:
-        half = tl.where(held, _half(tl.div_rn(value, divisor), limit), 0)
-        pair = program * (BLOCK // 2) + tl.arange(0, BLOCK // 2)
-        pairs = tl.sum(tl.reshape(half, (BLOCK // 2, 2)) << (16 * tl.arange(0, 2))[None, :], axis=1)
-        tl.store(behind_ptr + pair, pairs, mask=pair < tl.cdiv(room, 2))
-        tl.debug_barrier()
-        tl.store(values_ptr + at, (half << 16).to(tl.float32, bitcast=True) * divisor, mask=held)
     else:
         bits = tl.where(held, value.to(tl.int32, bitcast=True), 0)
         tl.store(behind_ptr + at, bits, mask=at < room)
@@ -333,13 +310,9 @@ def join_sections_kernel(
     behind_ptr = planes_ptr + tl.cdiv(room, 32).to(tl.int64) * PLANES
     if BITS == 0:
         value = tl.zeros([BLOCK], tl.float32)
-    elif BITS < 16:
+    elif BITS < 32:
         code = _bits(planes_ptr + (at >> 5) * PLANES + LOW_BITS, (at & 31).to(tl.int32), held, BITS)
         value = _decode(code, header, menu_ptr, limit, held, BITS)
-    elif BITS == 16:
-        pair = tl.load(behind_ptr + (at >> 1), mask=held, other=0)
-        half = (pair >> (16 * (at & 1)).to(tl.int32)) & 0xFFFF
-        value = (half << 16).to(tl.float32, bitcast=True)
     else:
         value = tl.load(behind_ptr + at, mask=held, other=0).to(tl.float32, bitcast=True)
     tl.store(out_values_ptr + at, value, mask=held)
@@ -373,7 +346,7 @@ def menu(bits: int, device: torch.device) -> torch.Tensor | None:
 
     Values that are no codes have no tables.
     """
-    if not 0 < bits < VALUE_BITS["bf16"]:
+    if bits in (0, 32):
         return None
     levels = torch.tensor(quantize.menu(bits), dtype=torch.float64)
     midpoints = torch.full_like(levels, torch.inf)
@@ -401,19 +374,18 @@ def write_rows(
             workspace.buffer("rows values", rows * stride, torch.float32, messages.device).view(rows, stride),
         )
         scale_mask = -1 << (24 - quantize.scale_bits(divisor))  # of the bits of a scale that are kept, signed
-        cover, half, fixed = sections.send_rule(layout.bits)
+        known = quantize.lookup(layout.bits)
         launch(row_extents_kernel, grid, *sent, found, stride, **size)
         launch(
-            drop_rows_kernel, grid, *sent, found, kept, counts, *held, stride, float(divisor), cover, half, fixed,
-            KEPT=scale_mask, **size,
+            drop_rows_kernel, grid, *sent, found, kept, counts, *held, stride, float(divisor), known.cover,
+            known.half_least, KEPT=scale_mask, **size,
         )  # fmt: skip
         sent = moved(held, counts)
-        if layout.quantized:
-            launch(
-                choose_rows_kernel, (1, rows), sent.values, kept, tables, counts, messages, stride, blocks,
-                layout.words, float(divisor), cover, like=messages, warps=CHOOSE_WARPS,
-                KEPT=scale_mask, HALVINGS=layout.bits - 1, CHUNK=CHUNK, BLOCK=BLOCK,
-            )  # fmt: skip
+        launch(
+            choose_rows_kernel, (1, rows), sent.values, kept, tables, counts, messages, stride, blocks,
+            layout.words, float(divisor), known.cover, like=messages, warps=CHOOSE_WARPS,
+            KEPT=scale_mask, HALVINGS=layout.bits - 1, CHUNK=CHUNK, BLOCK=BLOCK,
+        )  # fmt: skip
     lengths, first = (stride, blocks, layout.words), layout.heads + layout.high_words
     launch(
         high_rows_kernel, (triton.cdiv(layout.high_words, HIGH_WORDS), rows), sent.indices, counts, lows, messages,
@@ -422,7 +394,7 @@ def write_rows(
     )  # fmt: skip
     launch(
         planes_rows_kernel, (triton.cdiv(layout.room, BLOCK), rows), *sent, counts, lows, messages, tables,
-        *lengths, layout.room, first, float(divisor), sections.delivered_limit(layout, divisor),
+        *lengths, layout.room, first, float(divisor), quantize.limit(divisor),
         **_shape(layout), CHUNK=CHUNK, **size,
     )  # fmt: skip
     return sent

@@ -226,14 +226,14 @@ def listing() -> list[Case]:
 
 
 def packing() -> list[Case]:
-    """Return the cases of packed sections: fp32, bf16, and coded values with short, long and no low bits."""
+    """Return the cases of packed sections: fp32, and coded values with short, long and no low bits."""
     own = sections_triton
     block, turn = {"BLOCK": own.BLOCK}, {"BLOCK": own.BLOCK, "CHUNK": select_triton.CHUNK}
     size = {"warps": own.WARPS, "elements": own.BLOCK, "aligned": False}
     kept = {"KEPT": -65536}
     high = {"BLOCK": own.HIGH_WORDS, "CHUNK": select_triton.CHUNK}
     both: list[Case] = []
-    for low, bits in ((6, 32), (6, 16), (6, 8), (6, 4), (6, 1), (6, 0), (30, 32), (30, 8), (0, 4)):
+    for low, bits in ((6, 32), (6, 8), (6, 4), (6, 1), (6, 0), (30, 32), (30, 8), (0, 4)):
         shape, without = _section(low, bits)
         name, joined = f"{low} + {bits} bits", shape | without | {"PLAIN": low == 0}
         both += [
@@ -269,9 +269,9 @@ def packing() -> list[Case]:
 
 def _section(low: int, bits: int) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the constants of a section, and what is left out without quantized values."""
-    planes = low + (bits if bits < 16 else 0)
+    planes = low + (bits if bits < 32 else 0)
     shape = {"LOW_BITS": low, "BITS": bits, "PLANES": planes, "BLOCK": sections_triton.BLOCK}
-    return shape, {} if 0 < bits < 16 else {"menu_ptr": None}
+    return shape, {} if 0 < bits < 32 else {"menu_ptr": None}
 
 
 def rebalancing() -> list[Case]:

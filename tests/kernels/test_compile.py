@@ -109,7 +109,7 @@ def everything() -> None:
     # With this many tiles, a separate scan sums their counts.
     kernels.expand(torch.zeros(tiles * n), kernels.Marks.empty(tiles * n, x.device), indices, out, count)
     kernels.merge([(indices, x)], n)
-    for values in (32, 16, 4):
+    for values in (32, 4):
         layout = Layout.of(1000, 64_000, values)
         entries, held = kernels.Padded(indices[None, :900], x[None, :900]), kernels.Workspace()
         words, _ = write_rows(layout, count.int(), entries, workspace=held)

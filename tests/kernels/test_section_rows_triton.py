@@ -49,7 +49,6 @@ def rows_of(layout: Layout, drawn_rows: list[tuple[str, float]], seed: int, spar
 
 @given(shapes, formats, rows_drawn, divisors, st.integers(0, 2), seeds)
 @example((1100, 60_000), 4, [("tail", 0.5), ("heavy", 1), ("normal", 0)], 3, 1, 0)  # of two blocks, some are left out
-@example((40, 4000), 16, [("heavy", 1), ("special", 1)], 9, 0, 0)
 @example((33, 100), 32, [("special", 1), ("normal", 0)], 1, 0, 0)
 @example((40, 4000), 8, [("outlier", 1), ("special", 1), ("huge", 1)], 2, 0, 0)
 @example((40, 4000), 0, [("normal", 1), ("normal", 0.5)], 1, 0, 0)
@@ -76,7 +75,7 @@ def test_rows(
     agree(call, device)
 
 
-@pytest.mark.parametrize("width", [4, 16])
+@pytest.mark.parametrize("width", [4, 8])
 def test_values_that_would_become_0(device: str, width: int) -> None:
     """They are left out of their row, and the words of the others move up."""
     layout, lows = Layout.of(4, 100, width), torch.tensor([0, 100], dtype=torch.int32)
@@ -89,20 +88,6 @@ def test_values_that_would_become_0(device: str, width: int) -> None:
         return sent.indices.tolist(), bits(sent.values) + bits(words)
 
     assert agree(call, device)[0] == [[50, 99, -1, -1], [100, 101, 103, -1]]
-
-
-@pytest.mark.parametrize("divisor", [1, 3])
-def test_one_nan_in_16_bits(device: str, divisor: int) -> None:
-    """Every NaN is sent as 0x7fc0, because its bits depend on the device that computed it."""
-    layout, lows = Layout.of(4, 100, 16), torch.zeros(1, dtype=torch.int32)
-    nans = torch.tensor([0x7FC00000, 0x7FFFFFFF, 0x7F800001, -1], dtype=torch.int32).view(torch.float32)
-    indices = torch.arange(4, dtype=torch.int32)
-
-    def call(guarded: Guarded) -> list[int]:
-        rows = Padded(guarded.of(indices).view(1, 4), guarded.of(nans).view(1, 4))
-        return write_rows(layout, guarded.of(lows), rows, divisor=divisor, workspace=Dirty(guarded))[0][0].tolist()
-
-    assert agree(call, device)[-2:] == [0x7FC07FC0] * 2
 
 
 @given(st.sampled_from([(40, 4000), (5, 8), (1100, 60_000)]), formats, seeds, st.integers(0, 4))
@@ -184,7 +169,7 @@ def refusal(layout: Layout, words: torch.Tensor) -> str:
 )
 @example(1500, 400, 4, 0, "tail", 1, 1, 0)  # a bitmap without a free place
 @example(100, 4096, 4, 0, "special", 1, 1, 0)  # NaN
-@example(33, 400, 16, 0, "huge", 1, 2, 0)
+@example(33, 400, 8, 0, "huge", 1, 2, 0)
 @example(33, 4096, 0, 7, "tail", 1, 2, 0)  # indices alone
 @cases(60)
 def test_one_section(

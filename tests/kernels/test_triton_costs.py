@@ -203,7 +203,7 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]]]] = {
     "round_parts": (kernels.round_parts, lambda: {"values": vector(), "parts": 3, "part": 1, "bits": 2}),
     "round_mean": (kernels.round_mean, lambda: {**_rounded(), "values": vector(), "part": 1}),
     "read_parts": (kernels.read_parts, lambda: {**_rounded(), "numel": N}),
-    **{f"write_rows of {bits} bits": (write_rows, lambda bits=bits: _sections(bits)) for bits in (0, 4, 16, 32)},
+    **{f"write_rows of {bits} bits": (write_rows, lambda bits=bits: _sections(bits)) for bits in (0, 4, 32)},
     "read_rows": (
         read_rows,
         lambda: {

@@ -198,7 +198,6 @@ def test_chunks_do_not_change_a_message(values: str, span: int, room: int, monke
         if at_once:
             monkeypatch.setattr(sections, "_GROUPS_AT_ONCE", at_once)
             monkeypatch.setattr(sections, "_WORDS_AT_ONCE", at_once)
-            monkeypatch.setattr(sections, "_VALUES_AT_ONCE", 50 * at_once)
             monkeypatch.setattr(quantize, "_CHUNK", 50 * at_once)
         messages.append(packed(section, indices.tolist(), torch.from_numpy(numbers)))
     for message in messages[1:]:
@@ -352,7 +351,7 @@ def test_hostile_words(values: str) -> None:
         assert len(found.values) == (0 if values == NO_VALUES else len(indices))
         assert (indices[1:] > indices[:-1]).all()
         assert not len(indices) or section.low <= indices[0] <= indices[-1] < section.high
-        if values not in ("fp32", "bf16"):
+        if values != "fp32":
             assert not np.isinf(found.values.numpy()).any()
     assert min(rejected, accepted) > number / 10
 
