@@ -18,10 +18,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from tritoncomm.primitives.packing import VALUE_BITS, Section
+from tritoncomm.primitives.packing import Section
 
 from selection import Clock, machine
 from tritoncomm_kernels import block_float
+from tritoncomm_kernels.formats import ENTRY_FORMATS
 
 SMALL = [(10_000, 64), (3_000, 300), (100_000, 1_000)]  # range, entries
 SMALL_MODEL, MEAN_WORKERS, BITS = 870_000, (2, 4), 8
@@ -132,7 +133,7 @@ def main() -> None:
     rows, numel = [], int(options.n)
     print(f"{'':14}{'bits/entry':>11}{'write ms':>10}{'read ms':>9}{'copy ms':>9}{'x copy':>8}")
     for density in options.density:
-        for values in VALUE_BITS:
+        for values in ENTRY_FORMATS:
             row = measure(numel, int(numel * density), values, options.turns, options.device)
             rows.append(row)
             name = f"{density:.1%} {values}"
@@ -140,7 +141,7 @@ def main() -> None:
     print(f"\n{'':26}{'bits/entry':>11}{'write us':>10}{'read us':>9}")
     small = []
     for length, count in SMALL:
-        for values in VALUE_BITS:
+        for values in ENTRY_FORMATS:
             turns = CALLS if options.device == "cpu" and not options.smoke else options.turns
             row = measure(length, count, values, turns, options.device)
             small.append(row)

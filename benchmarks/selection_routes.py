@@ -10,6 +10,7 @@ import torch
 from tritoncomm.primitives.accumulator import Accumulator
 
 import tritoncomm_kernels as kernels
+from tritoncomm_kernels.formats import FORMATS
 from tritoncomm_kernels.section_layout import Layout
 from tritoncomm_kernels.sections import read_rows, write_rows
 
@@ -17,7 +18,7 @@ Found = tuple[torch.Tensor, ...]  # indices, values, and the count if the kernel
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 DISTRIBUTIONS = ("normal", "laplace", "layered", "equal")
 LISTS = 8
-SECTION_BITS = 4  # of a value
+SECTION_FORMAT = FORMATS["4bit"]
 WARM_UP_TO, GRAPH_UP_TO = 6_000_000, 1_000_000  # largest sizes at which caches or launch times matter
 
 
@@ -343,7 +344,7 @@ def static_parts(p: Problem) -> list[Route]:
     bounds = torch.arange(0, p.n + 1, p.n // LISTS, dtype=torch.int32, device=device)[: LISTS + 1].contiguous()
     budgets = torch.full((LISTS,), room, dtype=torch.int32, device=device)
     rows = kernels.Padded(*(t.expand(LISTS, -1).contiguous() for t in p.largest))
-    layout, lows = Layout.of(p.k, p.n, SECTION_BITS), torch.zeros_like(budgets)
+    layout, lows = Layout.of(p.k, p.n, SECTION_FORMAT), torch.zeros_like(budgets)
 
     def packed(lows: torch.Tensor, rows: kernels.Padded) -> Found:
         words, sent = write_rows(layout, lows, rows, workspace=workspace)
@@ -376,7 +377,7 @@ def static_parts(p: Problem) -> list[Route]:
             lambda found, left: torch.equal(left, added),
         ),
         Route(
-            f"{LISTS} sections of {SECTION_BITS} bits", 8 * LISTS * (2 * layout.words + p.k),
+            f"{LISTS} sections of {SECTION_FORMAT.bits} bits", 8 * LISTS * (2 * layout.words + p.k),
             lambda r: packed(lows, rows), same(written),
         ),
     ]  # fmt: skip

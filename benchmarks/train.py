@@ -44,7 +44,7 @@ from peers import PEERS
 from runs import Outcome, Run, add, chosen, read
 from selection import machine
 from tasks import BATCHES, TASKS, WORKERS
-from tritoncomm_kernels.section_layout import VALUE_BITS
+from tritoncomm_kernels.formats import FORMATS
 from workers import LR_WARMUP_SHARE, OPTIMIZERS, Worker
 
 DENSE_STEPS = 20  # those of wrap when rates were swept: it has 16 now, with the same losses
@@ -123,7 +123,7 @@ def arguments() -> argparse.ArgumentParser:
     methods = ["dense", *tritoncomm.algorithms()]
     parser.add_argument("--method", default="quantized", choices=methods, help="how updates or gradients travel")
     formats = f"formats of a value, 1bit of updates and {DEFAULT_VALUES} of gradients unless given"
-    parser.add_argument("--values", nargs="+", choices=list(VALUE_BITS), help=formats)
+    parser.add_argument("--values", nargs="+", choices=list(FORMATS), help=formats)
     parser.add_argument(
         "--density", type=float, nargs="+", default=[DEFAULT_DENSITY], help="densities of Ok-Topk, or of --method"
     )

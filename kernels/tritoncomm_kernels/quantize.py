@@ -8,7 +8,6 @@ is never 0, and satisfies ``|q| <= 2 |v|``. Therefore ``v - q`` is exact in fp32
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 import struct
 from typing import NamedTuple
@@ -16,37 +15,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-# Levels per sign, in units of 1/64 of the scale. Encoders take the table with the least squared error. Tables 0 to 2
-# suit magnitudes whose tails grow wider. Tables 3 and 4 are for anything else.
-_MENU: dict[int, tuple[tuple[int, ...], ...]] = {
-    1: ((70,), (80,), (96,), (126,), (64,)),
-    2: ((69, 90), (77, 160), (83, 384), (80, 4096), (80, 1024)),
-    3: (
-        (67, 77, 88, 106),
-        (70, 96, 134, 205),
-        (77, 141, 288, 640),
-        (64, 1024, 16384, 262144),
-        (64, 256, 1024, 4096),
-    ),
-    4: (
-        (65, 69, 74, 80, 88, 98, 112, 136),
-        (67, 77, 91, 109, 134, 168, 216, 288),
-        (68, 88, 120, 168, 248, 384, 600, 1000),
-        tuple(64 * 4**level for level in range(8)),
-        tuple(64 * 2**level for level in range(8)),
-    ),
-    8: (
-        tuple(range(64, 192)),
-        tuple((16 + m) * 4 << e for e in range(8) for m in range(16)),
-        tuple((8 + m) * 8 << e for e in range(16) for m in range(8)),
-        tuple((4 + m) * 16 << e for e in range(32) for m in range(4)),
-        tuple((32 + m) * 2 << e for e in range(4) for m in range(32)),
-    ),
-}
+from tritoncomm_kernels.formats import Format
+
 _UNIT = 64
-TABLES = 5
-_COARSE = (1, 2)  # at these widths, values above the top level may be clipped further
-_WIDEST = 3  # the number of the table with the largest top level
+_COARSE = 2  # up to so many levels per sign, values above the top level may be clipped further
 LEAST_SCALE = 2.0**-100
 SAMPLE = 4096  # squared errors are summed over about this many entries
 _CLEAR = 1 + 2.0**-10  # the ratio of two sums in fp32 that no order of rounding reverses: 2 * SAMPLE * 2^-24 is less
@@ -74,7 +46,7 @@ class Quantized(NamedTuple):
 
 
 class Lookup(NamedTuple):
-    """Tables of one width. The upper 16 bits of an fp32 number are the position in the lookups.
+    """Tables of one format. The upper 16 bits of an fp32 number are the position in the lookups.
 
     ``codes`` (uint8) and ``rounded`` (fp32) are ``[tables, 65536]``: the code of the number with its sign, and the
     value of this code. ``values`` (fp32) is ``[tables, 2**bits]``, the value of every code with its sign. ``tops`` are
@@ -94,19 +66,19 @@ class Lookup(NamedTuple):
 
 
 @functools.cache
-def lookup(bits: int) -> Lookup:
-    """Return the tables for values of ``bits`` bits."""
-    menu = np.array(_MENU[bits], dtype=np.float64) / _UNIT
+def lookup(fmt: Format) -> Lookup:
+    """Return the tables of a format."""
+    menu = np.array(fmt.tables, dtype=np.float64) / _UNIT
     # A number is rounded from the centre of its bf16 cell, so that one lookup decides.
     cells = np.minimum(np.arange(1 << 15, dtype=np.uint32), _LAST_FINITE_CELL)
     centres = ((cells << 16) | 0x8000).view(np.float32).astype(np.float64)
     levels = np.stack([np.searchsorted((t[:-1] + t[1:]) / 2, centres) for t in menu]).astype(np.uint8)
-    codes = np.concatenate([levels, levels | np.uint8(1 << (bits - 1))], axis=1)
+    codes = np.concatenate([levels, levels | np.uint8(1 << (fmt.bits - 1))], axis=1)
     values = np.concatenate([menu, -menu], axis=1).astype(np.float32)  # exact
     rounded = np.take_along_axis(values, codes.astype(np.intp), axis=1)
     tops = menu[:, -1]
     reach = REACH * tops.astype(np.float32)
-    cover = float(tops[_WIDEST] * (16 if bits in _COARSE else 1))
+    cover = float(tops.max() * (16 if menu.shape[1] <= _COARSE else 1))
     half_least = float(menu[:, 0].max() / 2)
     return Lookup(codes, rounded, values, tuple(tops.tolist()), reach, float(reach.min()), cover, half_least)
 
@@ -139,19 +111,19 @@ class Range(NamedTuple):
     scale_word: int
 
 
-def range_of(values: NDArray[np.float32], bits: int, divisor: int = 1) -> Range:
+def range_of(values: NDArray[np.float32], fmt: Format, divisor: int = 1) -> Range:
     """Return the range of ``values`` (fp32 ``[m]``, ``m > 0``), for :func:`sendable` and :func:`quantize`."""
     smallest, largest = extent(values, divisor)
     if not math.isfinite(largest):
         return Range(smallest, largest, None, NAN_HEADER)
     # The scale is about the smallest magnitude, rounded towards zero.
-    covered = max(smallest, largest / lookup(bits).cover, LEAST_SCALE)
+    covered = max(smallest, largest / lookup(fmt).cover, LEAST_SCALE)
     word = _WORD.unpack(_FLOAT.pack(covered))[0] & _scale_mask(divisor)
     return Range(smallest, largest, _FLOAT.unpack(_WORD.pack(word))[0], word)
 
 
 def sendable(
-    values: NDArray[np.float32], bits: int, divisor: int = 1, found: Range | None = None
+    values: NDArray[np.float32], fmt: Format, divisor: int = 1, found: Range | None = None
 ) -> NDArray[np.bool_] | None:
     """Return which of ``values`` (fp32 ``[m]``) a section can hold together, or None if it can hold all.
 
@@ -160,18 +132,18 @@ def sendable(
     """
     if not len(values):
         return None
-    smallest, _, scale, _ = found or range_of(values, bits, divisor)
+    smallest, _, scale, _ = found or range_of(values, fmt, divisor)
     if scale is None:
         return None
-    least = scale * lookup(bits).half_least  # never overflows
+    least = scale * lookup(fmt).half_least  # never overflows
     if smallest >= least:
         return None
     keep: NDArray[np.bool_] = np.abs(values) / np.float32(divisor) >= least
     return keep
 
 
-def quantize(values: NDArray[np.float32], bits: int, divisor: int = 1, found: Range | None = None) -> Quantized:
-    """Quantize ``values`` (fp32 ``[m]``), which a section can hold together (:func:`sendable`), to ``bits`` bits.
+def quantize(values: NDArray[np.float32], fmt: Format, divisor: int = 1, found: Range | None = None) -> Quantized:
+    """Quantize ``values`` (fp32 ``[m]``), which a section can hold together (:func:`sendable`), to a format.
 
     The values are divided by ``divisor`` first. The receiver's value is multiplied by it when the sender computes its
     residual, so the scale has fewer significant bits for larger divisors. A NaN or Inf gives :data:`NAN_HEADER`, and
@@ -179,10 +151,10 @@ def quantize(values: NDArray[np.float32], bits: int, divisor: int = 1, found: Ra
     """
     if not len(values):
         return Quantized(np.zeros(0, np.uint8), 0, np.zeros(0, np.float32))
-    _, largest, scale, word = found or range_of(values, bits, divisor)
+    _, largest, scale, word = found or range_of(values, fmt, divisor)
     if scale is None:
         return Quantized(np.zeros(len(values), np.uint8), NAN_HEADER, np.full(len(values), np.nan, np.float32))
-    tables = lookup(bits)
+    tables = lookup(fmt)
     if len(values) <= SAMPLE:  # the ratios of all values serve for the sample too
         ratios = _ratios(values, scale, divisor)
         cells = _cells(ratios).astype(np.intp)  # once for both lookups, which would do it each
@@ -190,7 +162,7 @@ def quantize(values: NDArray[np.float32], bits: int, divisor: int = 1, found: Ra
         table = _best_table(tables, ratios, levels, largest / scale)
         codes = tables.codes[table].take(cells, mode="wrap")
         if scale * tables.tops[table] > limit(divisor):
-            return Quantized(codes, word | table, dequantize(codes, word | table, bits, divisor))
+            return Quantized(codes, word | table, dequantize(codes, word | table, fmt, divisor))
         return Quantized(codes, word | table, levels[table] * scale)
     ratios = _ratios(values[:: -(-len(values) // SAMPLE)], scale, divisor)
     levels = tables.rounded.take(_cells(ratios), axis=1, mode="wrap")
@@ -199,7 +171,7 @@ def quantize(values: NDArray[np.float32], bits: int, divisor: int = 1, found: Ra
     for start in range(0, len(values), _CHUNK):
         part = slice(start, start + _CHUNK)
         tables.codes[table].take(_cells(_ratios(values[part], scale, divisor)), out=codes[part], mode="wrap")
-    return Quantized(codes, word | table, dequantize(codes, word | table, bits, divisor))
+    return Quantized(codes, word | table, dequantize(codes, word | table, fmt, divisor))
 
 
 def _cells(ratios: NDArray[np.float32]) -> NDArray[np.uint16]:
@@ -217,8 +189,8 @@ def _best_table(tables: Lookup, ratios: NDArray[np.float32], levels: NDArray[np.
     squares *= squares
     if top <= tables.least_reach:
         errors = np.add.reduce(squares, axis=1).tolist()
-        least, second = sorted(errors)[:2]
-        if second > least * _CLEAR:
+        least, *others = sorted(errors)
+        if not others or others[0] > least * _CLEAR:
             best: int = errors.index(least)
             return best
     exact = np.add.reduce(squares, axis=1, dtype=np.float64)
@@ -226,16 +198,16 @@ def _best_table(tables: Lookup, ratios: NDArray[np.float32], levels: NDArray[np.
     return int(exact.argmin())
 
 
-def dequantize(codes: NDArray[np.integer], header: int, bits: int, divisor: int = 1) -> NDArray[np.float32]:
+def dequantize(codes: NDArray[np.integer], header: int, fmt: Format, divisor: int = 1) -> NDArray[np.float32]:
     """Return the values (fp32 ``[m]``) of ``codes``. Raises ``ValueError`` if no encoder writes ``header``."""
     if header == NAN_HEADER:
         return np.full(len(codes), np.nan, np.float32)
     if not len(codes):
         return np.zeros(0, np.float32)
-    check_header(header)
+    check_header(header, fmt)
     # The values of all codes are few, and one gather applies table, sign and scale. A level has at most 8 bits and the
     # scale 8, so a product is rounded only if it is denormal, and then once.
-    tables, table = lookup(bits), header & _TABLE_MASK
+    tables, table = lookup(fmt), header & _TABLE_MASK
     scale = _FLOAT.unpack(_WORD.pack(header & _SCALE_MASK))[0]
     if scale * tables.tops[table] > limit(divisor):
         largest = limit(divisor)
@@ -251,10 +223,10 @@ def dequantize(codes: NDArray[np.integer], header: int, bits: int, divisor: int 
     return decoded
 
 
-def check_header(header: int) -> None:
+def check_header(header: int, fmt: Format) -> None:
     """Raise ``ValueError`` if no encoder writes ``header`` (32 bits, unsigned) for a section with entries."""
-    if header != NAN_HEADER and (header & _TABLE_MASK >= TABLES or not 0 < header & _SCALE_MASK < _INFINITY):
-        raise ValueError(f"header {header:#010x} has no positive finite scale or no table of the menu")
+    if header != NAN_HEADER and (header & _TABLE_MASK >= len(fmt.tables) or not 0 < header & _SCALE_MASK < _INFINITY):
+        raise ValueError(f"header {header:#010x} has no positive finite scale or no table of the format")
 
 
 def extent(values: NDArray[np.float32], divisor: int = 1) -> tuple[float, float]:
@@ -281,11 +253,6 @@ def _ratios(values: NDArray[np.float32], scale: float, divisor: int) -> NDArray[
     return found
 
 
-def menu(bits: int) -> tuple[tuple[float, ...], ...]:
-    """Return the levels of all tables for ``bits`` bits, in units of the scale."""
-    return tuple(tuple(level / _UNIT for level in table) for table in _MENU[bits])
-
-
-def midpoints(bits: int) -> tuple[tuple[float, ...], ...]:
-    """Return the numbers that separate the levels of all tables for ``bits`` bits."""
-    return tuple(tuple((a + b) / 2 for a, b in itertools.pairwise(table)) for table in menu(bits))
+def menu(fmt: Format) -> tuple[tuple[float, ...], ...]:
+    """Return the levels of all tables of a format, in units of the scale."""
+    return tuple(tuple(level / _UNIT for level in table) for table in fmt.tables)

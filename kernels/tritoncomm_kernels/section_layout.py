@@ -8,12 +8,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-# Bits of a value by the name of its format. A section of indices alone has values of 0 bits.
-VALUE_BITS = {"fp32": 32, "8bit": 8, "4bit": 4, "3bit": 3, "2bit": 2, "1bit": 1}
+from tritoncomm_kernels.formats import Format
 
 
 class Layout(NamedTuple):
-    """Layout of a section with at most ``room`` entries in a range of ``span`` coordinates, and values of ``bits``.
+    """Layout of a section: at most ``room`` entries in a range of ``span`` coordinates, whose values are in ``fmt``.
 
     ``low_bits`` bits of each index are in planes. The others are in a string of ``high_bits`` bits. ``plain`` means
     that the string is a bitmap of the range, and no index has low bits.
@@ -21,26 +20,26 @@ class Layout(NamedTuple):
 
     room: int
     span: int
-    bits: int
+    fmt: Format
     plain: bool
     low_bits: int
     high_bits: int
 
     @classmethod
-    def of(cls, room: int, span: int, bits: int) -> Layout:
+    def of(cls, room: int, span: int, fmt: Format) -> Layout:
         """Return the layout with the shortest indices."""
         room = min(room, span)
         if room == 0:
-            return cls(0, span, bits, True, 0, 0)
+            return cls(0, span, fmt, True, 0, 0)
         if span <= 4 * room:
-            return cls(room, span, bits, True, 0, span)
+            return cls(room, span, fmt, True, 0, span)
         low_bits = (span // room).bit_length() - 1
-        return cls(room, span, bits, False, low_bits, room + -(-span // (1 << low_bits)))
+        return cls(room, span, fmt, False, low_bits, room + -(-span // (1 << low_bits)))
 
     @property
     def quantized(self) -> bool:
-        """True if values are codes with a header. False for fp32."""
-        return 0 < self.bits < VALUE_BITS["fp32"]
+        """True if values are codes with a header. False for fp32, and without values."""
+        return bool(self.fmt.tables)
 
     @property
     def heads(self) -> int:
@@ -55,7 +54,7 @@ class Layout(NamedTuple):
     @property
     def planes(self) -> int:
         """Bits of an entry that are stored in planes."""
-        return self.low_bits + (self.bits if self.quantized else 0)
+        return self.low_bits + (self.fmt.bits if self.quantized else 0)
 
     @property
     def groups(self) -> int:
@@ -65,7 +64,7 @@ class Layout(NamedTuple):
     @property
     def value_words(self) -> int:
         """Words of the values after the planes."""
-        return self.room if self.bits == VALUE_BITS["fp32"] else 0
+        return 0 if self.quantized else self.room * self.fmt.bits // 32
 
     @property
     def words(self) -> int:

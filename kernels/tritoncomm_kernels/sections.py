@@ -20,12 +20,11 @@ from numpy.typing import NDArray
 from tritoncomm_kernels import quantize
 from tritoncomm_kernels.dispatch import kernel, triton_runs
 from tritoncomm_kernels.entries import PADDING, Padded, check_launch, stacked
-from tritoncomm_kernels.section_layout import VALUE_BITS, Layout, Places, places_of
+from tritoncomm_kernels.formats import Format
+from tritoncomm_kernels.section_layout import Layout, Places, places_of
 from tritoncomm_kernels.select import Selection
 from tritoncomm_kernels.workspace import Workspace
 
-_FP32 = VALUE_BITS["fp32"]
-_EXACT = 0, _FP32  # bits of values that are not rounded
 # Chunks stay in the second-level cache. Most sections of an exchange are short, and are one chunk.
 _GROUPS_AT_ONCE = 1 << 9  # 16384 entries, whose bits are numbers in fp32
 _WORDS_AT_ONCE = 1 << 13  # of the high part: 262144 bits
@@ -47,10 +46,10 @@ def write_one(
     """
     if indices.is_cpu and not triton_runs(indices):
         return write_sendable(layout, low, indices, values, divisor=divisor)
-    sent_values = values if layout.bits else torch.zeros(indices.shape, device=indices.device)
+    sent_values = values if layout.fmt.bits else torch.zeros(indices.shape, device=indices.device)
     entries = Padded(indices[None], sent_values[None])
     messages, sent = write_rows(layout, indices.new_full((1,), low), entries, divisor=divisor, workspace=Workspace())
-    return messages[0], sent.row(0).trimmed() if layout.bits not in _EXACT else Selection.of(indices, values)
+    return messages[0], sent.row(0).trimmed() if layout.quantized else Selection.of(indices, values)
 
 
 def read_one(layout: Layout, low: int, section: torch.Tensor, *, divisor: int = 1) -> Selection:
@@ -66,7 +65,7 @@ def read_one(layout: Layout, low: int, section: torch.Tensor, *, divisor: int = 
     count, wrong = torch.stack([(found.indices[0] != PADDING).sum(), malformed[0]]).tolist()
     if wrong:
         raise ValueError("its counts differ, its indices do not ascend inside the range, or its header is invalid")
-    return Selection.of(found.indices[0, :count], found.values[0, : count if layout.bits else 0])
+    return Selection.of(found.indices[0, :count], found.values[0, : count if layout.fmt.bits else 0])
 
 
 def write_rows(
@@ -135,12 +134,12 @@ def check_rows(rows: Padded, lows: torch.Tensor, span: int) -> tuple[Padded, tor
     return clean, wrong.sum(dtype=torch.int32).reshape(1)
 
 
-def sendable_together(values: torch.Tensor, bits: int, divisor: int = 1) -> torch.Tensor | None:
+def sendable_together(values: torch.Tensor, fmt: Format, divisor: int = 1) -> torch.Tensor | None:
     """Return which of ``values`` (fp32 ``[m]``) one section can hold (bool ``[m]``), or None if it can hold all.
 
     Quantized values must not be too small beside the largest one. Returns None if a value is NaN or Inf.
     """
-    keep = quantize.sendable(values.cpu().numpy(), bits, divisor)
+    keep = quantize.sendable(values.cpu().numpy(), fmt, divisor)
     return None if keep is None else torch.from_numpy(keep).to(values.device)
 
 
@@ -161,8 +160,8 @@ def write_sendable(
     at, numbers = indices.numpy(), values.numpy()
     found, chosen = None, None
     if layout.quantized and len(numbers):
-        found = quantize.range_of(numbers, layout.bits, divisor)
-        chosen = quantize.sendable(numbers, layout.bits, divisor, found)
+        found = quantize.range_of(numbers, layout.fmt, divisor)
+        chosen = quantize.sendable(numbers, layout.fmt, divisor, found)
     if chosen is not None and not chosen.all():
         found, at, numbers = None, at[chosen], numbers[chosen]
         indices, values = torch.from_numpy(at), torch.from_numpy(numbers)
@@ -188,9 +187,9 @@ def _write_host(
     words[0] = count
     codes, rounded = None, None
     if places.quantized:
-        codes, header, rounded = quantize.quantize(values, layout.bits, divisor, found)
+        codes, header, rounded = quantize.quantize(values, layout.fmt, divisor, found)
         words[1] = header  # its highest bit is never set
-    elif layout.bits == _FP32:
+    elif layout.fmt.bits:
         words[places.values : places.values + count] = values.view(np.int32)
     _write_indices(layout, low, indices, codes, words)
     if rounded is not None and divisor > 1:
@@ -211,7 +210,7 @@ def read_section(layout: Layout, low: int, section: torch.Tensor, *, divisor: in
     count, places = int(words[0]), places_of(layout)
     offsets, codes = _read_indices(layout, places, words, count)
     if places.quantized:
-        values = quantize.dequantize(codes, int(words[1]) & 0xFFFFFFFF, layout.bits, divisor)
+        values = quantize.dequantize(codes, int(words[1]) & 0xFFFFFFFF, layout.fmt, divisor)
     else:  # no values follow if they have 0 bits
         values = words[places.values : places.values + count].view(np.float32).copy()
     if low:
@@ -245,7 +244,7 @@ def _write_indices(
             np.bitwise_and(octets, _BITS_OF_OCTET[: stop - shift], bits[shift:stop, : len(part)])
         if codes is not None:
             own = codes[start : start + len(part)]
-            np.bitwise_and(own, _BITS_OF_OCTET[: layout.bits], bits[low_bits:, : len(part)])
+            np.bitwise_and(own, _BITS_OF_OCTET[: layout.fmt.bits], bits[low_bits:, : len(part)])
         packed = np.packbits(bits, None, "little").view(np.int32).reshape(places.depth, groups)
         rows[start // 32 : start // 32 + groups] = packed.T
     words[places.heads : places.planes] = np.packbits(string, None, "little").view(np.int32)

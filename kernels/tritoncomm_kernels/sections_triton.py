@@ -21,6 +21,7 @@ from tritoncomm_kernels.bits_triton import key_of, pack_words
 from tritoncomm_kernels.dispatch import launch
 from tritoncomm_kernels.entries import Padded
 from tritoncomm_kernels.entries_triton import MOVE, count_used_kernel, moved
+from tritoncomm_kernels.formats import Format
 from tritoncomm_kernels.select_triton import CHUNK, GROUP, GROUP_WARPS, count_bits_kernel, expand_kernel, sum_before
 from tritoncomm_kernels.workspace import Workspace
 
@@ -30,7 +31,6 @@ HIGH_WORDS, HIGH_WARPS = 128, 4
 CHOOSE_WARPS = 8  # with 4, Triton 3.6 spills a register at 8 bits
 NAN_HEADER = tl.constexpr(quantize.NAN_HEADER)
 INFINITY_KEY = tl.constexpr(0x7F800000)
-TABLES = tl.constexpr(quantize.TABLES)
 REACH = tl.constexpr(quantize.REACH)
 LEAST_SCALE = tl.constexpr(quantize.LEAST_SCALE)
 SAMPLE = tl.constexpr(quantize.SAMPLE)
@@ -64,7 +64,7 @@ def _scale(smallest, largest, cover, KEPT: tl.constexpr):
 
 
 @triton.jit
-def _level_of(ratio, menu_ptr, table, inside, HALVINGS: tl.constexpr):
+def _level_of(ratio, menu_ptr, table, inside, TABLES: tl.constexpr, HALVINGS: tl.constexpr):
     """Return the level of each ratio: the number of midpoints below the centre of its bf16 cell."""
     centre = ((ratio.to(tl.int32, bitcast=True) & -65536) | 0x8000).to(tl.float32, bitcast=True)
     midpoints_ptr = menu_ptr + ((TABLES + table) << HALVINGS)
@@ -119,7 +119,7 @@ def drop_rows_kernel(
 @triton.jit(do_not_specialize=["stride", "blocks", "words", "divisor", "cover"])
 def choose_rows_kernel(
     values_ptr, extents_ptr, menu_ptr, counts_ptr, words_ptr, stride, blocks, words, divisor, cover,
-    KEPT: tl.constexpr, HALVINGS: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+    KEPT: tl.constexpr, TABLES: tl.constexpr, HALVINGS: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Write the header of each row: the scale, and the table with the least squared error over a sample of the values.
 
@@ -143,7 +143,7 @@ def choose_rows_kernel(
             held = at < samples
             value = tl.load(values_ptr + at.to(tl.int64) * stride_of_sample, mask=held, other=0.0)
             ratio = tl.div_rn(tl.div_rn(tl.abs(value), divisor), scale)
-            level = _level_of(ratio, menu_ptr, candidate, held, HALVINGS)
+            level = _level_of(ratio, menu_ptr, candidate, held, TABLES, HALVINGS)
             miss = ratio - tl.load(menu_ptr + (candidate << HALVINGS) + level, mask=held, other=0.0)
             errors += tl.where(held, miss * miss, 0.0).to(tl.float64)
             start += BLOCK
@@ -199,8 +199,8 @@ def high_rows_kernel(
 
 
 @triton.jit
-def _decode(code, header, menu_ptr, limit, inside, BITS: tl.constexpr):
-    """Return the values of codes. A table outside the menu is refused later, and reads the last one here."""
+def _decode(code, header, menu_ptr, limit, inside, TABLES: tl.constexpr, BITS: tl.constexpr):
+    """Return the values of codes. A table beyond those of the format is refused later, and reads the last one here."""
     table = tl.minimum(header & 0xFFFF, TABLES - 1)
     scale = (header & -65536).to(tl.float32, bitcast=True)
     level = code & ((1 << (BITS - 1)) - 1)
@@ -217,7 +217,8 @@ def _decode(code, header, menu_ptr, limit, inside, BITS: tl.constexpr):
 def planes_rows_kernel(
     indices_ptr, values_ptr, counts_ptr, lows_ptr, words_ptr, menu_ptr,
     stride, blocks, words, room, first, divisor, limit,
-    LOW_BITS: tl.constexpr, BITS: tl.constexpr, PLANES: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+    LOW_BITS: tl.constexpr, BITS: tl.constexpr, PLANES: tl.constexpr, TABLES: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Write count, planes and values of each row. Rounded values are replaced by what the receiver decodes."""
     row = tl.program_id(1).to(tl.int64)
@@ -246,13 +247,13 @@ def planes_rows_kernel(
         header = tl.load(words_ptr + 1)
         scale = (header & -65536).to(tl.float32, bitcast=True)
         ratio = tl.div_rn(tl.div_rn(tl.abs(value), divisor), scale)
-        level = _level_of(ratio, menu_ptr, header & 0xFFFF, held, BITS - 1)
+        level = _level_of(ratio, menu_ptr, header & 0xFFFF, held, TABLES, BITS - 1)
         code = level | (((value.to(tl.int32, bitcast=True) >> 31) & 1) << (BITS - 1))
         code = tl.where(held & (header != NAN_HEADER), code, 0)
         for bit in tl.static_range(BITS):
             tl.store(row_ptr + LOW_BITS + bit, pack_words((code >> bit) & 1, BLOCK), mask=group < groups)
         tl.debug_barrier()  # the stores may use other threads than the loads
-        tl.store(values_ptr + at, _decode(code, header, menu_ptr, limit, held, BITS) * divisor, mask=held)
+        tl.store(values_ptr + at, _decode(code, header, menu_ptr, limit, held, TABLES, BITS) * divisor, mask=held)
     else:
         bits = tl.where(held, value.to(tl.int32, bitcast=True), 0)
         tl.store(behind_ptr + at, bits, mask=at < room)
@@ -281,7 +282,8 @@ def _offset(slots_ptr, planes_ptr, at, inside, LOW_BITS: tl.constexpr, PLANES: t
 def join_sections_kernel(
     slots_ptr, lows_ptr, words_ptr, menu_ptr, out_indices_ptr, out_values_ptr, verdict_ptr,
     words, room, span, first, limit,
-    LOW_BITS: tl.constexpr, BITS: tl.constexpr, PLANES: tl.constexpr, PLAIN: tl.constexpr, BLOCK: tl.constexpr,
+    LOW_BITS: tl.constexpr, BITS: tl.constexpr, PLANES: tl.constexpr, TABLES: tl.constexpr, PLAIN: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Write the entries of each row, and padding behind them. Count entries that do not ascend inside the range."""
     row = tl.program_id(1).to(tl.int64)
@@ -312,15 +314,15 @@ def join_sections_kernel(
         value = tl.zeros([BLOCK], tl.float32)
     elif BITS < 32:
         code = _bits(planes_ptr + (at >> 5) * PLANES + LOW_BITS, (at & 31).to(tl.int32), held, BITS)
-        value = _decode(code, header, menu_ptr, limit, held, BITS)
+        value = _decode(code, header, menu_ptr, limit, held, TABLES, BITS)
     else:
         value = tl.load(behind_ptr + at, mask=held, other=0).to(tl.float32, bitcast=True)
     tl.store(out_values_ptr + at, value, mask=held)
 
 
-@triton.jit(do_not_specialize=["words", "room", "quantized"])
+@triton.jit(do_not_specialize=["words", "room"])
 def refuse_rows_kernel(
-    words_ptr, verdict_ptr, out_indices_ptr, out_values_ptr, malformed_ptr, words, room, quantized,
+    words_ptr, verdict_ptr, out_indices_ptr, out_values_ptr, malformed_ptr, words, room, TABLES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Count the malformed rows, and replace their entries by padding."""
@@ -328,10 +330,11 @@ def refuse_rows_kernel(
     count = tl.load(words_ptr + row * words)
     wrong = (count < 0) | (count > room) | (tl.load(verdict_ptr + VERDICT * row) != count)
     wrong = wrong | (tl.load(verdict_ptr + VERDICT * row + 1) != 0)
-    header = tl.load(words_ptr + row * words + 1)
-    scale = header & -65536
-    known = (header == NAN_HEADER) | (((header & 0xFFFF) < TABLES) & (scale > 0) & (scale < 0x7F800000))
-    wrong = wrong | ((quantized != 0) & (count > 0) & (known == 0))
+    if TABLES > 0:
+        header = tl.load(words_ptr + row * words + 1)
+        scale = header & -65536
+        known = (header == NAN_HEADER) | (((header & 0xFFFF) < TABLES) & (scale > 0) & (scale < 0x7F800000))
+        wrong = wrong | ((count > 0) & (known == 0))
     if wrong:
         at = program.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         tl.store(out_indices_ptr + row * room + at, -1, mask=at < room)
@@ -341,14 +344,14 @@ def refuse_rows_kernel(
 
 
 @cache
-def menu(bits: int, device: torch.device) -> torch.Tensor | None:
+def menu(fmt: Format, device: torch.device) -> torch.Tensor | None:
     """Return levels and midpoints of the tables (fp32 ``[2, tables, levels]``) on ``device``. The last is infinity.
 
     Values that are no codes have no tables.
     """
-    if bits in (0, 32):
+    if not fmt.tables:
         return None
-    levels = torch.tensor(quantize.menu(bits), dtype=torch.float64)
+    levels = torch.tensor(quantize.menu(fmt), dtype=torch.float64)
     midpoints = torch.full_like(levels, torch.inf)
     midpoints[:, :-1] = (levels[:, 1:] + levels[:, :-1]) / 2
     return torch.stack([levels, midpoints]).float().to(device)
@@ -362,9 +365,9 @@ def write_rows(
     rows, stride = sent.indices.shape
     grid = blocks, _ = triton.cdiv(stride, BLOCK), rows
     counts = workspace.buffer("rows counts", rows * blocks, torch.int32, messages.device)
-    tables = menu(layout.bits, messages.device)
+    tables = menu(layout.fmt, messages.device)
     size: dict[str, Any] = {"like": messages, "warps": WARPS, "BLOCK": BLOCK}
-    if layout.bits in (0, 32):
+    if not layout.quantized:
         launch(count_used_kernel, grid, sent.indices, counts, stride, **size)
     else:
         extents = workspace.buffer("rows extents", 2 * rows * EXTENT.value, torch.int64, messages.device).zero_()
@@ -374,7 +377,7 @@ def write_rows(
             workspace.buffer("rows values", rows * stride, torch.float32, messages.device).view(rows, stride),
         )
         scale_mask = -1 << (24 - quantize.scale_bits(divisor))  # of the bits of a scale that are kept, signed
-        known = quantize.lookup(layout.bits)
+        known = quantize.lookup(layout.fmt)
         launch(row_extents_kernel, grid, *sent, found, stride, **size)
         launch(
             drop_rows_kernel, grid, *sent, found, kept, counts, *held, stride, float(divisor), known.cover,
@@ -384,7 +387,7 @@ def write_rows(
         launch(
             choose_rows_kernel, (1, rows), sent.values, kept, tables, counts, messages, stride, blocks,
             layout.words, float(divisor), known.cover, like=messages, warps=CHOOSE_WARPS,
-            KEPT=scale_mask, HALVINGS=layout.bits - 1, CHUNK=CHUNK, BLOCK=BLOCK,
+            KEPT=scale_mask, TABLES=len(layout.fmt.tables), HALVINGS=layout.fmt.bits - 1, CHUNK=CHUNK, BLOCK=BLOCK,
         )  # fmt: skip
     lengths, first = (stride, blocks, layout.words), layout.heads + layout.high_words
     launch(
@@ -422,17 +425,18 @@ def read_rows(
         32 * high_words, words, heads, VERDICT.value, TILES=1, CHUNK=CHUNK, SUMMED=False, ROWS=True, **groups,
     )  # fmt: skip
     launch(
-        join_sections_kernel, (blocks, rows), slots, lows, messages, menu(layout.bits, messages.device), *found,
+        join_sections_kernel, (blocks, rows), slots, lows, messages, menu(layout.fmt, messages.device), *found,
         verdict, words, room, layout.span, heads + high_words, quantize.limit(divisor),
         **_shape(layout), PLAIN=layout.plain, **size,
     )  # fmt: skip
     launch(
-        refuse_rows_kernel, (blocks, rows), messages, verdict, *found, malformed, words, room, int(layout.quantized),
-        **size,
+        refuse_rows_kernel, (blocks, rows), messages, verdict, *found, malformed, words, room,
+        TABLES=len(layout.fmt.tables), **size,
     )  # fmt: skip
     return found, malformed
 
 
 def _shape(layout: Any) -> dict[str, Any]:
     """Return the constants of a layout."""
-    return {"LOW_BITS": layout.low_bits, "BITS": layout.bits, "PLANES": layout.planes}
+    fmt = layout.fmt
+    return {"LOW_BITS": layout.low_bits, "BITS": fmt.bits, "PLANES": layout.planes, "TABLES": len(fmt.tables)}

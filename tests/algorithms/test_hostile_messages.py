@@ -23,7 +23,7 @@ from baselines import GTopk, TopkDSA
 from depth import DEEP, trials
 from recipes import always_packed, under_test
 from tritoncomm_kernels import Selection
-from tritoncomm_kernels.section_layout import VALUE_BITS
+from tritoncomm_kernels.formats import ENTRY_FORMATS
 
 NAMES = [
     name
@@ -106,7 +106,9 @@ def packed(methods: Sequence[str], formats: Sequence[str]) -> dict[str, Recipe]:
 
 # A deep run has every method and every format, in both forms.
 METHODS = [name for name, recipe in under_test(0.2).items() if name in algorithms() and isinstance(recipe, IndexRecipe)]
-PACKED = packed(METHODS, list(VALUE_BITS)) if DEEP else packed(["topk_allgather", "oktopk", "spardl"], ["fp32", "4bit"])
+PACKED = (
+    packed(METHODS, list(ENTRY_FORMATS)) if DEEP else packed(["topk_allgather", "oktopk", "spardl"], ["fp32", "4bit"])
+)
 
 
 @pytest.mark.parametrize("name", [*PACKED, *NAMES])

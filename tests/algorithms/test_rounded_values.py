@@ -19,19 +19,14 @@ from tritoncomm.scheduler.rounds import Op, Post
 import laws
 from depth import DEEP
 from recipes import FIELDS, SHORT, always_packed, under_test
-from tritoncomm_kernels.section_layout import VALUE_BITS
+from tritoncomm_kernels.formats import ENTRY_FORMATS, FORMATS
 
 ENTRY = [name for name in algorithms() if isinstance(under_test(0.1)[name], EntryRecipe)]
 INDEX = [name for name in algorithms() if isinstance(under_test(0.1)[name], IndexRecipe)]
 FORMS = [(name, "exact") for name in ENTRY]
 FORMS += [(name, "static") for name in ENTRY if isinstance(under_test(0.1)[name], StaticRecipe)]
-ROUNDED = [name for name in VALUE_BITS if name != "fp32"]
-# In the order of VALUE_BITS, by density, of 25 million values.
-BITS_PER_ENTRY = {
-    0.001: (43.96, 19.97, 15.97, 14.97, 13.97, 12.97),
-    0.01: (40.56, 16.56, 12.56, 11.56, 10.56, 9.56),
-    0.05: (38.25, 14.25, 10.25, 9.25, 8.25, 7.25),
-}
+ROUNDED = [name for name in ENTRY_FORMATS if name != "fp32"]
+INDEX_BITS = {0.001: 11.969, 0.01: 8.56, 0.05: 6.25}  # of an entry, by density, of 25 million values
 
 
 def method(name: str, **fields: object) -> tritoncomm.Recipe:
@@ -129,12 +124,12 @@ def test_a_worker_alone_rounds_nothing(name: str) -> None:
 
 
 @pytest.mark.parametrize(("density", "numel"), [(0.001, 4_000_000), (0.01, 400_000), (0.05, 400_000)])
-@pytest.mark.parametrize("values", VALUE_BITS)
+@pytest.mark.parametrize("values", ENTRY_FORMATS)
 def test_bits_per_entry_on_the_wire(values: str, density: float, numel: int) -> None:
     """An all-gather sends within 2 % of the format's bits per entry, its message headers included."""
     world = SimulatedWorld(method("topk_allgather", density=density, values=values, packed=True), 2, numel)
     world.step(sparse_floats(2, numel))
-    bits = BITS_PER_ENTRY[density][list(VALUE_BITS).index(values)]
+    bits = INDEX_BITS[density] + FORMATS[values].bits
     assert 8 * world.traffic[0].bytes / (numel * density) == pytest.approx(bits, rel=0.02)
 
 
@@ -162,7 +157,7 @@ def test_bits_per_entry_of_oktopk(density: float, numel: int) -> None:
     moved = [meter.received_by_phase for meter in world.scheduler.meters]
     for phase in ("split-and-reduce", "all-gather"):
         bits = 8 * sum(by_phase[phase].bytes for by_phase in moved) / entries[phase]
-        assert bits == pytest.approx(BITS_PER_ENTRY[density][list(VALUE_BITS).index("4bit")], rel=0.02)
+        assert bits == pytest.approx(INDEX_BITS[density] + 4, rel=0.02)
     assert all(by_phase["counts"].bytes + by_phase["sizes"].bytes == 96 for by_phase in moved)
 
 
@@ -208,7 +203,7 @@ def test_prediction_follows_the_encoding() -> None:
 def test_bound_of_several_sections() -> None:
     """The bound for any split of entries and coordinates over sections holds, and is within 3 % for even ones."""
     generator = torch.Generator().manual_seed(0)
-    for values in VALUE_BITS:
+    for values in ENTRY_FORMATS:
         encoding = Encoding(values, True)
         for span, entries, sections in ((10_000, 500, 7), (10_000, 9_000, 3), (25_000_000, 250_000, 16), (40, 3, 2)):
             for trial in range(30):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -13,7 +14,7 @@ from test_quantize import MENU, has_the_menu, keeps_to_its_reach, leaves_an_exac
 from test_rounded_values import ROUNDED, method, sparse_floats
 from tritoncomm import SimulatedWorld
 from tritoncomm.algorithms.spardl_working import WorkingVector
-from tritoncomm.primitives import collectives
+from tritoncomm.primitives import collectives, packing
 from tritoncomm.primitives.accumulator import Accumulator
 from tritoncomm.primitives.exchange import ExactStep
 from tritoncomm.primitives.packing import Encoding, Section
@@ -23,9 +24,10 @@ import laws
 from golden_sections import GOLDEN, A, in_hex
 from recipes import always_packed
 from tritoncomm_kernels import Selection, quantize, sections
-from tritoncomm_kernels.section_layout import VALUE_BITS
+from tritoncomm_kernels.formats import FORMATS, Format
 
 Patch = pytest.MonkeyPatch
+GOLDEN_FORMATS = [values for name, values in GOLDEN if name == "A"]
 
 
 class LongerIntegers(laws.Case):
@@ -97,8 +99,8 @@ def low_bits_off_by_one(patch: Patch) -> None:
     """Store one low bit more than the shortest form has."""
     right = sections.Layout.of.__func__
 
-    def wrong(cls: type, room: int, span: int, bits: int) -> sections.Layout:
-        found = right(cls, room, span, bits)
+    def wrong(cls: type, room: int, span: int, fmt: Format) -> sections.Layout:
+        found = right(cls, room, span, fmt)
         return found if found.plain else found._replace(low_bits=found.low_bits + 1)
 
     patch.setattr(sections.Layout, "of", classmethod(wrong))
@@ -173,8 +175,16 @@ def last_hop_in_units_of_the_sum(patch: Patch) -> None:
 
 def lowest_level_too_high(patch: Patch) -> None:
     """Use a lowest level of 2.1 times the scale."""
-    menu = {bits: (tuple(range(134, 134 + len(tables[0]))),) * 5 for bits, tables in quantize._MENU.items()}
-    patch.setattr(quantize, "_MENU", menu)
+    for name in ROUNDED:
+        levels = tuple(range(134, 134 + len(FORMATS[name].tables[0])))
+        replace_format(patch, name, (levels,) * len(FORMATS[name].tables))
+
+
+def replace_format(patch: Patch, name: str, tables: tuple[tuple[int, ...], ...]) -> None:
+    """Give a format other tables."""
+    other = dataclasses.replace(FORMATS[name], tables=tables)
+    patch.setitem(FORMATS, name, other)
+    patch.setitem(packing._FORMATS, name, other)
 
 
 def threshold_of_rounded_sums(patch: Patch) -> None:
@@ -188,20 +198,20 @@ def threshold_of_rounded_sums(patch: Patch) -> None:
 
 def form_switches_one_early(patch: Patch) -> None:
     """Give low bits to the longest range that has a bitmap."""
-    with_form(patch, lambda room: 4 * room, lambda room, span, bits: (room, span, bits, False, 2, 2 * room))
+    with_form(patch, lambda room: 4 * room, lambda room, span, fmt: (room, span, fmt, False, 2, 2 * room))
 
 
 def form_switches_one_late(patch: Patch) -> None:
     """Use a bitmap for the shortest range that has low bits."""
-    with_form(patch, lambda room: 4 * room + 1, lambda room, span, bits: (room, span, bits, True, 0, span))
+    with_form(patch, lambda room: 4 * room + 1, lambda room, span, fmt: (room, span, fmt, True, 0, span))
 
 
-def with_form(patch: Patch, edge: Callable[[int], int], wrong: Callable[[int, int, int], tuple]) -> None:
+def with_form(patch: Patch, edge: Callable[[int], int], wrong: Callable[[int, int, Format], tuple]) -> None:
     """Replace the layout of ranges as long as ``edge(room)``."""
     right = sections.Layout.of.__func__
 
-    def of(cls: type, room: int, span: int, bits: int) -> sections.Layout:
-        return cls(*wrong(room, span, bits)) if span == edge(room) else right(cls, room, span, bits)
+    def of(cls: type, room: int, span: int, fmt: Format) -> sections.Layout:
+        return cls(*wrong(room, span, fmt)) if span == edge(room) else right(cls, room, span, fmt)
 
     patch.setattr(sections.Layout, "of", classmethod(of))
 
@@ -228,8 +238,8 @@ def one_more_bit_in_a_scale(patch: Patch) -> None:
 
 # Every one of these checks finds the mutation in each of the formats beside it.
 CAUGHT = [
-    (is_golden, low_bits_off_by_one, VALUE_BITS),
-    (is_golden, planes_in_the_wrong_order, VALUE_BITS),
+    (is_golden, low_bits_off_by_one, GOLDEN_FORMATS),
+    (is_golden, planes_in_the_wrong_order, GOLDEN_FORMATS),
     (ok_topk_conserves, error_is_dropped, ROUNDED),
     (ok_topk_conserves, error_is_returned_twice, ROUNDED),
     (ok_topk_conserves, sender_keeps_half_of_what_it_sent, ROUNDED),
@@ -242,9 +252,9 @@ CAUGHT = [
     (at_most_twice, lowest_level_too_high, ROUNDED),
     (counts_stay, threshold_of_rounded_sums, ["1bit"]),  # with more levels, counts hardly change
     (least_is_exact, threshold_of_rounded_sums, ROUNDED),
-    (keeps_to_its_reach, shorter_reach, [1, 2, 3, 4, 8]),
-    (keeps_to_its_reach, longer_reach, [2, 3, 4, 8]),
-    (keeps_to_its_reach, reach_without_its_end, [2, 3, 4, 8]),
+    (keeps_to_its_reach, shorter_reach, ["1bit", "2bit", "3bit", "4bit", "8bit"]),
+    (keeps_to_its_reach, longer_reach, ["2bit", "3bit", "4bit", "8bit"]),
+    (keeps_to_its_reach, reach_without_its_end, ["2bit", "3bit", "4bit", "8bit"]),
     (leaves_an_exact_rest, one_more_bit_in_a_scale, [15, 127, 1023]),
 ]
 
@@ -284,14 +294,14 @@ def test_a_form_that_switches_elsewhere_is_caught(mutation: Callable[[Patch], No
     switches_form()
 
 
-@pytest.mark.parametrize("bits", MENU)
-def test_a_broken_menu_is_caught(bits: int) -> None:
+@pytest.mark.parametrize("values", MENU)
+def test_a_broken_menu_is_caught(values: str) -> None:
     """A level at either end of a table that is 1/64 too low or too high is found."""
-    tables = quantize._MENU[bits]
+    tables = FORMATS[values].tables
     for number, table in enumerate(tables):
         for place in {0, len(table) - 1}:
             for by in (-1, 1):
                 wrong = (*table[:place], table[place] + by, *table[place + 1 :])
-                menu = {bits: (*tables[:number], wrong, *tables[number + 1 :])}
-                fails(partial(has_the_menu, bits), lambda patch, menu=menu: patch.setattr(quantize, "_MENU", menu))
-    has_the_menu(bits)
+                menu = (*tables[:number], wrong, *tables[number + 1 :])
+                fails(partial(has_the_menu, values), partial(replace_format, name=values, tables=menu))
+    has_the_menu(values)

@@ -94,7 +94,7 @@ def _write_rows(layout: Any, values: torch.Tensor) -> Cost:
     """The counts, or of rounded values extents (cleared first), what is kept, compaction; header, high part, planes."""
     if not values.numel() or not layout.room:
         return Cost(1)
-    return Cost((1 if layout.bits in {0, 32} else 4) + layout.quantized + 2)
+    return Cost((5 if layout.quantized else 1) + 2)
 
 
 # By operation: the cost of a call from its arguments (positional) and its result, and the names of tensors it writes.

@@ -248,7 +248,7 @@ def packing() -> list[Case]:
             Case(
                 f"choose rows, {bits} bits",
                 own.choose_rows_kernel,
-                kept | {"HALVINGS": bits - 1} | turn,
+                kept | {"TABLES": 5, "HALVINGS": bits - 1} | turn,
                 own.CHOOSE_WARPS,
             )
             for bits in (1, 4, 8)
@@ -263,15 +263,19 @@ def packing() -> list[Case]:
             )
             for low in (0, 6)
         ),
-        Case("refuse rows", own.refuse_rows_kernel, block, **size),
+        *(
+            Case(f"refuse rows, {tables} tables", own.refuse_rows_kernel, block | {"TABLES": tables}, **size)
+            for tables in (5, 0)
+        ),
     ]
 
 
 def _section(low: int, bits: int) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the constants of a section, and what is left out without quantized values."""
     planes = low + (bits if bits < 32 else 0)
-    shape = {"LOW_BITS": low, "BITS": bits, "PLANES": planes, "BLOCK": sections_triton.BLOCK}
-    return shape, {} if 0 < bits < 32 else {"menu_ptr": None}
+    coded = 0 < bits < 32
+    shape = {"LOW_BITS": low, "BITS": bits, "PLANES": planes, "TABLES": 5 * coded, "BLOCK": sections_triton.BLOCK}
+    return shape, {} if coded else {"menu_ptr": None}
 
 
 def rebalancing() -> list[Case]:

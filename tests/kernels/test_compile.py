@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import tritoncomm_kernels as kernels
 from depth import DEEP
 from tritoncomm_kernels import devices, select_triton
+from tritoncomm_kernels.formats import FORMATS
 from tritoncomm_kernels.section_layout import Layout
 from tritoncomm_kernels.sections import read_rows, write_rows
 
@@ -109,8 +110,8 @@ def everything() -> None:
     # With this many tiles, a separate scan sums their counts.
     kernels.expand(torch.zeros(tiles * n), kernels.Marks.empty(tiles * n, x.device), indices, out, count)
     kernels.merge([(indices, x)], n)
-    for values in (32, 4):
-        layout = Layout.of(1000, 64_000, values)
+    for values in ("fp32", "4bit"):
+        layout = Layout.of(1000, 64_000, FORMATS[values])
         entries, held = kernels.Padded(indices[None, :900], x[None, :900]), kernels.Workspace()
         words, _ = write_rows(layout, count.int(), entries, workspace=held)
         read_rows(layout, count.int(), words, workspace=held)
@@ -157,8 +158,8 @@ def static_form(rows: int) -> None:
         messages = kernels.round_parts(out, rows, 1, width)
         kernels.round_mean(messages, out, 1, width)
         kernels.read_parts(messages, out.numel(), width)
-    for width in (32, 4):
-        layout = Layout.of(1000, 64_000, width)
+    for values in ("fp32", "4bit"):
+        layout = Layout.of(1000, 64_000, FORMATS[values])
         words, _ = write_rows(layout, bounds[1:], entries, workspace=held)
         read_rows(layout, bounds[1:], words, workspace=held)
 

@@ -14,6 +14,7 @@ from kernel_cases import FAMILIES, bits, drawn, key_of, new_memory_filled, padde
 import tritoncomm_kernels as kernels
 from depth import examples
 from tritoncomm_kernels import Padded, Workspace
+from tritoncomm_kernels.formats import FORMATS, INDICES, Format
 from tritoncomm_kernels.section_layout import Layout
 from tritoncomm_kernels.sections import check_rows, read_rows, write_rows
 
@@ -166,7 +167,7 @@ def test_nothing() -> None:
     assert out.tolist() == [1, 1]
     assert kernels.values_at(out, empty.indices).shape == (2, 0)
     assert kernels.values_at(out[:0], integers - 1).tolist() == [0]
-    layout = Layout.of(3, 0, 4)
+    layout = Layout.of(3, 0, FORMATS["4bit"])
     lows, nowhere = integers.repeat(2), Padded(integers.repeat(2, 3) - 1, torch.zeros(2, 3))
     words, sent = write_rows(layout, lows, nowhere, workspace=held)
     assert words.shape == (2, 0)
@@ -176,24 +177,24 @@ def test_nothing() -> None:
     assert malformed.tolist() == [0]
 
 
-@pytest.mark.parametrize("width", [0, 4, 32])
-def test_sections_of_rows(width: int) -> None:
+@pytest.mark.parametrize("fmt", [INDICES, FORMATS["4bit"], FORMATS["fp32"]])
+def test_sections_of_rows(fmt: Format) -> None:
     """What is written is read. Values too small beside the largest stay behind. A malformed row has no entries."""
-    layout, lows = Layout.of(4, 100, width), torch.tensor([0, 100, 200], dtype=torch.int32)
+    layout, lows = Layout.of(4, 100, fmt), torch.tensor([0, 100, 200], dtype=torch.int32)
     indices = torch.tensor([[3, 50, 99, -1], [-1] * 4, [200, 201, -1, -1]], dtype=torch.int32)
     values = torch.tensor([[1.0, 1e-42, -2.0, 0.0], [0.0] * 4, [1e30, -1e-30, 0.0, 0.0]])
     words, sent = write_rows(layout, lows, Padded(indices, values), divisor=2, workspace=Workspace())
-    small = {4: {(0, 1), (2, 1)}}.get(width, set())
+    small = {(0, 1), (2, 1)} if layout.quantized else set()
     kept = [[(row, at) for at in range(4) if indices[row, at] >= 0 and (row, at) not in small] for row in range(3)]
     assert [[at for at, _ in row] for row in lists_of(sent)] == [[int(indices[at]) for at in row] for row in kept]
-    if width in {0, 32}:
+    if not layout.quantized:
         assert bits(sent.values) == bits(values)
     words[2, layout.heads] ^= 1 << 31
     found, malformed = read_rows(layout, lows, words, divisor=2, workspace=Workspace())
     assert malformed.tolist() == [1]
     assert found.indices.tolist() == [sent.indices[0].tolist(), [-1] * 4, [-1] * 4]
-    scale = {0: 0.0, 32: 1.0}.get(width, 2.0)
-    assert bits(found.values[0] * scale) == bits(sent.values[0] if width else torch.zeros(4))
+    scale = {0: 0.0, 32: 1.0}.get(fmt.bits, 2.0)
+    assert bits(found.values[0] * scale) == bits(sent.values[0] if fmt.bits else torch.zeros(4))
 
 
 def test_plain_rows_are_checked() -> None:

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
 
 from tritoncomm_kernels import quantize
+from tritoncomm_kernels.formats import ENTRY_FORMATS, FORMATS, INDICES
 from tritoncomm_kernels.section_layout import Layout
 from tritoncomm_kernels.sections import write_sendable
 
-# The menu of the format by bits, in 64ths of the scale.
+# The menu of each format, in 64ths of the scale.
 NUMERATORS = {
-    1: [[70], [80], [96], [126], [64]],
-    2: [[69, 90], [77, 160], [83, 384], [80, 4096], [80, 1024]],
-    3: [[67, 77, 88, 106], [70, 96, 134, 205], [77, 141, 288, 640], [64, 1024, 16384, 262144], [64, 256, 1024, 4096]],
-    4: [
+    "1bit": [[70], [80], [96], [126], [64]],
+    "2bit": [[69, 90], [77, 160], [83, 384], [80, 4096], [80, 1024]],
+    "3bit": [
+        [67, 77, 88, 106],
+        [70, 96, 134, 205],
+        [77, 141, 288, 640],
+        [64, 1024, 16384, 262144],
+        [64, 256, 1024, 4096],
+    ],
+    "4bit": [
         [65, 69, 74, 80, 88, 98, 112, 136],
         [67, 77, 91, 109, 134, 168, 216, 288],
         [68, 88, 120, 168, 248, 384, 600, 1000],
@@ -25,8 +34,8 @@ NUMERATORS = {
 }
 # With 8 bits, level (e, m) of a table is (1 + m / unit) * 2^e: unit, number of m, number of e.
 FLOATS = [(64, 128, 1), (16, 16, 8), (8, 8, 16), (4, 4, 32), (32, 32, 4)]
-MENU = {bits: [np.array(table) / 64 for table in tables] for bits, tables in NUMERATORS.items()} | {
-    8: [np.array([(1 + m / unit) * 2.0**e for e in range(high) for m in range(low)]) for unit, low, high in FLOATS]
+MENU = {name: [np.array(table) / 64 for table in tables] for name, tables in NUMERATORS.items()} | {
+    "8bit": [np.array([(1 + m / unit) * 2.0**e for e in range(high) for m in range(low)]) for unit, low, high in FLOATS]
 }
 ONE = 0x3F800000  # the bits of the scale 1.0
 # Significant bits of the scale by the number of workers that a mean is taken over.
@@ -36,43 +45,45 @@ SCALE_BITS = {1: 8, 8: 8, 9: 7, 16: 7, 17: 6, 64: 5, 65: 4, 256: 3, 512: 2, 513:
 def switches_form() -> None:
     """Check the words of two indices in the longest range with a bitmap, and in the shortest one without."""
     for span, indices, words in ((8, [3, 7], [2, 0b10001000]), (9, [3, 8], [2, 0b1001, 1, 1])):
-        layout = Layout.of(2, span, 0)
+        layout = Layout.of(2, span, INDICES)
         out, _ = write_sendable(layout, 0, torch.tensor(indices, dtype=torch.int32), torch.empty(0))
         assert out.tolist() == words
-    assert [Layout.of(33, span, 0).words for span in (132, 133)] == [6, 8]
+    assert [Layout.of(33, span, INDICES).words for span in (132, 133)] == [6, 8]
 
 
-def has_the_menu(bits: int) -> None:
+def has_the_menu(values: str) -> None:
     """Check all levels of all tables, and what a receiver makes of their codes."""
-    assert quantize.menu(bits) == tuple(tuple(table) for table in MENU[bits])
-    for number, table in enumerate(MENU[bits]):
-        decoded = quantize.dequantize(np.arange(1 << bits), ONE | number, bits)
+    fmt = FORMATS[values]
+    assert quantize.menu(fmt) == tuple(tuple(table) for table in MENU[values])
+    for number, table in enumerate(MENU[values]):
+        decoded = quantize.dequantize(np.arange(1 << fmt.bits), ONE | number, fmt)
         assert np.array_equal(decoded, np.concatenate([table, -table]))
 
 
-def keeps_to_its_reach(bits: int) -> None:
+def keeps_to_its_reach(values: str) -> None:
     """Check that a table is taken up to 32 times its top level, however well it fits the other values.
 
     No section has a larger ratio than the cover. Some tables reach further than that.
     """
-    cover = MENU[bits][3][-1] * (16 if bits < 3 else 1)
-    assert [quantize.range_of(np.float32([1, ratio]), bits).scale for ratio in (cover, 2 * cover)] == [1, 2]
-    for number, table in enumerate(MENU[bits]):
+    fmt, tables = FORMATS[values], MENU[values]
+    cover = max(table[-1] for table in tables) * (16 if fmt.bits < 3 else 1)
+    assert [quantize.range_of(np.float32([1, ratio]), fmt).scale for ratio in (cover, 2 * cover)] == [1, 2]
+    for number, table in enumerate(tables):
         edge = np.float32(32 * table[-1])
-        assert chosen(bits, table, min(edge, cover)) == number
+        assert chosen(values, table, min(edge, cover)) == number
         if edge < cover:
-            assert chosen(bits, table, np.nextafter(edge, np.float32(np.inf))) != number
+            assert chosen(values, table, np.nextafter(edge, np.float32(np.inf))) != number
 
 
-def chosen(bits: int, levels: np.ndarray, largest: float) -> int:
+def chosen(values: str, levels: np.ndarray, largest: float) -> int:
     """Return the table for values of which every second one is a level, and one of the others is the ``largest``.
 
     Only every second of so many values is in the sample that decides which table has the least error.
     """
-    values = np.ones(quantize.SAMPLE + 2, np.float32)
-    values[::2] = np.resize(levels, len(values[::2]))
-    values[1] = largest
-    header = quantize.quantize(values, bits).header
+    numbers = np.ones(quantize.SAMPLE + 2, np.float32)
+    numbers[::2] = np.resize(levels, len(numbers[::2]))
+    numbers[1] = largest
+    header = quantize.quantize(numbers, FORMATS[values]).header
     assert header - header % 2**16 == ONE
     return header % 2**16
 
@@ -83,13 +94,13 @@ def leaves_an_exact_rest(world_size: int) -> None:
     What is subtracted, the decoded mean times the number of workers, must be exact too.
     """
     scale = 2 - 2.0 ** (1 - quantize.scale_bits(world_size))
-    table = world_size * scale * MENU[8][0]
+    table = world_size * scale * MENU["8bit"][0]
     values = np.empty(quantize.SAMPLE + 2, np.float32)
     values[::2] = np.resize(table, len(values[::2]))
     values[1::2] = np.linspace(28, 31.9, len(values[1::2])) * table[-1]
-    codes, header, _ = quantize.quantize(values, 8, world_size)
+    codes, header, _ = quantize.quantize(values, FORMATS["8bit"], world_size)
     assert header == int(np.float32(scale).view(np.uint32))
-    sent = world_size * quantize.dequantize(codes, header, 8, world_size).astype(np.float64)
+    sent = world_size * quantize.dequantize(codes, header, FORMATS["8bit"], world_size).astype(np.float64)
     for exact in (sent, values - sent):
         assert np.array_equal(exact.astype(np.float32), exact)
 
@@ -99,16 +110,33 @@ def test_form_switches() -> None:
     switches_form()
 
 
-@pytest.mark.parametrize("bits", MENU)
-def test_menu(bits: int) -> None:
+@pytest.mark.parametrize("values", MENU)
+def test_menu(values: str) -> None:
     """The tables of levels are those of the format, literally."""
-    has_the_menu(bits)
+    has_the_menu(values)
 
 
-@pytest.mark.parametrize("bits", MENU)
-def test_reach_of_tables(bits: int) -> None:
+def test_every_format_is_listed_here() -> None:
+    """A format whose tables this file does not know would not be tested."""
+    assert {*MENU} == {*ENTRY_FORMATS} - {"fp32"}
+
+
+@pytest.mark.parametrize("values", MENU)
+def test_rest_of_every_table_can_be_exact(values: str) -> None:
+    """Levels have few bits, the lowest is below 2, and a step is so small that a value is at most doubled."""
+    fmt = FORMATS[values]
+    assert fmt.name == values
+    for table in fmt.tables:
+        assert len(table) == 2 ** (fmt.bits - 1)
+        assert 0 < table[0] < 2 * 64
+        assert all(level >> ((level & -level).bit_length() - 1) < 2**8 for level in table)
+        assert all(below < level < 128 * below for below, level in itertools.pairwise(table))
+
+
+@pytest.mark.parametrize("values", MENU)
+def test_reach_of_tables(values: str) -> None:
     """A table that fits best is taken if the largest ratio is at most 32 times its top level, and not above."""
-    keeps_to_its_reach(bits)
+    keeps_to_its_reach(values)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -130,25 +158,29 @@ def test_the_better_of_two_nearly_equal_tables(seed: int) -> None:
         errors = squared_errors(values(middle))
         near, far = (middle, far) if errors[0] < errors[1] else (near, middle)
     for spread in near + np.arange(-20, 21) * (far - near):
-        assert quantize.quantize(values(spread), 4).header % 2**16 == np.argmin(squared_errors(values(spread)))
+        assert quantize.quantize(values(spread), FORMATS["4bit"]).header % 2**16 == np.argmin(
+            squared_errors(values(spread))
+        )
 
 
 def squared_errors(values: np.ndarray) -> np.ndarray:
     """Return the sums in fp64 of the squared errors of values from 1 on, for each table of 4 bits."""
     centres = ((values.view(np.uint32) & 0xFFFF0000) | 0x8000).view(np.float32)
-    levels = [table[np.searchsorted((table[:-1] + table[1:]) / 2, centres)].astype(np.float32) for table in MENU[4]]
+    levels = [
+        table[np.searchsorted((table[:-1] + table[1:]) / 2, centres)].astype(np.float32) for table in MENU["4bit"]
+    ]
     return np.square(values - np.stack(levels)).sum(axis=1, dtype=np.float64)
 
 
-@pytest.mark.parametrize("bits", MENU)
-def test_values_that_are_rounded(bits: int) -> None:
+@pytest.mark.parametrize("name", MENU)
+def test_values_that_are_rounded(name: str) -> None:
     """A sender knows what its codes decode to, in short sections and in long ones, and near the end of fp32."""
     for count in (1, 100, quantize.SAMPLE, quantize.SAMPLE + 1):
         for factor in (1, 2**126, 2.5e38):
             for divisor in (1, 3):
                 values = np.linspace(-1, -1.3, count).astype(np.float32) * np.float32(factor)
-                codes, header, rounded = quantize.quantize(values, bits, divisor)
-                assert np.array_equal(rounded, quantize.dequantize(codes, header, bits, divisor))
+                codes, header, rounded = quantize.quantize(values, FORMATS[name], divisor)
+                assert np.array_equal(rounded, quantize.dequantize(codes, header, FORMATS[name], divisor))
 
 
 @pytest.mark.parametrize("world_size", SCALE_BITS)
@@ -156,7 +188,7 @@ def test_bits_of_a_scale(world_size: int) -> None:
     """The scale of a mean has so few bits that its product with the number of workers stays exact."""
     values = np.float32([world_size * 255 / 128])
     scale = np.float32(2 - 2.0 ** (1 - SCALE_BITS[world_size]))
-    assert quantize.quantize(values, 8, world_size).header // 2**16 == int(scale.view(np.uint32)) // 2**16
+    assert quantize.quantize(values, FORMATS["8bit"], world_size).header // 2**16 == int(scale.view(np.uint32)) // 2**16
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 7, 8, 9, 15, 31, 63, 64, 100, 127, 255, 500, 511, 1000, 1023, 1024])

@@ -10,12 +10,14 @@ from hypothesis import strategies as st
 from kernel_cases import DEVICES, Dirty, Guarded, agree, bits, cases, drawn, kernels_from, routes, seeds
 
 from tritoncomm_kernels import Padded, Workspace, quantize
-from tritoncomm_kernels.section_layout import VALUE_BITS, Layout
+from tritoncomm_kernels.formats import ENTRY_FORMATS, FORMATS, INDICES, Format
+from tritoncomm_kernels.section_layout import Layout
 from tritoncomm_kernels.sections import read_one, read_rows, write_one, write_rows
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 KINDS = ("normal", "heavy", "equal", "special", "tail", "outlier", "huge")
-formats = st.sampled_from([0, *VALUE_BITS.values()])
+FP32, EIGHT, FOUR, TWO = (FORMATS[name] for name in ("fp32", "8bit", "4bit", "2bit"))
+formats = st.sampled_from([INDICES, *(FORMATS[name] for name in ENTRY_FORMATS)])
 shapes = st.sampled_from([(1, 1), (33, 100), (40, 4000), (1100, 60_000), (5, 2**29)])
 divisors = st.sampled_from([1, 1, 2, 3, 9, 64, 1000])
 rows_drawn = st.lists(st.tuples(st.sampled_from(KINDS), st.sampled_from([0, 0.5, 1])), min_size=1, max_size=3)
@@ -48,17 +50,19 @@ def rows_of(layout: Layout, drawn_rows: list[tuple[str, float]], seed: int, spar
 
 
 @given(shapes, formats, rows_drawn, divisors, st.integers(0, 2), seeds)
-@example((1100, 60_000), 4, [("tail", 0.5), ("heavy", 1), ("normal", 0)], 3, 1, 0)  # of two blocks, some are left out
-@example((33, 100), 32, [("special", 1), ("normal", 0)], 1, 0, 0)
-@example((40, 4000), 8, [("outlier", 1), ("special", 1), ("huge", 1)], 2, 0, 0)
-@example((40, 4000), 0, [("normal", 1), ("normal", 0.5)], 1, 0, 0)
+@example(
+    (1100, 60_000), FOUR, [("tail", 0.5), ("heavy", 1), ("normal", 0)], 3, 1, 0
+)  # of two blocks, some are left out
+@example((33, 100), FP32, [("special", 1), ("normal", 0)], 1, 0, 0)
+@example((40, 4000), EIGHT, [("outlier", 1), ("special", 1), ("huge", 1)], 2, 0, 0)
+@example((40, 4000), INDICES, [("normal", 1), ("normal", 0.5)], 1, 0, 0)
 @cases(8)
 def test_rows(
-    device: str, shape: tuple[int, int], width: int, drawn_rows: list[tuple[str, float]], divisor: int, spare: int,
+    device: str, shape: tuple[int, int], fmt: Format, drawn_rows: list[tuple[str, float]], divisor: int, spare: int,
     seed: int,
 ) -> None:  # fmt: skip
     """The words are the same, and so are the entries that are sent and read. Entries left out come from all blocks."""
-    layout = Layout.of(*shape, width)
+    layout = Layout.of(*shape, fmt)
     lows, rows = rows_of(layout, drawn_rows, seed, spare)
 
     def call(guarded: Guarded) -> tuple[object, ...]:
@@ -68,17 +72,17 @@ def test_rows(
         found, malformed = read_rows(layout, firsts, words, divisor=divisor, workspace=held)
         assert malformed.tolist() == [0]
         assert bits(found.indices) == bits(sent.indices[:, : layout.room])
-        if width not in {0, 32}:
+        if layout.quantized:
             assert bits(found.values * divisor) == bits(sent.values[:, : layout.room])
         return tuple(bits(part) for part in (words, *sent, *found, malformed))
 
     agree(call, device)
 
 
-@pytest.mark.parametrize("width", [4, 8])
-def test_values_that_would_become_0(device: str, width: int) -> None:
+@pytest.mark.parametrize("fmt", [FOUR, EIGHT])
+def test_values_that_would_become_0(device: str, fmt: Format) -> None:
     """They are left out of their row, and the words of the others move up."""
-    layout, lows = Layout.of(4, 100, width), torch.tensor([0, 100], dtype=torch.int32)
+    layout, lows = Layout.of(4, 100, fmt), torch.tensor([0, 100], dtype=torch.int32)
     indices = torch.tensor([[3, 50, 99, -1], [100, 101, 102, 103]], dtype=torch.int32)
     values = torch.tensor([[1e-42, 1.0, -2.0, 0.0], [1.0, -1.0, 1e-42, 2.0]])
 
@@ -92,9 +96,9 @@ def test_values_that_would_become_0(device: str, width: int) -> None:
 
 @given(st.sampled_from([(40, 4000), (5, 8), (1100, 60_000)]), formats, seeds, st.integers(0, 4))
 @cases(16)
-def test_hostile_words(device: str, shape: tuple[int, int], width: int, seed: int, flips: int) -> None:
+def test_hostile_words(device: str, shape: tuple[int, int], fmt: Format, seed: int, flips: int) -> None:
     """Random words and flipped bits are refused by both, or give the same entries. Other rows keep theirs."""
-    layout, rng = Layout.of(*shape, width), np.random.default_rng(seed)
+    layout, rng = Layout.of(*shape, fmt), np.random.default_rng(seed)
     lows, rows = rows_of(layout, [("tail", 1), ("tail", 0.5), ("tail", 1)], seed, 0)
     with kernels_from("auto"):
         words, _ = write_rows(layout, lows, rows, workspace=Workspace())
@@ -111,10 +115,10 @@ def test_hostile_words(device: str, shape: tuple[int, int], width: int, seed: in
     agree(call, device)
 
 
-@pytest.mark.parametrize("width", [4, 32])
-def test_each_kind_of_malformed_row(device: str, width: int) -> None:
+@pytest.mark.parametrize("fmt", [FOUR, FP32])
+def test_each_kind_of_malformed_row(device: str, fmt: Format) -> None:
     """Wrong counts, indices that do not ascend or lie outside, and invalid headers empty their rows and are counted."""
-    layout = Layout.of(3, 70, width)
+    layout = Layout.of(3, 70, fmt)
     low = layout.heads + layout.high_words
     lows = torch.zeros(8, dtype=torch.int32)
     rows = Padded(torch.tensor([[16, 17, 18]] * 8, dtype=torch.int32), torch.ones(8, 3))
@@ -167,25 +171,25 @@ def refusal(layout: Layout, words: torch.Tensor) -> str:
     divisors,
     seeds,
 )
-@example(1500, 400, 4, 0, "tail", 1, 1, 0)  # a bitmap without a free place
-@example(100, 4096, 4, 0, "special", 1, 1, 0)  # NaN
-@example(33, 400, 8, 0, "huge", 1, 2, 0)
-@example(33, 4096, 0, 7, "tail", 1, 2, 0)  # indices alone
+@example(1500, 400, FOUR, 0, "tail", 1, 1, 0)  # a bitmap without a free place
+@example(100, 4096, FOUR, 0, "special", 1, 1, 0)  # NaN
+@example(33, 400, EIGHT, 0, "huge", 1, 2, 0)
+@example(33, 4096, INDICES, 7, "tail", 1, 2, 0)  # indices alone
 @cases(60)
 def test_one_section(
-    device: str, room: int, span: int, width: int, low: int, kind: str, share: float, divisor: int, seed: int
+    device: str, room: int, span: int, fmt: Format, low: int, kind: str, share: float, divisor: int, seed: int
 ) -> None:  # fmt: skip
     """The words are the same, and the receiver gets what the sender subtracts."""
-    layout = Layout.of(room, min(span, 2**31 - 1 - low), width)
+    layout = Layout.of(room, min(span, 2**31 - 1 - low), fmt)
     indices, values = entries(layout, low, kind, share, seed)
-    values = values if width else values[:0]
+    values = values if fmt.bits else values[:0]
 
     def call(guarded: Guarded) -> tuple[object, ...]:
         words, sent = write_one(layout, low, guarded.of(indices), guarded.of(values), divisor=divisor)
         assert not refusal(layout, words)
         found = read_one(layout, low, guarded.of(words), divisor=divisor)
         assert bits(found.indices) == bits(sent.indices)
-        assert width in {0, 32} or bits(found.values * divisor) == bits(sent.values)
+        assert not layout.quantized or bits(found.values * divisor) == bits(sent.values)
         return bits(words), bits(sent.indices), bits(sent.values), bits(found.values)
 
     agree(call, device)
@@ -194,12 +198,12 @@ def test_one_section(
 @pytest.mark.parametrize("beyond", [False, True])
 def test_reach_of_a_table(device: str, beyond: bool) -> None:
     """The best table is taken at 32 times its top level, and another one above, as in the reference."""
-    levels = quantize.menu(2)[0]
+    levels = quantize.menu(TWO)[0]
     edge = np.float32(32 * levels[-1])
     values = torch.ones(quantize.SAMPLE + 2)
     values[::2] = torch.tensor(levels).repeat(len(values) // 2)[: len(values) // 2]  # only these are in the sample
     values[1] = float(np.nextafter(edge, np.float32(np.inf)) if beyond else edge)
-    layout = Layout.of(len(values), len(values), 2)
+    layout = Layout.of(len(values), len(values), TWO)
 
     def call(guarded: Guarded) -> object:
         at = guarded.of(torch.arange(len(values), dtype=torch.int32))
@@ -214,7 +218,7 @@ def test_long_samples(device: str) -> None:
     """The table is chosen from every third of 9000 values, which lie in several blocks."""
     values = values_of("tail", 9000, 0)
     values[1::3] *= 3  # not in the sample, and for another table
-    layout, indices = Layout.of(9000, 300_000, 4), torch.arange(0, 27_000, 3, dtype=torch.int32)
+    layout, indices = Layout.of(9000, 300_000, FOUR), torch.arange(0, 27_000, 3, dtype=torch.int32)
 
     def call(guarded: Guarded) -> list[list[int]]:
         words, sent = write_one(layout, 0, guarded.of(indices), guarded.of(values))
@@ -226,7 +230,7 @@ def test_long_samples(device: str) -> None:
 
 def test_offsets_that_overflow(device: str) -> None:
     """High bits beyond the range, whose shift would overflow int32, are refused."""
-    layout = Layout.of(2, 2**31 - 1, 32)
+    layout = Layout.of(2, 2**31 - 1, FP32)
     words = torch.zeros(layout.words, dtype=torch.int32)
     words[0], words[1] = 1, 1 << (layout.high_bits - 1)
     for choice, where in routes(device):
@@ -236,7 +240,7 @@ def test_offsets_that_overflow(device: str) -> None:
 
 def test_more_bits_than_room(device: str) -> None:
     """A high part of ones alone writes no position beyond the room, and is refused."""
-    layout = Layout.of(40, 4000, 4)
+    layout = Layout.of(40, 4000, FOUR)
 
     def call(guarded: Guarded) -> list[int]:
         words = guarded.of(torch.full((layout.words,), -1, dtype=torch.int32)).view(1, -1)
@@ -250,7 +254,7 @@ def test_nothing_waits(device: str) -> None:
     """Writing and reading do not wait for the GPU."""
     if device == "cpu":
         pytest.skip("waiting needs a GPU")
-    layout, held = Layout.of(1000, 90_000, 4), Workspace()
+    layout, held = Layout.of(1000, 90_000, FOUR), Workspace()
     lows, rows = rows_of(layout, [("tail", 1), ("heavy", 0.5)], 0, 0)
     lows, rows = lows.to(device), Padded(*(part.to(device) for part in rows))
 

@@ -23,6 +23,7 @@ import tritoncomm_kernels as kernels
 from emulated_cuda import kernel_costs
 from emulated_cuda.device import operator_of
 from tritoncomm_kernels.dispatch import kernel as module_of
+from tritoncomm_kernels.formats import FORMATS, INDICES, Format
 from tritoncomm_kernels.section_layout import Layout
 from tritoncomm_kernels.sections import read_rows, write_rows
 
@@ -124,8 +125,8 @@ def _rounded() -> dict[str, Any]:
     return {"messages": kernels.round_parts(vector(), 3, 1, 1), "bits": 1}
 
 
-def _sections(bits: int) -> dict[str, Any]:
-    return {"layout": Layout.of(60, N, bits), "lows": _ints(0, 0), "entries": _rows(), "workspace": kernels.Workspace()}
+def _sections(fmt: Format) -> dict[str, Any]:
+    return {"layout": Layout.of(60, N, fmt), "lows": _ints(0, 0), "entries": _rows(), "workspace": kernels.Workspace()}
 
 
 LISTS = [entries(200, 1), entries(0, 2), entries(300, 3)]
@@ -203,11 +204,16 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]]]] = {
     "round_parts": (kernels.round_parts, lambda: {"values": vector(), "parts": 3, "part": 1, "bits": 2}),
     "round_mean": (kernels.round_mean, lambda: {**_rounded(), "values": vector(), "part": 1}),
     "read_parts": (kernels.read_parts, lambda: {**_rounded(), "numel": N}),
-    **{f"write_rows of {bits} bits": (write_rows, lambda bits=bits: _sections(bits)) for bits in (0, 4, 32)},
+    **{
+        f"write_rows of {fmt.bits} bits": (write_rows, lambda fmt=fmt: _sections(fmt))
+        for fmt in (INDICES, FORMATS["4bit"], FORMATS["fp32"])
+    },
     "read_rows": (
         read_rows,
         lambda: {
-            "layout": (given := _sections(4))["layout"], "lows": given["lows"], "messages": write_rows(**given)[0],
+            "layout": (given := _sections(FORMATS["4bit"]))["layout"],
+            "lows": given["lows"],
+            "messages": write_rows(**given)[0],
         },
     ),
 }  # fmt: skip

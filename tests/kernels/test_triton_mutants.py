@@ -23,6 +23,7 @@ from kernel_cases import EXECUTED, INTERPRETED
 from depth import trials
 from ptx.launch import EXECUTOR, ORDERS
 from tritoncomm_kernels import dispatch
+from tritoncomm_kernels.formats import FORMATS
 
 pytestmark = pytest.mark.skipif(
     not INTERPRETED and not EXECUTED, reason="needs TRITON_INTERPRET=1 or TRITONCOMM_PTX=1: tox -e interpreter,ptx"
@@ -190,7 +191,7 @@ PACKING = {
         "(before < offset)",
         "(before <= offset)",
         section_rows.test_each_kind_of_malformed_row,
-        {"width": 32},
+        {"fmt": FORMATS["fp32"]},
     ),
     "overflow unnoticed": Mutant(
         "sections",
@@ -244,21 +245,21 @@ ROWS = {
         "tl.sum(keep.to(tl.int32)",
         "tl.sum(used.to(tl.int32)",
         section_rows.test_values_that_would_become_0,
-        {"width": 4},
+        {"fmt": FORMATS["4bit"]},
     ),
     "infinite scales accepted": Mutant(
         "sections",
         "(scale > 0) & (scale < 0x7F800000)",
         "(scale > 0)",
         section_rows.test_each_kind_of_malformed_row,
-        {"width": 4},
+        {"fmt": FORMATS["4bit"]},
     ),
     "entries of malformed rows kept": Mutant(
         "sections",
         "    if wrong:",
         "    if wrong & (program > 0):",
         section_rows.test_each_kind_of_malformed_row,
-        {"width": 32},
+        {"fmt": FORMATS["fp32"]},
     ),
 }
 AVERAGING = {

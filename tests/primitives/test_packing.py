@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from test_rounded_values import BITS_PER_ENTRY
+from test_rounded_values import INDEX_BITS
 from tritoncomm import ProtocolMismatchError
 from tritoncomm.primitives import packing
 from tritoncomm.primitives.packing import NO_VALUES, Encoding, Section, Sections
@@ -19,10 +19,9 @@ from tritoncomm.primitives.packing import NO_VALUES, Encoding, Section, Sections
 from depth import examples, trials
 from golden_sections import DELIVERED, GOLDEN, INPUTS, A, in_hex
 from tritoncomm_kernels import Selection, quantize, sections
-from tritoncomm_kernels.section_layout import VALUE_BITS
+from tritoncomm_kernels.formats import ENTRY_FORMATS, FORMATS
 
-FORMATS = tuple(VALUE_BITS)
-ROUNDED = tuple(name for name in FORMATS if name != "fp32")
+ROUNDED = tuple(name for name in ENTRY_FORMATS if name != "fp32")
 
 
 def packed(section: Section, indices: list[int], values: object) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -92,16 +91,17 @@ def test_golden_empty_sections() -> None:
     assert message.numel() == 0
 
 
-@pytest.mark.parametrize("density", BITS_PER_ENTRY)
+@pytest.mark.parametrize("density", INDEX_BITS)
 def test_bits_per_entry(density: float) -> None:
-    """The bits per entry of 25 million coordinates are those of the format's table."""
+    """The bits per entry of 25 million coordinates are those of the specification for an index, and of the format."""
     numel = 25_000_000
     room = int(numel * density)
-    found = [32 * Section(0, numel, room, values).words / room for values in FORMATS]
-    assert found == pytest.approx(BITS_PER_ENTRY[density], abs=0.005)
+    found = [32 * Section(0, numel, room, values).words / room for values in ENTRY_FORMATS]
+    expected = [INDEX_BITS[density] + FORMATS[values].bits for values in ENTRY_FORMATS]
+    assert found == pytest.approx(expected, abs=0.005)
 
 
-@pytest.mark.parametrize("values", FORMATS)
+@pytest.mark.parametrize("values", ENTRY_FORMATS)
 @given(room=st.integers(0, 3000), span=st.integers(1, 2**31 - 1))
 @examples(60)
 def test_never_longer_than_plain(values: str, room: int, span: int) -> None:
@@ -109,7 +109,7 @@ def test_never_longer_than_plain(values: str, room: int, span: int) -> None:
     section = Section(0, span, room, values)
     assert section.words <= 2 * min(room, span)
     if section.is_packed:
-        exact = 2 + math.log2(span / min(room, span)) + VALUE_BITS[values]
+        exact = 2 + math.log2(span / min(room, span)) + FORMATS[values].bits
         assert 32 * section.words <= min(room, span) * exact + 31 * (math.log2(span) + 32) + 160
 
 
@@ -145,7 +145,7 @@ def situations(draw: st.DrawFn) -> tuple[Section, list[int], torch.Tensor]:
     signed = np.where(np.isfinite(signed) & (signed != 0), signed, np.float32(1.5)).astype(np.float32)
     divisor = draw(st.sampled_from([1, 1, 2, 3, 7, 8, 9, 64, 127, 1000]))
     packed_as = draw(st.sampled_from([True, "always", False]))
-    section = Section(low, low + span, room, draw(st.sampled_from(FORMATS)), divisor=divisor, packed=packed_as)
+    section = Section(low, low + span, room, draw(st.sampled_from(ENTRY_FORMATS)), divisor=divisor, packed=packed_as)
     return section, indices.tolist(), torch.from_numpy(signed)
 
 
@@ -184,7 +184,7 @@ def test_the_rest_can_be_sent_later(situation: tuple[Section, list[int], torch.T
     assert found.numel() == entries.found
 
 
-@pytest.mark.parametrize("values", FORMATS)
+@pytest.mark.parametrize("values", ENTRY_FORMATS)
 @pytest.mark.parametrize(("span", "room"), [(3000, 1000), (400_000, 1000), (2**31 - 1, 1025)])
 def test_chunks_do_not_change_a_message(values: str, span: int, room: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of any size give the same words and the same entries."""
@@ -204,7 +204,7 @@ def test_chunks_do_not_change_a_message(values: str, span: int, room: int, monke
         assert all(torch.equal(a, b) for a, b in zip(messages[0], message, strict=True))
 
 
-@pytest.mark.parametrize("values", [*FORMATS, NO_VALUES])
+@pytest.mark.parametrize("values", [*ENTRY_FORMATS, NO_VALUES])
 @pytest.mark.parametrize(
     ("span", "room"), [(1, 1), (31, 5), (400, 8), (4001, 1000), (2**31 - 1, 1), (2**31 - 1, 2), (10**6, 33)]
 )
@@ -231,7 +231,7 @@ def test_few_entries_at_once(values: str, span: int, room: int, monkeypatch: pyt
         assert torch.equal(again.values, found.values)
 
 
-@pytest.mark.parametrize("values", FORMATS)
+@pytest.mark.parametrize("values", ENTRY_FORMATS)
 def test_what_cannot_be_sent_is_left_out(values: str) -> None:
     """A section is that of the entries of ``sendable_together`` alone, also if these are not all."""
     generator = np.random.default_rng(0)
@@ -280,7 +280,7 @@ def test_denormals_stay_in_the_residual() -> None:
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("values", FORMATS)
+@pytest.mark.parametrize("values", ENTRY_FORMATS)
 def test_not_a_number_arrives(values: str, bad: float) -> None:
     """A NaN or Inf among the values reaches the receiver, which then rejects the step."""
     numbers = torch.linspace(1, 2, 64)
@@ -321,7 +321,7 @@ def tampered(good: np.ndarray, section: Section, kind: int, generator: np.random
     return words
 
 
-@pytest.mark.parametrize("values", [*FORMATS, NO_VALUES])
+@pytest.mark.parametrize("values", [*ENTRY_FORMATS, NO_VALUES])
 def test_hostile_words(values: str) -> None:
     """Random and tampered sections are rejected, or give ascending indices inside the range."""
     generator = np.random.default_rng(0)
@@ -396,7 +396,7 @@ def test_unknown_format() -> None:
         Section(0, 10, 2, "5bit").encode(torch.arange(2, dtype=torch.int32), torch.ones(2))
 
 
-@pytest.mark.parametrize("values", FORMATS)
+@pytest.mark.parametrize("values", ENTRY_FORMATS)
 @pytest.mark.parametrize("packed_as", ["always", False])
 def test_other_lengths_are_rejected(values: str, packed_as: object) -> None:
     """A message of another length than that of the section is rejected by name."""

@@ -6,6 +6,7 @@ import torch
 from kernel_cases import Guarded, bits, drawn, gradient, padded_rows
 
 import tritoncomm_kernels as kernels
+from tritoncomm_kernels.formats import FORMATS
 from tritoncomm_kernels.section_layout import Layout
 from tritoncomm_kernels.sections import read_rows, write_rows
 
@@ -45,7 +46,7 @@ def merge(guarded: Guarded) -> list[list[int]]:
 def sections(guarded: Guarded) -> list[list[int]]:
     """Return packed rows, and what is read from them."""
     rows = padded_rows(3000, [(0.6, 1), (0.7, 2)], "normal")
-    layout = Layout.of(rows.indices.shape[1], 3000, 4)
+    layout = Layout.of(rows.indices.shape[1], 3000, FORMATS["4bit"])
     given = kernels.Padded(*(guarded.of(part.reshape(-1)).view(part.shape) for part in rows))
     lows = guarded.of(torch.zeros(2, dtype=torch.int32))
     held = kernels.Workspace()

@@ -19,7 +19,7 @@ from tritoncomm.scheduler.cost import Forecast
 from tritoncomm.scheduler.rounds import Pattern
 from tritoncomm_kernels import Workspace
 from tritoncomm_kernels.checks import INDEX_LIMIT
-from tritoncomm_kernels.section_layout import VALUE_BITS
+from tritoncomm_kernels.formats import ENTRY_FORMATS
 
 Bounds = Sequence[int]
 
@@ -277,8 +277,8 @@ class EntryRecipe(IndexRecipe):
         check(
             self,
             "values",
-            isinstance(self.values, str) and self.values in VALUE_BITS,
-            f"must be one of {', '.join(VALUE_BITS)}",
+            isinstance(self.values, str) and self.values in ENTRY_FORMATS,
+            f"must be one of {', '.join(ENTRY_FORMATS)}",
         )
 
     @property

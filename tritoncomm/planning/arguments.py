@@ -8,7 +8,7 @@ from pathlib import Path
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.scheduler.cost import Link
 from tritoncomm.step.settings import DEFAULT_VALUES
-from tritoncomm_kernels.section_layout import VALUE_BITS
+from tritoncomm_kernels.formats import FORMATS
 
 LINK = "10gbit,30us"
 
@@ -26,7 +26,7 @@ def add_values(command: argparse.ArgumentParser, default: str = DEFAULT_VALUES) 
         "--values",
         help="format of values on the wire, for methods that send entries; what rounding cuts off stays in a residual. "
         f"Default: {default}",
-        choices=tuple(VALUE_BITS),
+        choices=tuple(FORMATS),
     )
 
 

@@ -18,13 +18,14 @@ import torch
 from tritoncomm.errors import ProtocolMismatchError
 from tritoncomm_kernels import Selection, Workspace
 from tritoncomm_kernels.entries import Padded
-from tritoncomm_kernels.section_layout import VALUE_BITS, Layout
+from tritoncomm_kernels.formats import FORMATS, INDICES
+from tritoncomm_kernels.section_layout import Layout
 from tritoncomm_kernels.sections import check_rows, read_one, read_rows, sendable_together, write_one, write_rows
 
 _PADDING = -1
 _COARSE_BITS = 3
-NO_VALUES = "none"  # the format of messages that hold indices alone
-_BITS = {**VALUE_BITS, NO_VALUES: 0}
+NO_VALUES = INDICES.name  # the format of messages that hold indices alone
+_FORMATS = {**FORMATS, NO_VALUES: INDICES}
 
 
 def encode(indices: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
@@ -88,9 +89,9 @@ class Section:
     """At most ``room`` entries with indices in ``[low, high)``, and their place in a message.
 
     Both ends know all fields, and therefore the length in ``words``. ``values`` is the format of the values, one of
-    ``VALUE_BITS``, or :data:`NO_VALUES` for indices alone. Indices are packed by Elias-Fano, and values are rounded to
-    that format. A section that would not become shorter, and one with ``packed=False``, is plain: int32 indices and
-    fp32 values. ``packed="always"`` packs longer sections, too.
+    :data:`~tritoncomm_kernels.formats.ENTRY_FORMATS`, or :data:`NO_VALUES` for indices alone. Indices are packed by
+    Elias-Fano, and values are rounded to that format. A section that would not become shorter, and one with
+    ``packed=False``, is plain: int32 indices and fp32 values. ``packed="always"`` packs longer sections, too.
 
     The receiver gets values divided by ``divisor``, for example means instead of sums. A rounded value times the
     ``divisor`` is exact. The sender's residual is therefore the entry minus what was delivered, without loss.
@@ -106,7 +107,7 @@ class Section:
     @cached_property
     def layout(self) -> Layout:
         """The layout of the packed form."""
-        return Layout.of(self.room, self.high - self.low, _BITS[self.values])
+        return Layout.of(self.room, self.high - self.low, _FORMATS[self.values])
 
     @cached_property
     def is_packed(self) -> bool:
@@ -141,7 +142,7 @@ class Section:
         if not self.rounds:
             return entries
         if self.is_packed:
-            keep = sendable_together(entries.values, self.layout.bits, self.divisor)
+            keep = sendable_together(entries.values, self.layout.fmt, self.divisor)
         else:
             keep = rounded_quotients(entries.values, self.divisor) != 0
         if keep is None or keep.all():
@@ -208,7 +209,7 @@ class Encoding(NamedTuple):
     @property
     def is_coarse(self) -> bool:
         """True if values have so few levels that many sums of them are equal: 1, 2 or 3 bits."""
-        return self.rounds and _BITS[self.values] <= _COARSE_BITS
+        return self.rounds and _FORMATS[self.values].bits <= _COARSE_BITS
 
     def section(self, low: int, high: int, room: int, *, divisor: int = 1) -> Section:
         """Return the section of at most ``room`` entries in ``[low, high)``."""
@@ -227,7 +228,7 @@ class Encoding(NamedTuple):
         plain = entries * (1 if self.values == NO_VALUES else 2)
         if not self.packed or entries == 0:
             return plain
-        bits = _BITS[self.values]
+        bits = _FORMATS[self.values].bits
         # A section of m entries in u coordinates needs at most m (2 + log2(u / m) + bits) bits, and whole words. The
         # first part is largest in total if all sections have the same ratio.
         packed = entries * (2 + math.log2(span / entries) + bits)

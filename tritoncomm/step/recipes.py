@@ -34,7 +34,7 @@ from tritoncomm.step import agree
 from tritoncomm.step import settings as defaults
 from tritoncomm.step.settings import check_group
 from tritoncomm_kernels.devices import is_asynchronous
-from tritoncomm_kernels.section_layout import VALUE_BITS
+from tritoncomm_kernels.formats import FORMATS
 
 logger = logging.getLogger("tritoncomm")
 
@@ -92,7 +92,7 @@ def _check_algo(argument: str, algo: object) -> None:
         return
     if isinstance(algo, type) and issubclass(algo, Recipe):
         raise ConfigurationError(f"{argument}={algo.__name__}: pass an instance, such as {algo.__name__}()")
-    fix = f" such as tritoncomm.Quantized(values={algo!r})" if isinstance(algo, str) and algo in VALUE_BITS else ""
+    fix = f" such as tritoncomm.Quantized(values={algo!r})" if isinstance(algo, str) and algo in FORMATS else ""
     raise ConfigurationError(
         f"{argument} is the unknown algorithm {algo!r}: choose one of {', '.join(algorithms())}, or a recipe{fix}"
     )
