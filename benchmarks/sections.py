@@ -20,12 +20,12 @@ import numpy as np
 import torch
 from tritoncomm.primitives.packing import Section
 
+import tritoncomm_kernels as kernels
 from selection import Clock, machine
-from tritoncomm_kernels import block_float
-from tritoncomm_kernels.formats import ENTRY_FORMATS
+from tritoncomm_kernels.formats import ENTRY_FORMATS, FORMATS
 
 SMALL = [(10_000, 64), (3_000, 300), (100_000, 1_000)]  # range, entries
-SMALL_MODEL, MEAN_WORKERS, BITS = 870_000, (2, 4), 8
+SMALL_MODEL, MEAN_WORKERS, MEAN_FORMAT = 870_000, (2, 4), FORMATS["8bit"]
 WARM_UPS = 2
 CALLS = 300  # of a small section, on a CPU
 
@@ -95,18 +95,19 @@ def measure_mean(numel: int, workers: int, turns: int, device: str) -> Mean:
     clock, generator = Clock(device), torch.Generator().manual_seed(0)
     source = torch.randn(numel, generator=generator).to(device)
     target = torch.zeros_like(source)
-    messages, left = block_float.quantize_parts(source, workers, BITS)
-    arrived = messages[:1].repeat(workers, 1)
-    blocks = block_float.quantize_mean(arrived, source, left, 0, BITS).repeat(workers, 1)
-    times = [
-        (
-            clock.time(lambda: block_float.quantize_parts(source, workers, BITS)),
-            clock.time(lambda: block_float.quantize_mean(arrived, source, left, 0, BITS)),
-            clock.time(lambda: block_float.dequantize_parts(blocks, numel, BITS)),
+    held, times = source.clone(), []
+    arrived = kernels.round_parts(held, workers, workers - 1, MEAN_FORMAT)[:1].repeat(workers, 1)
+    blocks = kernels.round_mean(arrived, held, 0, MEAN_FORMAT).repeat(workers, 1)
+    for _ in range(WARM_UPS + turns):
+        held.copy_(source)  # both steps that round leave what remains
+        turn = (
+            clock.time(lambda: kernels.round_parts(held, workers, 0, MEAN_FORMAT)),
+            clock.time(lambda: kernels.round_mean(arrived, held, 0, MEAN_FORMAT)),
+            clock.time(lambda: kernels.read_parts(blocks, numel, MEAN_FORMAT)),
             clock.time(lambda: target.copy_(source)),
         )
-        for _ in range(WARM_UPS + turns)
-    ][WARM_UPS:]
+        times.append(turn)
+    times = times[WARM_UPS:]
     quantize, average, decode, copy = (min(column) for column in zip(*times, strict=True))
     copies = statistics.median((q + a + d) / c for q, a, d, c in times)
     return Mean(numel, workers, quantize, average, decode, copy, copies)

@@ -192,7 +192,8 @@ def slack(recipe: Recipe) -> float:
     What rounding cuts off has more bits than the exact gradients. Adding the next gradient to it may round. It may also
     be larger than the gradient, if a value far below its scale is sent as the scale. Errors are then relative to it.
     """
-    return 2.0**-20 if any(getattr(layer, "values", "fp32") != "fp32" for layer in recipe.layers) else 0.0
+    formats = [getattr(layer, field, "fp32") for layer in recipe.layers for field in ("values", "small")]
+    return 2.0**-20 if any(name != "fp32" for name in formats) else 0.0
 
 
 @LawOfRuns

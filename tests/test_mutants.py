@@ -22,7 +22,8 @@ from tritoncomm.step.exchange.stages import Staged, StagedAlgorithm
 
 import laws
 import tritoncomm_kernels as kernels
-from tritoncomm_kernels import block_float, midrise
+from tritoncomm_kernels import dense_bits
+from tritoncomm_kernels.formats import FORMATS
 
 CASE = laws.Case(5, 90, ("random",) * 6, seed=3)
 THREE = laws.Case(3, 90, ("random",) * 6, seed=3)
@@ -235,7 +236,8 @@ class QuantizesItsMean(QuantizesItsSum):
 
 def rounded(values: torch.Tensor) -> torch.Tensor:
     """Return what a receiver of ``values`` in 8 bits gets."""
-    return block_float.encode(values[None], 8)[1][0].float()
+    message = kernels.round_parts(torch.cat([values, torch.zeros(-len(values) % 64)]).repeat(2), 2, 1, FORMATS["8bit"])
+    return kernels.read_parts(message[:1], len(values), FORMATS["8bit"])
 
 
 class BrokenQuantized(QuantizedAlgorithm):
@@ -257,7 +259,7 @@ class ForgetsWhatItRounds(BrokenQuantized):
 
     def broken(self, edit, work, acc, rank, world_size, number):
         def zeroed(values):
-            result, own = work(values), midrise.part_length(acc.numel, world_size)
+            result, own = work(values), dense_bits.part_length(acc.numel, world_size)
             if number == 1:
                 values[: own * rank] = 0.0
                 values[own * (rank + 1) :] = 0.0
@@ -271,7 +273,7 @@ class ForgetsAsAnOwner(BrokenQuantized):
 
     def broken(self, edit, work, acc, rank, world_size, number):
         def zeroed(values):
-            result, own = work(values), midrise.part_length(acc.numel, world_size)
+            result, own = work(values), dense_bits.part_length(acc.numel, world_size)
             if number == 2:
                 values[own * rank : own * (rank + 1)] = 0.0
             return result
@@ -284,7 +286,7 @@ class OwesTheMean(BrokenQuantized):
 
     def broken(self, edit, work, acc, rank, world_size, number):
         def divided(values):
-            result, own = work(values), midrise.part_length(acc.numel, world_size)
+            result, own = work(values), dense_bits.part_length(acc.numel, world_size)
             if number == 2:
                 values[own * rank : own * (rank + 1)] /= world_size
             return result
@@ -298,7 +300,7 @@ class KeepsWhatItSends(BrokenQuantized):
     def broken(self, edit, work, acc, rank, world_size, number):
         def kept(values):
             before = values.clone()
-            result, own = work(values), midrise.part_length(acc.numel, world_size)
+            result, own = work(values), dense_bits.part_length(acc.numel, world_size)
             if number == 1:
                 before[own * rank : own * (rank + 1)] = values[own * rank : own * (rank + 1)]
                 values.copy_(before)
@@ -312,7 +314,7 @@ class ReadsItsOwnSum(QuantizedAlgorithm):
 
     def reduce(self, acc, rank, world_size):
         mean = yield from super().reduce(acc, rank, world_size)
-        own = midrise.part_length(acc.numel, world_size)
+        own = dense_bits.part_length(acc.numel, world_size)
         part = slice(own * rank, own * (rank + 1))
         mean.values[part] += acc.dense()[part] / world_size
         return mean
@@ -323,10 +325,10 @@ class DividesAtTheReceivers(QuantizedAlgorithm):
 
     def reduce(self, acc, rank, world_size):
         sums = yield AllReduce("quantized", acc.dense())
-        held = torch.cat([sums, torch.zeros(-len(sums) % midrise.BLOCK)])
+        held = torch.cat([sums, torch.zeros(-len(sums) % dense_bits.BLOCK)])
         rest = torch.cat([held, held])
-        message = kernels.round_parts(rest, 2, 1, 8)
-        sent = kernels.read_parts(message, len(rest), 8)[: len(sums)]
+        message = kernels.round_parts(rest, 2, 1, FORMATS["8bit"])
+        sent = kernels.read_parts(message, len(rest), FORMATS["8bit"])[: len(sums)]
         acc.edit(lambda values: values.copy_(rest[: len(sums)] if rank == 0 else torch.zeros_like(values)))
         return SparseVector.full(sent / world_size)
 
@@ -340,7 +342,7 @@ class BrokenStages(Staged):
 
     def build(self, numel, bounds=()):
         intact = super().build(numel, bounds)
-        return self.kind(intact.inner, intact.tail, intact.bits, intact.scale)
+        return self.kind(intact.inner, intact.tail, intact.fmt, intact.scale)
 
 
 def tailed(kind: type[StagedAlgorithm]) -> BrokenStages:
@@ -456,9 +458,10 @@ def test_broken_method_breaks_its_law(law, recipe, case: laws.Case) -> None:
 
 def test_quantized_sums_break_conservation() -> None:
     """A quantized sum that is divided by three is rounded again. A quantized mean is not."""
+    first = dataclasses.replace(THREE, families=THREE.families[:1])  # later steps may round residuals
     with pytest.raises(AssertionError):
-        laws.conservation(tailed(QuantizesItsSum), THREE)
-    laws.conservation(tailed(QuantizesItsMean), THREE)
+        laws.conservation(tailed(QuantizesItsSum), first, tolerance=0.0)
+    laws.conservation(tailed(QuantizesItsMean), first, tolerance=0.0)
 
 
 def test_hidden_nan_breaks_the_refusal_law() -> None:

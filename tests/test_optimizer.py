@@ -92,7 +92,7 @@ def test_metrics_are_flat_floats() -> None:
         ({"warmup_steps": -1}, "warmup_steps=-1"),
         ({"staleness": "maybe"}, "staleness='maybe': choose one of 'aware', 'off'"),
         ({"small": "4bit"}, "small='4bit': choose one of 'fp32', '8bit'"),
-        ({"algo": "random_block", "values": "2bit"}, "values='2bit'"),
+        ({"algo": "random_block", "values": "9bit"}, "values='9bit'"),
         ({"on_nonfinite": "pray"}, "on_nonfinite='pray': choose one of 'skip', 'raise'"),
         ({"algo": tritoncomm.OkTopk(), "bucket_width": 2}, "carries its own bucket_width"),
         ({"algo": tritoncomm.OkTopk(density=0.1), "density": 0.2}, "carries its own density"),

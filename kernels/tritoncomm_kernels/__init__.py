@@ -2,7 +2,7 @@
 
 from tritoncomm_kernels.adam import AdamControl, AdamStates
 from tritoncomm_kernels.adam_flat import AdamFlat
-from tritoncomm_kernels.block_float import dequantize_parts, quantize_mean, quantize_parts
+from tritoncomm_kernels.dense_bits import read_parts, round_mean, round_parts
 from tritoncomm_kernels.entries import (
     Padded,
     add_rows,
@@ -23,7 +23,6 @@ from tritoncomm_kernels.entries import (
     set_at,
     values_at,
 )
-from tritoncomm_kernels.midrise import read_parts, round_mean, round_parts
 from tritoncomm_kernels.rebalance import rebalance
 from tritoncomm_kernels.rms import root_mean_square, root_mean_squares
 from tritoncomm_kernels.select import (
@@ -71,7 +70,6 @@ __all__ = [
     "count_reaching",
     "decompress",
     "decompress_padded",
-    "dequantize_parts",
     "expand",
     "find",
     "has_non_finite",
@@ -83,8 +81,6 @@ __all__ = [
     "mark",
     "merge",
     "merge_rows",
-    "quantize_mean",
-    "quantize_parts",
     "reaching",
     "read_parts",
     "rebalance",

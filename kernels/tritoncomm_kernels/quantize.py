@@ -69,11 +69,7 @@ class Lookup(NamedTuple):
 def lookup(fmt: Format) -> Lookup:
     """Return the tables of a format."""
     menu = np.array(fmt.tables, dtype=np.float64) / _UNIT
-    # A number is rounded from the centre of its bf16 cell, so that one lookup decides.
-    cells = np.minimum(np.arange(1 << 15, dtype=np.uint32), _LAST_FINITE_CELL)
-    centres = ((cells << 16) | 0x8000).view(np.float32).astype(np.float64)
-    levels = np.stack([np.searchsorted((t[:-1] + t[1:]) / 2, centres) for t in menu]).astype(np.uint8)
-    codes = np.concatenate([levels, levels | np.uint8(1 << (fmt.bits - 1))], axis=1)
+    codes = np.stack([codes_of_cells(table) for table in menu])
     values = np.concatenate([menu, -menu], axis=1).astype(np.float32)  # exact
     rounded = np.take_along_axis(values, codes.astype(np.intp), axis=1)
     tops = menu[:, -1]
@@ -81,6 +77,19 @@ def lookup(fmt: Format) -> Lookup:
     cover = float(tops.max() * (16 if menu.shape[1] <= _COARSE else 1))
     half_least = float(menu[:, 0].max() / 2)
     return Lookup(codes, rounded, values, tuple(tops.tolist()), reach, float(reach.min()), cover, half_least)
+
+
+def codes_of_cells(levels: NDArray[np.float64]) -> NDArray[np.uint8]:
+    """Return the code of every number by its upper 16 bits (uint8 ``[65536]``): the nearest level, and above it a sign.
+
+    A number is rounded from the centre of its bf16 cell, so that one lookup decides. The code of NaN is 0.
+    """
+    cells = np.minimum(np.arange(1 << 15, dtype=np.uint32), _LAST_FINITE_CELL)
+    centres = ((cells << 16) | 0x8000).view(np.float32).astype(np.float64)
+    found = np.searchsorted((levels[:-1] + levels[1:]) / 2, centres).astype(np.uint8)
+    codes = np.concatenate([found, found | np.uint8(len(levels))])
+    codes.reshape(2, -1)[:, _LAST_FINITE_CELL + 2 :] = 0
+    return codes
 
 
 @functools.cache

@@ -9,6 +9,7 @@ The squared errors of the tables are summed in fp64 in one program. The order of
 could only matter for tables whose errors agree to 15 digits. Everything else is one rounding, or integer.
 """
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -28,7 +29,7 @@ from tritoncomm_kernels.workspace import Workspace
 BLOCK, WARPS = MOVE, 8  # entries per program, as where they are moved
 # Words per program when writing. Each lane reads up to 32 entries, so few words keep many processors busy.
 HIGH_WORDS, HIGH_WARPS = 128, 4
-CHOOSE_WARPS = 8  # with 4, Triton 3.6 spills a register at 8 bits
+CHOOSE_WARPS = 16  # with 4, Triton 3.6 spills a register at 8 bits, and with 8, Triton 3.9 spills two on sm_80
 NAN_HEADER = tl.constexpr(quantize.NAN_HEADER)
 INFINITY_KEY = tl.constexpr(0x7F800000)
 REACH = tl.constexpr(quantize.REACH)
@@ -64,7 +65,7 @@ def _scale(smallest, largest, cover, KEPT: tl.constexpr):
 
 
 @triton.jit
-def _level_of(ratio, menu_ptr, table, inside, TABLES: tl.constexpr, HALVINGS: tl.constexpr):
+def level_of(ratio, menu_ptr, table, inside, TABLES: tl.constexpr, HALVINGS: tl.constexpr):
     """Return the level of each ratio: the number of midpoints below the centre of its bf16 cell."""
     centre = ((ratio.to(tl.int32, bitcast=True) & -65536) | 0x8000).to(tl.float32, bitcast=True)
     midpoints_ptr = menu_ptr + ((TABLES + table) << HALVINGS)
@@ -143,7 +144,7 @@ def choose_rows_kernel(
             held = at < samples
             value = tl.load(values_ptr + at.to(tl.int64) * stride_of_sample, mask=held, other=0.0)
             ratio = tl.div_rn(tl.div_rn(tl.abs(value), divisor), scale)
-            level = _level_of(ratio, menu_ptr, candidate, held, TABLES, HALVINGS)
+            level = level_of(ratio, menu_ptr, candidate, held, TABLES, HALVINGS)
             miss = ratio - tl.load(menu_ptr + (candidate << HALVINGS) + level, mask=held, other=0.0)
             errors += tl.where(held, miss * miss, 0.0).to(tl.float64)
             start += BLOCK
@@ -247,7 +248,7 @@ def planes_rows_kernel(
         header = tl.load(words_ptr + 1)
         scale = (header & -65536).to(tl.float32, bitcast=True)
         ratio = tl.div_rn(tl.div_rn(tl.abs(value), divisor), scale)
-        level = _level_of(ratio, menu_ptr, header & 0xFFFF, held, TABLES, BITS - 1)
+        level = level_of(ratio, menu_ptr, header & 0xFFFF, held, TABLES, BITS - 1)
         code = level | (((value.to(tl.int32, bitcast=True) >> 31) & 1) << (BITS - 1))
         code = tl.where(held & (header != NAN_HEADER), code, 0)
         for bit in tl.static_range(BITS):
@@ -349,9 +350,12 @@ def menu(fmt: Format, device: torch.device) -> torch.Tensor | None:
 
     Values that are no codes have no tables.
     """
-    if not fmt.tables:
-        return None
-    levels = torch.tensor(quantize.menu(fmt), dtype=torch.float64)
+    return levels_and_midpoints(quantize.menu(fmt), device) if fmt.tables else None
+
+
+def levels_and_midpoints(tables: Sequence[Sequence[float]], device: torch.device) -> torch.Tensor:
+    """Return what :func:`level_of` reads (fp32 ``[2, tables, levels]``) of ``tables`` of levels."""
+    levels = torch.tensor(tables, dtype=torch.float64)
     midpoints = torch.full_like(levels, torch.inf)
     midpoints[:, :-1] = (levels[:, 1:] + levels[:, :-1]) / 2
     return torch.stack([levels, midpoints]).float().to(device)

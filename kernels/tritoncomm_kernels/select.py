@@ -24,6 +24,9 @@ from tritoncomm_kernels.workspace import Workspace
 MAGNITUDE_MASK = 0x7FFFFFFF
 TILE = 4096  # elements with one count, which one program marks
 MIN_TILE, MAX_TILE = 64, 1 << 16
+# Up to this many tiles, every program of a kernel sums the counts of the tiles before its own, which are in the L2
+# cache. That work grows with the square of the number of tiles, so the counts of larger vectors are summed before.
+TILES_SUMMED_IN_PLACE = 8192
 
 # 2^17 elements: a chunk of the sum and its flags fits into 1 MiB of second-level cache. 2^15, 2^16 and 2^18 measured
 # 1.15x, 1.1x and 1.04x slower.

@@ -12,15 +12,13 @@ import triton.language as tl
 
 from tritoncomm_kernels.bits_triton import bits_in, divided, key_of, lowest_bit, pack_words, threshold_key
 from tritoncomm_kernels.dispatch import launch
+from tritoncomm_kernels.select import TILES_SUMMED_IN_PLACE
 
 WARPS = 8  # of a tile of 4096 elements: 16 per thread. 32 would double the registers.
 # Mask words per program: 8192 elements. On an H200, with 100 million elements and 1 % of them marked, this takes 39 us,
 # and 44 us with 1024 words and 8 warps.
 WORDS, EXPAND_WARPS = 256, 2
 CHUNK = 2048
-# Up to this many tiles, every program sums the counts of the tiles before its own, which are in the L2 cache. That work
-# grows with the square of the number of tiles, so the counts of larger vectors are summed before.
-TILES_SUMMED_IN_PLACE = 8192
 GROUP, GROUP_WARPS = 1024, 8  # words per program where words are counted first
 
 

@@ -46,7 +46,7 @@ def test_quantized_warmup(world_size: int, static: bool) -> None:
             exact.step(gradients)
             assert torch.allclose(mean.to_dense().double(), gradients.double().mean(0), atol=0.05)
             assert rounded.residuals.any() == (world_size > 1)
-            assert all(each.bytes <= exact.traffic[0].bytes * 0.27 for each in rounded.traffic)
+            assert all(each.bytes <= exact.traffic[0].bytes * 0.28 for each in rounded.traffic)
             assert all(each.bytes == forecast.sent.bytes for each in rounded.traffic)
     bare = OkTopk(density=0.05, static=static).build(numel).state_dict()
     assert rounded.workers[0].algorithm.state_dict()["inner"].keys() == bare.keys()
@@ -103,8 +103,8 @@ def test_who_can_quantize_dense_steps() -> None:
     for recipe in (DGC(), Unknown()):
         with pytest.raises(ConfigurationError, match=r"values='8bit'\): must be 'fp32'"):
             Warmup(recipe=recipe, steps=2, values="8bit")
-    with pytest.raises(ConfigurationError, match=r"values='3bit'\): must be 'fp32' or one of '8bit', '4bit', '2bit'"):
-        Warmup(recipe=OkTopk(), steps=2, values="3bit")
+    with pytest.raises(ConfigurationError, match=r"values='9bit'\): must be one of fp32, 8bit, 7bit"):
+        Warmup(recipe=OkTopk(), steps=2, values="9bit")
 
 
 def test_density_1_is_not_quantized() -> None:

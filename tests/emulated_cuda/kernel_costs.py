@@ -23,8 +23,10 @@ import tritoncomm_kernels
 from emulated_cuda.device import CudaTensor, Gpu, check_devices, extent, wrapped
 from emulated_cuda.streams import current_stream
 from tritoncomm_kernels import sections
+from tritoncomm_kernels.select import TILE, TILES_SUMMED_IN_PLACE
 
-SCANNED_FROM = 8192 * 4096  # elements from which on the counts of the tiles are summed by a kernel of their own
+# Elements from which on the counts of the tiles are summed by a kernel of their own.
+SCANNED_FROM = TILES_SUMMED_IN_PLACE * TILE
 _RADIX = 1 + 4 + 2  # the histograms are cleared; a histogram for each of 4 digits, count, emit
 
 
@@ -135,9 +137,6 @@ _TABLE: dict[Callable[..., Any], tuple[Callable[..., Cost], tuple[str, ...]]] = 
     _N.set_at: (lambda result, a: Cost(int(a["out"].numel() > 0)), ("out",)),
     _N.values_at: (lambda result, a: Cost(1), ()),
     # A quantized mean: one kernel each.
-    _N.quantize_parts: (lambda result, a: Cost(1), ()),
-    _N.quantize_mean: (lambda result, a: Cost(1), ("left",)),
-    _N.dequantize_parts: (lambda result, a: Cost(1), ()),
     _N.round_parts: (lambda result, a: Cost(1), ("values",)),
     _N.round_mean: (lambda result, a: Cost(1), ("values",)),
     _N.read_parts: (lambda result, a: Cost(1), ()),

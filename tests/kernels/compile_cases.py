@@ -11,11 +11,9 @@ import triton.language as tl
 
 from tritoncomm_kernels import (
     adam_triton,
-    block_float,
-    block_float_triton,
+    dense_bits,
+    dense_bits_triton,
     entries_triton,
-    midrise,
-    midrise_triton,
     rebalance_triton,
     sections_triton,
     select_triton,
@@ -42,7 +40,7 @@ FLOAT_POINTERS = (
         "second_ptr",
         "maximum_ptr",
     ),
-    *("tables_ptr", "param_rms_ptr", "menu_ptr", "parts_ptr"),
+    *("tables_ptr", "param_rms_ptr", "menu_ptr", "levels_ptr", "parts_ptr"),
 )
 TYPES = {
     **dict.fromkeys(FLOATS, "fp32"),
@@ -172,23 +170,11 @@ def exact() -> list[Case]:
     ]
 
 
-def quantized_mean() -> list[Case]:
-    """Return the cases of a mean whose values travel in 8 or 4 bits."""
-    mean, types = block_float_triton, {"bytes_ptr": "*i8", "messages_ptr": "*i8", "left_ptr": "*fp32"}
-    size = {"warps": mean.WARPS, "types": types, "elements": block_float.BLOCK, "aligned": False}
-    kernels = {
-        "quantize parts": mean.quantize_parts_kernel,
-        "quantize mean": mean.quantize_mean_kernel,
-        "dequantize parts": mean.dequantize_parts_kernel,
-    }
-    return [Case(f"{name}, {bits} bits", it, {"BITS": bits}, **size) for name, it in kernels.items() for bits in (8, 4)]
-
-
-def midrise_mean() -> list[Case]:
-    """Return the cases of a mean whose values travel in 1 to 8 bits, without a level for zero."""
-    mean, words = midrise_triton, {"words_ptr": "*i32", "messages_ptr": "*i32"}
+def rounded_mean() -> list[Case]:
+    """Return the cases of a mean whose values travel in 1 to 8 bits."""
+    mean, words = dense_bits_triton, {"words_ptr": "*i32", "messages_ptr": "*i32"}
     types = {**words, "halves_ptr": "*i16", "message_halves_ptr": "*i16"}
-    size = {"warps": mean.WARPS, "types": types, "elements": mean.TILE * midrise.BLOCK, "aligned": False}
+    size = {"warps": mean.WARPS, "types": types, "elements": mean.TILE * dense_bits.BLOCK, "aligned": False}
     kernels = {
         "round parts": mean.round_parts_kernel,
         "round mean": mean.round_mean_kernel,
@@ -326,8 +312,7 @@ def cases() -> list[Case]:
         *exact(),
         *listing(),
         *packing(),
-        *quantized_mean(),
-        *midrise_mean(),
+        *rounded_mean(),
         *rebalancing(),
         *adam(),
     ]

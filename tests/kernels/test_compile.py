@@ -150,14 +150,10 @@ def static_form(rows: int) -> None:
     kernels.set_at(out, entries)
     kernels.set_at(out, entries.indices)
     kernels.values_at(out, entries.indices)
-    for width in (8, 4):
-        messages, left = kernels.quantize_parts(out, rows, width)
-        kernels.quantize_mean(messages, out, left, 1, width)
-        kernels.dequantize_parts(messages, out.numel(), width)
-    for width in (1, 2, 4, 8):
-        messages = kernels.round_parts(out, rows, 1, width)
-        kernels.round_mean(messages, out, 1, width)
-        kernels.read_parts(messages, out.numel(), width)
+    for values in ("1bit", "2bit", "4bit", "8bit"):
+        messages = kernels.round_parts(out, rows, 1, FORMATS[values])
+        kernels.round_mean(messages, out, 1, FORMATS[values])
+        kernels.read_parts(messages, out.numel(), FORMATS[values])
     for values in ("fp32", "4bit"):
         layout = Layout.of(1000, 64_000, FORMATS[values])
         words, _ = write_rows(layout, bounds[1:], entries, workspace=held)

@@ -116,13 +116,8 @@ def _ints(*content: int) -> torch.Tensor:
     return torch.tensor(content, dtype=torch.int32)
 
 
-def _quantized() -> dict[str, Any]:
-    values = vector()
-    return {"values": values, "messages": kernels.quantize_parts(values, 3, 4)[0], "bits": 4}
-
-
 def _rounded() -> dict[str, Any]:
-    return {"messages": kernels.round_parts(vector(), 3, 1, 1), "bits": 1}
+    return {"messages": kernels.round_parts(vector(), 3, 1, FORMATS["1bit"]), "fmt": FORMATS["1bit"]}
 
 
 def _sections(fmt: Format) -> dict[str, Any]:
@@ -195,13 +190,7 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]]]] = {
     "add_rows of one": (kernels.add_rows, lambda: {"out": vector(), "rows": _rows().row(0)}),
     "set_at": (kernels.set_at, lambda: {"out": vector(), "entries": _rows().row(1)}),
     "values_at": (kernels.values_at, lambda: {"values": vector(), "indices": _rows().indices}),
-    "quantize_parts": (kernels.quantize_parts, lambda: {"values": vector(), "parts": 3, "bits": 8}),
-    "quantize_mean": (kernels.quantize_mean, lambda: {**_quantized(), "left": vector(), "part": 1}),
-    "dequantize_parts": (
-        kernels.dequantize_parts,
-        lambda: {"messages": _quantized()["messages"], "numel": N, "bits": 4},
-    ),
-    "round_parts": (kernels.round_parts, lambda: {"values": vector(), "parts": 3, "part": 1, "bits": 2}),
+    "round_parts": (kernels.round_parts, lambda: {"values": vector(), "parts": 3, "part": 1, "fmt": FORMATS["2bit"]}),
     "round_mean": (kernels.round_mean, lambda: {**_rounded(), "values": vector(), "part": 1}),
     "read_parts": (kernels.read_parts, lambda: {**_rounded(), "numel": N}),
     **{

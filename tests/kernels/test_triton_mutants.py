@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-import test_block_float_triton as block_float
-import test_midrise_triton as midrise
+import test_dense_bits_triton as dense_bits
 import test_padded_triton as padded
 import test_section_rows_triton as section_rows
 import test_triton_adam_flat as adam
@@ -263,80 +262,56 @@ ROWS = {
     ),
 }
 AVERAGING = {
-    "halves away from zero": Mutant(
-        "block_float",
-        "(scaled + TO_INTEGER) - TO_INTEGER",
-        "(scaled + tl.where(scaled < 0, -0.5, 0.5)).to(tl.int32).to(tl.float64)",
-        block_float.test_ties,
-        {"bits": 8},
-    ),
-    "integers beyond their range": Mutant(
-        "block_float", "tl.minimum(tl.maximum(scaled, -top), top)", "scaled", block_float.test_ties, {"bits": 4}
-    ),
-    "the own part quantized": Mutant(
-        "block_float", "tl.where(row == part, own, received)", "received", block_float.test_steps
-    ),
-    "messages in another order": Mutant(
-        "block_float",
-        "tl.cast(row, tl.int64) * size",
-        "tl.cast(parts - 1 - row, tl.int64) * size",
-        block_float.test_steps,
-    ),
-    "bytes behind the codes not written": Mutant(
-        "block_float", "mask = (lane == 0) |", "mask = (lane == 0) & (lane >= 0) | (lane > 4) &", block_float.test_steps
-    ),
-    "a block that is not finite read as a number": Mutant(
-        "block_float",
-        'tl.where(code == NOT_FINITE, float("nan"), power_of_two(code - BIAS))',
-        "power_of_two(code - BIAS)",
-        block_float.test_steps,
-    ),
-    "written behind the last value": Mutant(
-        "block_float", "(within < length) & (at < count)", "within < length", block_float.test_steps
-    ),
-}
-MIDRISE = {
     "no code for a zero with a minus": Mutant(
-        "midrise",
-        "negative = (values.to(tl.int32, bitcast=True) >> 31) & 1",
-        "negative = (values < 0).to(tl.int32)",
-        midrise.test_every_width,
+        "dense_bits",
+        "((values.to(tl.int32, bitcast=True) >> 31) & 1) << (BITS - 1)",
+        "(values < 0).to(tl.int32) << (BITS - 1)",
+        dense_bits.test_every_width,
         {"bits": 1},
     ),
-    "scales rounded down": Mutant("midrise", "rounding = (1 << dropped) - 1", "rounding = 0", midrise.test_steps),
+    "scales rounded down": Mutant("dense_bits", "rounding = (1 << dropped) - 1", "rounding = 0", dense_bits.test_steps),
     "scales of a mean rounded towards zero": Mutant(
-        "midrise", "rounding = 1 << (dropped - 1)", "rounding = 0", midrise.test_steps
+        "dense_bits", "rounding = 1 << (dropped - 1)", "rounding = 0", dense_bits.test_steps
     ),
     "values behind the last one counted": Mutant(
-        "midrise", "total = tl.where(inside, total, 0.0)", "total = total + 0.0", midrise.test_steps
+        "dense_bits", "total = tl.where(inside, total, 0.0)", "total = total + 0.0", dense_bits.test_steps
     ),
     "the own part rounded twice": Mutant(
-        "midrise",
+        "dense_bits",
         "tl.where(row == part, own, (levels * scales[:, None]).to(tl.float64))",
         "(levels * scales[:, None]).to(tl.float64)",
-        midrise.test_steps,
+        dense_bits.test_steps,
     ),
-    "the own part sent": Mutant("midrise", "tl.where(row == part, 0, count)", "count", midrise.test_steps),
+    "the own part sent": Mutant("dense_bits", "tl.where(row == part, 0, count)", "count", dense_bits.test_steps),
     "messages in another order": Mutant(
-        "midrise", "tl.cast(row, tl.int64) * size", "tl.cast(parts - 1 - row, tl.int64) * size", midrise.test_steps
+        "dense_bits",
+        "tl.cast(row, tl.int64) * size",
+        "tl.cast(parts - 1 - row, tl.int64) * size",
+        dense_bits.test_steps,
     ),
     "rest of the mean in units of the mean": Mutant(
-        "midrise", "total - ranks.to(tl.float64) * sent", "total - sent", midrise.test_steps
+        "dense_bits", "total - ranks.to(tl.float64) * sent", "total - sent", dense_bits.test_steps
     ),
-    "a step beyond the top": Mutant(
-        "midrise", "tl.minimum(level, top)", "level", midrise.test_every_width, {"bits": 4}
+    "codes of a block that is not finite": Mutant(
+        "dense_bits",
+        "tl.where(ratio == ratio, ",
+        "tl.where(inside, ",
+        dense_bits.test_steps,
+    ),
+    "the sign of a code ignored": Mutant(
+        "dense_bits", "(codes >> (BITS - 1)) != 0", "codes < 0", dense_bits.test_every_width, {"bits": 4}
     ),
     "any scale accepted": Mutant(
-        "midrise", "(scales >= 0) & (scales <= 2 * LIMIT)", "scales == scales", midrise.test_steps
+        "dense_bits", "(scales >= 0) & (scales <= 2 * LIMIT)", "scales == scales", dense_bits.test_steps
     ),
     "planes of codes in another order": Mutant(
-        "midrise", "(flat >> bit) & 1", "(flat >> (BITS - 1 - bit)) & 1", midrise.test_every_width, {"bits": 2}
+        "dense_bits", "(flat >> bit) & 1", "(flat >> (BITS - 1 - bit)) & 1", dense_bits.test_every_width, {"bits": 2}
     ),
     "the half behind the last scale not written": Mutant(
-        "midrise", "number < 2 * (size - held)", "number * WIDTH < length", midrise.test_steps
+        "dense_bits", "number < 2 * (size - held)", "number * WIDTH < length", dense_bits.test_steps
     ),
 }
-MUTANTS = SELECTING | SCATTERING | PACKING | ROWS | AVERAGING | MIDRISE
+MUTANTS = SELECTING | SCATTERING | PACKING | ROWS | AVERAGING
 
 # What the executor sees before the result is compared.
 SEEN_BY = {
@@ -347,12 +322,13 @@ SEEN_BY = {
     "positions beyond the room": "bounds",
     "padding stays between entries": "race",
     "values before the first": "bounds",
-    "written behind the last value": "bounds",
 }
 
 
 # Kernels that other modules launch, too.
-USERS = {"select": ["entries", "sections"], "entries": ["sections"]}
+USERS = {
+    "select": ["entries", "sections", "dense_bits"], "entries": ["sections", "dense_bits"], "sections": ["dense_bits"],
+}  # fmt: skip
 
 
 def mutate(mutant: Mutant, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

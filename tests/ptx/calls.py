@@ -74,17 +74,12 @@ def segments(guarded: Guarded) -> list[list[int]]:
 
 
 def rounded(guarded: Guarded) -> list[list[int]]:
-    """Return a mean of two ranks in 4 bits, in both formats, and what is left."""
-    values, parts = [guarded.of(drawn("normal", 3000, rank)) for rank in range(2)], []
-    sent = [kernels.quantize_parts(own, 2, 4) for own in values]
-    for rank, own in enumerate(values):
-        arrived = torch.stack([messages[rank] for messages, _ in sent])
-        parts.append(kernels.quantize_mean(arrived, own, sent[rank][1], rank, 4))
-    found = [kernels.dequantize_parts(torch.stack(parts), 3000, 4), *(left for _, left in sent)]
-    levels = [kernels.round_parts(own, 2, rank, 4) for rank, own in enumerate(values)]
+    """Return a mean of two ranks in 4 bits, and what is left."""
+    values, fmt = [guarded.of(drawn("normal", 3000, rank)) for rank in range(2)], FORMATS["4bit"]
+    levels = [kernels.round_parts(own, 2, rank, fmt) for rank, own in enumerate(values)]
     arrived = [torch.stack([messages[rank] for messages in levels]) for rank in range(2)]
-    parts = [kernels.round_mean(arrived[rank], own, rank, 4) for rank, own in enumerate(values)]
-    return [*map(bits, found), *map(bits, values), bits(kernels.read_parts(torch.stack(parts), 3000, 4))]
+    parts = [kernels.round_mean(arrived[rank], own, rank, fmt) for rank, own in enumerate(values)]
+    return [*map(bits, values), bits(kernels.read_parts(torch.stack(parts), 3000, fmt))]
 
 
 def lists(guarded: Guarded) -> list[list[int]]:

@@ -16,15 +16,14 @@ from tritoncomm.algorithms.base import Algorithm, Bounds, Recipe, Stateless, Sta
 from tritoncomm.primitives.accumulator import Accumulator
 from tritoncomm.primitives.carried import Carriers
 from tritoncomm.primitives.collectives import dense_exchange
-from tritoncomm.primitives.quantized_mean import deliver_all_midrise, traffic
+from tritoncomm.primitives.quantized_mean import deliver_all_quantized, traffic
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.scheduler import cost
 from tritoncomm.scheduler.cost import Forecast
 from tritoncomm.scheduler.rounds import Pattern
-from tritoncomm_kernels.midrise import WIDTHS
+from tritoncomm_kernels.formats import DENSE_FORMATS, FORMATS, Format
 
 _PHASE = "quantized"
-_BITS = {f"{bits}bit": bits for bits in WIDTHS}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,8 +33,8 @@ class Quantized(StaticRecipe):
     The vector is cut into one part per rank. Each rank sends every part to its owner. The owner adds them in the order
     of ranks, and sends the mean to all. ``values`` is the format in both directions, ``"1bit"`` to ``"8bit"``. 64
     values share a scale of 16 bits. With 1 bit, a value is sent as its sign times the mean magnitude of these 64. More
-    bits are levels of equal distance up to the largest magnitude, without a level for zero, see
-    :mod:`tritoncomm_kernels.midrise`. What rounding cuts off stays in the residual of the rank that rounds. With
+    bits are levels of equal distance up to the largest magnitude, and only those of 8 bits have one for zero, see
+    :mod:`tritoncomm_kernels.dense_bits`. What rounding cuts off stays in the residual of the rank that rounds. With
     ``"fp32"``, nothing is rounded, and the exchange is a dense all-reduce.
 
     All messages have a known length, and the host never waits for a GPU to learn one. ``static`` says whether they
@@ -53,13 +52,13 @@ class Quantized(StaticRecipe):
         super().__post_init__()
         fix = "must be 1, because quantized delivers every entry: leave out density, and choose the bits by values"
         check(self, "density", self.density == 1, fix)
-        known = isinstance(self.values, str) and (self.values in _BITS or self.values == "fp32")
-        check(self, "values", known, f"must be one of {', '.join(_BITS)}, or fp32")
+        known = isinstance(self.values, str) and self.values in DENSE_FORMATS
+        check(self, "values", known, f"must be one of {', '.join(DENSE_FORMATS)}")
 
     @property
-    def bits(self) -> int | None:
-        """The bits of a value. None stands for fp32."""
-        return _BITS.get(self.values)
+    def rounded_to(self) -> Format | None:
+        """The format that values are rounded to. None stands for fp32."""
+        return FORMATS[self.values] if FORMATS[self.values].levels else None
 
     def compares_entries(self) -> bool:
         """See :meth:`Recipe.compares_entries`. All entries are delivered."""
@@ -69,7 +68,7 @@ class Quantized(StaticRecipe):
         return True
 
     def always_dense(self) -> bool:
-        return self.bits is None
+        return self.rounded_to is None
 
     def dense_form(self) -> Recipe:
         """See :meth:`Recipe.dense_form`. It does not round."""
@@ -89,17 +88,17 @@ class QuantizedAlgorithm(Algorithm):
 
     @property
     def goes_dense(self) -> bool:
-        return self.recipe.bits is None
+        return self.recipe.rounded_to is None
 
     @property
     def has_shared_verdict(self) -> bool:
         return True
 
     def reduce(self, acc: Accumulator, rank: int, world_size: int) -> Pattern[SparseVector]:
-        bits = self.recipe.bits
-        if bits is None:
+        fmt = self.recipe.rounded_to
+        if fmt is None:
             return dense_exchange(acc, world_size)
-        return deliver_all_midrise(acc, rank, world_size, bits=bits, phase=_PHASE, collective=self.is_static)
+        return deliver_all_quantized(acc, rank, world_size, fmt=fmt, phase=_PHASE, collective=self.is_static)
 
     def carriers(self, world_size: int, *, ordinary: bool = False) -> Carriers:
         phases = {leg: f"{_PHASE}-{leg}" for leg in ("scatter", "gather")}
@@ -107,8 +106,7 @@ class QuantizedAlgorithm(Algorithm):
 
     def predicted_traffic(self, world_size: int, *, ordinary: bool = False) -> Forecast:
         """See :meth:`Algorithm.predicted_traffic`. It is exact: 2n(P-1)/P values of ``bits + 1/4`` bits."""
-        bits, collective = self.recipe.bits, self.is_static
-        if bits is None:
+        fmt, collective = self.recipe.rounded_to, self.is_static
+        if fmt is None:
             return cost.dense(self.numel, world_size)
-        phases = traffic(self.numel, world_size, bits=bits, phase=_PHASE, collective=collective, is_midrise=True)
-        return Forecast(phases)
+        return Forecast(traffic(self.numel, world_size, fmt=fmt, phase=_PHASE, collective=collective))

@@ -17,13 +17,14 @@ import torch
 from tritoncomm.algorithms.base import Algorithm, Bounds, Counted, StaticRecipe, check, check_at_least, check_number
 from tritoncomm.primitives.accumulator import Accumulator
 from tritoncomm.primitives.collectives import dense_exchange, shared_mean
-from tritoncomm.primitives.quantized_mean import BITS, FORMATS, deliver_quantized, traffic
+from tritoncomm.primitives.quantized_mean import deliver_quantized, traffic
 from tritoncomm.primitives.selection import entries_to_keep
 from tritoncomm.primitives.shared_random import below, draw, draws
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.scheduler import cost
 from tritoncomm.scheduler.cost import Forecast, both
 from tritoncomm.scheduler.rounds import Pattern
+from tritoncomm_kernels.formats import DENSE_FORMATS, FORMATS
 
 _PHASE = "block"
 
@@ -40,7 +41,7 @@ class RandomBlock(StaticRecipe):
     start at any coordinate and wraps around at the end. Blocks of a grid are rounded up to a multiple of ``alignment``
     elements. ``seed`` must be the same on all workers.
 
-    ``values`` is the format in which values travel: ``"fp32"``, ``"8bit"`` or ``"4bit"``. What quantization cuts off
+    ``values`` is the format in which values travel, one of those of :class:`Quantized`. What quantization cuts off
     stays in the residuals. A coordinate whose mean is rounded to zero is not delivered. Messages always have a fixed
     length. The static form sends quantized values by collectives.
 
@@ -63,7 +64,7 @@ class RandomBlock(StaticRecipe):
         check(self, "mode", self.mode in ("perm", "grid", "wrap"), "must be 'perm', 'grid' or 'wrap'")
         check_number(self, "seed", whole=True)
         check_at_least(self, 1, "alignment", whole=True)
-        check(self, "values", self.values in FORMATS, "must be 'fp32', '8bit' or '4bit'")
+        check(self, "values", self.values in DENSE_FORMATS, f"must be one of {', '.join(DENSE_FORMATS)}")
         if self.density < _SAFE_DENSITY and not self.reduced_lr:
             ceiling = self.density * (1.0 if self.mode == "perm" else 0.5)
             warnings.warn(
@@ -124,7 +125,7 @@ class RandomBlockAlgorithm(Algorithm):
                 indices,
                 rank,
                 world_size,
-                bits=BITS[self.recipe.values],
+                fmt=FORMATS[self.recipe.values],
                 phase=_PHASE,
                 collective=self.is_static,
             )
@@ -159,6 +160,6 @@ class RandomBlockAlgorithm(Algorithm):
         if self.goes_dense:
             return cost.dense(self.numel, world_size)
         if self.recipe.values != "fp32":
-            bits, collective = BITS[self.recipe.values], self.is_static
-            return Forecast(traffic(values, world_size, bits=bits, phase=_PHASE, collective=collective))
+            fmt, collective = FORMATS[self.recipe.values], self.is_static
+            return Forecast(traffic(values, world_size, fmt=fmt, phase=_PHASE, collective=collective))
         return Forecast({_PHASE: both(cost.all_reduce(values, cost.WORD, world_size))})

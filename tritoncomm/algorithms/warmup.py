@@ -13,13 +13,13 @@ from tritoncomm.algorithms.wrapper import WrapperAlgorithm, WrapperRecipe
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.primitives.accumulator import Accumulator
 from tritoncomm.primitives.carried import Carriers
-from tritoncomm.primitives.quantized_mean import deliver_all_midrise, deliver_all_quantized, traffic
+from tritoncomm.primitives.quantized_mean import deliver_all_quantized, traffic
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.scheduler.cost import Forecast
 from tritoncomm.scheduler.rounds import Pattern
+from tritoncomm_kernels.formats import DENSE_FORMATS, FORMATS
 
 _PHASE = "dense"
-_BITS = {"8bit": 8, "4bit": 4, "2bit": 2, "1bit": 1}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,10 +27,8 @@ class Warmup(WrapperRecipe):
     """Run ``recipe`` at density 1 during the first ``steps`` steps.
 
     The step counter of ``recipe`` starts after the warm-up. ``values`` is the format in which values then travel in
-    both directions: ``"fp32"``, ``"8bit"``, ``"4bit"``, ``"2bit"`` or ``"1bit"``, see
-    :mod:`tritoncomm.primitives.quantized_mean`. 8 bits are block floating point, and fewer are those of
-    :class:`Quantized`. Every entry is delivered, and what quantization cuts off stays in the residual. This is not
-    possible with a method whose dense steps do more than average gradients.
+    both directions, one of those of :class:`Quantized`. Every entry is delivered, and what quantization cuts off stays
+    in the residual. This is not possible with a method whose dense steps do more than average gradients.
     """
 
     name: ClassVar[str] = "warmup"
@@ -41,8 +39,7 @@ class Warmup(WrapperRecipe):
         super().__post_init__()
         check_at_least(self, 0, "steps", whole=True)
         check(self, "recipe", not isinstance(self.recipe, WrapperRecipe), "must be a method, not a wrapper recipe")
-        known = self.values in ("fp32", *_BITS)
-        check(self, "values", known, f"must be 'fp32' or one of {', '.join(map(repr, _BITS))}")
+        check(self, "values", self.values in DENSE_FORMATS, f"must be one of {', '.join(DENSE_FORMATS)}")
         exact = self.values == "fp32"
         fix = f"must be 'fp32' for {self.recipe.name!r}, whose dense steps may do more than average gradients"
         check(self, "values", exact or self.recipe.averages_when_dense, fix)
@@ -88,11 +85,6 @@ class WarmupAlgorithm(WrapperAlgorithm):
         return self.recipe.values != "fp32" and self._taken < self.recipe.steps and not self.recipe.always_dense()
 
     @property
-    def _is_midrise(self) -> bool:
-        """True if values have the format of :mod:`tritoncomm_kernels.midrise` in quantized steps."""
-        return self.recipe.values != "8bit"
-
-    @property
     def has_shared_verdict(self) -> bool:
         """See :attr:`Algorithm.has_shared_verdict`. All ranks check the same mean in a quantized step."""
         return self.quantizes or self.inner.has_shared_verdict
@@ -118,9 +110,8 @@ class WarmupAlgorithm(WrapperAlgorithm):
     def reduce(self, acc: Accumulator, rank: int, world_size: int) -> Pattern[SparseVector]:
         before = self.inner
         if self.quantizes:
-            deliver = deliver_all_midrise if self._is_midrise else deliver_all_quantized
-            bits, collective = _BITS[self.recipe.values], self.is_static
-            mean = yield from deliver(acc, rank, world_size, bits=bits, phase=_PHASE, collective=collective)
+            fmt, collective = FORMATS[self.recipe.values], self.is_static
+            mean = yield from deliver_all_quantized(acc, rank, world_size, fmt=fmt, phase=_PHASE, collective=collective)
         else:
             mean = yield from before.reduce(acc, rank, world_size)
         self.report = before.report
@@ -145,9 +136,8 @@ class WarmupAlgorithm(WrapperAlgorithm):
             return self.recipe.recipe.build(self.numel, self._bounds).predicted_traffic(world_size, ordinary=True)
         if not self.quantizes:
             return self.inner.predicted_traffic(world_size)
-        bits, collective, is_midrise = _BITS[self.recipe.values], self.is_static, self._is_midrise
-        phases = traffic(self.numel, world_size, bits=bits, phase=_PHASE, collective=collective, is_midrise=is_midrise)
-        return Forecast(phases)
+        fmt, collective = FORMATS[self.recipe.values], self.is_static
+        return Forecast(traffic(self.numel, world_size, fmt=fmt, phase=_PHASE, collective=collective))
 
     def migrate(self, states: Sequence[Mapping[str, Any]], share: float, common: Mapping[str, Any]) -> None:
         """See :meth:`Algorithm.migrate`. Copies the number of completed steps.

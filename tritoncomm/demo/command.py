@@ -11,8 +11,8 @@ from tritoncomm.demo import report
 from tritoncomm.demo.local_workers import WorkerError, run_workers
 from tritoncomm.demo.train import Run, Settings, compare
 from tritoncomm.planning import arguments
-from tritoncomm.primitives.quantized_mean import DENSE_FORMATS
 from tritoncomm.step.recipes import default_fields
+from tritoncomm_kernels.formats import SMALL_FORMATS
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -37,7 +37,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     demo.add_argument(
         "--small",
         default=defaults.small,
-        choices=DENSE_FORMATS,
+        choices=SMALL_FORMATS,
         help="format of what is sent dense: small tensors (biases, norms), and the steps at the start",
     )
     demo.add_argument(

@@ -3,9 +3,6 @@
 A reduce-scatter and an all-gather, both of quantized values. Each rank owns one part of the vector. What quantization
 cuts off stays in the residual: of a rank's own values, and of the mean that it sends as an owner. Compressing both
 directions with an error at the worker and one at the server follows "DoubleSqueeze" (H. Tang et al., ICML 2019).
-
-There are two formats. In block floating point (:mod:`tritoncomm_kernels.block_float`), 0 stays 0. The mid-rise format
-(:mod:`tritoncomm_kernels.midrise`) has no level for zero, and therefore works with a single bit.
 """
 
 from __future__ import annotations
@@ -23,11 +20,9 @@ from tritoncomm.primitives.verdict import Verdict
 from tritoncomm.scheduler import cost
 from tritoncomm.scheduler.cost import Flow, both
 from tritoncomm.scheduler.rounds import AllGather, AllToAll, Inbox, Pattern
-from tritoncomm_kernels import Padded, block_float, midrise
+from tritoncomm_kernels import Padded, dense_bits
+from tritoncomm_kernels.formats import Format
 
-FORMATS = ("fp32", "8bit", "4bit")
-DENSE_FORMATS = ("fp32", "8bit")  # of small tensors and of whole vectors
-BITS = {"8bit": 8, "4bit": 4}
 _LEAST = 2.0**-149  # the smallest magnitude that is not zero
 BUCKET = 8  # messages of a rank that are in transit at a time
 
@@ -37,7 +32,7 @@ def quantized_mean(
     rank: int,
     world_size: int,
     *,
-    bits: int,
+    fmt: Format,
     phase: str,
     verdict: Verdict | None = None,
     collective: bool = False,
@@ -45,25 +40,27 @@ def quantized_mean(
 ) -> Pattern[tuple[torch.Tensor, torch.Tensor]]:
     """Return the mean over ranks of ``values`` (fp32 ``[m]``), and this rank's residual (fp32 ``[m]``).
 
-    The mean is the same on all ranks, to the bit. World size times mean plus all residuals is the sum of ``values`` on
-    all ranks. A residual is exact, except that the owner of a part rounds its own once to fp32. A rank's values in its
-    own part are not quantized. Ranks are added in order, in fp64. A single worker sends nothing and has no residual.
+    Each value becomes a level of ``fmt``, see :mod:`tritoncomm_kernels.dense_bits`, and the rest stays with the rank
+    that has rounded it. The mean is the same on all ranks, to the bit. World size times mean plus all residuals is the
+    sum of ``values`` on all ranks, if sums and differences fit into fp32; otherwise each rounds once. A rank's values
+    in its own part are not rounded. Ranks are added in order, in fp64, and the owner of a part rounds in units of the
+    mean. A single worker sends nothing and has no residual.
 
-    ``bits`` is 8 or 4. ``collective`` sends by an all-to-all and an all-gather instead of messages between two ranks,
+    ``collective`` sends by an all-to-all and an all-gather instead of messages between two ranks,
     of which ``width`` are in transit at a time.
-    All ranks raise :class:`~tritoncomm.NonFiniteError` if any rank holds a NaN or Inf. Values that
-    :func:`tritoncomm_kernels.block_float.encode` cannot represent count as such. With a ``verdict``, this is
-    reported there instead, and nothing waits for a GPU.
+    All ranks raise :class:`~tritoncomm.NonFiniteError` if any rank holds a NaN or Inf. Values that are too large for
+    the format count as such. With a ``verdict``, this is reported there instead, and nothing waits for a GPU.
     """
     if world_size == 1 or not values.numel():
         return _checked(values.clone(), verdict), torch.zeros_like(values)
-    messages, left = kernels.quantize_parts(values, world_size, bits)
+    left = values.clone()
+    messages = kernels.round_parts(left, world_size, rank, fmt)
 
     def average(arrived: torch.Tensor) -> torch.Tensor:
-        return kernels.quantize_mean(arrived, values, left, rank, bits)
+        return kernels.round_mean(arrived, left, rank, fmt)
 
     blocks = yield from _both_ways(messages, average, rank, world_size, phase, collective, width)
-    mean = kernels.dequantize_parts(blocks, values.numel(), bits)
+    mean = kernels.read_parts(blocks, values.numel(), fmt)
     return _checked(mean, verdict), left
 
 
@@ -108,7 +105,7 @@ def deliver_quantized(
     rank: int,
     world_size: int,
     *,
-    bits: int,
+    fmt: Format,
     phase: str,
     collective: bool = False,
 ) -> Pattern[SparseVector]:
@@ -120,7 +117,7 @@ def deliver_quantized(
     finite = acc.finite_flag()  # before dense(): on a CPU, the same pass adds and checks
     own = torch.where(finite, acc.dense()[indices.long()], torch.nan)
     mean, left = yield from quantized_mean(
-        own, rank, world_size, bits=bits, phase=phase, verdict=acc.verdict, collective=collective
+        own, rank, world_size, fmt=fmt, phase=phase, verdict=acc.verdict, collective=collective
     )
     acc.replace(indices, left)
     if acc.verdict is not None:
@@ -132,63 +129,38 @@ def deliver_quantized(
 
 
 def deliver_all_quantized(
-    acc: Accumulator, rank: int, world_size: int, *, bits: int, phase: str, collective: bool = False
+    acc: Accumulator, rank: int, world_size: int, *, fmt: Format, phase: str, collective: bool = False
 ) -> Pattern[SparseVector]:
     """Return the mean over ranks at every coordinate, and leave the residual in ``acc``.
 
-    See :func:`quantized_mean`, also for ``collective``. Coordinates whose mean is rounded to zero count as delivered.
-    """
-    mean, left = yield from quantized_mean(
-        acc.dense(), rank, world_size, bits=bits, phase=phase, verdict=acc.verdict, collective=collective
-    )
-    acc.clear_all()
-    acc.replace_range(0, left)
-    if acc.verdict is not None:
-        yield from acc.verdict.settle(world_size)
-    return SparseVector.full(mean)
-
-
-def deliver_all_midrise(
-    acc: Accumulator, rank: int, world_size: int, *, bits: int, phase: str, collective: bool = False
-) -> Pattern[SparseVector]:
-    """Return the mean over ranks at every coordinate in 1 to 8 ``bits``, and leave the residual in ``acc``.
-
-    Each value becomes a level of :mod:`tritoncomm_kernels.midrise`, and the rest stays with the rank that has rounded
-    it. The owner of a part adds what arrives in the order of ranks, in fp64, and rounds in units of the mean. Residuals
-    are exact if sums and differences fit into fp32, otherwise each step rounds once. A rank's values in its own part
-    are not quantized. A single worker sends nothing and has no residual. See :func:`quantized_mean` for ``collective``
-    and errors.
+    See :func:`quantized_mean`. The sum of ``acc`` is rounded in place. Coordinates whose mean is rounded to zero count
+    as delivered.
     """
     if world_size == 1 or not acc.numel:
         mean = _checked(acc.dense().clone(), acc.verdict)
         acc.clear_all()
     else:
-        messages = acc.edit(lambda values: kernels.round_parts(values, world_size, rank, bits))
+        messages = acc.edit(lambda values: kernels.round_parts(values, world_size, rank, fmt))
 
         def average(arrived: torch.Tensor) -> torch.Tensor:
-            return acc.edit(lambda values: kernels.round_mean(arrived, values, rank, bits))
+            return acc.edit(lambda values: kernels.round_mean(arrived, values, rank, fmt))
 
         blocks = yield from _both_ways(messages, average, rank, world_size, phase, collective)
-        _checked(midrise.scales_of(blocks, acc.numel, bits).view(-1), acc.verdict)
-        mean = kernels.read_parts(blocks, acc.numel, bits)
+        _checked(dense_bits.scales_of(blocks, acc.numel, fmt).view(-1), acc.verdict)
+        mean = kernels.read_parts(blocks, acc.numel, fmt)
     if acc.verdict is not None:
         yield from acc.verdict.settle(world_size)
     return SparseVector.full(mean)
 
 
-def traffic(
-    numel: int, world_size: int, *, bits: int, phase: str, collective: bool = False, is_midrise: bool = False
-) -> dict[str, Flow]:
+def traffic(numel: int, world_size: int, *, fmt: Format, phase: str, collective: bool = False) -> dict[str, Flow]:
     """Return the traffic of :func:`quantized_mean` for ``numel`` values by phase. It is exact.
 
-    ``collective`` is as in :func:`quantized_mean`. ``is_midrise`` says that it is :func:`deliver_all_midrise`.
+    ``collective`` is as in :func:`quantized_mean`.
     """
     if world_size == 1 or not numel:
         return {}
-    if is_midrise:
-        words = midrise.words(midrise.part_length(numel, world_size), bits)
-    else:
-        words = block_float.words(-(-numel // world_size), bits)
+    words = dense_bits.words(dense_bits.part_length(numel, world_size), fmt)
     peers = world_size - 1
     if collective:
         each = both(cost.all_gather(words, cost.WORD, world_size))

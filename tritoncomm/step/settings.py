@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch.nn.parameter import is_lazy
 
 from tritoncomm.errors import ConfigurationError
-from tritoncomm.primitives.quantized_mean import DENSE_FORMATS
 from tritoncomm.scheduler.process_group import is_distributed
 from tritoncomm.step.tensors.names import label_of
 from tritoncomm.step.torch_internals import has_hooks, is_flattened, is_zero, original_class
+from tritoncomm_kernels.formats import SMALL_FORMATS
 
 logger = logging.getLogger("tritoncomm")
 
@@ -156,7 +156,7 @@ def resolved_small(small: str | None) -> str:
     Raises :class:`~tritoncomm.ConfigurationError` for an unknown format.
     """
     chosen = DEFAULT_SMALL if small is None else small
-    one_of("small", chosen, DENSE_FORMATS)
+    one_of("small", chosen, SMALL_FORMATS)
     return chosen
 
 

@@ -24,7 +24,7 @@ from tritoncomm.algorithms.wrapper import WrapperAlgorithm, WrapperRecipe
 from tritoncomm.errors import ConfigurationError, NonFiniteError
 from tritoncomm.primitives.accumulator import Accumulator
 from tritoncomm.primitives.carried import Carriers, carried, with_carried
-from tritoncomm.primitives.quantized_mean import BITS, DENSE_FORMATS, quantized_mean, traffic
+from tritoncomm.primitives.quantized_mean import quantized_mean, traffic
 from tritoncomm.primitives.second_moment import FactoredSecondMoment, Moment
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.primitives.verdict import REJECTED, Verdict
@@ -32,6 +32,7 @@ from tritoncomm.scheduler import cost
 from tritoncomm.scheduler.cost import Forecast, both
 from tritoncomm.scheduler.rounds import AllReduce, Pattern, read
 from tritoncomm_kernels import Padded
+from tritoncomm_kernels.formats import FORMATS, SMALL_FORMATS, Format
 
 _PHASE, _QUANTIZED_PHASE = "small tensors", "small"
 # Added to the second moment, in units of the mean of its tensor. It limits the gain of a row without gradient to 32.
@@ -48,8 +49,9 @@ class Staged(WrapperRecipe):
     """Send the last ``tail`` coordinates dense, and the others by ``recipe``, which may compare them by their update.
 
     ``small="fp32"`` sends the tail in one all-reduce. ``small="8bit"`` sends it in 8 bits in both directions, see
-    :mod:`tritoncomm.primitives.quantized_mean`. It has a residual then, which holds what quantization cuts off. Steps
-    in which ``recipe`` delivers every entry are quantized only if it quantizes them, too.
+    :mod:`tritoncomm.primitives.quantized_mean`. Other formats must have a level for zero, too. It has a residual then,
+    which holds what quantization cuts off. Steps in which ``recipe`` delivers every entry are quantized only if it
+    quantizes them, too.
 
     ``shapes`` are the shapes of the tensors before the tail, in order. ``recipe`` is then applied to a vector that is
     divided by the root of its second moment, which decays by ``decay`` per step. Every ``renew_every`` steps a new
@@ -70,7 +72,7 @@ class Staged(WrapperRecipe):
         super().__post_init__()
         check(self, "recipe", not isinstance(self.recipe, Staged), "must not have stages already")
         check_at_least(self, 0, "tail", whole=True)
-        check(self, "small", self.small in DENSE_FORMATS, "must be 'fp32' or '8bit'")
+        check(self, "small", self.small in SMALL_FORMATS, f"must be one of {', '.join(SMALL_FORMATS)}")
         check_number(self, "decay")
         check(self, "decay", 0 <= self.decay < 1, "must be in [0, 1)")
         check_at_least(self, 1, "renew_every", whole=True)
@@ -87,23 +89,23 @@ class Staged(WrapperRecipe):
             fix = f"have {matrices.numel} elements, but the vector has {numel - tail}: give the shapes of all tensors"
             check(self, "shapes", matrices.numel == numel - tail, fix)
             scale = Scale(matrices, self.decay, self.renew_every, self.epsilon)
-        bits = None if self.small == "fp32" or self.always_dense() else BITS[self.small]
+        fmt = None if self.small == "fp32" or self.always_dense() else FORMATS[self.small]
         head = numel - tail
         inside = [*(bound for bound in bounds if bound < head), head] if bounds else ()
-        return StagedAlgorithm(self.recipe.build(head, inside), tail, bits, scale)
+        return StagedAlgorithm(self.recipe.build(head, inside), tail, fmt, scale)
 
 
 class StagedAlgorithm(WrapperAlgorithm):
     """Run ``inner`` on the scaled head of the vector, and send its tail dense.
 
-    The tail has no state. It has a residual if it is sent in ``bits`` bits. None stands for fp32.
+    The tail has no state. It has a residual if it is rounded to ``fmt``. None stands for fp32.
     """
 
-    def __init__(self, inner: Algorithm, tail: int, bits: int | None, scale: Scale | None) -> None:
+    def __init__(self, inner: Algorithm, tail: int, fmt: Format | None, scale: Scale | None) -> None:
         super().__init__(inner.numel + tail)
         self._inner = inner
         self.tail = tail
-        self.bits = bits
+        self.fmt = fmt
         self.scale = scale
 
     @property
@@ -168,24 +170,24 @@ class StagedAlgorithm(WrapperAlgorithm):
         return mean
 
     @property
-    def _bits(self) -> int | None:
-        """The bits of the tail in the next step. In a dense step of a warm-up, it is quantized if the head is."""
+    def _fmt(self) -> Format | None:
+        """The format of the tail in the next step. In a dense step of a warm-up, it is quantized if the head is."""
         warmup = warmup_of(self.inner)
-        return None if warmup is not None and warmup.is_dense and not warmup.quantizes else self.bits
+        return None if warmup is not None and warmup.is_dense and not warmup.quantizes else self.fmt
 
     def _tail_mean(
         self, values: torch.Tensor, rank: int, world_size: int, verdict: Verdict | None
     ) -> Pattern[tuple[torch.Tensor, torch.Tensor | None]]:
         """Return the mean over ranks of ``values`` (fp32 ``[tail]``), and the residual if there is one."""
-        bits, phase = self._bits, _QUANTIZED_PHASE
-        if bits is not None:
+        fmt, phase = self._fmt, _QUANTIZED_PHASE
+        if fmt is not None:
             collective, width = self.inner.is_static, self.inner.carriers(world_size).width
             return (
                 yield from quantized_mean(
                     values,
                     rank,
                     world_size,
-                    bits=bits,
+                    fmt=fmt,
                     phase=phase,
                     verdict=verdict,
                     collective=collective,
@@ -208,13 +210,13 @@ class StagedAlgorithm(WrapperAlgorithm):
     def predicted_traffic(self, world_size: int, *, ordinary: bool = False) -> Forecast:
         """See :meth:`Algorithm.predicted_traffic`. The tail is added to the traffic of the inner method."""
         forecast = self.inner.predicted_traffic(world_size, ordinary=ordinary)
-        bits = self.bits if ordinary else self._bits
+        fmt = self.fmt if ordinary else self._fmt
         if not self.tail:
             return forecast
-        if bits is None:
+        if fmt is None:
             return Forecast({**forecast.phases, _PHASE: both(cost.all_reduce(self.tail, cost.WORD, world_size))})
         collective = self.inner.is_static
-        quantized = traffic(self.tail, world_size, bits=bits, phase=_QUANTIZED_PHASE, collective=collective)
+        quantized = traffic(self.tail, world_size, fmt=fmt, phase=_QUANTIZED_PHASE, collective=collective)
         carriers = self.inner.carriers(world_size, ordinary=ordinary)
         return with_carried(forecast, quantized, _riding(carriers), framed=not collective)
 
@@ -377,7 +379,7 @@ class Scale:
 
 
 def _riding(carriers: Carriers) -> dict[str, str]:
-    """Return the phases of the tail in 8 bits, and those of the head in which they travel."""
+    """Return the phases of the rounded tail, and those of the head in which they travel."""
     return {f"{_QUANTIZED_PHASE}-{leg}": phase for leg, phase in carriers.phases.items()}
 
 

@@ -1,10 +1,12 @@
-"""Mid-rise quantization: levels, scales, exact remainders, and the words of a message, against plain Python."""
+"""Dense values in few bits: levels, scales, exact remainders, and the words of a message, against plain Python."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from fractions import Fraction
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import example, given
@@ -12,10 +14,14 @@ from hypothesis import strategies as st
 
 import tritoncomm_kernels as kernels
 from depth import examples
-from tritoncomm_kernels import midrise, quantize
+from tritoncomm_kernels import dense_bits, quantize
+from tritoncomm_kernels.formats import DENSE_FORMATS, FORMATS, INDICES, SMALL_FORMATS
 
 LENGTHS = (1, 2, 31, 33, 63, 64, 65, 129, 700)
-WIDTHS = list(midrise.WIDTHS)
+WIDTHS = list(range(1, 9))
+FORMAT = {bits: FORMATS[f"{bits}bit"] for bits in WIDTHS}
+# Levels per sign, in units of the scale. Only 8 bits have one for zero.
+LEVELS = {bits: [2 * level + (bits < 8) for level in range(2 ** (bits - 1))] for bits in WIDTHS}
 words_of = st.lists(st.integers(-(2**31), 2**31 - 1), min_size=1, max_size=300)
 
 
@@ -37,20 +43,22 @@ def expected(values: list[float], bits: int, divisor: int = 1) -> list[Fraction]
     if bits == 1:
         scale = rounded(sum(magnitudes) / len(values), kept, up=False)
     else:
-        scale = rounded(max(magnitudes) / 2**bits, kept, up=True)
+        largest = np.float32(float(max(magnitudes))) / np.float32(LEVELS[bits][-1] + 1)
+        scale = rounded(Fraction(float(largest)), kept, up=True)
     levels = []
     for value, magnitude in zip(values, magnitudes, strict=True):
-        step = min(magnitude // (2 * scale) if scale else 0, 2 ** (bits - 1) - 1)
-        levels.append((2 * step + 1) * scale * (-1 if math.copysign(1, value) < 0 else 1))
+        level = sum(magnitude >= (below + above) * scale / 2 for below, above in itertools.pairwise(LEVELS[bits]))
+        sign = -1 if math.copysign(1, value) < 0 else 1
+        levels.append(LEVELS[bits][level if scale else 0] * scale * sign)
     return levels
 
 
 def sent_of(values: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the message that another rank gets of ``values`` as the first of two parts, its values, and the rest."""
-    both = torch.cat([values, torch.zeros(-len(values) % midrise.BLOCK + midrise.part_length(len(values), 1))])
+    both = torch.cat([values, torch.zeros(-len(values) % dense_bits.BLOCK + dense_bits.part_length(len(values), 1))])
     left = both.clone()
-    message = kernels.round_parts(left, 2, 1, bits)
-    return message, kernels.read_parts(message, len(both), bits)[: len(values)], left[: len(values)]
+    message = kernels.round_parts(left, 2, 1, FORMAT[bits])
+    return message, kernels.read_parts(message, len(both), FORMAT[bits])[: len(values)], left[: len(values)]
 
 
 @pytest.mark.parametrize("bits", WIDTHS)
@@ -58,7 +66,7 @@ def sent_of(values: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor
 def test_levels_are_those_of_the_description(bits: int, exponent: int) -> None:
     """What is received is what plain Python makes of the description, for whole blocks of integers and halves."""
     generator = torch.Generator().manual_seed(bits)
-    values = torch.randint(-2000, 2000, (3, midrise.BLOCK), generator=generator).float() / 2
+    values = torch.randint(-2000, 2000, (3, dense_bits.BLOCK), generator=generator).float() / 2
     values[1] = values[1].clamp(-1, 1)  # ties
     values[2, 5:] = 0.0
     values[2, 9] = -0.0
@@ -76,32 +84,36 @@ def test_rest_is_rounded_once(bits: int, words: list[int]) -> None:
     """The rest is the value minus what is received, rounded once, for any bits. It is exact unless it must be rounded.
 
     With two bits or more, it is at most the scale, which is half of a step. A scale below the normal numbers may be too
-    small by the rounding of a denormal, which the largest values exceed by ``2**bits`` times as much.
+    small by the rounding of a denormal, which the largest values exceed by ``2**bits`` times as much. With a level for
+    zero, the rest is always exact.
     """
     values = torch.tensor(words, dtype=torch.int32).view(torch.float32)
     values = torch.where(values.abs() < 2.0**100, values, 1.0)
     message, received, left = sent_of(values, bits)
-    scales = midrise.scales_of(message, 2 * midrise.part_length(len(values), 1), bits)[0].tolist()
+    scales = dense_bits.scales_of(message, 2 * dense_bits.part_length(len(values), 1), FORMAT[bits])[0].tolist()
     for place, (value, level, rest) in enumerate(zip(*map(torch.Tensor.tolist, (values, received, left)), strict=True)):
         exact = Fraction(value) - Fraction(level)
         assert Fraction(rest) == Fraction(float(torch.tensor(float(exact), dtype=torch.float32)))
+        assert LEVELS[bits][0] or exact == Fraction(rest)
         if bits > 1:
-            half = Fraction(scales[place // midrise.BLOCK])
+            half = Fraction(scales[place // dense_bits.BLOCK])
             denormal = Fraction(2) ** (bits - 150) if half < Fraction(2) ** -126 else 0
+            half += half / 2**15 * (LEVELS[bits][0] == 0)  # the quotient by 255 is rounded
             assert abs(exact) <= max(half + denormal, Fraction(2) ** -133)
 
 
 @pytest.mark.parametrize("bits", WIDTHS)
 def test_zeros_have_a_sign(bits: int) -> None:
     """Zeros become the lowest level, with the sign of the zero. A block of zeros stays zero."""
-    values = torch.zeros(2 * midrise.BLOCK)
+    values = torch.zeros(2 * dense_bits.BLOCK)
     values[1], values[2] = -0.0, 8.0
     _, received, left = sent_of(values, bits)
     scale = float(expected([0.0, 8.0] + [0.0] * 62, bits)[0])
+    assert (scale == 0) == (bits == 8)
     assert received[:2].tolist() == [scale, -scale]
     assert left[:2].tolist() == [-scale, scale]
-    assert not received[midrise.BLOCK :].any()
-    assert not left[midrise.BLOCK :].any()
+    assert not received[dense_bits.BLOCK :].any()
+    assert not left[dense_bits.BLOCK :].any()
 
 
 def test_words_of_a_message() -> None:
@@ -109,14 +121,14 @@ def test_words_of_a_message() -> None:
     for bits in WIDTHS:
         for numel in LENGTHS:
             for parts in (1, 2, 5):
-                length = midrise.part_length(numel, parts)
-                assert length % midrise.BLOCK == 0
+                length = dense_bits.part_length(numel, parts)
+                assert length % dense_bits.BLOCK == 0
                 assert parts * length >= numel > 0
-                message = kernels.round_parts(torch.ones(numel), parts, 0, bits)
-                assert message.shape == (parts, midrise.words(length, bits))
+                message = kernels.round_parts(torch.ones(numel), parts, 0, FORMAT[bits])
+                assert message.shape == (parts, dense_bits.words(length, FORMAT[bits]))
                 assert not message[0].any()
-    assert midrise.words(128, 1) == 4 + 1
-    assert midrise.words(64, 3) == 6 + 1
+    assert dense_bits.words(128, FORMAT[1]) == 4 + 1
+    assert dense_bits.words(64, FORMAT[3]) == 6 + 1
     values = torch.ones(64)
     values[0] = values[33] = -1.0
     message, _, _ = sent_of(values, 1)
@@ -124,8 +136,8 @@ def test_words_of_a_message() -> None:
     # The largest magnitude is 8, so the scale is 2, and the levels are 2 and 6, of either sign.
     message, received, _ = sent_of(torch.tensor([8.0, -8.0, 1.0, -5.0]), 2)
     assert received.tolist() == [6.0, -6.0, 2.0, -6.0]
-    # The code of 6 is 00, of 2 it is 01, of -2 it is 10, and of -6 it is 11. The other values are zeros: 01.
-    assert message[0].tolist() == [~0b0001, 0b1010, ~0, 0, 0x4000]
+    # The code of 2 is 00, of 6 it is 01, of -2 it is 10, and of -6 it is 11. The other values are zeros: 00.
+    assert message[0].tolist() == [0b1011, 0b1010, 0, 0, 0x4000]
 
 
 @pytest.mark.parametrize("bits", WIDTHS)
@@ -134,13 +146,13 @@ def test_products_with_the_number_of_ranks_are_exact(bits: int, parts: int) -> N
     """A level of the mean times the number of ranks is exact in fp32, and nothing is lost."""
     generator = torch.Generator().manual_seed(parts)
     values = torch.randint(-3000, 3000, (64 * parts,), generator=generator).float()
-    given = values[: midrise.BLOCK].clone()
-    length = midrise.part_length(values.numel(), parts)
-    received = torch.zeros((parts, midrise.words(length, bits)), dtype=torch.int32)
-    message = kernels.round_mean(received, values, 0, bits)
-    mean = kernels.read_parts(message.repeat(parts, 1), values.numel(), bits)[: midrise.BLOCK]
+    given = values[: dense_bits.BLOCK].clone()
+    length = dense_bits.part_length(values.numel(), parts)
+    received = torch.zeros((parts, dense_bits.words(length, FORMAT[bits])), dtype=torch.int32)
+    message = kernels.round_mean(received, values, 0, FORMAT[bits])
+    mean = kernels.read_parts(message.repeat(parts, 1), values.numel(), FORMAT[bits])[: dense_bits.BLOCK]
     assert torch.equal((mean * parts).double(), mean.double() * parts)
-    assert torch.equal(mean.double() * parts + values[: midrise.BLOCK].double(), given.double())
+    assert torch.equal(mean.double() * parts + values[: dense_bits.BLOCK].double(), given.double())
 
 
 @pytest.mark.parametrize("bits", WIDTHS)
@@ -155,13 +167,15 @@ def test_means_are_added_in_order(bits: int, parts: int, held: int) -> None:
     ranks = torch.randint(-40, 40, (parts, 64 * (parts - 1) + held), generator=generator).float()
     own, total = parts - 1, torch.zeros(held, dtype=torch.float64)
     sent = [values.clone() for values in ranks]
-    messages = torch.stack([kernels.round_parts(left, parts, rank, bits)[own] for rank, left in enumerate(sent)])
+    messages = torch.stack(
+        [kernels.round_parts(left, parts, rank, FORMAT[bits])[own] for rank, left in enumerate(sent)]
+    )
     for rank, values in enumerate(ranks):
         part = slice(64 * own, 64 * own + held)
         total += (values if rank == own else values - sent[rank])[part].double()
     before = sent[own].clone()
-    message = kernels.round_mean(messages, sent[own], own, bits)
-    mean = kernels.read_parts(message.repeat(parts, 1), 64 * parts, bits)[:held]
+    message = kernels.round_mean(messages, sent[own], own, FORMAT[bits])
+    mean = kernels.read_parts(message.repeat(parts, 1), 64 * parts, FORMAT[bits])[:held]
     assert torch.equal(sent[own][64 * own :].double(), total - parts * mean.double())
     assert torch.equal(sent[own][: 64 * own], before[: 64 * own])  # other parts stay
     expected_levels = expected((total.float() / parts).tolist(), bits, parts)
@@ -178,7 +192,7 @@ def test_not_finite_blocks_are_marked(bits: int) -> None:
         assert received[64:128].isnan().all()
         assert received[:64].isfinite().all()
         assert received[128:].isfinite().all()
-        assert midrise.scales_of(message, 512, bits)[0].isnan().tolist() == [False, True, False, False]
+        assert dense_bits.scales_of(message, 512, FORMAT[bits])[0].isnan().tolist() == [False, True, False, False]
     _, received, left = sent_of(torch.full((64,), 2.0**103), bits)
     assert received.isfinite().all()
     assert left.isfinite().all()
@@ -188,14 +202,16 @@ def test_not_finite_blocks_are_marked(bits: int) -> None:
 def test_hostile_messages_can_be_read(bits: int) -> None:
     """Values of random words are NaN or below a known magnitude, and their scales say which."""
     generator, numel, parts = torch.Generator().manual_seed(bits), 20_000, 7
-    words = midrise.words(midrise.part_length(numel, parts), bits)
+    words = dense_bits.words(dense_bits.part_length(numel, parts), FORMAT[bits])
     messages = torch.randint(-(2**31), 2**31, (parts, words), generator=generator).to(torch.int32)
-    values = kernels.read_parts(messages, numel, bits)
-    assert (values.isnan() | (values.abs() <= 2 * midrise.LIMIT * 2**bits)).all()
-    of_values = midrise.scales_of(messages, numel, bits).view(-1)[: -(-numel // 64)].repeat_interleave(64)[:numel]
+    values = kernels.read_parts(messages, numel, FORMAT[bits])
+    assert (values.isnan() | (values.abs() <= 2 * dense_bits.LIMIT * 2**bits)).all()
+    of_values = (
+        dense_bits.scales_of(messages, numel, FORMAT[bits]).view(-1)[: -(-numel // 64)].repeat_interleave(64)[:numel]
+    )
     assert torch.equal(of_values.isnan(), values.isnan())
     mine = torch.ones(numel)
-    assert kernels.round_mean(messages, mine, 3, bits).shape == (words,)
+    assert kernels.round_mean(messages, mine, 3, FORMAT[bits]).shape == (words,)
 
 
 @pytest.mark.parametrize("bits", WIDTHS)
@@ -206,23 +222,31 @@ def test_chunks_change_nothing(bits: int, numel: int, monkeypatch: pytest.Monkey
 
     def everything() -> list[torch.Tensor]:
         values = start.clone()
-        messages = kernels.round_parts(values, 3, 1, bits)
-        block = kernels.round_mean(messages[:1].repeat(3, 1), values, 1, bits)
-        return [messages, block, values, kernels.read_parts(block.repeat(3, 1), numel, bits)]
+        messages = kernels.round_parts(values, 3, 1, FORMAT[bits])
+        block = kernels.round_mean(messages[:1].repeat(3, 1), values, 1, FORMAT[bits])
+        return [messages, block, values, kernels.read_parts(block.repeat(3, 1), numel, FORMAT[bits])]
 
     whole = everything()
-    monkeypatch.setattr(midrise, "_CHUNK", 4 * midrise.BLOCK)
+    monkeypatch.setattr(dense_bits, "_CHUNK", 4 * dense_bits.BLOCK)
     assert all(map(torch.equal, everything(), whole))
 
 
 def test_arguments() -> None:
     """Other dtypes and shapes, no values, and other widths are errors that name the argument."""
     with pytest.raises(ValueError, match=r"values has dtype torch\.float64"):
-        kernels.round_parts(torch.ones(5, dtype=torch.float64), 2, 0, 1)
+        kernels.round_parts(torch.ones(5, dtype=torch.float64), 2, 0, FORMAT[1])
     with pytest.raises(ValueError, match="no values"):
-        kernels.round_parts(torch.ones(0), 2, 0, 1)
-    for bits in (0, 9):
-        with pytest.raises(ValueError, match=f"bits={bits} is not one of 1 to 8"):
-            kernels.round_mean(torch.zeros(2, 3, dtype=torch.int32), torch.ones(5), 0, bits)
-        with pytest.raises(ValueError, match=f"bits={bits} is not one of 1 to 8"):
-            kernels.read_parts(torch.zeros(2, 3, dtype=torch.int32), 5, bits)
+        kernels.round_parts(torch.ones(0), 2, 0, FORMAT[1])
+    for fmt in (INDICES, FORMATS["fp32"]):
+        with pytest.raises(ValueError, match=f"format {fmt.name} has no levels .* one of 8bit, 7bit"):
+            kernels.round_mean(torch.zeros(2, 3, dtype=torch.int32), torch.ones(5), 0, fmt)
+        with pytest.raises(ValueError, match=f"format {fmt.name} has no levels .* one of 8bit, 7bit"):
+            kernels.read_parts(torch.zeros(2, 3, dtype=torch.int32), 5, fmt)
+
+
+def test_levels_of_every_format() -> None:
+    """The levels of the formats, literally. Small tensors need one for zero."""
+    assert {name: list(FORMATS[name].levels) for name in DENSE_FORMATS} == {"fp32": []} | {
+        f"{bits}bit": levels for bits, levels in LEVELS.items()
+    }
+    assert SMALL_FORMATS == ("fp32", "8bit")

@@ -1,4 +1,4 @@
-"""Kernels of mid-rise quantization against their references: same words, same remainders, nothing written outside.
+"""Kernels of dense values in few bits against their references: same words, same remainders, nothing written outside.
 
 With 1 bit, the order of a sum chooses the scale. These tests draw integers then, whose sums are exact in any order.
 """
@@ -15,13 +15,15 @@ from kernel_cases import DEVICES, FAMILIES, Guarded, cases, drawn, kernels_from,
 from kernel_cases import bits as bits_of
 
 import tritoncomm_kernels as kernels
-from tritoncomm_kernels import midrise
+from tritoncomm_kernels import dense_bits
 from tritoncomm_kernels.dispatch import kernel
+from tritoncomm_kernels.formats import FORMATS
 
 LENGTHS = (1, 2, 33, 63, 64, 65, 700, 1030, 2200)
 SCALES = (1.0, 1e-44, 2.0**-149, 1e30)
 PARTS = (1, 2, 3, 4, 7)
-WIDTHS = list(midrise.WIDTHS)
+WIDTHS = list(range(1, 9))
+FORMAT = {bits: FORMATS[f"{bits}bit"] for bits in WIDTHS}
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 
 
@@ -40,7 +42,8 @@ def arrived_at(part: int, values: torch.Tensor, parts: int, bits: int, seed: int
     """Return what arrives at the owner of a part. With two bits or more, the last message has random words."""
     with kernels_from("auto"):
         sent = [
-            kernels.round_parts(values.flip(0).roll(rank), parts, (part + 1) % parts, bits) for rank in range(parts)
+            kernels.round_parts(values.flip(0).roll(rank), parts, (part + 1) % parts, FORMAT[bits])
+            for rank in range(parts)
         ]
     arrived = torch.stack([each[part] for each in sent])
     if bits > 1:
@@ -51,25 +54,25 @@ def arrived_at(part: int, values: torch.Tensor, parts: int, bits: int, seed: int
 
 def check_steps(device: str, bits: int, parts: int, values: torch.Tensor, seed: int) -> None:
     """Check the three steps, each from the same tensors: kernels write what references return, and nothing else."""
-    length, part = midrise.part_length(values.numel(), parts), seed % parts
-    words = midrise.words(length, bits)
+    length, part = dense_bits.part_length(values.numel(), parts), seed % parts
+    words = dense_bits.words(length, FORMAT[bits])
     arrived = arrived_at(part, values, parts, bits, seed)
     with kernels_from("auto"):
         left = values.clone()
-        messages = kernels.round_parts(left, parts, part, bits)
+        messages = kernels.round_parts(left, parts, part, FORMAT[bits])
         first_left = left.clone()
-        block = kernels.round_mean(arrived, left, part, bits)
-        read = kernels.read_parts(arrived, values.numel(), bits)
-    guarded, triton = Guarded(device), kernel("midrise_triton")
+        block = kernels.round_mean(arrived, left, part, FORMAT[bits])
+        read = kernels.read_parts(arrived, values.numel(), FORMAT[bits])
+    guarded, triton = Guarded(device), kernel("dense_bits_triton")
     held, sent = guarded.of(values), guarded.poison(parts * words, torch.int32)
     mean, given_words = guarded.poison(words, torch.int32), guarded.of(arrived.view(-1)).view(parts, words)
     out = guarded.poison(values.numel())
     with kernels_from("triton"):
-        triton.round_parts(held, sent.view(parts, words), part, length, bits)
+        triton.round_parts(held, sent.view(parts, words), part, length, FORMAT[bits])
         assert bits_of(sent) == bits_of(messages)
         assert bits_of(held) == bits_of(first_left)
-        triton.round_mean(given_words, held, mean, part, length, bits)
-        triton.read_parts(given_words, out, length, bits)
+        triton.round_mean(given_words, held, mean, part, length, FORMAT[bits])
+        triton.read_parts(given_words, out, length, FORMAT[bits])
     assert bits_of(mean) == bits_of(block)
     assert bits_of(held) == bits_of(left)
     assert bits_of(out) == bits_of(read)
@@ -107,12 +110,12 @@ def test_public_functions_launch_the_kernels(device: str, bits: int, size: int) 
     for choice, where in routes(device):
         with kernels_from(choice):
             values = [each.float().to(where) for each in start]
-            sent = [kernels.round_parts(own, size, rank, bits) for rank, own in enumerate(values)]
+            sent = [kernels.round_parts(own, size, rank, FORMAT[bits]) for rank, own in enumerate(values)]
             blocks = [
-                kernels.round_mean(torch.stack([each[rank] for each in sent]), own, rank, bits)
+                kernels.round_mean(torch.stack([each[rank] for each in sent]), own, rank, FORMAT[bits])
                 for rank, own in enumerate(values)
             ]
-            mean = kernels.read_parts(torch.stack(blocks), 700, bits)
+            mean = kernels.read_parts(torch.stack(blocks), 700, FORMAT[bits])
         found.append([bits_of(tensor) for tensor in (mean, *values)])
     assert found[0] == found[1]
 
@@ -123,13 +126,13 @@ def test_ordinary_floats_with_one_bit(device: str) -> None:
     for choice, where in routes(device):
         with kernels_from(choice):
             left = values.clone().to(where)
-            messages = kernels.round_parts(left, 4, 1, 1)
-            read = kernels.read_parts(messages, 5000, 1)
-        length = midrise.part_length(5000, 4)
+            messages = kernels.round_parts(left, 4, 1, FORMAT[1])
+            read = kernels.read_parts(messages, 5000, FORMAT[1])
+        length = dense_bits.part_length(5000, 4)
         others = torch.ones(5000, dtype=torch.bool)
         others[length : 2 * length] = False
         assert torch.equal((values - read.cpu())[others], left.cpu()[others])
-        scales.append(midrise.scales_of(messages, 5000, 1).cpu().view(torch.int32) >> 16)
+        scales.append(dense_bits.scales_of(messages, 5000, FORMAT[1]).cpu().view(torch.int32) >> 16)
     assert (scales[0] - scales[1]).abs().max() <= 1
 
 
@@ -140,9 +143,9 @@ def test_nothing_waits(device: str) -> None:
     values = drawn("normal", 1000, 0).to(device)
 
     def everything() -> None:
-        messages = kernels.round_parts(values, 3, 1, 2)
-        kernels.round_mean(messages, values, 1, 2)
-        kernels.read_parts(messages, 1000, 2)
+        messages = kernels.round_parts(values, 3, 1, FORMAT[2])
+        kernels.round_mean(messages, values, 1, FORMAT[2])
+        kernels.read_parts(messages, 1000, FORMAT[2])
 
     everything()  # compiles
     try:
