@@ -155,7 +155,7 @@ def wrap(
         outer_lr: Rate of the step of the common parameters by the mean update. Default: 1, the mean itself.
         outer_momentum: Nesterov momentum of this step, in [0, 1). Default: 0.
         **recipe_fields: Further fields of the recipe of ``algo``. Methods that send entries have ``values``, the format
-            of a value on the wire: ``"fp32"``, ``"8bit"``, ``"4bit"``, ``"3bit"``, ``"2bit"`` or ``"1bit"``. What
+            of a value on the wire: ``"fp32"``, or one with tables of :data:`tritoncomm_kernels.formats.FORMATS`. What
             rounding takes away stays in the residual. Here its default is ``"4bit"``. Rounded values travel in packed
             messages. ``packed`` says whether values in ``"fp32"`` do. By default they do not. ``static`` says whether
             messages have a fixed length. By default they do on a GPU if the method has this form, because the host then

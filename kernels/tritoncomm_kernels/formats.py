@@ -41,7 +41,7 @@ def _odd(bits: int) -> tuple[int, ...]:
     return tuple(range(1, 1 << bits, 2))
 
 
-# Of each format, tables 0 to 2 suit magnitudes whose tails grow wider. Tables 3 and 4 are for anything else.
+# Where a format has five tables, 0 to 2 suit magnitudes whose tails grow wider, and 3 and 4 are for anything else.
 _FORMATS = (
     Format("fp32", 32),
     Format(
@@ -85,6 +85,7 @@ _FORMATS = (
     Format("1bit", 1, ((70,), (80,), (96,), (126,), (64,)), _odd(1)),
 )
 FORMATS = {each.name: each for each in _FORMATS}
+"""The formats by name."""
 INDICES = Format("none", 0)  # of messages that hold indices alone
 ENTRY_FORMATS = tuple(name for name, each in FORMATS.items() if each.tables or name == "fp32")
 DENSE_FORMATS = tuple(name for name, each in FORMATS.items() if each.levels or name == "fp32")

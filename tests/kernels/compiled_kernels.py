@@ -66,9 +66,9 @@ def compiled_for(target: str) -> list[str]:
     for case in launched_cases():
         first.setdefault(case.kernel.__name__, case.name)
     others = [name for name in names if name not in first.values()]
-    turn = {"sm_80": 0, "sm_90": 0, "sm_100": 1, "gfx942": 2}[target]
+    turn = 0 if target == "sm_90" else [each for each in TARGETS if each != "sm_90"].index(target)
     # Cases often follow each other in threes, of which no target should have the same one each time.
-    return [*first.values(), *(name for i, name in enumerate(others) if (i + i // 3) % 3 == turn)]
+    return [*first.values(), *(name for i, name in enumerate(others) if (i + i // 3 - turn) % 3 == 0)]
 
 
 @cache

@@ -24,6 +24,7 @@ from tritoncomm_kernels import devices, select_triton
 from tritoncomm_kernels.formats import FORMATS
 from tritoncomm_kernels.section_layout import Layout
 from tritoncomm_kernels.sections import read_rows, write_rows
+from tritoncomm_kernels.select import TILE, TILES_SUMMED_IN_PLACE
 
 NAMES = [case.name for case in launched_cases()]
 # In a full tile of 16 elements per thread: 4 accesses of 128 bits per fp32 array.
@@ -92,7 +93,7 @@ def test_launches_have_compiled_cases(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def everything() -> None:
     """Call each operation once, as training calls it."""
-    n, tiles = 4096, 9000
+    n, tiles = TILE, TILES_SUMMED_IN_PLACE + 1
     x, g, out = torch.ones(n), torch.ones(n), torch.ones(n)
     indices, count = torch.zeros(n, dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
     for divisor in (None, torch.ones(n)):

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import tritoncomm_kernels as kernels
 from depth import examples
 from tritoncomm_kernels import dense_bits, quantize
-from tritoncomm_kernels.formats import DENSE_FORMATS, FORMATS, INDICES, SMALL_FORMATS
+from tritoncomm_kernels.formats import FORMATS, INDICES
 
 LENGTHS = (1, 2, 31, 33, 63, 64, 65, 129, 700)
 WIDTHS = list(range(1, 9))
@@ -242,11 +242,3 @@ def test_arguments() -> None:
             kernels.round_mean(torch.zeros(2, 3, dtype=torch.int32), torch.ones(5), 0, fmt)
         with pytest.raises(ValueError, match=f"format {fmt.name} has no levels .* one of 8bit, 7bit"):
             kernels.read_parts(torch.zeros(2, 3, dtype=torch.int32), 5, fmt)
-
-
-def test_levels_of_every_format() -> None:
-    """The levels of the formats, literally. Small tensors need one for zero."""
-    assert {name: list(FORMATS[name].levels) for name in DENSE_FORMATS} == {"fp32": []} | {
-        f"{bits}bit": levels for bits, levels in LEVELS.items()
-    }
-    assert SMALL_FORMATS == ("fp32", "8bit")

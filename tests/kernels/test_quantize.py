@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tritoncomm_kernels import quantize
-from tritoncomm_kernels.formats import ENTRY_FORMATS, FORMATS, INDICES
+from tritoncomm_kernels.formats import DENSE_FORMATS, ENTRY_FORMATS, FORMATS, INDICES, SMALL_FORMATS
 from tritoncomm_kernels.section_layout import Layout
 from tritoncomm_kernels.sections import write_sendable
 
@@ -37,6 +37,9 @@ FLOATS = [(64, 128, 1), (16, 16, 8), (8, 8, 16), (4, 4, 32), (32, 32, 4)]
 MENU = {name: [np.array(table) / 64 for table in tables] for name, tables in NUMERATORS.items()} | {
     "8bit": [np.array([(1 + m / unit) * 2.0**e for e in range(high) for m in range(low)]) for unit, low, high in FLOATS]
 }
+# Of dense values, the lowest levels per sign in units of the scale, and their distance. The first are of small tensors.
+ZERO, ODD = {"8bit": (0, 2)}, {f"{bits}bit": (1, 2) for bits in range(1, 8)}
+LEVELS = {name: list(range(low, low + 2 ** FORMATS[name].bits, step)) for name, (low, step) in (ZERO | ODD).items()}
 ONE = 0x3F800000  # the bits of the scale 1.0
 # Significant bits of the scale by the number of workers that a mean is taken over.
 SCALE_BITS = {1: 8, 8: 8, 9: 7, 16: 7, 17: 6, 64: 5, 65: 4, 256: 3, 512: 2, 513: 1, 1024: 1, 5000: 1}
@@ -117,8 +120,20 @@ def test_menu(values: str) -> None:
 
 
 def test_every_format_is_listed_here() -> None:
-    """A format whose tables this file does not know would not be tested."""
+    """A format whose tables or levels this file does not know would not be tested."""
     assert {*MENU} == {*ENTRY_FORMATS} - {"fp32"}
+    assert {*LEVELS} == {*DENSE_FORMATS} - {"fp32"}
+    assert {*ZERO} == {*SMALL_FORMATS} - {"fp32"}
+
+
+@pytest.mark.parametrize("values", LEVELS)
+def test_levels_of_dense_values(values: str) -> None:
+    """The levels are those of the format, literally. They ascend, and have so few bits that a mean is exact."""
+    levels = FORMATS[values].levels
+    assert list(levels) == LEVELS[values]
+    assert len(levels) == 2 ** (FORMATS[values].bits - 1)
+    assert all(level == 0 or level >> ((level & -level).bit_length() - 1) < 2**8 for level in levels)
+    assert all(below < level for below, level in itertools.pairwise(levels))
 
 
 @pytest.mark.parametrize("values", MENU)

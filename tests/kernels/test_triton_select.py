@@ -35,6 +35,7 @@ import tritoncomm_kernels as kernels
 from depth import trials
 from tritoncomm_kernels.checks import INDEX_LIMIT
 from tritoncomm_kernels.dispatch import kernel
+from tritoncomm_kernels.select import TILES_SUMMED_IN_PLACE
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 many = cases(150)
@@ -145,7 +146,8 @@ def test_launch_shapes_keep_the_result(device: str, words: int, scanned: bool) -
     indices, values = guarded.poison(expected.found, torch.int32), guarded.poison(expected.found)
     found = guarded.poison(1, torch.int64)
     kernel("select_triton").expand(
-        x, None, *marks, indices, values, found, words=words, tiles_summed_in_place=0 if scanned else 8192,
+        x, None, *marks, indices, values, found, words=words,
+        tiles_summed_in_place=0 if scanned else TILES_SUMMED_IN_PLACE,
     )  # fmt: skip
     guarded.check()
     assert found.item() == expected.found

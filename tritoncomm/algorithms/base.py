@@ -265,8 +265,9 @@ class IndexRecipe(Recipe):
 class EntryRecipe(IndexRecipe):
     """A method whose messages hold entries: pairs of an index and a value.
 
-    ``values`` is the format of a value on the wire. ``"fp32"`` sends all bits. ``"8bit"``, ``"4bit"``, ``"3bit"``,
-    ``"2bit"`` and ``"1bit"`` round, and keep the exact difference in the residual. Messages with rounded values are
+    ``values`` is the format of a value on the wire. ``"fp32"`` sends all bits. Others, such as ``"4bit"``,
+    round, and keep the exact difference in the residual: those with tables of
+    :data:`tritoncomm_kernels.formats.FORMATS`. Messages with rounded values are
     always packed. ``packed`` is for ``"fp32"``.
     """
 

@@ -18,14 +18,14 @@ import torch
 from tritoncomm.errors import ProtocolMismatchError
 from tritoncomm_kernels import Selection, Workspace
 from tritoncomm_kernels.entries import Padded
-from tritoncomm_kernels.formats import FORMATS, INDICES
+from tritoncomm_kernels.formats import ENTRY_FORMATS, FORMATS, INDICES
 from tritoncomm_kernels.section_layout import Layout
 from tritoncomm_kernels.sections import check_rows, read_one, read_rows, sendable_together, write_one, write_rows
 
 _PADDING = -1
 _COARSE_BITS = 3
 NO_VALUES = INDICES.name  # the format of messages that hold indices alone
-_FORMATS = {**FORMATS, NO_VALUES: INDICES}
+_FORMATS = {name: FORMATS[name] for name in ENTRY_FORMATS} | {NO_VALUES: INDICES}
 
 
 def encode(indices: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
