@@ -98,7 +98,7 @@ def round_mean(messages: torch.Tensor, values: torch.Tensor, part: int, fmt: For
         return block
     own, message = values[part * length : (part + 1) * length], _Fields.empty(length, fmt, values.device)
     scratch = Workspace()
-    received = [_Fields.of(row, length, fmt) for row in messages]
+    received = [_Fields.of(row[None], length, fmt) for row in messages]
     for start, stop in _chunks((0, own.numel()), size=_CHUNK // 2):  # fp64
         chunk = own[start:stop]
         blocks = _in_blocks(chunk)
@@ -132,16 +132,13 @@ def read_parts(messages: torch.Tensor, numel: int, fmt: Format) -> torch.Tensor:
     if triton_runs(messages):
         kernel("dense_bits_triton").read_parts(messages.contiguous(), values, length, fmt)
         return values
-    scratch = Workspace()
-    for row, message in enumerate(messages):
-        fields, own = _Fields.of(message, length, fmt), values[row * length : (row + 1) * length]
-        for start, stop in _chunks((0, own.numel())):
-            part = fields.part(start, -(-(stop - start) // BLOCK))
-            whole = not stop % BLOCK
-            levels, scales = part.decoded(torch.float32, scratch, own[start:stop] if whole else None)
-            levels *= scales
-            if not whole:
-                own[start:stop] = levels.view(-1)[: stop - start]
+    fields, scratch = _Fields.of(messages, length, fmt), Workspace()
+    for start, stop in _chunks((0, numel)):
+        part, whole = fields.part(start, -(-(stop - start) // BLOCK)), not stop % BLOCK
+        levels, scales = part.decoded(torch.float32, scratch, values[start:stop] if whole else None)
+        levels *= scales
+        if not whole:
+            values[start:stop] = levels.view(-1)[: stop - start]
     return values
 
 
@@ -199,10 +196,10 @@ class _Fields(NamedTuple):
         return cls(codes, torch.zeros(numel // BLOCK, dtype=torch.float32, device=device), fmt)
 
     @classmethod
-    def of(cls, message: torch.Tensor, length: int, fmt: Format) -> _Fields:
-        """Return the fields of one ``message`` (int32 ``[words]``) of ``length`` values."""
-        codes = message[: code_words(length, fmt)].view(-1, fmt.bits)
-        return cls(codes, _scales(message[None], length, fmt)[0], fmt)
+    def of(cls, messages: torch.Tensor, length: int, fmt: Format) -> _Fields:
+        """Return the fields of ``messages`` (int32 ``[parts, words]``), which have ``length`` values each, in order."""
+        codes = messages[:, : code_words(length, fmt)].reshape(-1, fmt.bits)
+        return cls(codes, _scales(messages, length, fmt).view(-1), fmt)
 
     def part(self, start: int, blocks: int) -> _Fields:
         """Return the fields of ``blocks`` blocks, of which the first begins at value ``start``."""
@@ -226,10 +223,10 @@ class _Fields(NamedTuple):
         The levels are written to ``out`` (``[values]``), or to scratch memory.
         """
         tables = lookup(self.fmt)
-        numbers = np.zeros((4 * len(self.codes), tables.spread.shape[1]), np.uint16)
-        for bit, plane in enumerate(self.codes.unbind(1)):
-            octets = plane.contiguous().view(torch.uint8).numpy()
-            numbers |= tables.spread.take(octets, axis=0, mode="wrap") << np.uint16(bit)
+        octets = self.codes.t().contiguous().view(torch.uint8).numpy()  # of each plane
+        numbers = tables.spread.take(octets[0], axis=0, mode="wrap")
+        for bit in range(1, self.fmt.bits):
+            numbers |= tables.spread.take(octets[bit], axis=0, mode="wrap") << np.uint16(bit)
         levels = scratch.buffer("levels", _GROUP * len(self.codes), dtype, self.codes.device) if out is None else out
         rows = tables.levels[dtype]
         np.take(rows, numbers.reshape(-1), axis=0, out=levels.view(-1, rows.shape[1]).numpy(), mode="wrap")
