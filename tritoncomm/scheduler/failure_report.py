@@ -163,11 +163,11 @@ def report_of(
         text = str(error)
     if stops:
         text = f"{name}: {text}" if text else name  # its type says what an interruption is
-    kind = "stopped" if stops else _kind_of(error)
+    kind = "stopped" if stops else kind_of(error)
     return RankReport(kind, where, text or name, peers, [*waiting], [*at], [*others_at_fault(error)])
 
 
-def _kind_of(error: BaseException) -> str:
+def kind_of(error: BaseException) -> str:
     """Return the kind of ``error`` in a report. Errors of a backend differ only in their text."""
     if isinstance(error, ProtocolMismatchError):
         return "protocol"
