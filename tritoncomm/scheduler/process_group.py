@@ -12,13 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.profiler import record_function
 
-from tritoncomm.errors import (
-    ConfigurationError,
-    ExchangeError,
-    NonFiniteError,
-    ProtocolMismatchError,
-)
-from tritoncomm.scheduler import cost, failure_report, group_collectives, watcher, wire
+from tritoncomm.errors import ConfigurationError, ExchangeError, NonFiniteError, ProtocolMismatchError
+from tritoncomm.scheduler import failure_report, group_collectives, watcher, wire
 from tritoncomm.scheduler.failure_report import IsInterruption
 from tritoncomm.scheduler.messages import Messages
 from tritoncomm.scheduler.meter import Meter
@@ -37,6 +32,7 @@ from tritoncomm.scheduler.rounds import (
     Ticket,
     Wait,
     round_of,
+    traffic,
 )
 from tritoncomm.scheduler.span import Span
 from tritoncomm.scheduler.together import Running, run_together
@@ -397,14 +393,12 @@ class ProcessGroupScheduler:
 
     def _post(self, round_: Round) -> Ticket:
         ticket = self._messages.post(round_, self._frame(round_.phase))
-        sent = cost.messages_of([payload.numel() for payload in round_.sends.values()])
-        self.meter.count(round_.phase, sent, cost.messages_of(list(round_.receives.values())))
+        self.meter.count(round_.phase, *traffic(round_, self.world_size))
         return ticket
 
     def _collective(self, op: Collective) -> torch.Tensor:
         result = group_collectives.perform(op, self._messages, self._frame(op.phase))
-        traffic = group_collectives.traffic(op, self.world_size)
-        self.meter.count(op.phase, traffic, traffic)
+        self.meter.count(op.phase, *traffic(op, self.world_size))
         return result
 
     def _frame(self, phase: str) -> wire.Frame:
