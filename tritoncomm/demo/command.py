@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from dataclasses import fields
 from functools import partial
@@ -74,7 +75,7 @@ def run(options: argparse.Namespace) -> int:
     figures = report.summary(settings, *runs)
     print(f"\n{report.table(figures)}")
     if options.json:
-        report.write_json(figures, options.json)
+        options.json.write_text(json.dumps(figures, indent=1) + "\n")
     if options.plot:
         report.plot(figures, runs, options.plot)
     return 0
