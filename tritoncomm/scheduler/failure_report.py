@@ -217,7 +217,7 @@ def collect(group: dist.ProcessGroup | None, own: RankReport, patience: float = 
     ranks, prefix, closed = global_ranks(group), f"tritoncomm/{name_of(group)}/", cut_connections(group)
     collection = _Collection(_store(), prefix, ranks, own, closed, writes=not is_broken(group))
     # On a thread of its own, because operations of a store never end if its host cannot be reached.
-    thread = threading.Thread(target=collection.run, args=(deadline,), daemon=True)
+    thread = threading.Thread(target=collection.run, args=(deadline,), daemon=True, name="tritoncomm reports")
     thread.start()
     thread.join(deadline + _READ_SECONDS - time.monotonic())
     if (whole := group or dist.group.WORLD) is not None:

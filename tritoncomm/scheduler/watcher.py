@@ -17,6 +17,7 @@ the GPU counts from its own start, and the time-out of the process group counts 
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import threading
@@ -301,6 +302,14 @@ def _start() -> None:
         if _thread is None or not _thread.is_alive():
             _thread = threading.Thread(target=_watch, daemon=True, name="tritoncomm watcher")
             _thread.start()
+
+
+@atexit.register
+def _wait_for_stores() -> None:
+    """Wait for the threads that call a store or gloo. Python aborts if one returns from there while it exits."""
+    for thread in threading.enumerate():
+        if thread.name.startswith("tritoncomm") and thread is not _thread:
+            thread.join(1.0)  # a store whose host is lost never answers
 
 
 def _watch() -> None:
