@@ -290,7 +290,10 @@ class _Collection:
         waited_for = {other for report in self._reports.values() for other in report.waiting}
         known = {other for report in self._reports.values() for other in report.at_fault if other in self._ranks}
         if silent:
-            return sorted(known | silent & waited_for) or sorted(silent), False
+            late = known | silent & waited_for or silent
+            # gloo does not wake a rank in the middle of a message. Its watcher says that it is there.
+            heard = {other for other in silent - known if self._store.check([f"{self._prefix}heard/{other}"])}
+            return sorted(late - heard or late), False
         if any(report.kind in ("protocol", "stopped", "error") for report in self._reports.values()):
             return [], False  # their texts say what is wrong
         if known:

@@ -88,7 +88,8 @@ class Watcher:
         self._is_interruption = is_interruption
         self._device = device
         self.on_gpu = devices.is_asynchronous(device)
-        self._key = f"tritoncomm/{name_of(group)}/failed"
+        prefix = f"tritoncomm/{name_of(group)}/"
+        self._key, self._heard = f"{prefix}failed", f"{prefix}heard/{dist.get_rank()}"
         longest = timeout_of(group, device)
         self._seconds = (timeout or longest).total_seconds()
         self._longest = max(self._seconds, longest.total_seconds())
@@ -199,6 +200,7 @@ class Watcher:
         kind = _TIMEOUT if kind_of(reason) == "timeout" else b"error"
         with suppress(RuntimeError):
             self._store.set(self._key, kind + f" {time.time()}".encode())
+            self._store.set(self._heard, "")
 
     def _abort(self, reason: BaseException) -> None:
         """Tell the other ranks, and end the operations of this rank, in the background.
