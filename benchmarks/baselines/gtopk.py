@@ -98,7 +98,7 @@ class GTopkAlgorithm(BudgetedAlgorithm):
             return Forecast({})
         levels = cost.log2(world_size)
         words = PLAIN.words(self.numel, self.k)
-        one, every = cost.message(words), cost.messages(levels, words * levels)
+        one, every = cost.messages(1, words), cost.messages(levels, words * levels)
         if ordinary:
             return Forecast({"reduce": Flow(received=every), "broadcast": Flow(sent=every)})
         return Forecast({"reduce": Flow(one, every), "broadcast": Flow(every, one)})

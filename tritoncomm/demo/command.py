@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from dataclasses import fields
+from functools import partial
 
 from tritoncomm.algorithms import Quantized, algorithms, recipe
 from tritoncomm.demo import report
@@ -31,9 +33,10 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         "--density", type=arguments.density, default=defaults.density, help="fraction of entries to deliver"
     )
     arguments.add_values(demo)
-    demo.add_argument("--workers", type=arguments.positive, default=defaults.workers, help="number of worker processes")
-    demo.add_argument("--steps", type=arguments.positive, default=defaults.steps, help="training steps per run")
-    demo.add_argument("--seed", type=_seed, default=defaults.seed, help="seed of model and data")
+    demo.add_argument("--workers", type=arguments.count, default=defaults.workers, help="number of worker processes")
+    demo.add_argument("--steps", type=arguments.count, default=defaults.steps, help="training steps per run")
+    seed = partial(arguments.count, least=0, most=2**63 - 1)
+    demo.add_argument("--seed", type=seed, default=defaults.seed, help="seed of model and data")
     demo.add_argument(
         "--small",
         default=defaults.small,
@@ -48,7 +51,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     )
     demo.add_argument(
         "--local-steps",
-        type=arguments.positive,
+        type=arguments.count,
         default=defaults.local_steps,
         help="steps of the second run between two exchanges of updates; the method is then the default one for updates",
     )
@@ -72,13 +75,7 @@ def run(options: argparse.Namespace) -> int:
     figures = report.summary(settings, *runs)
     print(f"\n{report.table(figures)}")
     if options.json:
-        report.write_json(figures, options.json)
+        options.json.write_text(json.dumps(figures, indent=1) + "\n")
     if options.plot:
         report.plot(figures, runs, options.plot)
     return 0
-
-
-def _seed(text: str) -> int:
-    if (value := arguments.not_negative(text)) >= 2**63:
-        raise argparse.ArgumentTypeError("must be less than 2^63")
-    return value

@@ -22,14 +22,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch.multiprocessing import get_context
-from torch.multiprocessing.spawn import (
-    ProcessExitedException,
-    ProcessRaisedException,
-    start_processes,
-)
+from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, start_processes
 
 Send = Callable[[Any], None]
 POLL_SECONDS = 0.05
+_GRACE_SECONDS = 1.0  # for other workers, once one has failed
 # Workers are forked from a server process that has imported torch once and has run nothing else.
 _START_METHOD = "forkserver"
 # The modules that the server imports. Every optimizer of torch imports torch._dynamo, which takes over a second.
@@ -55,7 +52,6 @@ def run_workers(
     listen: Send | None = None,
     timeout: timedelta = timedelta(minutes=5),
     limit: timedelta | None = None,
-    grace: timedelta = timedelta(seconds=1),
     prepare: Callable[[int], None] | None = None,
 ) -> list[Any]:
     """Run ``function(rank, world_size, send, *args)`` in ``world_size`` processes. Return the results by rank.
@@ -65,8 +61,8 @@ def run_workers(
     worker passes to ``send``. The object must be picklable. Each process calls ``prepare(rank)``, which must be
     picklable, before it makes its process group.
 
-    Raises :class:`WorkerError` when a worker fails. The other workers are stopped after ``grace``, and the message
-    holds the traceback of the worker that failed first. Raises it also when workers still run after ``limit``.
+    Raises :class:`WorkerError` when a worker fails. The other workers are stopped after a second, and the message holds
+    the traceback of the worker that failed first. Raises it also when workers still run after ``limit``.
     """
     set_forkserver_preload(PRELOADED)
     queue = get_context(_START_METHOD).SimpleQueue()
@@ -88,21 +84,18 @@ def run_workers(
         context = start_processes(  # type: ignore[no-untyped-call]
             _worker_main,
             args=(function, world_size, str(Path(folder) / "store"), queue, timeout, prepare, args),
-            nprocs=world_size,
-            join=False,
-            start_method=_START_METHOD,
-        )
+            nprocs=world_size, join=False, start_method=_START_METHOD,
+        )  # fmt: skip
         try:
             started = time.monotonic()
-            while not context.join(timeout=POLL_SECONDS, grace_period=grace.total_seconds()):
+            while not context.join(timeout=POLL_SECONDS, grace_period=_GRACE_SECONDS):
                 drain()
                 if limit is not None and time.monotonic() - started > limit.total_seconds():
                     running = [rank for rank, process in enumerate(context.processes) if process.is_alive()]
                     raise WorkerError(f"workers {running} were still running after the time limit of {limit}")
         except (ProcessRaisedException, ProcessExitedException) as error:
             drain()
-            codes = [process.exitcode for process in context.processes]
-            raise WorkerError(_first_cause(errors, codes)) from error
+            raise WorkerError(_first_cause(errors, [process.exitcode for process in context.processes])) from error
         finally:
             for process in context.processes:
                 if process.is_alive():

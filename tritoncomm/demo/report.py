@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 import sys
 from collections.abc import Iterator
@@ -22,26 +21,24 @@ def summary(settings: Settings, dense: Run, chosen: Run) -> dict[str, Any]:
     """Return the settings and results of both runs. Bytes are per step and worker, averaged over all steps."""
     sparse = chosen.densities[settings.warmup :] or chosen.densities
     after = chosen.bytes_sent[-1] - (chosen.bytes_sent[settings.warmup - 1] if settings.warmup else 0)
-    return asdict(settings) | {
+    figures = asdict(settings) | {
         "label": settings.label,
         "described": settings.described,
         "warmup_steps": settings.warmup,
         "numel": dense.numel,
-        "loss": statistics.fmean(chosen.losses[-SMOOTH:]),
-        "dense_loss": statistics.fmean(dense.losses[-SMOOTH:]),
-        "val_loss": chosen.validations[-1][1],
-        "dense_val_loss": dense.validations[-1][1],
-        "best_val_loss": min(loss for _, loss in chosen.validations),
-        "dense_best_val_loss": min(loss for _, loss in dense.validations),
-        "bytes_per_step": chosen.bytes_sent[-1] / settings.steps,
-        "dense_bytes_per_step": dense.bytes_sent[-1] / settings.steps,
         "bytes_per_step_after_warmup": after / max(1, settings.steps - settings.warmup),
         "achieved_density": statistics.fmean(sparse),
-        "seconds": chosen.seconds,
-        "dense_seconds": dense.seconds,
-        "seconds_exchange": chosen.seconds_exchange,
-        "dense_seconds_exchange": dense.seconds_exchange,
     }
+    for of, run in (("", chosen), ("dense_", dense)):
+        figures |= {
+            f"{of}loss": statistics.fmean(run.losses[-SMOOTH:]),
+            f"{of}val_loss": run.validations[-1][1],
+            f"{of}best_val_loss": min(loss for _, loss in run.validations),
+            f"{of}bytes_per_step": run.bytes_sent[-1] / settings.steps,
+            f"{of}seconds": run.seconds,
+            f"{of}seconds_exchange": run.seconds_exchange,
+        }
+    return figures
 
 
 @contextmanager
@@ -86,11 +83,6 @@ def table(figures: dict[str, Any]) -> str:
     lines = [f"{label:26}{dense:>14}{chosen:>18}" for label, dense, chosen in rows]
     lines += ["", f"{figures['described']}: validation loss {gap:+.1%} relative to dense"]
     return "\n".join(lines)
-
-
-def write_json(figures: dict[str, Any], path: Path) -> None:
-    """Write the dictionary of :func:`summary` as one JSON object."""
-    path.write_text(json.dumps(figures, indent=1) + "\n")
 
 
 def plot(figures: dict[str, Any], runs: list[Run], path: Path) -> None:

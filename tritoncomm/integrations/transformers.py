@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from tritoncomm.integrations.prepared import connect, has_peers, renew_methods
 from tritoncomm.optimizer import SparseOptimizer
 from tritoncomm.step.optimizer_list import parts_of
 from tritoncomm.step.saved.state import remove_marks
+from tritoncomm.step.torch_internals import variables_of_caller
 
 __all__ = ["SparseGradients"]
 
@@ -164,9 +164,7 @@ def _trainer_frame() -> Any:
 
     Up to Transformers 5.24, it passes neither itself nor its checkpoint to callbacks.
     """
-    frame = inspect.currentframe()
-    while frame is not None and not isinstance(frame.f_locals.get("self"), Trainer):
-        frame = frame.f_back
-    if frame is None:
+    found = variables_of_caller(Trainer)
+    if found is None:
         raise ConfigurationError("SparseGradients was not called by a transformers.Trainer: pass it as callbacks=")
-    return frame.f_locals
+    return found

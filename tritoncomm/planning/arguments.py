@@ -41,30 +41,13 @@ def number(text: str) -> float:
     return value
 
 
-def count(text: str) -> int:
-    """Parse a positive whole number. It may be written as 25e6."""
-    value = number(text)
-    if value != int(value) or value < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text!r}")
+def count(text: str, least: int = 1, most: float = float("inf")) -> int:
+    """Parse a whole number from ``least`` to ``most``. It may be written as 25e6."""
+    value = int(text) if text.isdecimal() else number(text)  # a float does not hold all digits of a long number
+    if value != int(value) or not least <= value <= most:
+        limits = f"of at least {least}" if most == float("inf") else f"from {least} to {most:,}"
+        raise argparse.ArgumentTypeError(f"must be a whole number {limits}, got {text!r}")
     return int(value)
-
-
-def not_negative(text: str) -> int:
-    """Parse a whole number of at least 0."""
-    try:
-        value = int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"must be a whole number, got {text!r}") from None
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"must not be negative, got {value}")
-    return value
-
-
-def positive(text: str) -> int:
-    """Parse a whole number of at least 1."""
-    if (value := not_negative(text)) == 0:
-        raise argparse.ArgumentTypeError("must be at least 1, got 0")
-    return value
 
 
 def milliseconds(text: str) -> float:

@@ -10,6 +10,7 @@ import os
 import sys
 import warnings
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -36,7 +37,9 @@ def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         formatter_class=arguments.Help,
     )
     plan.add_argument("--numel", type=arguments.count, required=True, help="parameters of the model")
-    plan.add_argument("--workers", type=_workers, required=True, help="number of workers")
+    plan.add_argument(
+        "--workers", type=partial(arguments.count, most=_MOST_WORKERS), required=True, help="number of workers"
+    )
     plan.add_argument("--density", type=arguments.density, default=DEFAULT_DENSITY, help="density to plan for")
     arguments.add_values(plan)
     plan.add_argument(
@@ -65,18 +68,12 @@ def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     )
     plan.add_argument(
         "--local-steps",
-        type=arguments.positive,
+        type=arguments.count,
         help="plan for an optimizer whose updates are exchanged, such as Muon, once for so many of its steps; without "
         "it, gradients are exchanged in every step",
     )
     plan.add_argument("--all", action="store_true", help="print the other methods and other densities too")
     plan.set_defaults(run=_plan)
-
-
-def _workers(text: str) -> int:
-    if (value := arguments.positive(text)) > _MOST_WORKERS:
-        raise argparse.ArgumentTypeError(f"must be at most {_MOST_WORKERS:,}, got {value:,}")
-    return value
 
 
 def _plan(options: argparse.Namespace) -> int:
@@ -116,7 +113,7 @@ def add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     doctor.add_argument(
         "--step-ms", type=arguments.milliseconds, default=0.0, dest="step", help="computation per step, in milliseconds"
     )
-    doctor.add_argument("--workers", type=arguments.positive, default=8, help="single process: workers to predict for")
+    doctor.add_argument("--workers", type=arguments.count, default=8, help="single process: workers to predict for")
     doctor.add_argument(
         "--link", type=arguments.link, default=arguments.LINK, help="single process: link to predict for"
     )
@@ -201,7 +198,7 @@ def add_simulate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--link", type=arguments.link, default=arguments.LINK, help="bandwidth and latency of every rank's interface"
     )
     simulate.add_argument(
-        "--steps", type=arguments.positive, default=STEPS, help="steps to simulate; the table shows the last one"
+        "--steps", type=arguments.count, default=STEPS, help="steps to simulate; the table shows the last one"
     )
     simulate.add_argument(
         "--gradients", choices=tuple(SOURCES), default="layered",
@@ -240,7 +237,7 @@ def _simulate(options: argparse.Namespace) -> int:
 
 
 def _numbers(text: str) -> list[int]:
-    return [arguments.positive(part) for part in text.split(",")]
+    return [arguments.count(part) for part in text.split(",")]
 
 
 def _at(name: str, density: float, values: str | None, otherwise: str) -> Recipe:

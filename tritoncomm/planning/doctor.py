@@ -144,9 +144,9 @@ def diagnose(
         raise ConfigurationError(f"workers={workers}: one worker exchanges nothing, predict for 2 or more")
     recipes = {each: with_form(method(each), device) for each in sorted({*DENSITIES, density})}
     gradient = LayeredGradients(numel, dist.get_rank() if is_distributed() else 0).at(0).to(device)
-    link = link or Link.parse("10gbit,30us")
     if together:
         workers, link = dist.get_world_size(), measure_link(None, device)
+    link = link or Link()
     on_link = {each: planner.exchange_seconds(recipe, numel, workers, link) for each, recipe in recipes.items()}
     dense = planner.exchange_seconds(Dense(), numel, workers, link)
     if together:

@@ -27,6 +27,8 @@ BITS = ("2bit", "4bit")  # further formats of the method whose values alone are 
 WORTH_IT = 0.95
 # The backward pass is about two thirds of a step's computation. Most of it follows the first bucket.
 OVERLAP = 0.5
+_STAY = "Stay dense: use the optimizer without tritoncomm.wrap."
+_ALONE = "One worker exchanges nothing: use the optimizer without tritoncomm.wrap."
 # Numbers of at least this size are printed without decimals.
 _LARGE = 9.95
 
@@ -133,17 +135,13 @@ def advice(setting: Setting, density: float = DEFAULT_DENSITY, *, everything: bo
     The table has dense and the methods known to train well. ``everything`` adds the other methods, and other densities.
     """
     if setting.workers == 1:
-        return "One worker exchanges nothing: use the optimizer without tritoncomm.wrap."
+        return _ALONE
     dense, best = setting.estimate(Dense()), setting.best(density)
-    lines = [_answer(setting, dense, best), "", *_table(setting, density, dense, everything=everything), ""]
-    if setting.work is None:
-        lines += _not_counted(dense, best)
-    if not best.step < WORTH_IT * dense.step:
-        return "\n".join([*lines, "Stay dense: use the optimizer without tritoncomm.wrap."])
-    lines.append(_line_of_code(best.recipe, setting.values))
+    code = [_line_of_code(best.recipe, setting.values)]
     if not best.recipe.delivers_all():
-        lines.append(dense_start(setting, best.recipe))
-    return "\n".join(lines)
+        code.append(dense_start(setting, best.recipe))
+    lines = [_answer(setting, dense, best), "", *_table(setting, density, dense, everything=everything)]
+    return _plan(setting, dense, best, lines, code)
 
 
 def advice_on_updates(setting: Setting, local_steps: int) -> str:
@@ -152,7 +150,7 @@ def advice_on_updates(setting: Setting, local_steps: int) -> str:
     The table has dense, and other numbers of local steps.
     """
     if setting.workers == 1:
-        return "One worker exchanges nothing: use the optimizer without tritoncomm.wrap."
+        return _ALONE
     method, dense = Quantized(values=setting.values), setting.estimate(Dense())
     rows = [setting.estimate(method, steps) for steps in sorted({1, 4, 16, local_steps})]
     best = setting.estimate(method, local_steps)
@@ -162,14 +160,17 @@ def advice_on_updates(setting: Setting, local_steps: int) -> str:
         f"{each.recipe.name:16}{each.local_steps:13}{_times(each, dense)}"
         for each in sorted([dense, *rows], key=lambda found: found.step)
     ]
-    lines.append("")
-    if setting.work is None:
-        lines += _not_counted(dense, best)
-    if not best.step < WORTH_IT * dense.step:
-        return "\n".join([*lines, "Stay dense: use the optimizer without tritoncomm.wrap."])
     how = f"local_steps={local_steps}" if local_steps > 1 else "exchange='updates'"
     other = "" if method == Quantized() else f", updates_algo=Quantized(values={method.values!r})"
-    return "\n".join([*lines, f"optimizer = tritoncomm.wrap(optimizer, {how}{other})"])
+    return _plan(setting, dense, best, lines, [f"optimizer = tritoncomm.wrap(optimizer, {how}{other})"])
+
+
+def _plan(setting: Setting, dense: Estimate, best: Estimate, lines: list[str], code: list[str]) -> str:
+    """Return ``lines``, what they do not count, and ``code`` if ``best`` is worth it."""
+    lines = [*lines, ""]
+    if setting.work is None:
+        lines += _not_counted(dense, best)
+    return "\n".join(lines + (code if best.step < WORTH_IT * dense.step else [_STAY]))
 
 
 def _answer(

@@ -31,9 +31,9 @@ class LayeredGradients:
     A gradient is a signal that all ranks share plus noise of each rank and step.
     """
 
-    def __init__(self, numel: int, rank: int, *, seed: int = 0) -> None:
-        self.scale, self.signal = _common(numel, seed)
-        self.noise = _two_sided_exponential(numel, torch.Generator().manual_seed(1_000_003 * seed + 1 + rank))
+    def __init__(self, numel: int, rank: int) -> None:
+        self.scale, self.signal = _common(numel)
+        self.noise = _two_sided_exponential(numel, torch.Generator().manual_seed(1 + rank))
 
     def at(self, step: int) -> torch.Tensor:
         """See :meth:`Gradients.at`. The noise is the same vector in every step, rotated by another offset."""
@@ -44,10 +44,10 @@ class LayeredGradients:
 class AdversarialGradients:
     """Gradients that are non-zero in one narrow range only: the worst case for a fixed partition."""
 
-    def __init__(self, numel: int, rank: int, *, seed: int = 0) -> None:
+    def __init__(self, numel: int, rank: int) -> None:
         self.numel = numel
-        self.inside = LayeredGradients(max(1, int(numel * HOT)), rank, seed=seed) if numel else None
-        self.start = random.Random(seed).randrange(max(1, numel - int(numel * HOT)))  # noqa: S311 - not for secrets
+        self.inside = LayeredGradients(max(1, int(numel * HOT)), rank) if numel else None
+        self.start = random.Random(0).randrange(max(1, numel - int(numel * HOT)))  # noqa: S311 - not for secrets
 
     def at(self, step: int) -> torch.Tensor:
         """Return the gradient in ``step``: fp32 ``[numel]``."""
@@ -63,9 +63,9 @@ SOURCES: dict[str, Source] = {"layered": LayeredGradients, "adversarial": Advers
 
 
 @lru_cache(maxsize=1)
-def _common(numel: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _common(numel: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return scale and signal. They are cached, because all ranks of a process share them."""
-    generator = torch.Generator().manual_seed(1_000_003 * seed)
+    generator = torch.Generator().manual_seed(0)
     scale = torch.logspace(0, -DECADES, LAYERS, base=10)[torch.randperm(LAYERS, generator=generator)]
     signal = SIGNAL * _two_sided_exponential(numel, generator)
     return scale.repeat_interleave(-(-numel // LAYERS))[:numel], signal

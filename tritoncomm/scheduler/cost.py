@@ -8,7 +8,7 @@ do not count (:mod:`tritoncomm.scheduler.group_collectives`). The counts therefo
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -113,17 +113,6 @@ def log2(count: int) -> int:
 def both(traffic: Traffic) -> Flow:
     """Return a flow with ``traffic`` in both directions."""
     return Flow(traffic, traffic)
-
-
-def message(words: int) -> Traffic:
-    """Return the traffic of one point-to-point message of ``words`` payload words. An empty message is not sent."""
-    return Traffic(1, WORD * (words + HEADER_WORDS)) if words else Traffic()
-
-
-def messages_of(sizes: Sequence[int]) -> Traffic:
-    """Return the traffic of point-to-point messages with ``sizes`` payload words. Empty messages are not sent."""
-    sent = [words for words in sizes if words]
-    return Traffic(len(sent), WORD * (sum(sent) + HEADER_WORDS * len(sent)))
 
 
 def messages(count: int, words: int) -> Traffic:

@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 
 from tritoncomm.scheduler import cost, wire
-from tritoncomm.scheduler.cost import Traffic
 from tritoncomm.scheduler.messages import Messages
 from tritoncomm.scheduler.rounds import AllGather, AllReduce, AllToAll, Collective, Round
 
@@ -20,16 +19,6 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 # The last collective of this process is kept until the next one starts. A collective from a backward pass holds a
 # Python object. If a gloo thread releases it last, while the interpreter exits, the process ends with SIGABRT.
 _last: list[Any] = []
-
-
-def traffic(op: Collective, world_size: int) -> Traffic:
-    """Return what a rank sends, and receives. Headers and what else a transport adds do not count."""
-    size, itemsize = op.tensor.numel(), op.tensor.element_size()
-    if isinstance(op, AllReduce):
-        return cost.all_reduce(size, itemsize, world_size)
-    if isinstance(op, AllToAll):
-        return cost.all_to_all(size // world_size, itemsize, world_size)
-    return cost.all_gather(size, itemsize, world_size)
 
 
 def perform(op: Collective, messages: Messages, frame: wire.Frame) -> torch.Tensor:

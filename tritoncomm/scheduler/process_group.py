@@ -12,13 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.profiler import record_function
 
-from tritoncomm.errors import (
-    ConfigurationError,
-    ExchangeError,
-    NonFiniteError,
-    ProtocolMismatchError,
-)
-from tritoncomm.scheduler import cost, failure_report, group_collectives, watcher, wire
+from tritoncomm.errors import ConfigurationError, ExchangeError, NonFiniteError, ProtocolMismatchError
+from tritoncomm.scheduler import failure_report, group_collectives, watcher, wire
 from tritoncomm.scheduler.failure_report import IsInterruption
 from tritoncomm.scheduler.messages import Messages
 from tritoncomm.scheduler.meter import Meter
@@ -37,6 +32,7 @@ from tritoncomm.scheduler.rounds import (
     Ticket,
     Wait,
     round_of,
+    traffic,
 )
 from tritoncomm.scheduler.span import Span
 from tritoncomm.scheduler.together import Running, run_together
@@ -113,8 +109,9 @@ def _error(
     guard: watcher.Watcher | None,
 ) -> ExchangeError | ProtocolMismatchError:
     """Exchange the report ``own`` with the other ranks of ``group``, and return the error that this rank raises."""
-    report = failure_report.collect(group, own, watcher.RELEASE_SECONDS if guard is not None else 0.0)
-    return report.error(dist.get_world_size(group), where, error, watcher.advice() if guard is not None else "")
+    on_gpu = guard is not None and guard.on_gpu
+    report = failure_report.collect(group, own, watcher.RELEASE_SECONDS if on_gpu else 0.0)
+    return report.error(dist.get_world_size(group), where, error, watcher.advice() if on_gpu else "")
 
 
 class _Place(NamedTuple):
@@ -196,7 +193,7 @@ class ProcessGroupScheduler:
 
     @property
     def watcher(self) -> watcher.Watcher | None:
-        """What watches the exchanges on a GPU, in subgroups too. None on a CPU, and in a group of one rank."""
+        """What ends waits when another rank has failed, in subgroups too. None in a group of one rank."""
         return self._watcher if self._parent is None else self._parent.watcher
 
     def check(self) -> None:
@@ -391,21 +388,17 @@ class ProcessGroupScheduler:
             details = f", in round {place.number}, phase {place.phase!r} among ranks {place.ranks}"
         peers = sorted({*place.to, *place.source})
         own = failure_report.report_of(error, where, peers, place.waiting, at, is_interruption=self._is_interruption)
-        for subgroup in self._subgroups.values():
-            failure_report.cut_connections(subgroup.group)
         self._failure = _error(self.group, own, where + details, error, self.watcher)
         return self._failure
 
     def _post(self, round_: Round) -> Ticket:
         ticket = self._messages.post(round_, self._frame(round_.phase))
-        sent = cost.messages_of([payload.numel() for payload in round_.sends.values()])
-        self.meter.count(round_.phase, sent, cost.messages_of(list(round_.receives.values())))
+        self.meter.count(round_.phase, *traffic(round_, self.world_size))
         return ticket
 
     def _collective(self, op: Collective) -> torch.Tensor:
         result = group_collectives.perform(op, self._messages, self._frame(op.phase))
-        traffic = group_collectives.traffic(op, self.world_size)
-        self.meter.count(op.phase, traffic, traffic)
+        self.meter.count(op.phase, *traffic(op, self.world_size))
         return result
 
     def _frame(self, phase: str) -> wire.Frame:

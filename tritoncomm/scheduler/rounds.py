@@ -13,6 +13,9 @@ from typing import Any, TypeVar
 
 import torch
 
+from tritoncomm.scheduler import cost
+from tritoncomm.scheduler.cost import Flow
+
 Result = TypeVar("Result")
 Inbox = dict[int, torch.Tensor]
 
@@ -131,6 +134,22 @@ def round_of(op: Op) -> Round:
     if isinstance(op, Post):
         return op.round
     return op if isinstance(op, Round) else Round(op.phase, {}, {})
+
+
+def traffic(op: Round | Collective, world_size: int) -> Flow:
+    """Return what a rank sends and receives in ``op``.
+
+    The headers of messages count. Those of collectives, and what else a transport adds, do not.
+    """
+    if isinstance(op, Round):
+        sent, received = (payload.numel() for payload in op.sends.values()), op.receives.values()
+        return Flow(cost.messages(len(op.sends), sum(sent)), cost.messages(len(op.receives), sum(received)))
+    size, itemsize = op.tensor.numel(), op.tensor.element_size()
+    if isinstance(op, AllReduce):
+        return cost.both(cost.all_reduce(size, itemsize, world_size))
+    if isinstance(op, AllToAll):
+        return cost.both(cost.all_to_all(size // world_size, itemsize, world_size))
+    return cost.both(cost.all_gather(size, itemsize, world_size))
 
 
 def read(phase: str, tensor: torch.Tensor) -> Pattern[Any]:

@@ -15,12 +15,10 @@ import torch
 from tritoncomm.errors import ProtocolMismatchError
 from tritoncomm.scheduler import cost
 from tritoncomm.scheduler.clock import VirtualClock
-from tritoncomm.scheduler.cost import Traffic
 from tritoncomm.scheduler.faults import Faults
 from tritoncomm.scheduler.meter import Meter
 from tritoncomm.scheduler.rounds import (
     AllGather,
-    AllReduce,
     AllToAll,
     Inbox,
     InSubgroup,
@@ -32,6 +30,7 @@ from tritoncomm.scheduler.rounds import (
     Round,
     Ticket,
     Wait,
+    traffic,
 )
 
 BeforeRound = Callable[[int, Sequence[Op]], None]
@@ -183,7 +182,6 @@ class SimulatedScheduler:
                     inboxes[peer][source] = payload.clone()
                 else:
                     inboxes[peer][source] = self._faults.carry(payload, source, peer, number, round_.phase)
-        sizes = [{peer: cost.message(payload.numel()).bytes for peer, payload in r.sends.items()} for r in rounds]
         for rank, round_ in enumerate(rounds):
             for source, expected in round_.receives.items():
                 if source not in inboxes[rank]:
@@ -191,9 +189,8 @@ class SimulatedScheduler:
                         f"round {number}, phase {round_.phase!r}: rank {rank} expects {expected} words "
                         f"from rank {source}, which sends nothing to it"
                     )
-            sent = Traffic(len(sizes[rank]), sum(sizes[rank].values()))
-            received = cost.messages(len(round_.receives), sum(round_.receives.values()))
-            self.meters[rank].count(round_.phase, sent, received)
+            self.meters[rank].count(round_.phase, *traffic(round_, self.world_size))
+        sizes = [{peer: cost.messages(1, sent.numel()).bytes for peer, sent in r.sends.items()} for r in rounds]
         done = self.clock.exchange(sizes) if self.clock is not None else [0.0] * len(rounds)
         return list(zip(inboxes, done, strict=True))
 
@@ -206,32 +203,24 @@ class SimulatedScheduler:
                     f"round {number}, phase {first.phase!r}: rank 0 passes shape {tuple(shape)}, {first.tensor.dtype}, "
                     f"but rank {rank} passes shape {tuple(tensor.shape)}, {tensor.dtype}; they must be equal"
                 )
-        size, itemsize = first.tensor.numel(), first.tensor.element_size()
-        if isinstance(first, AllReduce):
-            total = tensors[0].clone()
-            for tensor in tensors[1:]:
-                total += tensor
-            traffic = cost.all_reduce(size, itemsize, self.world_size)
-            self._count(first.phase, traffic, traffic.messages)
-            return [total.clone() for _ in tensors]
-        if isinstance(first, AllToAll):
-            # All messages are sent directly and at once, so their latencies overlap.
-            self._count(first.phase, cost.all_to_all(size // self.world_size, itemsize, self.world_size), hops=1)
-            return list(torch.stack(tensors, dim=1).unbind())
-        assert isinstance(first, AllGather)
-        traffic = cost.all_gather(size, itemsize, self.world_size)
-        self._count(first.phase, traffic, traffic.messages)
-        gathered = torch.stack(tensors)
-        return [gathered.clone() for _ in tensors]
-
-    def _count(self, phase: str, traffic: Traffic, hops: int) -> None:
+        sent, received = traffic(first, self.world_size)
         for meter in self.meters:
-            meter.count(phase, traffic, traffic)
+            meter.count(first.phase, sent, received)
         if self.clock is not None:
-            link = self.clock.link
-            end = self.clock.synchronize(hops * link.latency + link.transfer(traffic.bytes))
+            # The messages of an all-to-all are sent directly and at once, so their latencies overlap.
+            hops, link = 1 if isinstance(first, AllToAll) else sent.messages, self.clock.link
+            end = self.clock.synchronize(hops * link.latency + link.transfer(sent.bytes))
             for rank, meter in enumerate(self.meters):
-                meter.wait(phase, self.clock.wait(rank, end))
+                meter.wait(first.phase, self.clock.wait(rank, end))
+        if isinstance(first, AllToAll):
+            return list(torch.stack(tensors, dim=1).unbind())
+        if isinstance(first, AllGather):
+            gathered = torch.stack(tensors)
+            return [gathered.clone() for _ in tensors]
+        total = tensors[0].clone()
+        for tensor in tensors[1:]:
+            total += tensor
+        return [total.clone() for _ in tensors]
 
 
 def _describe(op: Op) -> str:

@@ -301,6 +301,14 @@ def is_for_checkpoint() -> bool:
     return frame is not None
 
 
+def variables_of_caller(kind: type) -> dict[str, Any] | None:
+    """Return the variables of the innermost method of a ``kind`` that has called, or None if none has."""
+    frame = inspect.currentframe()
+    while frame is not None and not isinstance(frame.f_locals.get("self"), kind):
+        frame = frame.f_back
+    return None if frame is None else frame.f_locals
+
+
 def creates_state(optimizer: torch.optim.Optimizer) -> bool:
     """Return True inside the step by which ``torch.distributed.checkpoint`` makes an optimizer create its state.
 
