@@ -144,7 +144,7 @@ def test_replays_find_a_missing_check(name: str, monkeypatch: pytest.MonkeyPatch
 def test_replays_find_a_mean_that_is_not_finite(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replays count the NaN of a receiver that does not look for them in a mean of few bits."""
     monkeypatch.setattr(quantized_mean, "_checked", lambda mean, verdict: mean)
-    assert replay.fuzz(under_test(0.2)["random-block-4bit"], 80)["not finite"] > 0
+    assert replay.fuzz(under_test(0.2)["random-block-8bit"], 300)["not finite"] > 0
 
 
 def answer(pattern: object, reply: torch.Tensor) -> None:

@@ -220,9 +220,9 @@ def extreme(parts: list[str]) -> Operation:
 
 
 def neg(parts: list[str]) -> Operation:
-    """Negative integers."""
+    """Negative numbers. That of a NaN in fp32 is the canonical one."""
     plain(parts)
-    return Operation((parts[1],), np.negative)
+    return Operation((parts[1],), (lambda a: canonical(np.negative(a))) if parts[1] == "f32" else np.negative)
 
 
 def absolute(parts: list[str]) -> Operation:

@@ -263,6 +263,7 @@ def floats() -> dict[str, Row]:
     for name in ("min", "max"):
         found[f"{name}.f32 of 3"] = Row("f32 f32 f32", "f32", extreme(name == "min"))
     found["abs.f32"] = Row("f32", "f32", abs)
+    found["neg.f32"] = Row("f32", "f32", operator.neg)
     for kind in ("f16", "bf16"):
         found[f"abs.{kind}x2"] = Row("b32", "b32", magnitudes(kind))
     # The root in fp64 has more than twice the digits, and no root of an fp32 number is half way between two.

@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import time
-from dataclasses import asdict
-
 import pytest
-import torch.distributed as dist
-from tritoncomm.scheduler import failure_report
 from tritoncomm.scheduler.failure_report import RankReport, by_messages
 
 
@@ -40,26 +34,3 @@ def test_rank_at_fault(said: list[tuple[int, list[int]]], at_fault: int | None) 
     If the reports fit several ranks, none is named.
     """
     assert by_messages(reports(*said)) == at_fault
-
-
-@pytest.mark.parametrize(
-    ("heard", "missing"),
-    [
-        pytest.param([], [1, 2], id="nobody has heard"),
-        pytest.param([1], [2], id="the waiting one has heard"),
-        pytest.param([1, 2], [1, 2], id="both have heard"),
-    ],
-)
-def test_rank_whose_report_is_late(monkeypatch: pytest.MonkeyPatch, heard: list[int], missing: list[int]) -> None:
-    """A rank that is in the middle of a message reports after its time-out. Another one without a report is at fault.
-
-    Rank 3 waits for rank 1, and both rank 1 and rank 0 for rank 2.
-    """
-    monkeypatch.setattr(failure_report.dist, "get_rank", lambda: 3)
-    store, said = dist.HashStore(), reports((4, [2]), (3, [2]), (3, []), (4, [1]))
-    store.set("0", json.dumps(asdict(said[0])))
-    for rank in heard:
-        store.set(f"heard/{rank}", "")
-    collection = failure_report._Collection(store, "", range(4), said[3], set(), writes=True)
-    collection.run(time.monotonic() + 0.05)
-    assert collection.result(has_ended=True).missing == missing

@@ -38,7 +38,6 @@ class World:
         monkeypatch.setattr(dist, "get_rank", lambda group=None: (group or self.group).ranks.index(self.rank))
         monkeypatch.setattr(dist, "get_world_size", lambda group=None: len((group or self.group).ranks))
         monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: group.ranks)
-        monkeypatch.setattr(dist, "get_backend_config", lambda group=None: "cuda:nccl")
         monkeypatch.setattr(dist, "new_group", self.new_group)
         monkeypatch.setattr(agree, "compare", lambda fields, group, device=None: None)
         monkeypatch.setattr(private_group, "number_of_groups", lambda: 1)

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import gc
-import os
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -479,38 +476,3 @@ def test_the_cpu_has_no_watcher(tmp_path) -> None:
         assert ProcessGroupScheduler(None, SOON)._watcher is None
     finally:
         dist.destroy_process_group()
-
-
-EXIT = """
-import time
-import torch
-import torch.distributed as dist
-from tritoncomm.scheduler import watcher
-from tritoncomm.scheduler.failure_report import ends_program
-
-class Slow:
-    def __init__(self, store):
-        self.store = store
-
-    def check(self, keys):
-        end = time.monotonic() + 0.5
-        while time.monotonic() < end:
-            self.store.check(keys)
-        return False
-
-dist.init_process_group("gloo", store=dist.TCPStore("127.0.0.1", 0, is_master=True), rank=0, world_size=1)
-found = watcher.Watcher(dist.group.WORLD, torch.device("cpu"), None, ends_program)
-found._store = Slow(found._store)
-with found:
-    time.sleep(3 * watcher.POLL_SECONDS)
-assert found._asking.is_alive()
-"""
-
-
-def test_exit_of_a_process_that_looks_in_a_store() -> None:
-    """Python waits for the answer: it aborts if a thread returns from a call of torch while it exits."""
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(  # noqa: S603 - this file
-        [sys.executable, "-c", EXIT], env=environment, capture_output=True, text=True, check=False
-    )
-    assert (done.returncode, done.stdout) == (0, ""), done.stderr

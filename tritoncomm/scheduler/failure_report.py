@@ -163,11 +163,11 @@ def report_of(
         text = str(error)
     if stops:
         text = f"{name}: {text}" if text else name  # its type says what an interruption is
-    kind = "stopped" if stops else kind_of(error)
+    kind = "stopped" if stops else _kind_of(error)
     return RankReport(kind, where, text or name, peers, [*waiting], [*at], [*others_at_fault(error)])
 
 
-def kind_of(error: BaseException) -> str:
+def _kind_of(error: BaseException) -> str:
     """Return the kind of ``error`` in a report. Errors of a backend differ only in their text."""
     if isinstance(error, ProtocolMismatchError):
         return "protocol"
@@ -217,7 +217,7 @@ def collect(group: dist.ProcessGroup | None, own: RankReport, patience: float = 
     ranks, prefix, closed = global_ranks(group), f"tritoncomm/{name_of(group)}/", cut_connections(group)
     collection = _Collection(_store(), prefix, ranks, own, closed, writes=not is_broken(group))
     # On a thread of its own, because operations of a store never end if its host cannot be reached.
-    thread = threading.Thread(target=collection.run, args=(deadline,), daemon=True, name="tritoncomm reports")
+    thread = threading.Thread(target=collection.run, args=(deadline,), daemon=True)
     thread.start()
     thread.join(deadline + _READ_SECONDS - time.monotonic())
     if (whole := group or dist.group.WORLD) is not None:
@@ -290,10 +290,7 @@ class _Collection:
         waited_for = {other for report in self._reports.values() for other in report.waiting}
         known = {other for report in self._reports.values() for other in report.at_fault if other in self._ranks}
         if silent:
-            late = known | silent & waited_for or silent
-            # gloo does not wake a rank in the middle of a message. Its watcher says that it is there.
-            heard = {other for other in silent - known if self._store.check([f"{self._prefix}heard/{other}"])}
-            return sorted(late - heard or late), False
+            return sorted(known | silent & waited_for) or sorted(silent), False
         if any(report.kind in ("protocol", "stopped", "error") for report in self._reports.values()):
             return [], False  # their texts say what is wrong
         if known:

@@ -109,9 +109,8 @@ def _error(
     guard: watcher.Watcher | None,
 ) -> ExchangeError | ProtocolMismatchError:
     """Exchange the report ``own`` with the other ranks of ``group``, and return the error that this rank raises."""
-    on_gpu = guard is not None and guard.on_gpu
-    report = failure_report.collect(group, own, watcher.RELEASE_SECONDS if on_gpu else 0.0)
-    return report.error(dist.get_world_size(group), where, error, watcher.advice() if on_gpu else "")
+    report = failure_report.collect(group, own, watcher.RELEASE_SECONDS if guard is not None else 0.0)
+    return report.error(dist.get_world_size(group), where, error, watcher.advice() if guard is not None else "")
 
 
 class _Place(NamedTuple):
@@ -193,7 +192,7 @@ class ProcessGroupScheduler:
 
     @property
     def watcher(self) -> watcher.Watcher | None:
-        """What ends waits when another rank has failed, in subgroups too. None in a group of one rank."""
+        """What watches the exchanges on a GPU, in subgroups too. None on a CPU, and in a group of one rank."""
         return self._watcher if self._parent is None else self._parent.watcher
 
     def check(self) -> None:
@@ -388,6 +387,8 @@ class ProcessGroupScheduler:
             details = f", in round {place.number}, phase {place.phase!r} among ranks {place.ranks}"
         peers = sorted({*place.to, *place.source})
         own = failure_report.report_of(error, where, peers, place.waiting, at, is_interruption=self._is_interruption)
+        for subgroup in self._subgroups.values():
+            failure_report.cut_connections(subgroup.group)
         self._failure = _error(self.group, own, where + details, error, self.watcher)
         return self._failure
 

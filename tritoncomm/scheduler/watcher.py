@@ -1,14 +1,9 @@
-"""Release a rank that waits when another rank has failed.
-
-A thread watches the exchanges that are under way. If one makes no progress, the thread looks in the store for a rank
-that has failed. If there is one, it ends the waits of this rank, which then reports in time whom it waited for.
-
-On a CPU, gloo ends each wait after the time-out. But waits begin at different times, and a rank may wait for one that
-waits for another one. Its time-out alone does not say which rank is at fault.
+"""Release a rank that waits on a GPU for a rank that failed.
 
 NCCL has no time-out for a wait: ``work.wait()`` orders streams, and the host waits later, where it reads a result. If a
-peer is lost, it waits there without end and without an error. On a GPU, the thread therefore also ends the waits after
-the time-out. It aborts the communicators of this rank. What is read then has no meaning.
+peer is lost, it waits there without end and without an error. A thread therefore watches the exchanges that are under
+way. If one makes no progress, the thread looks in the store for a report of another rank. If there is one, or after the
+time-out, it aborts the communicators of this rank, which ends the wait. What is read then has no meaning.
 
 The time begins when the GPU has reached the exchange, because work of this rank that was enqueued before may take long.
 That work may itself be a collective with a lost rank. Two limits hold for it: an exchange that is still under way on
@@ -17,7 +12,6 @@ the GPU counts from its own start, and the time-out of the process group counts 
 
 from __future__ import annotations
 
-import atexit
 import logging
 import os
 import threading
@@ -33,16 +27,15 @@ import torch
 import torch.distributed as dist
 
 from tritoncomm.errors import ExchangeError, ExchangeTimeoutError, PeerLostError
-from tritoncomm.scheduler.failure_report import IsInterruption, cut_connections, ends_program, kind_of, uses_gloo
+from tritoncomm.scheduler.failure_report import IsInterruption, ends_program
 from tritoncomm.scheduler.ranks import name_of
 from tritoncomm_kernels import devices
 
 logger = logging.getLogger("tritoncomm")
 
-# Seconds without progress before the thread looks for failures, and between two looks. A look is a message to the store
-# and its answer, 200 bytes. It takes two to end a wait that has just begun, and others wait 1.3 seconds for a report.
-POLL_SECONDS = 0.25
-# Seconds that a rank needs on a GPU to report a failure of another rank: it has to look for it, and to abort.
+# Seconds without progress before the thread looks for reports, and between two looks.
+POLL_SECONDS = 0.1
+# Seconds that a rank needs to report a failure of another rank: it has to look for it, and to abort.
 RELEASE_SECONDS = 3.0
 _TIMEOUT = b"timeout"
 _DEFAULT_TIMEOUT = timedelta(minutes=10)  # of a process group, with NCCL
@@ -71,14 +64,13 @@ class Watcher:
 
     Args:
         group: Process group of the exchanges.
-        device: The device of this rank.
-        timeout: Maximum time without progress, from when a GPU has reached the exchange. None means the time-out of the
-            process group. It does not matter on a CPU.
+        device: The GPU of this rank.
+        timeout: Maximum time without progress, from when the GPU has reached the exchange. None means the time-out of
+            the process group.
         is_interruption: Tells which exceptions leave the context as they are.
 
     Attributes:
-        groups: Process groups in which waits are ended: ``group``, and those of its subgroups.
-        on_gpu: Whether ``device`` is a GPU.
+        groups: Process groups whose communicators are aborted: ``group``, and those of its subgroups.
     """
 
     def __init__(
@@ -87,19 +79,15 @@ class Watcher:
         self.groups = [group]
         self._is_interruption = is_interruption
         self._device = device
-        self.on_gpu = devices.is_asynchronous(device)
-        prefix = f"tritoncomm/{name_of(group)}/"
-        self._key, self._heard = f"{prefix}failed", f"{prefix}heard/{dist.get_rank()}"
+        self._key = f"tritoncomm/{name_of(group)}/failed"
         longest = timeout_of(group, device)
         self._seconds = (timeout or longest).total_seconds()
         self._longest = max(self._seconds, longest.total_seconds())
         self._store = _own_connection(dist.distributed_c10d._get_default_store())  # noqa: SLF001 - not public
+        self._told = self._stale = b""
+        self._ask()
+        self._stale = _stale.setdefault(group, self._told)  # of an earlier default group with the same store
         self._asking: threading.Thread | None = None
-        self._told = b""
-        if group not in _stale:
-            self._look()
-            _stale[group] = self._told  # of an earlier default group with the same store
-        self._told = self._stale = _stale[group]
         self._aborting: list[threading.Thread] = []
         self._lock = threading.Lock()
         self._depth = 0
@@ -108,7 +96,7 @@ class Watcher:
         self._reached = 0.0  # the last time that the GPU had not reached the start
         self._reason: ExchangeError | None = None
         self._reported = False
-        if self.on_gpu and dist.get_rank() == 0:
+        if dist.get_rank() == 0:
             _log_advice(logging.INFO if timeout is None else logging.WARNING)
 
     def __enter__(self) -> Watcher:  # noqa: PYI034 - Self is not in Python 3.10
@@ -166,10 +154,12 @@ class Watcher:
             return
         if not _is_complete(self._start, self._device):
             self._reached = now
-        self._look()
+        # On a thread of its own, because operations of a store never end if its host cannot be reached.
+        if self._asking is None or not self._asking.is_alive():
+            self._asking = threading.Thread(target=self._ask, daemon=True, name="tritoncomm watcher asks")
+            self._asking.start()
+        self._asking.join(POLL_SECONDS)
         if self._told == self._stale:
-            if not self.on_gpu:  # the backend has the time-out
-                return
             if now - max(self._since, self._reached) <= self._seconds and waited <= self._longest:
                 return
             reason: ExchangeError = ExchangeTimeoutError(f"the wait timed out after {waited:.1f} s")
@@ -183,13 +173,6 @@ class Watcher:
             self._reason = reason
         self._abort(reason)
 
-    def _look(self) -> None:
-        """Wait for :meth:`_ask` on a thread of its own: a store whose host cannot be reached never answers."""
-        if self._asking is None or not self._asking.is_alive():
-            self._asking = threading.Thread(target=self._ask, daemon=True, name="tritoncomm watcher asks")
-            self._asking.start()
-        self._asking.join(POLL_SECONDS)
-
     def _ask(self) -> None:
         """Read what a rank that failed has left in the store, if anything."""
         with suppress(RuntimeError):  # the process that hosted the store may have died
@@ -197,10 +180,9 @@ class Watcher:
                 self._told = bytes(self._store.get(self._key))
 
     def _tell(self, reason: BaseException) -> None:
-        kind = _TIMEOUT if kind_of(reason) == "timeout" else b"error"
+        kind = _TIMEOUT if isinstance(reason, ExchangeTimeoutError) else b"error"
         with suppress(RuntimeError):
             self._store.set(self._key, kind + f" {time.time()}".encode())
-            self._store.set(self._heard, "")
 
     def _abort(self, reason: BaseException) -> None:
         """Tell the other ranks, and end the operations of this rank, in the background.
@@ -223,23 +205,16 @@ def of(
     timeout: timedelta | None = None,
     is_interruption: IsInterruption = ends_program,
 ) -> Watcher | None:
-    """Return a watcher for exchanges in ``group`` on ``device``, or None if nothing ends their waits early."""
+    """Return a watcher for exchanges in ``group`` on ``device``, or None if their waits end without one."""
     group = group or dist.group.WORLD
-    if group is None or device is None or dist.get_world_size(group) == 1:
-        return None
-    if not devices.is_asynchronous(device) and not uses_gloo(group):
+    if group is None or device is None or not devices.is_asynchronous(device) or dist.get_world_size(group) == 1:
         return None
     return Watcher(group, device, timeout, is_interruption)
 
 
 def _begin(device: torch.device) -> Any:
-    """Return the start of an exchange on ``device``: that of the one before, as long as that one has not ended.
-
-    None on a CPU.
-    """
+    """Return the start of an exchange on ``device``: that of the one before, as long as that one has not ended."""
     stream = devices.current_stream(device)
-    if stream is None:
-        return None
     start, end = _last.get(stream.device, (None, None))
     return stream.record_event() if start is None or _is_complete(end, device) else start
 
@@ -288,11 +263,7 @@ def timeout_of(group: dist.ProcessGroup | None, device: torch.device) -> timedel
 
 
 def _abort(group: dist.ProcessGroup, device: torch.device) -> None:
-    """End the operations of this rank in ``group`` on ``device``, and all later ones."""
     with suppress(RuntimeError):  # it has been aborted or destroyed
-        if not devices.is_asynchronous(device):
-            cut_connections(group)
-            return
         group._get_backend(device).abort()  # noqa: SLF001 - abort() of the group would abort gloo, too
 
 
@@ -304,14 +275,6 @@ def _start() -> None:
         if _thread is None or not _thread.is_alive():
             _thread = threading.Thread(target=_watch, daemon=True, name="tritoncomm watcher")
             _thread.start()
-
-
-@atexit.register
-def _wait_for_stores() -> None:
-    """Wait for the threads that call a store or gloo. Python aborts if one returns from there while it exits."""
-    for thread in threading.enumerate():
-        if thread.name.startswith("tritoncomm") and thread is not _thread:
-            thread.join(1.0)  # a store whose host is lost never answers
 
 
 def _watch() -> None:
