@@ -90,7 +90,7 @@ class Claim(NamedTuple):
         total = Vote(int(self.rejects), int(self.presence.is_new))
         if scheduler is not None and scheduler.world_size > 1:
             schedulers = [vector.scheduler for vector in self.vectors if vector.scheduler is not None]
-            compared = None if self.replica is None else self.replica.digest()
+            compared = None if self.replica is None or self.rejects else self.replica.digest()
             places = [(each.step, each.stamp) for each in schedulers]
             state = (self.presence.kinds(self.parameters), option_numbers(self.optimizer), compared)
             claim = lead(scheduler.rank, scheduler.world_size) * number_of_text(repr(self._updates))
