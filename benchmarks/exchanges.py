@@ -18,7 +18,7 @@ from tritoncomm.step.exchange.layout import BucketLayout, Delivered, split_by_si
 from tritoncomm.step.exchange.stages import Staged
 from tritoncomm.step.rules.choose import find_rule
 from tritoncomm.step.rules.step import coupled_decay
-from tritoncomm.step.settings import DEFAULT_DENSITY, DEFAULT_SMALL, DEFAULT_VALUES, DENSE_BELOW, WrapOptions
+from tritoncomm.step.settings import DEFAULT_SMALL, DENSE_BELOW, WrapOptions
 
 import baselines  # noqa: F401 - registers them
 from demo_compressor import DeMoWorld
@@ -50,7 +50,7 @@ class Gradients:
     def __init__(self, run: Run, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self.optimizer = optimizers[0]
         self.layouts = [_layout(_parameters(each)) for each in optimizers]
-        aware = run.sends_gradients and run.method not in ("powersgd", "demo") and run.staleness == "aware"
+        aware = run.exchange == "gradients" and run.method not in ("powersgd", "demo") and run.staleness == "aware"
         rule = find_rule(self.optimizer) if aware else None
         self.rule = None if rule is None else rule.from_options(self.optimizer, WrapOptions())
         self.decays = {} if rule is None else coupled_decay(self.optimizer)
@@ -76,6 +76,7 @@ class Gradients:
         else:
             self.ages.open(self.ledger, self.ages.steps + 1)
             self.ages.begin()
+            self.rule.begin()
             self.rule.step(Delivered(mean, first, self.ages).read_again())
         for other in others:
             torch._foreach_copy_(other.parameters, first.parameters)
@@ -100,14 +101,9 @@ def _world(run: Run, layout: BucketLayout, *, by_update: bool) -> World:
     if run.method == "demo":
         return DeMoWorld(WORKERS, shapes, run.count)
     recipe: tritoncomm.Recipe = tritoncomm.Dense()
-    if run.sends_gradients:
-        beside = run.exchange == "updates"  # an AdamW beside a Muon
-        recipe = _as_in_wrap(_default() if beside else recipe_of(run), run, layout, by_update=by_update)
+    if run.exchange == "gradients":
+        recipe = _as_in_wrap(recipe_of(run), run, layout, by_update=by_update)
     return tritoncomm.SimulatedWorld(recipe, WORKERS, layout.numel, device=_device(layout))
-
-
-def _default() -> tritoncomm.Recipe:
-    return tritoncomm.OkTopk(density=DEFAULT_DENSITY, values=DEFAULT_VALUES)
 
 
 def _as_in_wrap(recipe: tritoncomm.Recipe, run: Run, layout: BucketLayout, *, by_update: bool) -> tritoncomm.Recipe:
@@ -193,16 +189,11 @@ def recipe_of(run: Run) -> tritoncomm.Recipe:
 
 
 def exchanges(run: Run, workers: Sequence[Worker]) -> Iterator[Gradients | Updates]:
-    """Yield what exchanges the parameters of each optimizer."""
-    by_place = list(zip(*[worker.optimizers for worker in workers], strict=True))
-    if run.exchange != "updates":
-        yield from (Gradients(run, each) for each in by_place)
+    """Yield what exchanges the parameters of all optimizers, or of each of them."""
+    if run.exchange == "updates":
+        yield Updates(run, [worker.optimizers for worker in workers])
         return
-    beside_muon = run.local_steps == 1 and run.optimizer == "muon"
-    by_gradients = [each for each in by_place if beside_muon and isinstance(each[0], torch.optim.AdamW)]
-    yield from (Gradients(run, each) for each in by_gradients)
-    rest = [each for each in by_place if each not in by_gradients]
-    yield Updates(run, list(zip(*rest, strict=True)))
+    yield from (Gradients(run, each) for each in zip(*[worker.optimizers for worker in workers], strict=True))
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:

@@ -78,15 +78,15 @@ class Contender:
 
     @property
     def exchanges_updates(self) -> bool:
-        """Whether it is a method of this library that exchanges what steps have changed, at least those of Muon."""
+        """Whether it is a method of this library that exchanges what steps have changed."""
         return self.is_ours and (self.local_steps > 1 or self.optimizer == "muon")
 
     def warmup(self, steps: int) -> int:
         """Return the number of first steps of ``steps`` that averages leave out: the dense ones.
 
-        There are none with local steps, nor where ``wrap`` has none by default: all gradients travel in few bits.
+        There are none where updates travel, nor where ``wrap`` has none by default: all gradients travel in few bits.
         """
-        if self.local_steps > 1 or (self.name == "quantized" and not self.exchanges_updates):
+        if self.local_steps > 1 or self.exchanges_updates or self.name == "quantized":
             return 0
         return int(self.get("warmup_steps", int(steps * demo_run.WARMUP_SHARE)))
 
@@ -271,20 +271,17 @@ def opened(door: str, model: ByteGPT, world_size: int, options: dict[str, Any]) 
 class Wrapped(Trained):
     """Train with a wrapped optimizer and the kind of module that ``door`` names. ``step()`` exchanges.
 
-    Where updates travel, the method and its fields are for them. Beside a Muon without local steps, an AdamW then
-    exchanges gradients by the default method, after ``warmup`` dense steps.
+    Where updates travel, the method and its fields are for them.
     """
 
     def __init__(self, plain: ByteGPT, optimizer: NewOptimizer, contender: Contender, warmup: int) -> None:
         self.model, arguments = opened(contender.get("door", "wrap"), plain, dist.get_world_size(), {})
         arguments |= {key: value for key, value in contender.settings if key not in ("door", "optimizer", "rate")}
-        if contender.local_steps == 1:
-            arguments["warmup_steps"] = warmup
         if contender.exchanges_updates:
             fields = {key: arguments.pop(key) for key in field_names(contender.name) if key in arguments}
             arguments["updates_algo"] = tritoncomm.recipe(contender.name, **fields)
         else:
-            arguments["algo"] = contender.name
+            arguments |= {"algo": contender.name, "warmup_steps": warmup}
         self.optimizer: Any = tritoncomm.wrap(optimizer(plain), **arguments)
         self._every, self._steps = contender.local_steps, 0
 

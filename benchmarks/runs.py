@@ -63,12 +63,6 @@ class Run:
     select_by: str = "update"
     staleness: str = "aware"
 
-    @property
-    def sends_gradients(self) -> bool:
-        """Whether a method of this library exchanges gradients, at least those of the AdamW beside a Muon."""
-        beside = self.exchange == "updates" and self.local_steps == 1 and self.optimizer == "muon"
-        return beside or self.exchange == "gradients"
-
 
 Outcome = dict[str, Any]  # the columns that a run adds to a row
 Results = dict[Run, Outcome]

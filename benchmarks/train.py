@@ -5,8 +5,7 @@ A run has a task (``tasks.py``), an optimizer (``workers.py``) and an exchange:
 * ``dense`` averages gradients.
 * ``gradients`` exchanges them by ``--method``, Ok-Topk unless given, as :func:`tritoncomm.wrap` does.
 * ``updates`` lets every worker take ``--local-steps`` steps of its own optimizer, and exchanges what they have changed
-  by ``--method``, in one bit per value unless given. With a single local step, the AdamW beside a Muon exchanges
-  gradients, as with ``wrap``.
+  by ``--method``, in one bit per value unless given.
 * ``--peer`` trains with the methods of others instead (``peers.py``).
 
 Learning rates follow a linear warm-up, and then half a cosine or nothing. Schedule-free AdamW has its own warm-up, and
@@ -203,8 +202,7 @@ def with_start(kind: Run, options: argparse.Namespace) -> Run:
     given = options.dense_steps
     if kind.method == "powersgd":
         return replace(kind, dense_steps=int(kind.steps * POWER_SGD_START) if given is None else given)
-    starts = kind.sends_gradients and (kind.exchange == "updates" or kind.density < 1)
-    if not starts:
+    if kind.exchange != "gradients" or kind.density == 1:
         return kind
     return replace(kind, dense_steps=DENSE_STEPS if given is None else given, dense_values=options.dense_values)
 

@@ -21,7 +21,7 @@ LATENCY, ALONE, WORK = 1e-4, 0.08, 0.05
 def best(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The module of that name, with the defaults of ``wrap`` that conftest.py changes."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    for module in ("step_seconds", "train", "exchanges"):
+    for module in ("step_seconds", "train"):
         monkeypatch.setattr(importlib.import_module(module), "DEFAULT_VALUES", "4bit")
     monkeypatch.setattr(importlib.import_module("exchanges"), "DEFAULT_SMALL", "8bit")
     return importlib.import_module("best")

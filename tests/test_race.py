@@ -49,7 +49,7 @@ def test_contenders(module) -> None:
         ("oktopk", False, 1, 6),
         ("quantized:values=2bit", False, 1, 0),
         ("oktopk:local_steps=4", True, 4, 0),
-        ("quantized:optimizer=muon,warmup_steps=20", True, 1, 20),  # of the AdamW beside it
+        ("quantized:optimizer=muon,values=2bit", True, 1, 0),
         ("quantized:optimizer=muon,local_steps=16,values=2bit", True, 16, 0),
         ("dense:optimizer=muon,rate=0.04", False, 1, 6),
         ("diloco:steps=7,optimizer=muon", False, 7, 0),
