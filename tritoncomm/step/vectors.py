@@ -60,12 +60,13 @@ def exchange_of(
         dense=frozenset(dense),
         small=options.small,
         single_worker_selects=defaults.SINGLE_WORKER_SELECTS,
+        matches_length=is_anchor and options.matches_length,
     )
     for part in parts_of(optimizer):
         held = agree.parameter_ids(part)
         own = [(parameter, name) for parameter, name in trained if id(parameter) in held]
         if own or not trained:
-            vectors += _vectors(own, _options_of(part, common, options, is_anchor=is_anchor))
+            vectors += _vectors(own, common if is_anchor else _options_of(part, common, options))
     all_shards = None
     if check_shards(trained, group):
         all_shards = None if before is None else before.all_shards
@@ -76,13 +77,9 @@ def exchange_of(
     return exchange
 
 
-def _options_of(
-    optimizer: torch.optim.Optimizer, common: ExchangeOptions, options: WrapOptions, *, is_anchor: bool
-) -> ExchangeOptions:
+def _options_of(optimizer: torch.optim.Optimizer, common: ExchangeOptions, options: WrapOptions) -> ExchangeOptions:
     """Return the settings of the vectors of ``optimizer``: those that all have in ``common``, and its own."""
     recipe = common.recipe
-    if is_anchor:
-        return replace(common, is_anchor=True, matches_length=options.matches_length)
     return replace(
         common,
         dense_below=options.dense_below,

@@ -33,8 +33,7 @@ _ADVICE = {
 }
 _WORDED = 5  # fields that a text names
 _CHECK = "configuration check"  # what has failed, in errors
-_TOLD = "_told"  # an attribute of an error: the name of the group
-_outer: ContextVar[str] = ContextVar("outer", default="")  # the name of the group of the context around
+_around: ContextVar[frozenset[str]] = ContextVar("around", default=frozenset())  # names of groups of contexts around
 _ERROR, _SHARD, _NUMBER = "error", "shard", "number"  # keys of what a rank tells the others
 
 
@@ -107,34 +106,28 @@ def worded(found: Mapping[str, str]) -> str:
 def propagate_errors(group: dist.ProcessGroup | None, device: torch.device | None = None) -> Iterator[None]:
     """Report an error that the body raises on this rank to the others, whose next :func:`all_gather` raises it.
 
-    An error that the body has reported in such a context of its own is not reported again: all ranks raise one.
-
-    If an interruption ends the body, they raise :class:`~tritoncomm.ExchangeError`.
+    If an interruption ends the body, they raise :class:`~tritoncomm.ExchangeError`. Inside such a context of the same
+    group, the outer one reports.
 
     ``device`` is the current device in the body. See :func:`all_gather`.
     """
-    outer = _outer.get()
-    token = _outer.set(name_of(group) if is_distributed() else "")
+    around, name = _around.get(), name_of(group) if is_distributed() else ""
+    token = _around.set(around | {name})
     try:
         with devices.on(device):
             yield
     except (ConfigMismatchError, ExchangeError):  # all ranks raise these
         raise
     except BaseException as error:
-        if is_distributed() and is_interruption(error):
+        if name in around or not is_distributed():
+            raise
+        if is_interruption(error):
             report_failure(group, device, _CHECK, error, is_interruption)
-        elif is_distributed() and not _is_told(error, group):
+        else:
             propagate_error(str(error), group, device)
-            if outer == name_of(group):
-                vars(error)[_TOLD] = outer
         raise
     finally:
-        _outer.reset(token)
-
-
-def _is_told(error: BaseException | None, group: dist.ProcessGroup | None) -> bool:
-    """Return True if the other ranks of ``group`` were told ``error``, or one that it was made of."""
-    return error is not None and (vars(error).get(_TOLD) == name_of(group) or _is_told(error.__context__, group))
+        _around.reset(token)
 
 
 def propagate_error(reason: str, group: dist.ProcessGroup | None, device: torch.device | None = None) -> None:

@@ -259,11 +259,7 @@ class GradientExchange:
                 self._spoil(str(local_error or fault))
             kept = [vector.keeps_gradient() for vector in vectors]
             if self._deliver() and self._is_compared:
-                named = [
-                    (self.owners.get(id(p), p), vector.name_of(p)) for vector in vectors for p in vector.parameters
-                ]
-                first = vectors[0]
-                self.inspection.run(self.options.group, named, self.steps + 1, first.equal_on_all_ranks, first.device)
+                self._inspect()
         except NonFiniteError as error:
             raise (local_error or error) from None
         except TritoncommError:  # the other ranks raise an error, too
@@ -292,6 +288,12 @@ class GradientExchange:
         if look is not None and self.all_shards is None:
             look([vector.flat for vector in self.vectors])
         return next((reason for reason in reasons if reason is not None), None)
+
+    def _inspect(self) -> None:
+        """Look whether somebody else averages the gradients of this rank."""
+        first = self.vectors[0]
+        named = [(self.owners.get(id(p), p), each.name_of(p)) for each in self.vectors for p in each.parameters]
+        self.inspection.run(self.options.group, named, self.steps + 1, first.equal_on_all_ranks, first.device)
 
     def flush(self) -> None:
         """Exchange the residuals dense, and replace every ``.grad`` by their mean. The state is then READY.

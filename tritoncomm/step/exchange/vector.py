@@ -55,7 +55,6 @@ class ExchangeOptions:
         epsilon: The number that the optimizer adds to the root of a second moment.
         single_worker_selects: Whether a single worker selects entries and keeps a residual, as in simulation. If False,
             it delivers every entry.
-        is_anchor: Whether the vector has the updates of local steps, and not gradients.
         is_late: Whether the optimizer has a rule for late gradients.
         matches_length: Whether to estimate how much shorter the mean of the vectors of all ranks is than they are.
     """
@@ -71,7 +70,6 @@ class ExchangeOptions:
     by_update: bool = False
     epsilon: float = 0.0
     single_worker_selects: bool = False
-    is_anchor: bool = False
     is_late: bool = False
     matches_length: bool = False
 

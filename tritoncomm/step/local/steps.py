@@ -235,10 +235,8 @@ class LocalSteps:
             self._count()
             return
         if limit is not None:
-            if not math.isfinite(figure):  # gradients that are not finite are zero now
-                norm = norm_of(trained)
             limit_norm(trained, norm, limit)
-            self._steps.grad_norm = float(norm)
+            self._steps.grad_norm = figure
         self._steps.step([], self._counted(), whole, clip=False)
         self._note_versions()
 

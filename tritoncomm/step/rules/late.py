@@ -181,7 +181,7 @@ class LateRule(AwareStep):
         """
         rate = float(group["lr"])
         tau = (steps - at["last"]).clamp_(min=1).float()
-        held = {name: _wide(at[name]) for name in (*self.held, *(["step"] if self.counts_in else []))}
+        held = {name: _wide(value) for name, value in at.items() if name not in ("parameter", "last")}
         direction, new = self.advance(group, held, given / tau, tau)
         factor = tau if self.is_proportional else torch.minimum(tau, _MAX_SQRT_STALENESS * tau.sqrt())
         factor = factor.clamp(max=self.max_catch_up)
