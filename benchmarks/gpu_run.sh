@@ -63,11 +63,10 @@ if [ "$part" != speed ]; then
 fi
 picture=()
 has matplotlib && picture=(--plot "$out/selection.png")
-speed=("$python" benchmarks/selection.py --device cuda --density 0.01 0.001)
-stage speed 70 "${speed[@]}" --n 1e6 25e6 100e6 --no-compile --json "$out/selection.json" "${picture[@]}"
-stage speed-bf16 35 "${speed[@]}" --n 25e6 100e6 --dtype bf16 --no-compile --json "$out/selection-bf16.json"
+speed=("$python" benchmarks/selection.py --device cuda --no-compile)
+stage speed 110 "${speed[@]}" --n 1e6 25e6 100e6 --json "$out/selection.json" "${picture[@]}"
+stage speed-bf16 35 "${speed[@]}" --n 25e6 100e6 --density 0.01 0.001 --dtype bf16 --json "$out/selection-bf16.json"
 stage speed-sections 25 "$python" benchmarks/sections.py --device cuda --json "$out/sections.json"
-stage speed-compiled 40 "${speed[@]}" --n 25e6 --reps 10 --json "$out/selection-compiled.json"
 
 # What an emulated NCCL cannot show (tests/emulated_cuda). Each line is a check of gpu.py on NCCL, with no call of
 # torch.cuda.set_device:

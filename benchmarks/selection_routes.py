@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from tritoncomm.primitives.accumulator import Accumulator
+from tritoncomm.primitives.verdict import Verdict
 
 import tritoncomm_kernels as kernels
 from tritoncomm_kernels.formats import FORMATS
@@ -129,36 +130,67 @@ def _ours(p: Problem) -> list[Route]:
 
 
 def _by_update(p: Problem) -> list[Route]:
-    """Return the selection of a default step of AdamW after its start, and a copy of the bytes that it must move.
+    """Return selections of a default step of AdamW after its start, and a copy of the bytes that they must move.
 
     Every coordinate is compared after a division. Residual, gradient and divisor are read, and the sum is written. What
-    was found is cleared in the sum, which becomes the residual.
+    was found is cleared in the sum, which becomes the residual. On a GPU, a default step takes the exact k. Only
+    "select by update" waits for the host there, and "its kernels" are the launches of that route.
     """
     exponents = torch.randint(-3, 4, (p.n,), generator=torch.Generator().manual_seed(p.n))
     divisor = torch.ldexp(torch.ones(p.n), exponents)
     best = kernels.top_k(p.total.cpu(), p.k, divisor=divisor)
-    divisor, threshold = divisor.to(p.residual.device), kernels.smallest_magnitude(best.values)
-    expected = kernels.select(p.total.cpu(), threshold, divisor=divisor.cpu())
-    left = p.total.clone().index_fill_(0, expected.indices.long().to(p.total.device), 0.0)
-    out, held, size = torch.empty_like(p.residual), kernels.Workspace(), p.pass_bytes + 4 * p.n
-    source, target = torch.zeros(2, size // 2, dtype=torch.uint8, device=p.residual.device)
+    threshold = kernels.smallest_magnitude(best.values)
+    reaching = kernels.select(p.total.cpu(), threshold, divisor=divisor)
+    device, size = p.residual.device, p.pass_bytes + 4 * p.n
+    divisor, out, held = divisor.to(device), torch.empty_like(p.residual), kernels.Workspace()
+    source, target = torch.zeros(2, size // 2, dtype=torch.uint8, device=device)
 
-    def run(residual: torch.Tensor) -> Found:
-        acc = Accumulator(residual, p.gradient, out, held)
-        scaled = acc.scaled(divisor)
-        found = scaled.at_least(threshold)
-        scaled.subtract(found, rounded=False)
-        acc.unscale_from(scaled, divisor)
-        return found[:2]
+    def by(select: Callable[[Accumulator], Any], verdict: Verdict | None) -> Callable[[torch.Tensor], Found]:
+        def run(residual: torch.Tensor) -> Found:
+            acc = Accumulator(residual, p.gradient, out, held, verdict)
+            scaled = acc.scaled(divisor)
+            found = select(scaled)
+            scaled.subtract(found, rounded=False)
+            acc.unscale_from(scaled, divisor)
+            return found[:2]
 
-    def check(found: Found, residual: torch.Tensor) -> bool:
-        whole = all(map(torch.equal, (residual, out), (p.residual, left)))
-        return whole and all(torch.equal(a.cpu(), b) for a, b in zip(found, expected[:2], strict=True))
+        return run
 
-    return [
-        Route("select by update", size + 8 * expected.found, run, check),
+    def same(expected: kernels.Selection) -> Callable[[Found, torch.Tensor], bool]:
+        indices, values = (part.to(device) for part in expected[:2])
+        left = p.total.index_fill(0, indices.long(), 0.0)
+        return lambda found, residual: all(
+            map(torch.equal, (*found[:2], residual, out), (indices, values, p.residual, left))
+        )
+
+    needed = size + 8 * reaching.found
+    made = [
         Route("copy of these bytes", size, lambda _: target.copy_(source), lambda *_: True),
+        Route("select by update", needed, by(lambda acc: acc.at_least(threshold), None), same(reaching)),
     ]
+    if device.type != "cpu":
+        exact = by(lambda acc: acc.top_k_padded(p.k), Verdict(device))
+        made.append(Route("exact k by update", size + 8 * p.k, exact, same(best)))
+        launched = _launched_by_update(p, divisor, threshold, reaching.found, out)
+        made.append(Route("its kernels", needed, launched, same(reaching)))
+    return made
+
+
+def _launched_by_update(
+    p: Problem, divisor: torch.Tensor, threshold: float, count: int, out: torch.Tensor
+) -> Callable[[torch.Tensor], Found]:
+    """Return the launches of a selection by update, of ``count`` entries, into memory that is allocated here."""
+    marks, limit = kernels.Marks.empty(p.n, out.device), torch.tensor([threshold], device=out.device)
+    indices, values = out.new_empty(count, dtype=torch.int32), out.new_empty(count)
+    found = torch.zeros(1, dtype=torch.int64, device=out.device)
+
+    def launch(residual: torch.Tensor) -> Found:
+        kernels.mark(residual, p.gradient, out, limit, marks, divisor=divisor)
+        kernels.expand(out, marks, indices, values, found, divisor=divisor)
+        kernels.set_at(out, indices)
+        return indices, values
+
+    return launch
 
 
 def _peers(p: Problem, *, compiled: bool) -> list[Route]:
