@@ -26,7 +26,7 @@ from tritoncomm.primitives.collectives import (
     share_counts,
     share_rows,
 )
-from tritoncomm.primitives.packing import PLAIN
+from tritoncomm.primitives.packing import PLAIN, quotients
 from tritoncomm.primitives.region_cuts import offsets
 from tritoncomm.primitives.selection import entries_to_keep
 from tritoncomm.primitives.sparse_vector import SparseVector
@@ -127,7 +127,7 @@ class TopkDSAAlgorithm(BudgetedAlgorithm):
         words = [section.words for section in sections]
         if self._goes_dense(sum(words)):
             widths = [high - low for low, high in itertools.pairwise(cuts)]
-            means = (region / world_size).view(torch.int32)
+            means = quotients(region, world_size).view(torch.int32)
             blocks = yield from bruck_all_gather(means, widths, rank, world_size, phase="all-gather")
             return kernels.select(torch.cat(blocks).view(torch.float32), 0.0, workspace=self.workspace)
         message = packing.encode(sums.indices, sums.values)

@@ -288,7 +288,10 @@ def merge(lists: Sequence[SparseList], numel: int, *, workspace: Workspace | Non
     for rank, (indices, values) in enumerate(lists):
         check_vector(f"lists[{rank}].values", values, like=lists[0][1])
         check_vector(f"lists[{rank}].indices", indices, dtypes=(torch.int32,), numel=values.numel(), like=values)
-    if numel and triton_runs(lists[0][1]):
+    if not numel:
+        _check_inside(any(indices.numel() for indices, _ in lists), numel)
+        return lists[0]
+    if triton_runs(lists[0][1]):
         return _merge_triton(lists, numel, workspace if workspace is not None else Workspace())
     return _merge_host(lists, numel)
 

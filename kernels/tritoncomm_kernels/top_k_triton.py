@@ -154,6 +154,68 @@ def _report(taken_ptr, next_ptr, kth, taken, room, slack):
         tl.store(next_ptr, tl.maximum(tl.where(usable, magnitude.to(tl.int32, bitcast=True), 1), 1))
 
 
+@triton.jit
+def _emit_candidates(
+    candidates_ptr, indices_ptr, out_indices_ptr, out_values_ptr, block, last, stop, room, kth, ties, above, equal,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write the entries of some blocks of candidates. Return ``above`` and ``equal``, the numbers of them up to there.
+
+    Nearly all candidates are taken. A loop over the bits of a word, as in sparse blocks, would have 32 iterations.
+    """
+    while block < last:
+        at = block * BLOCK + tl.arange(0, BLOCK)
+        values = tl.load(candidates_ptr + at, mask=at < stop, other=0.0)
+        keys = key_of(values)
+        is_above = (keys > kth).to(tl.int32)
+        is_tied = (keys == kth).to(tl.int32)
+        tied_before = equal + tl.cumsum(is_tied, axis=0) - is_tied
+        slot = above + tl.cumsum(is_above, axis=0) - is_above + tl.minimum(tied_before, ties)
+        take = ((is_above != 0) | ((is_tied != 0) & (tied_before < ties))) & (at < stop) & (slot < room)
+        tl.store(out_indices_ptr + slot, tl.load(indices_ptr + at, mask=take, other=0), mask=take)
+        tl.store(out_values_ptr + slot, values, mask=take)
+        above += tl.sum(is_above, axis=0)
+        equal += tl.sum(is_tied, axis=0)
+        block += 1
+    return above, equal
+
+
+@triton.jit
+def _emit_elements(
+    values_ptr, divisor_ptr, candidates_ptr, listed, indices_ptr, out_indices_ptr, out_values_ptr,
+    block, last, start, stop, room, kth, ties, above, equal, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write the entries of some blocks of a vector. Before them are ``above`` and ``equal``."""
+    word = tl.arange(0, BLOCK // 32) * 32
+    while block < last:
+        keys = _keys(values_ptr, divisor_ptr, candidates_ptr, listed, block, start, stop, BLOCK)
+        tied = pack_words(keys == kth, BLOCK)
+        mask = pack_words(keys > kth, BLOCK) | tied
+        tied_here = bits_in(tied)
+        above_here = bits_in(mask) - tied_here
+        tied_before = equal + tl.cumsum(tied_here, axis=0) - tied_here
+        above_before = above + tl.cumsum(above_here, axis=0) - above_here
+        left = tl.max(above_here + tied_here, axis=0)
+        while left > 0:  # each iteration takes the lowest set bit of every word
+            is_tied = ((tied & mask & (0 - mask)) != 0).to(tl.int32)
+            slot = above_before + tl.minimum(tied_before, ties)
+            take = (mask != 0) & ((is_tied == 0) | (tied_before < ties)) & (slot < room)
+            element = block * BLOCK + word + lowest_bit(mask)
+            index = element
+            if indices_ptr is not None:
+                index = tl.load(indices_ptr + element, mask=take, other=0)
+            value = tl.load(values_ptr + element, mask=take, other=0.0)
+            tl.store(out_indices_ptr + slot, index, mask=take)
+            tl.store(out_values_ptr + slot, divided(value, divisor_ptr, element, take), mask=take)
+            tied_before += is_tied
+            above_before += 1 - is_tied
+            mask = mask & (mask - 1)
+            left -= 1
+        above += tl.sum(above_here, axis=0)
+        equal += tl.sum(tied_here, axis=0)
+        block += 1
+
+
 @triton.jit(
     do_not_specialize=["n", "room", "capacity", "slack"], do_not_specialize_on_alignment=["indices_ptr", "bounds_ptr"]
 )
@@ -180,41 +242,17 @@ def emit_kernel(
         _report(taken_ptr, next_ptr, kth, taken, room, slack)
     out_indices_ptr += row.to(tl.int64) * room
     out_values_ptr += row.to(tl.int64) * room
-    word = tl.arange(0, BLOCK // 32) * 32
-    while block < last:
-        keys = _keys(values_ptr, divisor_ptr, candidates_ptr, listed, block, start, stop, BLOCK)
-        tied = pack_words(keys == kth, BLOCK)
-        mask = pack_words(keys > kth, BLOCK) | tied
-        tied_here = bits_in(tied)
-        above_here = bits_in(mask) - tied_here
-        tied_before = equal + tl.cumsum(tied_here, axis=0) - tied_here
-        above_before = above + tl.cumsum(above_here, axis=0) - above_here
-        left = tl.max(above_here + tied_here, axis=0)
-        while left > 0:  # each iteration takes the lowest set bit of every word
-            is_tied = ((tied & mask & (0 - mask)) != 0).to(tl.int32)
-            slot = above_before + tl.minimum(tied_before, ties)
-            take = (mask != 0) & ((is_tied == 0) | (tied_before < ties)) & (slot < room)
-            element = block * BLOCK + word + lowest_bit(mask)
-            index, place = element, element
-            if candidates_ptr is not None:
-                named = tl.load(indices_ptr + element, mask=take & (element < tl.where(listed != 0, stop, 0)), other=0)
-                index = tl.where(listed != 0, named, element)
-                place = index
-            elif indices_ptr is not None:
-                index = tl.load(indices_ptr + element, mask=take, other=0)
-            tl.store(out_indices_ptr + slot, index, mask=take)
-            tl.store(
-                out_values_ptr + slot,
-                divided(tl.load(values_ptr + place, mask=take, other=0.0), divisor_ptr, place, take),
-                mask=take,
-            )
-            tied_before += is_tied
-            above_before += 1 - is_tied
-            mask = mask & (mask - 1)
-            left -= 1
-        above += tl.sum(above_here, axis=0)
-        equal += tl.sum(tied_here, axis=0)
-        block += 1
+    ordered = tl.where(listed != 0, last, block)
+    if candidates_ptr is not None:
+        above, equal = _emit_candidates(
+            candidates_ptr, indices_ptr, out_indices_ptr, out_values_ptr, block, ordered, stop, room,
+            kth, ties, above, equal, BLOCK,
+        )  # fmt: skip
+        indices_ptr = None
+    _emit_elements(
+        values_ptr, divisor_ptr, candidates_ptr, listed, indices_ptr, out_indices_ptr, out_values_ptr,
+        ordered, last, start, stop, room, kth, ties, above, equal, BLOCK,
+    )  # fmt: skip
     taken += program * PROGRAMS
     while taken < room:
         tl.store(out_indices_ptr + taken + lane, -1, mask=lane < room - taken)

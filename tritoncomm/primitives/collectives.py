@@ -12,7 +12,7 @@ import tritoncomm_kernels as kernels
 from tritoncomm.errors import NonFiniteError, ProtocolMismatchError
 from tritoncomm.primitives import packing
 from tritoncomm.primitives.accumulator import Accumulator
-from tritoncomm.primitives.packing import Encoding, Section, Sections
+from tritoncomm.primitives.packing import Encoding, Section, Sections, quotients
 from tritoncomm.primitives.region_cuts import balanced_pieces, balanced_sizes, moves
 from tritoncomm.primitives.selection import before_rounding
 from tritoncomm.primitives.sparse_vector import SparseVector
@@ -312,10 +312,10 @@ def shared_mean(
     if acc.verdict is not None:
         acc.verdict.check_result(total)
         yield from acc.verdict.settle(world_size)
-        return SparseVector.padded(Padded(indices, total / world_size), acc.numel)
+        return SparseVector.padded(Padded(indices, quotients(total, world_size)), acc.numel)
     if kernels.has_non_finite(total):
         raise NonFiniteError(REJECTED)
-    return SparseVector(indices, total / world_size, acc.numel)
+    return SparseVector(indices, quotients(total, world_size), acc.numel)
 
 
 def dense_exchange(acc: Accumulator, world_size: int) -> Pattern[SparseVector]:
@@ -332,6 +332,6 @@ def dense_exchange(acc: Accumulator, world_size: int) -> Pattern[SparseVector]:
         yield from acc.verdict.settle(world_size)
     elif kernels.has_non_finite(total):
         raise NonFiniteError(REJECTED)
-    mean = SparseVector.full(total / world_size)
+    mean = SparseVector.full(quotients(total, world_size))
     acc.clear_all()
     return mean

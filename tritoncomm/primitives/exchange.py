@@ -28,7 +28,7 @@ from tritoncomm.primitives.collectives import (
     share_counts,
     share_rows,
 )
-from tritoncomm.primitives.packing import NO_VALUES, Encoding, Rows
+from tritoncomm.primitives.packing import NO_VALUES, Encoding, Rows, quotients
 from tritoncomm.primitives.region_cuts import offsets, region_starts, trimmed_sizes, widest
 from tritoncomm.primitives.region_sums import Count, DenseSums, ListedSums, OwnedSums, RegionSums
 from tritoncomm.primitives.selection import NO_KEY, among, ascending, before_rounding, only, rounding_figures
@@ -95,7 +95,7 @@ class Step(ABC):
     def vector(self, entries: Padded) -> SparseVector:
         """Return the result of the step: the mean, of ``entries`` that hold means if values are rounded, else sums."""
         if self.world_size > 1 and not self.encoding.rounds:
-            entries = entries._replace(values=entries.values / self.world_size)
+            entries = entries._replace(values=quotients(entries.values, self.world_size))
         return self._vector(entries)
 
     @abstractmethod

@@ -144,7 +144,7 @@ class Section:
         if self.is_packed:
             keep = sendable_together(entries.values, self.layout.fmt, self.divisor)
         else:
-            keep = rounded_quotients(entries.values, self.divisor) != 0
+            keep = roundedquotients(entries.values, self.divisor) != 0
         if keep is None or keep.all():
             return entries
         return Selection.of(entries.indices[keep], entries.values[keep])
@@ -162,7 +162,7 @@ class Section:
         entries = self.sendable(Selection.of(indices, values))
         if self.values == NO_VALUES:
             return torch.nn.functional.pad(indices, (0, self.words - indices.numel()), value=_PADDING), entries
-        sent = rounded_quotients(entries.values, self.divisor) if self.rounds else entries.values
+        sent = roundedquotients(entries.values, self.divisor) if self.rounds else entries.values
         delivered = sent * self.divisor if self.rounds else sent
         return pack_padded(entries.indices, sent, self.words), entries._replace(values=delivered)
 
@@ -192,7 +192,7 @@ class Section:
             check_indices(entries.indices, self.low, self.high)
         if self.rounds or self.divisor == 1:
             return entries
-        return entries._replace(values=_quotients(entries.values, self.divisor))
+        return entries._replace(values=quotients(entries.values, self.divisor))
 
 
 class Encoding(NamedTuple):
@@ -290,7 +290,7 @@ class Sections:
             stop = entries.found if last else int(torch.searchsorted(entries.indices, high))
             check_indices(entries.indices[start:stop], low, high)
             start = stop
-        return entries if self.divisor == 1 else entries._replace(values=_quotients(entries.values, self.divisor))
+        return entries if self.divisor == 1 else entries._replace(values=quotients(entries.values, self.divisor))
 
 
 class Rows:
@@ -344,18 +344,19 @@ class Rows:
             rows, bad = check_rows(Padded(indices, values), self.lows, self.span)
             if self.divisor == 1:
                 return rows, bad
-        return rows._replace(values=_quotients(rows.values, self.divisor)), bad
+        return rows._replace(values=quotients(rows.values, self.divisor)), bad
 
 
-def _quotients(values: torch.Tensor, divisor: int) -> torch.Tensor:
+def quotients(values: torch.Tensor, divisor: int) -> torch.Tensor:
+    """Return ``values / divisor``, the same bits on a GPU as on a CPU."""
     # By a tensor: a GPU multiplies by the reciprocal of a number, which rounds differently.
     return values / values.new_full((), divisor)
 
 
-def rounded_quotients(values: torch.Tensor, divisor: int) -> torch.Tensor:
+def roundedquotients(values: torch.Tensor, divisor: int) -> torch.Tensor:
     """Return ``values / divisor`` (fp32), rounded so that the product with ``divisor`` and its distance are exact."""
     dropped = 1 + (divisor - 1).bit_length()
-    return (_quotients(values, divisor).view(torch.int32) & -(1 << dropped)).view(torch.float32)
+    return (quotients(values, divisor).view(torch.int32) & -(1 << dropped)).view(torch.float32)
 
 
 def runs(ranges: Sequence[tuple[int, int, int]]) -> list[list[tuple[int, int, int]]]:

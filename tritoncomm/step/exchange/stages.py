@@ -24,6 +24,7 @@ from tritoncomm.algorithms.wrapper import WrapperAlgorithm, WrapperRecipe
 from tritoncomm.errors import ConfigurationError, NonFiniteError
 from tritoncomm.primitives.accumulator import Accumulator
 from tritoncomm.primitives.carried import Carriers, carried, with_carried
+from tritoncomm.primitives.packing import quotients
 from tritoncomm.primitives.quantized_mean import quantized_mean, traffic
 from tritoncomm.primitives.second_moment import FactoredSecondMoment, Moment
 from tritoncomm.primitives.sparse_vector import SparseVector
@@ -197,7 +198,7 @@ class StagedAlgorithm(WrapperAlgorithm):
         if world_size > 1:
             values = yield AllReduce(_PHASE, values)
         self._check(values, verdict)
-        return values / world_size, None
+        return quotients(values, world_size), None
 
     @staticmethod
     def _check(values: torch.Tensor, verdict: Verdict | None) -> None:
