@@ -15,8 +15,8 @@ from tritoncomm_kernels.dispatch import launch
 from tritoncomm_kernels.select import TILES_SUMMED_IN_PLACE
 
 WARPS = 8  # of a tile of 4096 elements: 16 per thread. 32 would double the registers.
-# Mask words per program: 8192 elements. On an H200, with 100 million elements and 1 % of them marked, this takes 39 us,
-# and 44 us with 1024 words and 8 warps.
+# Mask words per program: 8192 elements. On an H200, with 25 million elements of which 3 % are marked, marking and
+# expanding take 137 us together, and 145 us with one bit of each word at a time.
 WORDS, EXPAND_WARPS = 256, 2
 CHUNK = 2048
 GROUP, GROUP_WARPS = 1024, 8  # words per program where words are counted first
@@ -125,17 +125,24 @@ def expand_kernel(
     if program == tl.num_programs(0) - 1:
         tl.store(found_ptr, (before + tl.sum(counts, axis=0)).to(found_ptr.dtype.element_ty))
     left = tl.max(counts, axis=0)
-    while left > 0:  # at most 32, whatever the words are
-        # Each iteration takes the lowest set bit of every word. The word with the most bits sets the iteration count.
-        element = at * 32 + lowest_bit(mask)
+    while left > 0:  # at most 16 times, whatever the words are
+        # Each iteration takes the two lowest set bits of every word, and waits for their values together. The word with
+        # the most bits sets the number of iterations.
+        rest = mask & (mask - 1)
+        element, second = at * 32 + lowest_bit(mask), at * 32 + lowest_bit(rest)
         write = (mask != 0) & (position < capacity) & (element < n)
-        tl.store(out_indices_ptr + position, element, mask=write)
+        also = (rest != 0) & (position + 1 < capacity) & (second < n)
         if values_ptr is not None:
-            value = tl.load(values_ptr + element, mask=write, other=0.0)
-            tl.store(out_values_ptr + position, divided(value, divisor_ptr, element, write), mask=write)
-        position += 1
-        mask = mask & (mask - 1)
-        left -= 1
+            one = tl.load(values_ptr + element, mask=write, other=0.0)
+            two = tl.load(values_ptr + second, mask=also, other=0.0)
+            one, two = divided(one, divisor_ptr, element, write), divided(two, divisor_ptr, second, also)
+            tl.store(out_values_ptr + position, one, mask=write)
+            tl.store(out_values_ptr + position + 1, two, mask=also)
+        tl.store(out_indices_ptr + position, element, mask=write)
+        tl.store(out_indices_ptr + position + 1, second, mask=also)
+        position += 2
+        mask = rest & (rest - 1)
+        left -= 2
 
 
 def warps(tile: int) -> int:

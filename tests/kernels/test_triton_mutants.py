@@ -54,9 +54,7 @@ SELECTING = {
     "sums compared undivided": Mutant(
         "select", "key_of(divided(total, divisor_ptr, at, None))", "key_of(total)", select.test_mark
     ),
-    "sums written undivided": Mutant(
-        "select", "divided(value, divisor_ptr, element, write)", "value", select.test_expand
-    ),
+    "sums written undivided": Mutant("select", "divided(two, divisor_ptr, second, also)", "two", select.test_expand),
     "vector searched undivided": Mutant(
         "top_k", "divided(dense, divisor_ptr, at, whole)", "dense", select.test_top_k_padded
     ),
@@ -87,7 +85,13 @@ SELECTING = {
     ),
     "too few candidates unnoticed": Mutant("top_k", "((short == 0) & (found", "((found", select.test_top_k_padded),
     "positions among the candidates": Mutant(
-        "top_k", "index = tl.where(listed != 0, named, element)", "index = element", select.test_top_k_padded
+        "top_k",
+        "tl.store(out_indices_ptr + slot, tl.load(indices_ptr + at, mask=take, other=0), mask=take)",
+        "tl.store(out_indices_ptr + slot, at, mask=take)",
+        select.test_top_k_padded,
+    ),
+    "second bit beyond the capacity": Mutant(
+        "select", "position + 1 < capacity", "position + 1 <= capacity", select.test_expand
     ),
 }
 SCATTERING = {
@@ -321,6 +325,7 @@ SEEN_BY = {
     "rotation undone the wrong way": "bounds",
     "positions beyond the room": "bounds",
     "padding stays between entries": "race",
+    "bits of earlier groups forgotten": "race",
     "values before the first": "bounds",
 }
 

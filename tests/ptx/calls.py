@@ -19,12 +19,17 @@ def select(guarded: Guarded) -> list[list[int]]:
 
 
 def expand(guarded: Guarded) -> list[list[int]]:
-    """Return entries of so many tiles that their counts are summed in two steps, by many programs."""
+    """Return entries of so many tiles that their counts are summed in two steps, by many programs.
+
+    Some words have several bits.
+    """
     n, tile = 170_000, 64
-    x = guarded.of(drawn("normal", n, 1))
+    values = drawn("normal", n, 1)
+    values[9000:9400] *= 4
+    x = guarded.of(values)
     marks = kernels.Marks.empty(n, x.device, tile=tile)
     kernels.mark(x, None, x, torch.tensor([3.5]), marks)
-    indices, out, found = guarded.poison(120, torch.int32), guarded.poison(120), guarded.poison(1, torch.int64)
+    indices, out, found = guarded.poison(320, torch.int32), guarded.poison(320), guarded.poison(1, torch.int64)
     kernels.expand(x, marks, indices, out, found)
     return [bits(indices), bits(out), bits(found)]
 

@@ -43,7 +43,7 @@ UNMISSED = {
     "adam_kernel 2": {1: OWN},
     "adam_sums_kernel 9": dict.fromkeys((2, 3, 5), INPUT),
     "choose_rows_kernel 4": {0: FIRST},
-    "expand_kernel 18": {4: SAME},
+    "expand_kernel 24": {4: SAME},
     "high_rows_kernel 2": {0: FIRST},
     "join_rows_kernel 6": {0: UNREACHED, 1: UNREACHED, 2: FIRST},
     "planes_rows_kernel 15": {0: FIRST, 14: OWN},
@@ -51,7 +51,7 @@ UNMISSED = {
     "count_kernel 36": {
         0: FIRST, **dict.fromkeys((2, 10, 18, 26), SAME), **dict.fromkeys((15, 23, 25, 31, 32), INPUT),
     },
-    "emit_kernel 64": {
+    "emit_kernel 66": {
         0: FIRST, **dict.fromkeys((2, 10, 18, 26), SAME), **dict.fromkeys((15, 23, 38, 39, 40, 41), INPUT),
     },
     "histogram_kernel 11": {2: SAME, 9: OWN},
