@@ -97,7 +97,7 @@ def test_results_of_a_page(page: str) -> None:
     """Every results file that the page names exists."""
     text = (ROOT / page).read_text()
     named = re.findall(r"benchmarks/results/([\w/-]+\.\w+)", text)
-    named += [code for code, _ in spans(text) if re.fullmatch(r"(h100/)?[a-z]\w+\.json", code)]
+    named += [code for code, _ in spans(text) if re.fullmatch(r"(h200/)?[a-z]\w+\.json", code)]
     assert [name for name in named if not (BENCHMARKS / "results" / name).exists()] == []
 
 

@@ -136,7 +136,7 @@ def test_results_are_listed() -> None:
     folder = ROOT / "benchmarks/results"
     index = (folder / "README.md").read_text()
     files = {str(file.relative_to(folder)) for file in folder.rglob("*.*")} - {"README.md"}
-    assert files == set(re.findall(r"\]\(((?:h100/)?[^/)]+)\)", index))
+    assert files == set(re.findall(r"\]\(((?:h200/)?[^/)]+)\)", index))
     files = [*ROOT.glob("*.md"), *(f for d in FOLDERS for end in ("*.md", "*.py") for f in (ROOT / d).rglob(end))]
     named = {name for file in files for name in re.findall(r"benchmarks/results/([\w/-]+\.\w+)", file.read_text())}
     assert named
