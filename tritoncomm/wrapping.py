@@ -159,7 +159,7 @@ def wrap(
             rounding takes away stays in the residual. Here its default is ``"4bit"``. Rounded values travel in packed
             messages. ``packed`` says whether values in ``"fp32"`` do. By default they do not. ``static`` says whether
             messages have a fixed length. By default they do on a GPU if the method has this form, because the host then
-            waits less often.
+            waits less often. With a link, such as ``static="1gbit,50us"``, they do if that takes less time there.
 
     Returns:
         ``optimizer`` itself, whose class is now one of its own class and :class:`~tritoncomm.SparseOptimizer`. For a

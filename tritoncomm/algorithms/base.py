@@ -15,7 +15,7 @@ from tritoncomm.primitives.accumulator import Accumulator
 from tritoncomm.primitives.carried import Carriers
 from tritoncomm.primitives.packing import NO_VALUES, Encoding
 from tritoncomm.primitives.sparse_vector import SparseVector
-from tritoncomm.scheduler.cost import Forecast
+from tritoncomm.scheduler.cost import Forecast, Link
 from tritoncomm.scheduler.rounds import Pattern
 from tritoncomm_kernels import Workspace
 from tritoncomm_kernels.checks import INDEX_LIMIT
@@ -224,14 +224,19 @@ class StaticRecipe(Recipe):
     ``static`` says whether messages have a fixed length that does not depend on the data. The host then waits for a GPU
     twice in most steps, whatever the world size, and messages may be longer. Entries above a fixed length stay in the
     residual. ``"auto"`` means False. For vectors on a GPU, :func:`tritoncomm.wrap` resolves it to True if the settings
-    have this form (:meth:`can_be_static`).
+    have this form (:meth:`can_be_static`). A link such as ``"1gbit,50us"`` means the same, unless the longer messages
+    take more time on this link than the waits.
     """
 
     static: bool | str = "auto"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check(self, "static", self.static == "auto" or isinstance(self.static, bool), "must be True, False or 'auto'")
+        if self.static != "auto" and not isinstance(self.static, bool):
+            try:
+                Link.parse(self.static)
+            except (ConfigurationError, AttributeError):
+                check(self, "static", False, "must be True, False, 'auto', or a link such as '1gbit,50us'")
         has_form = self.static is not True or self.can_be_static()
         check(self, "static", has_form, f"{self.name} has no static form with these settings: leave out static")
 

@@ -47,7 +47,7 @@ class Diagnosis:
         dense: Time of a dense all-reduce.
         sparse: Time of the sparse exchange by density, work included.
         break_even: Density at which sparse and dense take the same time. 0 if sparse is slower at every density.
-        start: A sentence on the dense steps at the start of ``wrap``. Empty if there are none.
+        advice: Sentences on the dense steps at the start of ``wrap``, and on the length of messages on GPUs.
         pays: Whether the sparse exchange at ``density`` takes less than 95 % of the exposed time of a dense all-reduce.
             The exposed time is the part that computation does not hide. The update of the parameters is not counted.
     """
@@ -64,7 +64,7 @@ class Diagnosis:
     dense: float
     sparse: dict[float, float]
     break_even: float
-    start: str
+    advice: list[str]
     pays: bool
 
     def as_dict(self) -> dict[str, Any]:
@@ -98,8 +98,8 @@ class Diagnosis:
             f"{conclusion} at density {self.density:.2%}"
             + (f" with {1e3 * self.step:g} ms of computation per step." if self.step else ".")
         )
-        if self.pays and self.start:
-            lines.append(self.start)
+        if self.pays:
+            lines += self.advice
         lines.append("Not counted: the update of the parameters, which takes longer after a sparse exchange.")
         return "\n".join([*lines, f"For other links: {self.command()}"])
 
@@ -159,12 +159,13 @@ def diagnose(
     work = max(0.0, sparse[density] - on_link[density])
     exposed = max(0.0, dense - planner.OVERLAP * step_seconds)
     setting = planner.Setting(numel=numel, workers=workers, link=link, step=step_seconds, work=work, device=device)
-    start = "" if recipes[density].delivers_all() else planner.dense_start(setting, recipes[density])
+    advice = [] if recipes[density].delivers_all() else [planner.dense_start(setting, recipes[density])]
+    advice += planner.form_advice(setting, recipes[density])
     return Diagnosis(
         workers=workers, numel=numel, method=recipes[density].name,
         values=getattr(recipes[density], "values", ""), density=density, step=step_seconds, link=link,
         measured=together, work=work, dense=dense, sparse=sparse, break_even=break_even(sparse, dense),
-        start=start, pays=sparse[density] < planner.WORTH_IT * exposed,
+        advice=advice, pays=sparse[density] < planner.WORTH_IT * exposed,
     )  # fmt: skip
 
 

@@ -13,10 +13,10 @@ from typing import NamedTuple
 import torch
 
 from tritoncomm.algorithms import Dense, Quantized, RandomBlock, Recipe, Warmup, algorithms, at_density
-from tritoncomm.algorithms.base import EntryRecipe
+from tritoncomm.algorithms.base import EntryRecipe, StaticRecipe
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.scheduler.cost import Link
-from tritoncomm.step.recipes import with_form
+from tritoncomm.step.recipes import STATIC_SAVES, static_takes, with_form
 from tritoncomm.step.settings import DEFAULT_ALGO, DEFAULT_DENSITY, DEFAULT_START, DEFAULT_WARMUP
 
 DENSITIES = (0.001, 0.01, 0.05)
@@ -140,6 +140,7 @@ def advice(setting: Setting, density: float = DEFAULT_DENSITY, *, everything: bo
     code = [_line_of_code(best.recipe, setting.values)]
     if not best.recipe.delivers_all():
         code.append(dense_start(setting, best.recipe))
+    code += form_advice(setting, best.recipe)
     lines = [_answer(setting, dense, best), "", *_table(setting, density, dense, everything=everything)]
     return _plan(setting, dense, best, lines, code)
 
@@ -239,6 +240,19 @@ def _network(setting: Setting) -> str:
 def _line_of_code(chosen: Recipe, values: str) -> str:
     formats = f", values={values!r}" if isinstance(chosen, EntryRecipe) else ""
     return f"optimizer = tritoncomm.wrap(optimizer, algo={chosen.name!r}, density={chosen.density}{formats})"
+
+
+def form_advice(setting: Setting, chosen: Recipe) -> list[str]:
+    """Return a sentence if messages of a fixed length, the default on GPUs, take longer on the link than they save."""
+    if not isinstance(chosen, StaticRecipe) or not chosen.can_be_static():
+        return []
+    more = static_takes(chosen, setting.numel, setting.workers, setting.link)
+    if more <= STATIC_SAVES:
+        return []
+    longer, saved = _seconds(more)[0], _seconds(STATIC_SAVES)[0]
+    return [
+        f"On GPUs, add static=False: messages of a fixed length take {longer} longer on this link, and save {saved}."
+    ]
 
 
 def dense_start(setting: Setting, chosen: Recipe) -> str:

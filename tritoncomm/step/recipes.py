@@ -29,6 +29,7 @@ from tritoncomm.algorithms.base import StaticRecipe
 from tritoncomm.algorithms.wrapper import WrapperRecipe
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.scheduler import cost
+from tritoncomm.scheduler.cost import Link
 from tritoncomm.scheduler.ranks import global_ranks
 from tritoncomm.step import agree
 from tritoncomm.step import settings as defaults
@@ -186,17 +187,32 @@ def with_warmup_and_nodes(
     return Hierarchical(recipe=chosen, node_size=len(node))
 
 
-def with_form(chosen: Recipe, device: torch.device | str) -> Recipe:
-    """Return ``chosen`` with ``static="auto"`` resolved for vectors on ``device``.
+# Seconds that messages of a fixed length save on a GPU: with 8 workers, the host waits 2 instead of 37 times, and
+# launches 238 kernels instead of 481.
+STATIC_SAVES = 1.7e-3
 
-    On a GPU it is True if the method has the static form, unless the exchange is hierarchical. On a CPU it stays.
+
+def static_takes(method: StaticRecipe, numel: int, workers: int, link: Link) -> float:
+    """Return how many seconds an ordinary exchange takes longer on ``link`` if messages have a fixed length."""
+    forms = [replace(method, static=static).build(numel) for static in (True, False)]
+    static, exact = (form.predicted_traffic(workers, ordinary=True).seconds(link) for form in forms)
+    return static - exact
+
+
+def with_form(chosen: Recipe, device: torch.device | str, numel: int = 0, workers: int = 1) -> Recipe:
+    """Return ``chosen`` with ``static="auto"``, or a link, resolved for vectors of ``numel`` values on ``device``.
+
+    On a GPU it is True if the method has the static form, unless the exchange is hierarchical, or the form takes longer
+    between ``workers`` on that link. On a CPU it stays.
     """
     method = chosen.layers[-1]
     if not is_asynchronous(torch.device(device)) or any(isinstance(layer, Hierarchical) for layer in chosen.layers):
         return chosen
-    if not isinstance(method, StaticRecipe) or method.static != "auto":
+    if not isinstance(method, StaticRecipe) or isinstance(method.static, bool):
         return chosen
     static = method.can_be_static()
+    if static and method.static != "auto":
+        static = static_takes(method, numel, workers, Link.parse(method.static)) <= STATIC_SAVES
     return chosen.with_method(lambda inner: replace(inner, static=static))  # type: ignore[call-arg]
 
 

@@ -122,7 +122,7 @@ class VectorExchange:
         recipe, group = options.recipe, options.group
         self.rank, self.world_size = (dist.get_rank(group), dist.get_world_size(group)) if is_distributed() else (0, 1)
         recipe.check_world_size(self.world_size)  # before process groups are created for it
-        self.method = with_form(recipe, self.device)
+        self.method = with_form(recipe, self.device, self.layout.numel - self.dense_numel, self.world_size)
         self.scheduler: ProcessGroupScheduler | None = None
         if is_distributed():
             shapes = [(name, tuple(p.shape)) for p, name in zip(self.parameters, self.names, strict=True)]
