@@ -614,8 +614,8 @@ BROKEN = [
     BrokenLine(
         "an argument that is invalid on one rank is not told to others",
         "step/agree/compare.py",
-        "            propagate_error(str(error), group, device)\n            if outer",
-        "            if outer",
+        "            propagate_error(str(error), group, device)\n        raise",
+        "            pass\n        raise",
         "agreement test_argument_that_is_invalid_on_one_rank_is_an_error_on_all",
     ),
     BrokenLine(

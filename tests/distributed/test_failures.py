@@ -16,7 +16,14 @@ import torch
 import torch.distributed as dist
 import tritoncomm
 from models import KINDS, adamw, equal, exact, flat, loss_of, net, opened, residual, tiny, train
-from tritoncomm import ConfigMismatchError, ExchangeError, ExchangeTimeoutError, PeerLostError, ProtocolMismatchError
+from tritoncomm import (
+    ConfigMismatchError,
+    ExchangeError,
+    ExchangeTimeoutError,
+    NonFiniteError,
+    PeerLostError,
+    ProtocolMismatchError,
+)
 from tritoncomm.scheduler import failure_report
 from tritoncomm.scheduler.process_group import ProcessGroupScheduler
 from tritoncomm.scheduler.rounds import AllReduce, InSubgroup, Post, Round, Wait
@@ -479,3 +486,32 @@ def test_failure_in_a_smaller_group(rank, world_size, is_subgroup, hangs):
     assert rank == 1 or said in str(error)
     if is_subgroup and rank == 2:
         assert "phase 'team' of test, in round 2, phase 'inner' among ranks [1, 2]" in str(error)
+
+
+@ranks(3)
+@pytest.mark.parametrize("when", [0, 3])  # after the first step, replicas are compared
+def test_overflow_that_one_rank_finds(rank, world_size, when):
+    """A method may find it at the end, in what only one rank keeps. All ranks reject the step, and lose nothing."""
+    model = net()
+    optimizer = exact(adamw(model), model=model, on_nonfinite="raise")
+    algorithm = optimizer._tritoncomm.setup.vector.feedback.algorithm
+    reduce = algorithm.reduce
+
+    def rejecting(acc, rank, world_size):
+        mean = yield from reduce(acc, rank, world_size)
+        if rank == 1:
+            raise NonFiniteError("the sum of a residual overflows")
+        return mean
+
+    train(model, optimizer, rank, range(when))
+    before, owed = flat(model), residual(optimizer).clone()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(algorithm, "reduce", rejecting)
+        loss_of(model, rank, when).backward()
+        with pytest.raises(NonFiniteError, match="overflows" if rank == 1 else "another rank has rejected the step"):
+            optimizer.step()
+    assert torch.equal(flat(model), before)
+    assert torch.equal(residual(optimizer), owed)
+    train(model, optimizer, rank, range(when, when + 3))
+    assert equal(model)
+    assert optimizer.metrics()["steps"] == when + 3

@@ -55,7 +55,7 @@ class Claim(NamedTuple):
         group: The ranks with the same shard.
         shard: A number of this shard.
         all_shards: Scheduler of the ranks of all shards. None if the model has no shards.
-        rejects: Whether the ranks with the same shard have rejected the step. They then have no mean.
+        rejects: Whether this rank has rejected the step. It then has no mean, and compares no ``replica``.
     """
 
     vectors: Sequence[VectorExchange]
@@ -98,7 +98,9 @@ class Claim(NamedTuple):
             found = vote(total._replace(claim=claim), scheduler.device, [*dict.fromkeys((scheduler, *schedulers))])
             total = last.run(found) if self.all_shards is None else self.all_shards.run(found)
         if self.is_stopped or total.claim:
-            raise self._error()
+            error = self._error(is_rejected=bool(total.rejects))
+            if error is not None:
+                raise error
         if self.replica is not None and not total.rejects:
             self.replica.agreed = self.steps
         return bool(total.rejects), bool(total.raises)
@@ -107,8 +109,11 @@ class Claim(NamedTuple):
     def _updates(self) -> object:
         return f"{self.updates}, and one that stopped" if self.is_stopped else self.updates
 
-    def _error(self) -> ProtocolMismatchError:
-        """Return why the step is rejected. All ranks that confirm it call this together."""
+    def _error(self, *, is_rejected: bool) -> ProtocolMismatchError | None:
+        """Return why ranks disagree. All ranks that confirm the step call this together.
+
+        If some have rejected a step in which the others compare replicas, they may differ in that alone. Return None.
+        """
         scheduler, device = self._scheduler, self.vectors[0].device
         step = "the step" if scheduler is None else scheduler.last_step
         group, found = self.group if self.all_shards is None else self.all_shards.group, dict[str, str]()
@@ -123,6 +128,8 @@ class Claim(NamedTuple):
             advice = (text for begin, text in _ADVICE.items() if any(name.startswith(begin) for name in found))
             reason = f"ranks differ: {worded(found)}. {next(advice, _SAME_OPTIONS)}"
         elif self.replica is not None:
+            if is_rejected:
+                return None
             reason = self.replica.difference(group, device, self.steps, self.shard)
         if reason:
             return ProtocolMismatchError(f"{step} was rejected, and nothing has changed, because {reason}")

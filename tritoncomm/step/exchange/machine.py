@@ -258,10 +258,9 @@ class GradientExchange:
             if local_error is not None or fault:
                 self._spoil(str(local_error or fault))
             kept = [vector.keeps_gradient() for vector in vectors]
-            if self._deliver() and self._is_compared:
+            self._deliver()
+            if self._is_compared:  # also if this rank rejects the step: the others may not know yet
                 self._inspect()
-        except NonFiniteError as error:
-            raise (local_error or error) from None
         except TritoncommError:  # the other ranks raise an error, too
             self._rollback()
             raise
@@ -411,15 +410,13 @@ class GradientExchange:
         for vector in self.vectors:
             vector.flat.fill_(math.nan)
 
-    def _deliver(self, *, dense: bool = False) -> bool:
+    def _deliver(self, *, dense: bool = False) -> None:
         """Compute the mean of each ``vector.flat`` over ranks, of all entries if ``dense`` is set.
 
-        In ordinary steps of a static form, the host waits for a GPU as often for all vectors as for one. Return False
-        if the step will be rejected by the vote of all shards.
+        In ordinary steps of a static form, the host waits for a GPU as often for all vectors as for one. If a rank has
+        a NaN or Inf, or a sum overflows, this rank rejects the step in :meth:`_finish`.
 
         Raises:
-            NonFiniteError: A rank has a NaN or Inf, or the mean overflows. All ranks of the exchange raise it, unless
-                they have to wait for the verdict of a larger group: then :meth:`_finish` raises it.
             ExchangeError: A peer was lost, or a wait timed out.
         """
         vectors = self.vectors
@@ -455,13 +452,9 @@ class GradientExchange:
             for vector in rejected:
                 vector.measure(None, span.end() if vector is rejected[0] else None)
             self._rejected = error
-            if self.all_shards is None:
-                raise self._reject() from None
-            return False
         except BaseException as error:
             self._fail(error)
             raise
-        return True
 
     def _clip(self, limit: float) -> Pattern[None]:
         """Scale the gradients to this norm at most, see :func:`~tritoncomm.step.exchange.limit.clipped`."""
@@ -544,7 +537,7 @@ class GradientExchange:
         """
         self._rollback()
         self.skipped += 1
-        error = self._rejected or NonFiniteError("a rank of another shard has rejected the step; nothing was applied")
+        error = self._rejected or NonFiniteError("another rank has rejected the step; nothing was applied")
         group, device = self.options.group, self.vectors[0].device
         if self.all_shards is not None:
             group, device = self.all_shards.group, self.all_shards.device
