@@ -120,6 +120,10 @@ def _around_others(density: float) -> dict[str, Recipe]:
         "warmup-dgc": Warmup(recipe=DGC(density=density, momentum=0.0), steps=2),
         "hierarchical-2": Hierarchical(recipe=OkTopk(density=density, **SHORT), node_size=2),
         "hierarchical-3": Hierarchical(recipe=SparDL(density=density), node_size=3),
+        "hierarchical-2-static": Hierarchical(recipe=OkTopk(density=density, static=True, **SHORT), node_size=2),
+        "hierarchical-3-fixed": Hierarchical(
+            recipe=Warmup(recipe=RandomBlock(density=density, static=True, reduced_lr=True), steps=1), node_size=3
+        ),
         "hierarchical-1": Hierarchical(recipe=TopkDSA(density=density), node_size=1),
         "dense-tail-hierarchical": Staged(
             recipe=Hierarchical(recipe=Warmup(recipe=ExDyna(density=density), steps=1), node_size=4), tail=3

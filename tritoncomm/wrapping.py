@@ -103,7 +103,7 @@ def wrap(
         process_group: Process group to exchange in. With FSDP2, the ranks that hold the same shard. With DDP, the group
             of the model is used. Default: the default process group.
         node_group: Process group of the ranks of this rank's node. The exchange is then dense within nodes and sparse
-            between them, see :class:`~tritoncomm.Hierarchical`. On a GPU, the host waits often: it has no static form.
+            between them, see :class:`~tritoncomm.Hierarchical`.
             Default: None, nodes are not treated separately.
         warmup_steps: Number of dense exchanges before the first sparse one. Default: None, which is 16 for a method,
             and 0 for a dense one or a recipe that wraps another.

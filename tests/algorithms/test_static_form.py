@@ -131,11 +131,41 @@ def test_every_method_with_a_static_form_is_tested() -> None:
     }
 
 
-@pytest.mark.parametrize("recipe", [SparDL(static=True), Warmup(recipe=SparDL(static=True), steps=3)])
-def test_no_static_form_between_nodes(recipe: Recipe) -> None:
-    """A hierarchical exchange refuses a method with messages of a fixed length, also inside of a warm-up."""
-    with pytest.raises(ConfigurationError, match="a hierarchical exchange has no static form: leave it out"):
-        Hierarchical(recipe=recipe, node_size=2)
+@pytest.mark.parametrize("numel", [1003, 1])  # the last part is shorter, or most are empty
+@pytest.mark.parametrize(("node_size", "world_size"), [(1, 3), (2, 2), (2, 6), (3, 6), (4, 8)])
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        TopkAllgather(density=0.05, values="4bit"),
+        SparDL(density=0.05),
+        ExDyna(density=0.05, capacity=AMPLE),
+        RandomBlock(density=0.05, values="8bit", reduced_lr=True),
+        Warmup(recipe=SparDL(density=0.05), steps=2),
+    ],
+    ids=lambda recipe: recipe.name,
+)
+def test_same_between_nodes(recipe: Recipe, node_size: int, world_size: int, numel: int) -> None:
+    """A hierarchical exchange has both forms, too. They deliver the same bits."""
+    exact, static = (
+        SimulatedWorld(
+            Hierarchical(recipe=recipe, node_size=node_size).with_method(
+                lambda inner, static=static: dataclasses.replace(inner, static=static)
+            ),
+            world_size,
+            numel,
+        )
+        for static in (False, True)
+    )
+    for step in range(5):
+        gradients = heavy(world_size, numel, step)
+        expected, means = exact.step(gradients), static.step(gradients)
+        assert all(laws.same_vector(mean, expected[0]) for mean in means)
+        assert laws.same_bits(static.residuals, exact.residuals)
+    gradients[-1, 0] = torch.inf
+    for world in (exact, static):
+        with pytest.raises(NonFiniteError, match="contains NaN or Inf"):
+            world.step(gradients)
+    assert laws.same_bits(static.residuals, exact.residuals)
 
 
 @pytest.mark.parametrize("capacity", [1.0, 1.5])

@@ -9,7 +9,7 @@ import pytest
 import torch
 from models import equal, exact, flat, loss_of, residual, tiny
 from torch import nn
-from tritoncomm import ConfigurationError, OkTopk, SparDL, TopkAllgather
+from tritoncomm import OkTopk, SparDL, TopkAllgather
 from tritoncomm.algorithms import Hierarchical, Warmup
 from tritoncomm.step.recipes import with_form
 
@@ -61,12 +61,10 @@ def test_selection_by_update(rank, world_size):
 
 
 def test_default_on_a_gpu():
-    """Methods that have a static form use it unless the user asks for something else, or there are nodes."""
+    """Methods that have a static form use it unless the user asks for something else, between nodes, too."""
     for recipe in (TopkAllgather(), OkTopk(), SparDL()):
         assert with_form(recipe, "cuda").static is True
         assert with_form(recipe, "cpu").static == "auto"
     assert with_form(Warmup(recipe=TopkAllgather(), steps=2), "cuda").recipe.static is True
     assert with_form(TopkAllgather(static=False), "cuda").static is False
-    assert with_form(Hierarchical(recipe=TopkAllgather(), node_size=2), "cuda").recipe.static == "auto"
-    with pytest.raises(ConfigurationError, match="static=True"):
-        Hierarchical(recipe=TopkAllgather(static=True), node_size=2)
+    assert with_form(Hierarchical(recipe=TopkAllgather(), node_size=2), "cuda").recipe.static is True

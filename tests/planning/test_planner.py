@@ -196,7 +196,9 @@ def test_plan_for_gpus(capsys: pytest.CaptureFixture[str]) -> None:
     said = []
     for link in ("1gbit,50us", "100gbit,5us"):
         main(["plan", "--numel", "124e6", "--workers", "8", "--link", link, "--step-ms", "5"])
-        said.append("On GPUs, add static=False: messages of a fixed length take 58 ms longer" in capsys.readouterr().out)
+        said.append(
+            "On GPUs, add static=False: messages of a fixed length take 58 ms longer" in capsys.readouterr().out
+        )
     assert said == [True, False]
 
 

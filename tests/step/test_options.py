@@ -11,15 +11,12 @@ import pytest
 import torch
 import tritoncomm
 from tritoncomm import ConfigurationError, Dense, ExDyna, OkTopk, Recipe, TopkAllgather, Warmup
-from tritoncomm.algorithms import Hierarchical, algorithms, field_names
+from tritoncomm.algorithms import algorithms, field_names
 from tritoncomm.algorithms.base import StaticRecipe
 from tritoncomm.planning import planner
 from tritoncomm.step import settings as options
 from tritoncomm.step.recipes import log_choice, readable_size, resolve_recipe, with_form
 from tritoncomm.step.settings import DEFAULT_ALGO, DEFAULT_DENSITY
-
-from emulated_cuda import ranks
-from emulated_cuda.device import to_gpu
 
 
 @pytest.mark.parametrize(
@@ -132,37 +129,6 @@ def test_choice_is_logged(recipe: Recipe, numel: int, level: int, said: str, cap
     assert said in record.getMessage()
     assert "e+" not in record.getMessage()
     assert level == logging.INFO or len(record.getMessage()) < 200
-
-
-@pytest.mark.parametrize(
-    ("recipe", "on_gpu", "waits"),
-    [
-        (Hierarchical(recipe=OkTopk(density=0.01, values="4bit"), node_size=2), True, True),
-        (Hierarchical(recipe=OkTopk(density=0.01, values="4bit"), node_size=2), False, False),
-        (OkTopk(density=0.01, static=True), True, False),
-    ],
-)
-def test_waits_with_nodes_are_logged(
-    recipe: Recipe, on_gpu: bool, waits: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    """On a GPU, the line says that ``node_group`` makes the host wait many times."""
-    caplog.set_level(logging.INFO, "tritoncomm")
-    log_choice(recipe, 0, 8, [(recipe.build(1_000_000), 0)], on_gpu=on_gpu)
-    (record,) = caplog.records
-    said = record.getMessage().partition("; node_group has no static form, ")[2]
-    assert said == ("so the host waits for the GPU many times in a step" if waits else "")
-
-
-def test_wrap_says_that_it_is_on_a_gpu(caplog: pytest.LogCaptureFixture) -> None:
-    """The line of ``wrap`` has the waits for tensors on a GPU."""
-    caplog.set_level(logging.INFO, "tritoncomm")
-
-    def main(rank: int) -> None:
-        inner = torch.optim.SGD([torch.nn.Parameter(to_gpu(torch.ones(100)))], lr=0.1)
-        tritoncomm.wrap(inner, Hierarchical(recipe=OkTopk(density=0.1), node_size=2))
-
-    ranks.run(main, 2)
-    assert "so the host waits for the GPU many times in a step" in caplog.text
 
 
 def test_only_the_first_rank_logs(caplog: pytest.LogCaptureFixture) -> None:

@@ -16,17 +16,19 @@ from typing import Any, ClassVar
 import torch
 
 import tritoncomm_kernels as kernels
-from tritoncomm.algorithms.base import Algorithm, Bounds, check, check_at_least
+from tritoncomm.algorithms.base import Algorithm, Bounds, check_at_least
 from tritoncomm.algorithms.wrapper import WrapperAlgorithm, WrapperRecipe
 from tritoncomm.errors import ConfigurationError, NonFiniteError
 from tritoncomm.primitives.accumulator import Accumulator
 from tritoncomm.primitives.collectives import dense_exchange, gather_blocks, share_rows
+from tritoncomm.primitives.packing import quotients
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.primitives.verdict import REJECTED
 from tritoncomm.scheduler import cost
 from tritoncomm.scheduler.cost import Forecast, both
-from tritoncomm.scheduler.rounds import AllReduce, InSubgroup, Pattern
-from tritoncomm_kernels import Selection
+from tritoncomm.scheduler.rounds import AllGather, AllReduce, InSubgroup, Pattern
+from tritoncomm_kernels import Padded, Selection
+from tritoncomm_kernels.entries import PADDING
 
 _SUM, _COUNTS, _GATHER, _BETWEEN = "node sum", "node counts", "node gather", "between nodes"
 
@@ -41,8 +43,6 @@ class Hierarchical(WrapperRecipe):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_at_least(self, 1, "node_size", whole=True)
-        exact = getattr(self.recipe.layers[-1], "static", "auto") is not True
-        check(self, "recipe", exact, "has static=True, but a hierarchical exchange has no static form: leave it out")
 
     def check_world_size(self, world_size: int) -> None:
         if world_size == 1:
@@ -76,8 +76,8 @@ class HierarchicalAlgorithm(WrapperAlgorithm):
 
     @property
     def has_shared_verdict(self) -> bool:
-        """See :attr:`Algorithm.has_shared_verdict`. The inner exchange runs without a verdict."""
-        return False
+        """See :attr:`Algorithm.has_shared_verdict`. Those who share a part do. A dense step has no verdict."""
+        return self.is_static and self.inner.has_shared_verdict
 
     @property
     def inner(self) -> Algorithm:
@@ -105,39 +105,55 @@ class HierarchicalAlgorithm(WrapperAlgorithm):
         if size > 1:
             total = yield InSubgroup(_SUM, node, _sum(total))
         part = total[own].clone()
-        if kernels.has_non_finite(total):
-            part.fill_(torch.nan)  # all workers of the node do this, so all workers of all nodes reject the step
+        # All workers of the node put NaN there, so all workers of all nodes reject the step.
+        if acc.verdict is not None:
+            part = torch.where((total - total == 0).all(), part, torch.nan)
+        elif kernels.has_non_finite(total):
+            part.fill_(torch.nan)
         left = torch.empty_like(part)
-        inner = Accumulator(residual, part, left, acc.workspace)
+        inner = Accumulator(residual, part, left, acc.workspace, acc.verdict)
         mean, rejected = SparseVector(part[:0].view(torch.int32), part[:0], self._share), False
         try:
             mean = yield InSubgroup(_BETWEEN, rail, self.inner.reduce(inner, rank // size, nodes))
         except NonFiniteError:
             rejected = True
         self.report = self.inner.report
-        found = Selection.of(mean.indices + start, mean.values / size)
+        kept = max(0, min(self._share, self.numel - start))
+        inside = (mean.indices >= 0) & (mean.indices < kept)  # neither padding of a list nor of the vector
+        if acc.verdict is None:
+            count = int(torch.count_nonzero(inside))
+            found = Selection.of(mean.indices[:count] + start, quotients(mean.values[:count], size))
+        else:
+            indices = torch.where(inside, mean.indices + start, PADDING)
+            found = Selection.of(indices, torch.where(inside, quotients(mean.values, size), 0.0))
         if size > 1:
-            found = yield InSubgroup(_GATHER, node, _gather(found, not rejected, size * self._share, local, size))
+            exact = acc.verdict is None
+            gather = _gather(found, not rejected, self.numel, local, size, exact=exact)
+            found = yield InSubgroup(_GATHER, node, gather)
         elif rejected:
             raise NonFiniteError(REJECTED)
         acc.clear_all()
-        kept = max(0, min(self._share, self.numel - start))
         acc.replace_range(start, left[:kept])
         acc.absorb(inner)
-        inside = int(torch.count_nonzero(found.indices < self.numel))
-        return SparseVector(found.indices[:inside], found.values[:inside], self.numel)
+        if acc.verdict is None:
+            return SparseVector(found.indices, found.values, self.numel)
+        rows = Padded(found.indices[None], found.values[None])
+        joined = kernels.joined(rows, workspace=acc.workspace)
+        return SparseVector.padded(Padded(*(part[: self.numel] for part in joined)), self.numel)
 
     def predicted_traffic(self, world_size: int, *, ordinary: bool = False) -> Forecast:
         size = self.recipe.node_size
         between = self.inner.predicted_traffic(max(1, world_size // size), ordinary=ordinary)
         if size == 1:
             return between
+        words = 2 * self._share
+        gathered = cost.all_gather(words, cost.WORD, size) if self.is_static else cost.bruck(words, size)
         return Forecast(
             {
                 **between.phases,
                 _SUM: both(cost.all_reduce(size * self._share, cost.WORD, size)),
                 _COUNTS: both(cost.all_gather(1, 2 * cost.WORD, size)),
-                _GATHER: both(cost.bruck(2 * self._share, size)),  # upper bound: all entries are delivered
+                _GATHER: both(gathered),  # upper bound: all entries are delivered
             }
         )
 
@@ -155,10 +171,18 @@ def _sum(total: torch.Tensor) -> Pattern[torch.Tensor]:
     return summed
 
 
-def _gather(block: Selection, finite: bool, numel: int, rank: int, size: int) -> Pattern[Selection]:
+def _gather(block: Selection, finite: bool, numel: int, rank: int, size: int, *, exact: bool) -> Pattern[Selection]:
+    """Return the entries of all workers of the node, with padding unless ``exact``."""
     own = [len(block.indices)]
     try:
         (counts,) = yield from share_rows(own, finite, size, block.values.device, phase=_COUNTS, limit=numel)
     except NonFiniteError:  # its ranks are local to the node, and the NaN or Inf may be in another node
         raise NonFiniteError(REJECTED) from None
-    return (yield from gather_blocks(block, counts, numel, rank, size, phase=_GATHER))
+    if exact:
+        return (yield from gather_blocks(block, counts, numel, rank, size, phase=_GATHER))
+    missing = (0, max(counts) - own[0])
+    indices = torch.nn.functional.pad(block.indices, missing, value=PADDING)
+    values = torch.nn.functional.pad(block.values, missing)
+    rows = yield AllGather(_GATHER, torch.cat([indices, values.view(torch.int32)]))
+    indices, values = rows.view(size, 2, -1).unbind(1)
+    return Selection.of(indices.flatten(), values.flatten().view(torch.float32))

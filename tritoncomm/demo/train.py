@@ -18,7 +18,7 @@ from tritoncomm.demo.text import Text, batch, standard_library, validation_batch
 from tritoncomm.step.settings import DEFAULT_DENSITY, DEFAULT_SMALL, DEFAULT_VALUES
 
 ROWS = 8
-LEARNING_RATE, BETAS, WEIGHT_DECAY = 1e-3, (0.9, 0.95), 0.1
+LEARNING_RATE = 1e-3  # of AdamW, whose other options are PyTorch's defaults
 MUON_RATE, RATE_BESIDE_MUON = 0.02, 2e-3  # of --optimizer muon, for matrices in blocks and for the other parameters
 LEARNING_RATE_WARMUP_SHARE = 0.1  # fraction of the steps; linear, in both runs
 VALIDATIONS = 10  # evaluations of the validation loss per run
@@ -154,15 +154,12 @@ def _train(
 def optimizers(name: str, model: nn.Module) -> torch.optim.Optimizer | list[torch.optim.Optimizer]:
     """Return AdamW, or for ``"muon"`` a Muon for the matrices in blocks, and AdamW for the other parameters."""
     if name == "adamw":
-        return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=BETAS, weight_decay=WEIGHT_DECAY)
+        return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     named = list(model.named_parameters())
     hidden = [parameter for key, parameter in named if ".blocks." in f".{key}" and parameter.dim() > 1]
     chosen = {id(parameter) for parameter in hidden}
     rest = [parameter for _, parameter in named if id(parameter) not in chosen]
-    return [
-        torch.optim.Muon(hidden, lr=MUON_RATE, weight_decay=WEIGHT_DECAY),
-        torch.optim.AdamW(rest, lr=RATE_BESIDE_MUON, betas=BETAS, weight_decay=WEIGHT_DECAY),
-    ]
+    return [torch.optim.Muon(hidden, lr=MUON_RATE), torch.optim.AdamW(rest, lr=RATE_BESIDE_MUON)]
 
 
 @torch.no_grad()

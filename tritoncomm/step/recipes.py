@@ -202,16 +202,19 @@ def static_takes(method: StaticRecipe, numel: int, workers: int, link: Link) -> 
 def with_form(chosen: Recipe, device: torch.device | str, numel: int = 0, workers: int = 1) -> Recipe:
     """Return ``chosen`` with ``static="auto"``, or a link, resolved for vectors of ``numel`` values on ``device``.
 
-    On a GPU it is True if the method has the static form, unless the exchange is hierarchical, or the form takes longer
-    between ``workers`` on that link. On a CPU it stays.
+    On a GPU it is True if the method has the static form, unless this takes longer between ``workers`` on that link. On
+    a CPU it stays.
     """
     method = chosen.layers[-1]
-    if not is_asynchronous(torch.device(device)) or any(isinstance(layer, Hierarchical) for layer in chosen.layers):
-        return chosen
     if not isinstance(method, StaticRecipe) or isinstance(method.static, bool):
+        return chosen
+    if not is_asynchronous(torch.device(device)):
         return chosen
     static = method.can_be_static()
     if static and method.static != "auto":
+        for layer in chosen.layers:
+            if isinstance(layer, Hierarchical):  # the link is between nodes
+                numel, workers = -(-numel // layer.node_size), max(1, workers // layer.node_size)
         static = static_takes(method, numel, workers, Link.parse(method.static)) <= STATIC_SAVES
     return chosen.with_method(lambda inner: replace(inner, static=static))  # type: ignore[call-arg]
 
@@ -257,8 +260,6 @@ def log_choice(
     rank: int,
     world_size: int,
     parts: Sequence[tuple[Algorithm, int]],
-    *,
-    on_gpu: bool = False,
 ) -> None:
     """Log on rank 0 which method is used, and how many bytes it is predicted to save.
 
@@ -270,7 +271,6 @@ def log_choice(
         world_size: Number of ranks in the group.
         parts: The vectors that are exchanged separately. Each is its algorithm, and the number of its values that
             belong to small tensors, which are sent dense.
-        on_gpu: Whether the vectors are on a GPU. The line says that the host waits for it often with ``node_group``.
     """
     if rank != 0 or world_size == 1 or not parts:
         return
@@ -288,8 +288,6 @@ def log_choice(
         text += f", {dense / received:.3g} times less than the {readable_size(dense)} of a dense all-reduce"
     elif not dense_chosen:
         text += f", which is not less than the {readable_size(dense)} of a dense all-reduce: use algo='dense'"
-    if on_gpu and any(isinstance(layer, Hierarchical) for layer in recipe.layers):
-        text += "; node_group has no static form, so the host waits for the GPU many times in a step"
     logger.log(logging.INFO if saves else logging.WARNING, "%s", text)
 
 

@@ -28,7 +28,6 @@ from tritoncomm.step.saved import state as exchange_state
 from tritoncomm.step.settings import WrapOptions, check_optimizer, is_alone
 from tritoncomm.step.torch_internals import original_class
 from tritoncomm.step.vectors import dense_ids, exchange_of
-from tritoncomm_kernels.devices import is_asynchronous
 
 logger = logging.getLogger("tritoncomm")
 
@@ -100,7 +99,7 @@ class Setup:
         """Log what is exchanged."""
         if is_distributed():
             first, parts = self.exchange.vectors[0], [vector.part for vector in self.exchange.vectors]
-            log_choice(self.recipe, first.rank, first.world_size, parts, on_gpu=is_asynchronous(first.device))
+            log_choice(self.recipe, first.rank, first.world_size, parts)
         elif int(os.environ.get("WORLD_SIZE", "1")) > 1:
             logger.warning("WORLD_SIZE is set, but torch.distributed is not initialized: nothing will be exchanged")
 
