@@ -52,12 +52,12 @@ class Step(NamedTuple):
 @cache
 def steps_of(
     method: str, values: str, world_size: int, steps: int = 6, matrices: int = 3, *, images: bool = False,
-    limit: float | None = None,
+    limit: float | None = None, node_size: int = 1,
 ) -> list[Step]:  # fmt: skip
     """Train ``matrices`` matrices and as many vectors with AdamW, and count in ``step()`` alone.
 
     With ``images``, the matrices are kernels of convolutions in ``torch.channels_last``. With ``limit``, gradients are
-    clipped to this norm before the exchange.
+    clipped to this norm before the exchange. Between nodes of ``node_size`` workers, the exchange is hierarchical.
     """
     matrix = (24, 8, 2, 2) if images else (24, 32)
     shapes = [shape for _ in range(matrices) for shape in (matrix, (24,))]
@@ -72,13 +72,17 @@ def steps_of(
         fields: dict[str, object] = {"values": values} if method not in ("exdyna", "micro", "dense", "random_k") else {}
         if method == "random_block":
             fields["reduced_lr"] = True
+        algo: str | tritoncomm.Recipe = method
+        if node_size > 1:
+            recipe = tritoncomm.recipe(method, density=0.05, **fields)
+            algo, fields = tritoncomm.Hierarchical(recipe=recipe, node_size=node_size), {}
         if limit is not None:
             fields |= {"max_grad_norm": limit}
         inner: torch.optim.Optimizer = torch.optim.AdamW(parameters, lr=1e-3)
         optimizer = tritoncomm.wrap(
             inner,
-            algo=method,
-            density=0.05 if takes_density(method) else None,
+            algo=algo,
+            density=0.05 if takes_density(method) and node_size == 1 else None,
             small="8bit",
             warmup_steps=0,
             dense_below=100,
@@ -179,6 +183,18 @@ def test_clipped_gradients(method: str) -> None:
     clipped, plain = (steps_of(method, "4bit", 3, limit=limit) for limit in (1.0, None))
     assert [step.syncs for step in clipped[1:]] == [step.syncs for step in plain[1:]]
     assert clipped[0].syncs <= plain[0].syncs + 2  # the signs are copied once
+
+
+@pytest.mark.usefixtures("settled")
+@pytest.mark.parametrize("method", METHODS if DEEP else ["oktopk", "spardl"])
+def test_nodes(method: str) -> None:
+    """With nodes, the host waits once more: the workers of a node tell each other whether a part was rejected."""
+    for world_size in (4, 8):
+        steps = steps_of(method, "4bit", world_size, node_size=2)
+        ordinary = [step for step in steps[1:] if step.is_ordinary]
+        assert len(ordinary) >= 2
+        assert all(step.syncs <= OTHERS for step in steps), [step.places for step in steps if step.syncs > OTHERS]
+        assert all(step.syncs <= ORDINARY + 1 for step in ordinary), [step.places for step in ordinary]
 
 
 def test_renewal() -> None:
