@@ -314,10 +314,10 @@ def test_mismatches(rank, world_size, kind, said):
             yield Round("balance" if odd and kind == "phase" else "ring", {right: message}, {left: 4})
             yield AllReduce("after", torch.ones(2))
 
-        action = scheduled(pattern())
+        action = scheduled(pattern(), 20.0)
     else:
         model = tiny()
-        optimizer = exact(adamw(model), "topk_allgather", timeout=FAST)
+        optimizer = exact(adamw(model), "topk_allgather", timeout=timedelta(seconds=20))
         loss_of(model, rank, 0).backward()
         if odd and kind == "step":
             optimizer._tritoncomm.setup.vector.scheduler.step += 1
@@ -327,7 +327,7 @@ def test_mismatches(rank, world_size, kind, said):
             optimizer._tritoncomm.setup.exchange.vectors = [VectorExchange(vector.parameters, vector.names, options)]
             optimizer._tritoncomm.setup.vector.scheduler.set_exchange_id(1)  # as if all ranks had agreed on it
         action = optimizer.step
-    error_text = str(error_of(action, ProtocolMismatchError, within=5))
+    error_text = str(error_of(action, ProtocolMismatchError, within=15))
     assert re.search(said, error_text), error_text
 
 
