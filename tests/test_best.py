@@ -254,7 +254,7 @@ def measured(best: ModuleType, task: str, file: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("task", "file", "title", "rates"),
     [
-        ("demo", "peers.json", "Every method at its best", ["10 Mbit/s", "100 Mbit/s", "1 Gbit/s"]),
+        ("demo", "pytorch_defaults.json", "Every method at its best", ["10 Mbit/s", "100 Mbit/s", "1 Gbit/s"]),
         ("gpt", "peers.json", "A smaller model, for longer", ["10 Mbit/s", "100 Mbit/s", "1 Gbit/s"]),
         ("gpt10m", "gpt10m.json", "A larger model", ["10 Mbit/s", "100 Mbit/s", "1 Gbit/s"]),
     ],
@@ -270,7 +270,7 @@ def test_page_has_the_figures(best: ModuleType, task: str, file: str, title: str
 
 def test_readme_has_the_figures(best: ModuleType) -> None:
     """The sentences below the picture have the seconds of the same runs."""
-    rows = {row["method"]: row for row in measured(best, "demo", "peers.json")}
+    rows = {row["method"]: row for row in measured(best, "demo", "pytorch_defaults.json")}
 
     def seconds(method: str) -> list[str]:
         times = [best._time(rows[method], rate) for rate in ("10 Mbit/s", "100 Mbit/s")]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from models import equal, exact, flat, loss_of, residual, tiny
 from torch import nn
-from tritoncomm import OkTopk, SparDL, TopkAllgather
+from tritoncomm import OkTopk, Quantized, SparDL, TopkAllgather
 from tritoncomm.algorithms import Hierarchical, Warmup
 from tritoncomm.step.recipes import with_form
 
@@ -68,3 +68,4 @@ def test_default_on_a_gpu():
     assert with_form(Warmup(recipe=TopkAllgather(), steps=2), "cuda").recipe.static is True
     assert with_form(TopkAllgather(static=False), "cuda").static is False
     assert with_form(Hierarchical(recipe=TopkAllgather(), node_size=2), "cuda").recipe.static is True
+    assert with_form(Hierarchical(recipe=Quantized(), node_size=2), "cuda").recipe.static is False

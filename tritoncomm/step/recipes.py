@@ -210,11 +210,12 @@ def with_form(chosen: Recipe, device: torch.device | str, numel: int = 0, worker
         return chosen
     if not is_asynchronous(torch.device(device)):
         return chosen
-    static = method.can_be_static()
+    nodes = [layer for layer in chosen.layers if isinstance(layer, Hierarchical)]
+    # Padding would hide that nodes deliver every entry.
+    static = method.can_be_static() and not (nodes and chosen.delivers_all())
     if static and method.static != "auto":
-        for layer in chosen.layers:
-            if isinstance(layer, Hierarchical):  # the link is between nodes
-                numel, workers = -(-numel // layer.node_size), max(1, workers // layer.node_size)
+        for layer in nodes:  # the link is between them
+            numel, workers = -(-numel // layer.node_size), max(1, workers // layer.node_size)
         static = static_takes(method, numel, workers, Link.parse(method.static)) <= STATIC_SAVES
     return chosen.with_method(lambda inner: replace(inner, static=static))  # type: ignore[call-arg]
 
