@@ -23,8 +23,8 @@ class SimulatedWorld:
     The workers run the same code as in training. Only the network is simulated. Any world size works.
     Residuals are on ``device``, and gradients must be on it too. With a ``link``, ``clock`` runs in virtual time:
     ``seconds`` is the time that the last step would have taken on that link, and ``clock.charge(rank, seconds)``
-    delays a rank. ``static="auto"`` is False wherever the vectors are. ``bounds`` are those of the tensors in the
-    vector, for a method that treats them apart: the first coordinate of each, and ``numel``.
+    delays a rank. ``static="auto"``, or a link, is False wherever the vectors are. ``bounds`` are those of the tensors
+    in the vector, for a method that treats them apart: the first coordinate of each, and ``numel``.
     """
 
     def __init__(

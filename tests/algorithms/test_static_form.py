@@ -141,6 +141,7 @@ def test_every_method_with_a_static_form_is_tested() -> None:
         ExDyna(density=0.05, capacity=AMPLE),
         RandomBlock(density=0.05, values="8bit", reduced_lr=True),
         Warmup(recipe=SparDL(density=0.05), steps=2),
+        OkTopk(density=0.5, global_cap=5.0, local_cap=5.0, static_room=AMPLE),
     ],
     ids=lambda recipe: recipe.name,
 )

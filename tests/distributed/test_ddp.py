@@ -399,9 +399,12 @@ def test_averaged_gradients_are_heard(rank, world_size, way):
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, enabled=way == "scaled")
     with log_lines() as lines, pytest.MonkeyPatch.context() as patch:
         patch.setattr(replica, "EVERY", 3)
-        for step in range(8):
+        for step in range(-1 if way == "later" else 0, 8):
             optimizer.zero_grad()
-            scaler.scale(loss_of(trained, 0 if way == "equal data" else rank, step)).backward()
+            scaler.scale(loss_of(trained, 0 if way == "equal data" else rank, max(step, 0))).backward()
+            if step < 0:  # NaN on all ranks are equal, too, and nobody has averaged them
+                for parameter in trained.parameters():
+                    parameter.grad.fill_(torch.nan)
             if way == "later" and step > 3:
                 for parameter in trained.parameters():
                     dist.all_reduce(parameter.grad)

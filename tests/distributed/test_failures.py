@@ -489,12 +489,19 @@ def test_failure_in_a_smaller_group(rank, world_size, is_subgroup, hangs):
 
 
 @ranks(3)
-@pytest.mark.parametrize("when", [0, 3])  # after the first step, replicas are compared
-def test_overflow_that_one_rank_finds(rank, world_size, when):
-    """A method may find it at the end, in what only one rank keeps. All ranks reject the step, and lose nothing."""
+@pytest.mark.parametrize(("when", "halves"), [(0, 1), (3, 1), (3, 2)])  # after the first step, replicas are compared
+def test_overflow_that_one_rank_finds(rank, world_size, when, halves):
+    """A method may find it at the end, in what only one rank keeps. All ranks reject the step, and lose nothing.
+
+    With several optimizers, it is that of the first, and the others are still exchanged.
+    """
     model = net()
-    optimizer = exact(adamw(model), model=model, on_nonfinite="raise")
-    algorithm = optimizer._tritoncomm.setup.vector.feedback.algorithm
+    parameters = list(model.parameters())
+    parts = [adamw(model)] if halves == 1 else [torch.optim.SGD(part, 0.1) for part in (parameters[:2], parameters[2:])]
+    optimizer = exact(parts[0] if halves == 1 else parts, model=model, on_nonfinite="raise")
+    vectors = optimizer._tritoncomm.setup.exchange.vectors
+    assert len(vectors) == halves
+    algorithm = vectors[0].feedback.algorithm
     reduce = algorithm.reduce
 
     def rejecting(acc, rank, world_size):
@@ -504,14 +511,15 @@ def test_overflow_that_one_rank_finds(rank, world_size, when):
         return mean
 
     train(model, optimizer, rank, range(when))
-    before, owed = flat(model), residual(optimizer).clone()
+    before, owed = flat(model), [vector.feedback.residual.clone() for vector in vectors]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(algorithm, "reduce", rejecting)
         loss_of(model, rank, when).backward()
-        with pytest.raises(NonFiniteError, match="overflows" if rank == 1 else "another rank has rejected the step"):
+        said = "overflows" if rank == 1 else "rank 1 has rejected the step: the sum of a residual overflows"
+        with pytest.raises(NonFiniteError, match=said):
             optimizer.step()
     assert torch.equal(flat(model), before)
-    assert torch.equal(residual(optimizer), owed)
+    assert all(torch.equal(vector.feedback.residual, old) for vector, old in zip(vectors, owed, strict=True))
     train(model, optimizer, rank, range(when, when + 3))
     assert equal(model)
     assert optimizer.metrics()["steps"] == when + 3

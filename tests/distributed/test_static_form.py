@@ -63,9 +63,9 @@ def test_selection_by_update(rank, world_size):
 def test_default_on_a_gpu():
     """Methods that have a static form use it unless the user asks for something else, between nodes, too."""
     for recipe in (TopkAllgather(), OkTopk(), SparDL()):
-        assert with_form(recipe, "cuda").static is True
-        assert with_form(recipe, "cpu").static == "auto"
-    assert with_form(Warmup(recipe=TopkAllgather(), steps=2), "cuda").recipe.static is True
-    assert with_form(TopkAllgather(static=False), "cuda").static is False
-    assert with_form(Hierarchical(recipe=TopkAllgather(), node_size=2), "cuda").recipe.static is True
-    assert with_form(Hierarchical(recipe=Quantized(), node_size=2), "cuda").recipe.static is False
+        assert with_form(recipe, "cuda", 100, 2).static is True
+        assert with_form(recipe, "cpu", 100, 2).static == "auto"
+    assert with_form(Warmup(recipe=TopkAllgather(), steps=2), "cuda", 100, 2).recipe.static is True
+    assert with_form(TopkAllgather(static=False), "cuda", 100, 2).static is False
+    assert with_form(Hierarchical(recipe=TopkAllgather(), node_size=2), "cuda", 100, 2).recipe.static is True
+    assert with_form(Hierarchical(recipe=Quantized(), node_size=2), "cuda", 100, 2).recipe.static is False

@@ -87,9 +87,9 @@ def test_static_form_on_a_gpu() -> None:
     methods = [method for name in algorithms() if isinstance(method := planner.at(name, 0.01), StaticRecipe)]
     other = [(TopkAllgather(static=False), False), (ExDyna(mode="paper"), False)]
     for method, static in [*other, *((each, each.can_be_static()) for each in methods)]:
-        assert with_form(method, "cuda").static is static
-        assert with_form(method, "cpu") == method
-    assert with_form(Dense(), "cuda") == Dense()
+        assert with_form(method, "cuda", 100, 2).static is static
+        assert with_form(method, "cpu", 100, 2) == method
+    assert with_form(Dense(), "cuda", 100, 2) == Dense()
 
 
 def test_static_form_by_link() -> None:

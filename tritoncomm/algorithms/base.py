@@ -217,6 +217,9 @@ class Recipe(ABC):
         """Raise :class:`ConfigurationError` if ``optimizer`` conflicts with the method."""
 
 
+_FORMS = "must be True, False, 'auto', or a link such as '1gbit,50us'"
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StaticRecipe(Recipe):
     """A method that has the static form, at least with some settings.
@@ -225,18 +228,19 @@ class StaticRecipe(Recipe):
     twice in most steps, whatever the world size, and messages may be longer. Entries above a fixed length stay in the
     residual. ``"auto"`` means False. For vectors on a GPU, :func:`tritoncomm.wrap` resolves it to True if the settings
     have this form (:meth:`can_be_static`). A link such as ``"1gbit,50us"`` means the same, unless the longer messages
-    take more time on this link than the waits.
+    take more time on this link than the waits. With nodes, it is the link between them.
     """
 
     static: bool | str = "auto"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.static != "auto" and not isinstance(self.static, bool):
+        if isinstance(self.static, str) and self.static != "auto":
             try:
                 Link.parse(self.static)
-            except (ConfigurationError, AttributeError):
-                check(self, "static", False, "must be True, False, 'auto', or a link such as '1gbit,50us'")
+            except ConfigurationError:
+                check(self, "static", False, _FORMS)
+        check(self, "static", isinstance(self.static, (str, bool)), _FORMS)
         has_form = self.static is not True or self.can_be_static()
         check(self, "static", has_form, f"{self.name} has no static form with these settings: leave out static")
 

@@ -98,8 +98,7 @@ class Diagnosis:
             f"{conclusion} at density {self.density:.2%}"
             + (f" with {1e3 * self.step:g} ms of computation per step." if self.step else ".")
         )
-        if self.pays:
-            lines += self.advice
+        lines += self.advice
         lines.append("Not counted: the update of the parameters, which takes longer after a sparse exchange.")
         return "\n".join([*lines, f"For other links: {self.command()}"])
 
@@ -142,10 +141,10 @@ def diagnose(
     together = is_distributed() and dist.get_world_size() > 1
     if not together and workers < 2:  # noqa: PLR2004 - one worker exchanges nothing
         raise ConfigurationError(f"workers={workers}: one worker exchanges nothing, predict for 2 or more")
-    recipes = {each: with_form(method(each), device) for each in sorted({*DENSITIES, density})}
     gradient = LayeredGradients(numel, dist.get_rank() if is_distributed() else 0).at(0).to(device)
     if together:
         workers, link = dist.get_world_size(), measure_link(None, device)
+    recipes = {each: with_form(method(each), device, numel, workers) for each in sorted({*DENSITIES, density})}
     link = link or Link()
     on_link = {each: planner.exchange_seconds(recipe, numel, workers, link) for each, recipe in recipes.items()}
     dense = planner.exchange_seconds(Dense(), numel, workers, link)
@@ -159,13 +158,15 @@ def diagnose(
     work = max(0.0, sparse[density] - on_link[density])
     exposed = max(0.0, dense - planner.OVERLAP * step_seconds)
     setting = planner.Setting(numel=numel, workers=workers, link=link, step=step_seconds, work=work, device=device)
-    advice = [] if recipes[density].delivers_all() else [planner.dense_start(setting, recipes[density])]
+    pays = sparse[density] < planner.WORTH_IT * exposed
+    starts = pays and not recipes[density].delivers_all()
+    advice = [planner.dense_start(setting, recipes[density])] if starts else []
     advice += planner.form_advice(setting, recipes[density])
     return Diagnosis(
         workers=workers, numel=numel, method=recipes[density].name,
         values=getattr(recipes[density], "values", ""), density=density, step=step_seconds, link=link,
         measured=together, work=work, dense=dense, sparse=sparse, break_even=break_even(sparse, dense),
-        advice=advice, pays=sparse[density] < planner.WORTH_IT * exposed,
+        advice=advice, pays=pays,
     )  # fmt: skip
 
 

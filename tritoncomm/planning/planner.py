@@ -95,7 +95,7 @@ class Setting:
         A dense all-reduce overlaps with computation, as in ``DistributedDataParallel``. A sparse exchange starts after
         the backward pass, and a step with it takes ``work`` longer.
         """
-        method = with_form(method, self.device)
+        method = with_form(method, self.device, self.numel, self.workers)
         seconds = exchange_seconds(method, self.numel, self.workers, self.link)
         if isinstance(method, Dense):
             return Estimate(method, seconds, self.step + max(0.0, seconds - self.overlap * self.step))

@@ -498,6 +498,7 @@ class FixedStep(Step):
             lists = Padded(lists.indices.index_select(0, ranks), lists.values.index_select(0, ranks))
         if limit is not None and limit < lists.indices.numel():
             every = Padded(lists.indices.reshape(-1), lists.values.reshape(-1))
+            limit = min(limit, self.acc.numel)
             return Gathered(kernels.largest_padded(every, limit, workspace=self.acc.workspace), entries, sent)
         joined = kernels.joined(lists, workspace=self.acc.workspace)
         joined = Padded(*(part[: self.acc.numel] for part in joined))

@@ -144,7 +144,7 @@ class Section:
         if self.is_packed:
             keep = sendable_together(entries.values, self.layout.fmt, self.divisor)
         else:
-            keep = roundedquotients(entries.values, self.divisor) != 0
+            keep = rounded_quotients(entries.values, self.divisor) != 0
         if keep is None or keep.all():
             return entries
         return Selection.of(entries.indices[keep], entries.values[keep])
@@ -162,7 +162,7 @@ class Section:
         entries = self.sendable(Selection.of(indices, values))
         if self.values == NO_VALUES:
             return torch.nn.functional.pad(indices, (0, self.words - indices.numel()), value=_PADDING), entries
-        sent = roundedquotients(entries.values, self.divisor) if self.rounds else entries.values
+        sent = rounded_quotients(entries.values, self.divisor) if self.rounds else entries.values
         delivered = sent * self.divisor if self.rounds else sent
         return pack_padded(entries.indices, sent, self.words), entries._replace(values=delivered)
 
@@ -353,7 +353,7 @@ def quotients(values: torch.Tensor, divisor: int) -> torch.Tensor:
     return values / values.new_full((), divisor)
 
 
-def roundedquotients(values: torch.Tensor, divisor: int) -> torch.Tensor:
+def rounded_quotients(values: torch.Tensor, divisor: int) -> torch.Tensor:
     """Return ``values / divisor`` (fp32), rounded so that the product with ``divisor`` and its distance are exact."""
     dropped = 1 + (divisor - 1).bit_length()
     return (quotients(values, divisor).view(torch.int32) & -(1 << dropped)).view(torch.float32)

@@ -194,12 +194,14 @@ STATIC_SAVES = 1.7e-3
 
 def static_takes(method: StaticRecipe, numel: int, workers: int, link: Link) -> float:
     """Return how many seconds an ordinary exchange takes longer on ``link`` if messages have a fixed length."""
-    forms = [replace(method, static=static).build(numel) for static in (True, False)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the recipe has warned when the user made it
+        forms = [replace(method, static=static).build(numel) for static in (True, False)]
     static, exact = (form.predicted_traffic(workers, ordinary=True).seconds(link) for form in forms)
     return static - exact
 
 
-def with_form(chosen: Recipe, device: torch.device | str, numel: int = 0, workers: int = 1) -> Recipe:
+def with_form(chosen: Recipe, device: torch.device | str, numel: int, workers: int) -> Recipe:
     """Return ``chosen`` with ``static="auto"``, or a link, resolved for vectors of ``numel`` values on ``device``.
 
     On a GPU it is True if the method has the static form, unless this takes longer between ``workers`` on that link. On

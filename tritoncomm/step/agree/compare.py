@@ -163,15 +163,18 @@ def all_gather(
 
 
 def naming(
-    error: NonFiniteError, at_fault: str, group: dist.ProcessGroup | None, device: torch.device | None
+    error: NonFiniteError | None, at_fault: str, group: dist.ProcessGroup | None, device: torch.device | None
 ) -> NonFiniteError:
     """Return ``error``, or one that names the ranks and what is ``at_fault`` on each. All ranks of ``group`` call this.
 
-    ``at_fault`` is empty on a rank without NaN and Inf.
+    ``at_fault`` is empty on a rank without NaN and Inf. ``error`` is None on a rank that has not rejected the step.
     """
-    told = all_gather({"at fault": at_fault}, group, device)
+    told = all_gather({"at fault": at_fault, "rejection": str(error or "")}, group, device)
     bad = {rank: fields["at fault"] for rank, fields in told.items() if fields["at fault"]}
-    if not bad:
+    if not bad and error is not None:
         return error
+    if not bad:
+        rank, text = next((rank, fields["rejection"]) for rank, fields in told.items() if fields["rejection"])
+        return NonFiniteError(f"rank {rank} has rejected the step: {text}", [rank])
     named = "; ".join(f"rank {rank}: {text}" for rank, text in bad.items())
     return NonFiniteError(f"NaN or Inf in the gradients of {named}; nothing was applied", bad)

@@ -68,8 +68,12 @@ def _tells(parameter: torch.Tensor) -> bool:
 
 
 def _number_of(gradient: torch.Tensor | None, device: torch.device) -> torch.Tensor:
-    """Return a number that equal gradients have in common, int64 ``[]``. It is zero for none, and for one of zeros."""
+    """Return a number that equal gradients have in common, int64 ``[]``.
+
+    It is zero for none, for one of zeros, and for one with NaN or Inf, which may be equal because the loss is.
+    """
     if gradient is None:
         return torch.zeros((), dtype=torch.int64, device=device)
     own = local(gradient).detach()
-    return number_of(own.coalesce().values() if own.is_sparse else own).to(device)
+    own = own.coalesce().values() if own.is_sparse else own
+    return torch.where(torch.isfinite(own).all(), number_of(own), 0).to(device)

@@ -32,7 +32,7 @@ from tritoncomm.step.exchange.decay import add_decay, show_decay, with_decay
 from tritoncomm.step.exchange.feedback import ErrorFeedback
 from tritoncomm.step.exchange.layout import Delivered, check_range, scattered
 from tritoncomm.step.exchange.limit import clipped
-from tritoncomm.step.exchange.vector import ExchangeOptions, VectorExchange, listed, noting, write_means
+from tritoncomm.step.exchange.vector import ExchangeOptions, VectorExchange, listed, noting, raise_first, write_means
 from tritoncomm.step.recipes import never_delays
 
 logger = logging.getLogger("tritoncomm")
@@ -424,10 +424,11 @@ class GradientExchange:
         for scheduler in schedulers:
             scheduler.run_beside(schedulers[0])
         for vector in vectors:
-            vector.meter = Meter()  # also of one that does not begin, because the step is rejected before
+            vector.meter = Meter()  # also of one that does not begin, because another one fails before
         limit = None if dense or vectors[0].is_bare else self.options.max_gradient_norm
         clipping = None if limit is None else self._clip(limit)
         means: dict[VectorExchange, SparseVector] = {}
+        rejections: list[NonFiniteError] = []
         span = Span(vectors[0].device)
         try:
             if clipping is not None and self.all_shards is not None:  # the norm is that of all shards
@@ -435,12 +436,13 @@ class GradientExchange:
                 clipping = None
             try:
                 one, *others = vectors
-                begin = partial(noting, means=means, dense=dense, waiting=self.presence.waiting)
+                begin = partial(noting, means=means, rejections=rejections, dense=dense, waiting=self.presence.waiting)
                 for vector in vectors:
                     add_decay(vector, self._decay, self.presence.waiting)
                 run_together([begin(one, first=clipping), *map(begin, others)])
             finally:
                 self._begun = [_Begun(vector, *2 * (means[vector],), None) for vector in vectors if vector in means]
+            raise_first(rejections)
             self._begun = [step._replace(mean=with_decay(step.vector, step.sent, self._decay)) for step in self._begun]
             self._begun[0] = self._begun[0]._replace(span=span.end())
             check_range([step.vector.delivered(step.mean) for step in self._begun])
@@ -537,11 +539,10 @@ class GradientExchange:
         """
         self._rollback()
         self.skipped += 1
-        error = self._rejected or NonFiniteError("another rank has rejected the step; nothing was applied")
         group, device = self.options.group, self.vectors[0].device
         if self.all_shards is not None:
             group, device = self.all_shards.group, self.all_shards.device
-        return agree.naming(error, self._at_fault, group, device)
+        return agree.naming(self._rejected, self._at_fault, group, device)
 
     def _ready(self, write: Callable[[list[Delivered]], list[Delivered]]) -> None:
         """Let ``write`` replace every ``.grad`` by the means, and return them. Other ranks may apply the step now.

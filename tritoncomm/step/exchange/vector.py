@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from tritoncomm.algorithms import Algorithm, Dense, Recipe
-from tritoncomm.errors import ConfigurationError
+from tritoncomm.errors import ConfigurationError, NonFiniteError
 from tritoncomm.primitives.mean_norm import gain_of_mean, random_signs, sketch
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.scheduler.meter import Meter
@@ -397,13 +397,27 @@ def write_means(
 def noting(
     vector: VectorExchange,
     means: dict[VectorExchange, SparseVector],
+    rejections: list[NonFiniteError],
     *,
     dense: bool,
     first: Pattern[None] | None = None,
     waiting: Collection[int] = (),
 ) -> Running[None]:
-    """Exchange ``vector``, and add its mean to ``means``. See :meth:`VectorExchange.beginning`."""
-    means[vector] = yield from vector.beginning(dense=dense, first=first, waiting=waiting)
+    """Exchange ``vector``, and add its mean to ``means``. See :meth:`VectorExchange.beginning`.
+
+    An error that rejects the step is added to ``rejections``. It may be that of this rank alone. The others then go on
+    to the next vector, and so does this rank.
+    """
+    try:
+        means[vector] = yield from vector.beginning(dense=dense, first=first, waiting=waiting)
+    except NonFiniteError as error:
+        rejections.append(error)
+
+
+def raise_first(rejections: Sequence[NonFiniteError]) -> None:
+    """Raise the first of ``rejections``, if there is one."""
+    for error in rejections:
+        raise error
 
 
 def _after(first: Pattern[Any], second: Pattern[Result]) -> Pattern[Result]:
