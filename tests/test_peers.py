@@ -32,8 +32,7 @@ def train(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     module, exchanges = importlib.import_module("train"), importlib.import_module("exchanges")
     monkeypatch.setattr(module, "DEFAULT_VALUES", "4bit")
-    for name, value in {"SMALL": "8bit", "VALUES": "4bit"}.items():
-        monkeypatch.setattr(exchanges, f"DEFAULT_{name}", value)
+    monkeypatch.setattr(exchanges, "DEFAULT_SMALL", "8bit")
     return module
 
 
