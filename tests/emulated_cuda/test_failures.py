@@ -171,7 +171,7 @@ def test_lost_rank_where_the_host_reads(kind: str, garbage: int, monkeypatch: py
         figures = optimizer.metrics()
         assert (figures["steps"], figures["skipped_steps"]) == (1, 0)
 
-    network = Network(WORLD_SIZE, limit=6.0, garbage_after_abort=True, patience=0.2)
+    network = Network(WORLD_SIZE, limit=15.0, garbage_after_abort=True, patience=0.2)
     found = ranks.run(train, WORLD_SIZE, network=network, errors=True)
     assert found[0] is None, found[0]
     assert found[2] is None, found[2]
