@@ -251,7 +251,7 @@ def form_advice(setting: Setting, chosen: Recipe) -> list[str]:
         return []
     longer, saved = _seconds(more)[0], _seconds(STATIC_SAVES)[0]
     return [
-        f"On GPUs, add static=False: messages of a fixed length take {longer} longer on this link, and save {saved}."
+        f"On GPUs, add static=False: messages of a fixed length take {longer} longer here, and save about {saved}."
     ]
 
 

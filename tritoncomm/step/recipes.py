@@ -187,8 +187,8 @@ def with_warmup_and_nodes(
     return Hierarchical(recipe=chosen, node_size=len(node))
 
 
-# Seconds that messages of a fixed length save on a GPU: with 8 workers, the host waits 2 instead of 37 times, and
-# launches 238 kernels instead of 481.
+# Seconds that messages of a fixed length save on a GPU, estimated: with 8 workers, the host waits 2 instead of 37
+# times, and launches 238 kernels instead of 481 (benchmarks/results/synchronisations.json). Nothing was timed.
 STATIC_SAVES = 1.7e-3
 
 
