@@ -250,9 +250,7 @@ def form_advice(setting: Setting, chosen: Recipe) -> list[str]:
     if more <= STATIC_SAVES:
         return []
     longer, saved = _seconds(more)[0], _seconds(STATIC_SAVES)[0]
-    return [
-        f"On GPUs, add static=False: messages of a fixed length take {longer} longer here, and save about {saved}."
-    ]
+    return [f"On GPUs, add static=False: messages of a fixed length take {longer} longer here, and save about {saved}."]
 
 
 def dense_start(setting: Setting, chosen: Recipe) -> str:
