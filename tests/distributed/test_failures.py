@@ -424,6 +424,37 @@ def test_broken_method(rank, world_size):
     assert "rank 1 failed, see its traceback: no room for the lists" in str(error)
 
 
+@ranks(3, lost=(1,))
+def test_connection_that_closes_while_this_rank_closes_its_own(rank, world_size):
+    """A rank that fails closes all its connections, also if another rank closes one of them at that moment."""
+    store = dist.distributed_c10d._get_default_store()
+
+    def probed(*arguments, **keywords):
+        work = irecv(*arguments, **keywords)
+        if not store.check(["probed"]):  # the first probe
+            store.set("probed", "")
+            time.sleep(0.5)
+        return work
+
+    def pattern():
+        yield AllReduce("before", torch.ones(2))
+        if rank == 0:
+            raise MemoryError("no room for the lists")
+        if rank == 1:
+            store.wait(["probed"])
+            os._exit(1)
+        yield Round("gather", {}, {0: 4})
+
+    irecv = dist.irecv
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 0:
+            patch.setattr(failure_report.dist, "irecv", probed)
+        began = time.monotonic()
+        with pytest.raises(ExchangeError):
+            scheduled(pattern(), 20.0)()
+    assert time.monotonic() - began < 15
+
+
 @ranks(2)
 def test_unknown_subgroup(rank, world_size):
     """All ranks hear at once of a rank whose pattern names a subgroup that it does not have."""

@@ -347,8 +347,8 @@ def cut_connections(group: dist.ProcessGroup | None) -> set[int]:
     """Close this rank's connections, and return the ranks of ``group`` whose connections were already closed.
 
     Ranks that wait for this one then fail at once. gloo rejects a receive from a rank whose connection is closed. This
-    finds the closed connections. gloo closes all connections of a process when a wait times out. One short wait
-    therefore closes them. On other backends this does nothing and returns an empty set.
+    finds the closed connections. gloo closes all connections of a process when a wait times out. Short waits therefore
+    close them. On other backends this does nothing and returns an empty set.
     """
     if not uses_gloo(group):
         return set()
@@ -361,7 +361,7 @@ def cut_connections(group: dist.ProcessGroup | None) -> set[int]:
         except RuntimeError as error:
             if not _CLOSED_HERE.search(str(error)):
                 closed.add(other)
-    for probe in probes[:1]:
+    for probe in probes:  # the first one may not time out: its connection may have been closed meanwhile
         with suppress(RuntimeError):
             probe.wait(timedelta(milliseconds=1))
     return closed
