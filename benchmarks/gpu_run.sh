@@ -63,7 +63,7 @@ if [ "$part" != speed ]; then
 fi
 picture=()
 has matplotlib && picture=(--plot "$out/selection.png")
-speed=("$python" benchmarks/selection.py --device cuda --no-compile)
+speed=("$python" benchmarks/selection.py --device cuda)
 stage speed 110 "${speed[@]}" --n 1e6 25e6 100e6 --json "$out/selection.json" "${picture[@]}"
 stage speed-bf16 35 "${speed[@]}" --n 25e6 100e6 --density 0.01 0.001 --dtype bf16 --json "$out/selection-bf16.json"
 stage speed-sections 25 "$python" benchmarks/sections.py --device cuda --json "$out/sections.json"

@@ -226,9 +226,6 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--reps", type=int, default=15)
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     parser.add_argument("--plot", type=Path, help="write a PNG to this file")
-    parser.add_argument(
-        "--no-compile", action="store_true", help="skip torch.compile of the PyTorch alternatives (CUDA)"
-    )
     parser.add_argument("--smoke", action="store_true", help="small and quick: only checks that the script runs")
     return parser
 
@@ -268,7 +265,7 @@ def main() -> None:
         for dtype in options.dtype:
             for density in options.density:
                 p = problem(n, density, dtype, options.distribution, options.device)
-                compared = routes(p, compile_peers=options.device != "cpu" and not options.no_compile)
+                compared = routes(p)
                 with progress((WARM_UPS + options.reps) * len(compared)) as advance:
                     measured = measure(p, compared, options.reps, options.device, advance)
                 print(f"\n{n:,} elements, {dtype} gradient, density {density:.3%}, {options.distribution}")

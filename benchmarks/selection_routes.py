@@ -99,10 +99,10 @@ def problem(n: int, density: float, dtype: str, distribution: str, device: str) 
     return Problem(n, density, dtype, residual, gradient, total, threshold, *entries)
 
 
-def routes(p: Problem, *, compile_peers: bool) -> list[Route]:
+def routes(p: Problem) -> list[Route]:
     """Return all routes to compare on one problem. The first is the copy. ``abs().topk`` is one of them."""
     static = static_parts(p) if p.dtype == "fp32" else []  # they do not read the gradient
-    return [_copy(p), *parts(p), *static, *_ours(p), *_by_update(p), *_peers(p, compiled=compile_peers)]
+    return [_copy(p), *parts(p), *static, *_ours(p), *_by_update(p), *_peers(p)]
 
 
 def _ours(p: Problem) -> list[Route]:
@@ -193,20 +193,17 @@ def _launched_by_update(
     return launch
 
 
-def _peers(p: Problem, *, compiled: bool) -> list[Route]:
+def _peers(p: Problem) -> list[Route]:
     size, reaching = p.pass_bytes + 8 * p.reaching[0].numel(), _same(p, p.reaching)
 
     def magnitudes(found: Found, left: torch.Tensor) -> bool:
         # Alternatives may break ties differently. They must find the same k magnitudes and clear these entries.
         return torch.equal(*(v.abs().sort().values for v in (found[1], p.largest[1]))) and not left[found[0]].any()
 
-    made = [
+    return [
         Route("abs().topk", p.pass_bytes + 8 * p.k, _topk(p), magnitudes, selects=True),
         Route("nonzero", size, _nonzero(p), reaching, selects=True),
     ]
-    if compiled:
-        made += [Route(f"{r.name}, compiled", r.bytes, torch.compile(r.run), r.check, selects=True) for r in made]
-    return made
 
 
 def _same(p: Problem, expected: Found) -> Callable[[Any, torch.Tensor], bool]:
