@@ -11,9 +11,10 @@ from tritoncomm.scheduler import cost, wire
 from tritoncomm.scheduler.messages import Messages
 from tritoncomm.scheduler.rounds import AllGather, AllReduce, AllToAll, Collective, Round
 
-# Bytes and ranks of a collective that is a message to each other rank on a CPU. All messages are under way at once,
-# and those of gloo's rings follow one another. But each takes work: with 16 ranks, a ring is faster without a delay.
-SMALL, FEW = 2048, 8
+# A collective on a CPU consists of messages if the tensors of all ranks, of 8 if they are fewer, have at most so many
+# bytes together. A rank sends up to 7 messages at once, and passes on what it has received in the next round: two
+# rounds for up to 64 ranks. In gloo's rings, one message or two for each rank follow one another.
+SMALL, RADIX = 16384, 8
 # The name of the collective since PyTorch 2.13, and before.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 # The last collective of this process is kept until the next one starts. A collective from a backward pass holds a
@@ -24,8 +25,7 @@ _last: list[Any] = []
 def perform(op: Collective, messages: Messages, frame: wire.Frame) -> torch.Tensor:
     """Return the result of ``op`` on this rank. ``frame`` is the header of its ``messages``, in whose group it is."""
     tensor, group = op.tensor.contiguous(), messages.group
-    is_short = 0 < tensor.nbytes <= SMALL and tensor.element_size() % cost.WORD == 0
-    if is_short and messages.world_size <= FEW and messages.uses_gloo:
+    if messages.uses_gloo and _is_short(op, messages.world_size):
         return _by_messages(op, tensor, messages, frame)
     if isinstance(op, AllReduce):
         result = tensor.clone()
@@ -42,20 +42,44 @@ def perform(op: Collective, messages: Messages, frame: wire.Frame) -> torch.Tens
     return result
 
 
+def _is_short(op: Collective, world_size: int) -> bool:
+    """Return whether ``op`` consists of messages on a CPU. gloo's all-to-all is one round for any number of ranks."""
+    whole = op.tensor.element_size() % cost.WORD == 0  # messages have words
+    at_once = world_size <= RADIX or not isinstance(op, AllToAll)
+    return whole and at_once and 0 < op.tensor.nbytes * max(world_size, RADIX) <= SMALL
+
+
 def _by_messages(op: Collective, tensor: torch.Tensor, messages: Messages, frame: wire.Frame) -> torch.Tensor:
-    """Send a message to each rank. All are under way at once. Ranks are added in order."""
-    rank, world_size = messages.rank, messages.world_size
-    words = tensor.view(-1).view(torch.int32)
-    parts = words.chunk(world_size) if isinstance(op, AllToAll) else [words] * world_size
-    peers = [peer for peer in range(world_size) if peer != rank]
-    round_ = Round(op.phase, {peer: parts[peer] for peer in peers}, {peer: parts[peer].numel() for peer in peers})
-    arrived = messages.wait(messages.post(round_, frame)) | {rank: parts[rank]}
-    rows = torch.stack([arrived[peer] for peer in range(world_size)]).view(tensor.dtype)
+    """Return the result of a short collective. Ranks are added in order."""
+    words, world_size = tensor.view(-1).view(torch.int32), messages.world_size
+    if isinstance(op, AllToAll):
+        parts, rank = words.chunk(world_size), messages.rank
+        others = [peer for peer in range(world_size) if peer != rank]
+        round_ = Round(op.phase, {peer: parts[peer] for peer in others}, {peer: parts[peer].numel() for peer in others})
+        arrived = messages.wait(messages.post(round_, frame)) | {rank: parts[rank]}
+        return torch.stack([arrived[peer] for peer in range(world_size)]).view(tensor.dtype).view(tensor.shape)
+    rows = torch.stack(_gathered(words, op.phase, messages, frame)).view(tensor.dtype)
     if isinstance(op, AllGather):
         return rows
-    if isinstance(op, AllToAll):
-        return rows.view(tensor.shape)
     total = rows[0].clone()
     for row in rows[1:]:
         total += row
     return total.view(tensor.shape)
+
+
+def _gathered(words: torch.Tensor, phase: str, messages: Messages, frame: wire.Frame) -> list[torch.Tensor]:
+    """Return the ``words`` of each rank. Their number is the same on all ranks.
+
+    This is the algorithm of Bruck et al., "Efficient Algorithms for All-to-All Communications in Multiport
+    Message-Passing Systems", for :data:`RADIX` - 1 ports.
+    """
+    rank, world_size, size = messages.rank, messages.world_size, words.numel()
+    held = [words]  # by distance: of this rank, of the next one, ...
+    while (have := len(held)) < world_size:
+        counts = {hop: min(have, world_size - hop) for hop in range(have, min(RADIX * have, world_size), have)}
+        sends = {(rank - hop) % world_size: torch.cat(held[:count]) for hop, count in counts.items()}
+        round_ = Round(phase, sends, {(rank + hop) % world_size: count * size for hop, count in counts.items()})
+        arrived = messages.wait(messages.post(round_, frame))
+        for hop, count in counts.items():
+            held += arrived[(rank + hop) % world_size].chunk(count)
+    return [held[(peer - rank) % world_size] for peer in range(world_size)]
