@@ -101,7 +101,13 @@ class Pool:
             for worker in workers:
                 worker.pipe.recv()  # it has imported the module, which takes long in a new process
             for worker in workers:
-                worker.pipe.send("begin")
+                worker.pipe.send("connect")
+            for worker in workers:
+                with suppress(EOFError):  # its failure is reported below
+                    worker.pipe.recv()  # a rank that ends at once must not end before the others have connected
+            for worker in workers:
+                with suppress(OSError):
+                    worker.pipe.send("begin")
             failures = self._reports(workers, limit, lost)
             for rank in [] if failures else set(range(world_size)) - set(lost):
                 workers[rank].pipe.send("close the group")
@@ -191,7 +197,10 @@ def _main(pipe: Connection, log: str) -> None:  # runs in the process of a rank
             pipe.send("ready")
             pipe.recv()  # no rank waits for the imports of another one
             faulthandler.dump_traceback_later(limit, exit=True, file=file)
-            pipe.send(_outcome(file_of_test, name, rank, world_size, arguments, store, limit))
+            failure = _failure_of(_connect, rank, world_size, store, limit)
+            pipe.send("connected")
+            pipe.recv()
+            pipe.send(failure or _failure_of(_run, file_of_test, name, rank, world_size, arguments))
             faulthandler.cancel_dump_traceback_later()
             pipe.recv()  # until all ranks have ended: one that closes its group earlier looks lost
             with suppress(RuntimeError, AssertionError):
@@ -209,25 +218,29 @@ def _forget_meshes() -> None:
         getattr(redistribute, "_planner_cache", {}).clear()  # of newer versions
 
 
-def _outcome(
-    file: str, name: str, rank: int, world_size: int, arguments: dict[str, Any], store: str, limit: float
-) -> _Failure | None:
-    import torch  # noqa: PLC0415 - see above
-
+def _failure_of(action: Callable[..., None], *arguments: Any) -> _Failure | None:
     try:
-        torch.manual_seed(0)
-        torch.distributed.init_process_group(
-            "gloo",
-            init_method=f"file://{store}",
-            rank=rank,
-            world_size=world_size,
-            timeout=timedelta(seconds=limit / 3),
-        )
-        body = inspect.unwrap(getattr(_module(file), name))
-        body(rank=rank, world_size=world_size, **arguments)
+        action(*arguments)
     except BaseException:
         return _Failure(time.time(), traceback.format_exc())
     return None
+
+
+def _connect(rank: int, world_size: int, store: str, limit: float) -> None:
+    import torch  # noqa: PLC0415 - see above
+
+    torch.manual_seed(0)
+    torch.distributed.init_process_group(
+        "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=limit / 3),
+    )
+
+
+def _run(file: str, name: str, rank: int, world_size: int, arguments: dict[str, Any]) -> None:
+    inspect.unwrap(getattr(_module(file), name))(rank=rank, world_size=world_size, **arguments)
 
 
 @cache

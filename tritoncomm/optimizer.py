@@ -249,7 +249,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         if saved is None:
             groups = [dict(group) for group in state_dict["param_groups"]]
             # No warning: torch.distributed.checkpoint loads the residuals by themselves, with ResidualState.
-            if not exchange_state.warn_about_lost_residual(groups, logging.INFO) and not is_own:
+            if not exchange_state.warn_about_lost_residual(groups, setup.everybody, logging.INFO) and not is_own:
                 setup.exchange.forget_ages()
             if setup.local is not None:
                 setup.local.renew()

@@ -312,3 +312,40 @@ def test_places(rank, world_size, tmp_path):
     if rank == AT_FAULT:
         with pytest.raises(ConfigurationError, match=r"the state of ranks \[2\], and this group has ranks \[3\]"):
             checkpoint.save(optimizer, tmp_path)
+
+
+@ranks(4)
+def test_warnings(rank, world_size):
+    """What the first rank says for all is said where rank 0 is not one of them."""
+    if rank not in MEMBERS:
+        return
+    model = tiny()
+    optimizer = wrapped(model)
+    with log_lines() as lines:
+        for step in range(10):
+            optimizer.zero_grad()
+            loss_of(model, rank, step).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+            optimizer.step()
+        bare = adamw(tiny())
+        bare.load_state_dict({name: part for name, part in optimizer.state_dict().items() if name != "tritoncomm"})
+        exact(bare, process_group=pair())
+    told = ["this looks like clip_grad_norm_", "without its residuals, which are lost"]
+    assert len(lines) == (len(told) if rank == MEMBERS[0] else 0), lines
+    assert all(part in line for part, line in zip(told, lines, strict=rank == MEMBERS[0]))
+
+
+@ranks(4)
+def test_state_of_another_rank(rank, world_size):
+    """A state belongs to a place in the group."""
+    if rank not in MEMBERS:
+        return
+    model = tiny()
+    optimizer = wrapped(model)
+    train(model, optimizer, rank, range(2))
+    states = [None, None]
+    dist.all_gather_object(states, optimizer.state_dict(), optimizer.process_group)
+    mine, other = MEMBERS.index(rank), 1 - MEMBERS.index(rank)
+    said = f"written with place in the process group={other}, here it is {mine}: load the state of this rank"
+    with pytest.raises(ConfigurationError, match=said):
+        optimizer.load_state_dict(states[other])

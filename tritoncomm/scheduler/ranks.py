@@ -27,6 +27,11 @@ def own_rank() -> int:
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
+def speaks(group: dist.ProcessGroup | None) -> bool:
+    """Return True on the first rank of ``group``, which logs for all, and without a process group."""
+    return own_rank() == 0 if group is None else dist.get_rank(group) == 0
+
+
 def named(numbers: Iterable[int]) -> list[int]:
     """Return the global ranks of ``numbers``, which count the ranks of the group whose pattern calls this.
 

@@ -84,7 +84,7 @@ class Setup:
         self.parameters = KnownParameters(self.exchanged, self.names | anchor_names, ignored)
         self._others, buffers = rest_of(model, optimizer)
         self.exchange = self._build(process_group, None)
-        exchange_state.warn_about_lost_residual(optimizer.param_groups)
+        exchange_state.warn_about_lost_residual(optimizer.param_groups, self.everybody)
         every = (each for each, _ in agree.named_parameters(optimizer) if id(each) not in ignored)
         held = [(each, f"parameter {number} of the optimizer") for number, each in enumerate(every)]
         shaped = [*buffers, *(held if broadcast_parameters else ())]

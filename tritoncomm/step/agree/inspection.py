@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
+from tritoncomm.scheduler.ranks import speaks
 from tritoncomm.step.agree.number import number_of
 from tritoncomm.step.tensors.shards import local
 
@@ -48,7 +49,7 @@ class Inspection:
         there, equal = compare(torch.stack([_number_of(parameter.grad, device) for parameter, _ in named]))
         found = [each for each, is_there, same in zip(named, there, equal, strict=True) if is_there and same]
         averaged = found if len(found) == sum(there) else [each for each in found if _tells(each[0])]
-        if averaged and not self._has_warned and dist.get_rank(group) == 0:
+        if averaged and not self._has_warned and speaks(group):
             logger.warning(
                 "in step %d, the gradients of %d parameters are equal on all ranks before the exchange, the first is "
                 "that of %s. Somebody has averaged them densely, or all ranks have the same data. For a model in "

@@ -20,7 +20,7 @@ from tritoncomm.errors import ConfigurationError, NonFiniteError, ProtocolMismat
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.scheduler.meter import Meter
 from tritoncomm.scheduler.process_group import ProcessGroupScheduler, is_distributed
-from tritoncomm.scheduler.ranks import global_ranks
+from tritoncomm.scheduler.ranks import global_ranks, speaks
 from tritoncomm.scheduler.rounds import Pattern
 from tritoncomm.scheduler.span import Span
 from tritoncomm.scheduler.together import run_together
@@ -232,7 +232,7 @@ class GradientExchange:
                 Default: nothing.
             decay: The share of each parameter (by id) that is added to the mean of its gradient.
             hides_decay: Whether ``.grad`` gets this share when the step is applied, because somebody clips it before.
-            look: Called with the gradients of this rank, flat, unless they are shards. Default: None.
+            look: Called on the first rank with its gradients, flat, unless they are shards. Default: None.
 
         Raises:
             NonFiniteError: The step was rejected, and nothing has changed. The message names ranks and parameters.
@@ -273,7 +273,7 @@ class GradientExchange:
             raise (local_error or error) from None
         if vectors[0].world_size > 1 and not rests and self._finds_nothing():
             everybody = self.options.group if self.all_shards is None else self.all_shards.group
-            self.presence.warn_once(self.steps + 1, speaks=dist.get_rank(everybody) == 0)
+            self.presence.warn_once(self.steps + 1, speaks=speaks(everybody))
         self._ready(lambda means: write_means(vectors, means, kept, scale, self._left))
         whole = span.end()
         for vector, sent, *_ in self._begun:
@@ -284,7 +284,7 @@ class GradientExchange:
     ) -> ConfigurationError | None:
         """Copy every ``.grad`` into the vectors. Return why that is impossible, or None."""
         reasons = [vector.read_gradients(scale, rests) for vector in self.vectors]
-        if look is not None and self.all_shards is None:
+        if look is not None and self.all_shards is None and speaks(self.options.group):
             look([vector.flat for vector in self.vectors])
         return next((reason for reason in reasons if reason is not None), None)
 

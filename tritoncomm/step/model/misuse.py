@@ -7,10 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 import torch
-import torch.distributed as dist
 from torch.utils.hooks import RemovableHandle
-
-from tritoncomm.scheduler.process_group import is_distributed
 
 logger = logging.getLogger("tritoncomm")
 
@@ -29,7 +26,7 @@ class LocalClipping:
         self._norms: list[torch.Tensor] = []
 
     def look(self, gradients: Sequence[torch.Tensor]) -> None:
-        """Look at flat vectors of unscaled gradients. In the tenth step, log on the first rank what to write instead.
+        """Look at flat vectors of unscaled gradients. In the tenth step, log what to write instead.
 
         The host then waits for a GPU.
         """
@@ -46,7 +43,7 @@ class LocalClipping:
         rounded = ((norm, float(f"{norm:.1e}")) for norm in torch.stack(self._norms).tolist())  # to two digits
         counts = Counter(limit for norm, limit in rounded if abs(norm - limit) < _TOLERANCE * limit)
         limit, times = max(counts.items(), key=lambda each: each[1], default=(0.0, 0))
-        if times >= _TIMES and (not is_distributed() or dist.get_rank() == 0):
+        if times >= _TIMES:
             logger.warning(
                 "the gradients of this rank had the norm %g in %d of the first %d steps: this looks like "
                 "clip_grad_norm_ between backward() and step(), where gradients are still those of one rank. Pass "

@@ -18,7 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.scheduler.process_group import is_distributed
-from tritoncomm.scheduler.ranks import global_ranks
+from tritoncomm.scheduler.ranks import global_ranks, speaks
 from tritoncomm.step import agree
 from tritoncomm.step.agree.number import numbers
 from tritoncomm.step.model.ignored import AliveIds
@@ -113,7 +113,7 @@ def compare_buffers(model: nn.Module | None, optimizer: torch.optim.Optimizer, g
         return
     fields = dict(zip((name for _, name in buffers), numbers(buffer for buffer, _ in buffers), strict=True))
     found = agree.differences(fields, group, agree.device_of(optimizer))
-    if found and dist.get_rank(group) == 0:
+    if found and speaks(group):
         logger.warning(
             "%d buffers of the model differ between ranks, the first is %s: pass broadcast_parameters=True, unless "
             "they are statistics that each rank has collected",

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from tritoncomm.algorithms import Recipe
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.scheduler.process_group import is_distributed
+from tritoncomm.scheduler.ranks import speaks
 from tritoncomm.step import agree
 from tritoncomm.step.agree.number import numbers
 from tritoncomm.step.exchange.feedback import ErrorFeedback
@@ -84,8 +85,9 @@ def check(state: Mapping[str, Any], **here: Any) -> None:
                 "recipe": ": use the algo that it was saved with",
                 "world_size": ": save with tritoncomm.checkpoint.save(), whose checkpoints any number of ranks loads",
             }
+            what = "place in the process group" if field == "rank" else field
             raise ConfigurationError(
-                f"this checkpoint was written with {field}={state[field]!r}, here it is {value!r}{fix.get(field, '')}"
+                f"this checkpoint was written with {what}={state[field]!r}, here it is {value!r}{fix.get(field, '')}"
             )
 
 
@@ -356,10 +358,15 @@ def remove_marks(groups: Iterable[dict[str, Any]]) -> bool:
     return any(found)
 
 
-def warn_about_lost_residual(groups: Iterable[dict[str, Any]], level: int = logging.WARNING) -> bool:
-    """Log if parameter ``groups`` are of a wrapped optimizer, whose residual was not loaded with it. Return whether."""
+def warn_about_lost_residual(
+    groups: Iterable[dict[str, Any]], everybody: dist.ProcessGroup | None, level: int = logging.WARNING
+) -> bool:
+    """Log if parameter ``groups`` are of a wrapped optimizer, whose residual was not loaded with it. Return whether.
+
+    The first rank of the process group ``everybody`` logs it.
+    """
     is_marked = remove_marks(groups)
-    if not is_marked or (is_distributed() and dist.get_rank() != 0):
+    if not is_marked or not speaks(everybody):
         return is_marked
     logger.log(
         level,
