@@ -84,11 +84,11 @@ def save(optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
     data, rank = folder / next(iter(names.values()))["name"], _ranks(group).index(own_rank())
     with _torch_checkpoint(setup, failed) as dcp:
         dcp.save({"optimizer": content}, checkpoint_id=data, process_group=group)
-    with agree.propagate_errors(group, device), _named(failed):
+    with agree.propagate_errors(group, device), _prefixed(failed):
         own = [*data.glob(f"__{rank}_*"), *(data.glob(".metadata") if rank == 0 else ())]
         digests = {file.name: _digest(file) for file in own}
     files = {name: digest for own in agree.all_gather(digests, group, device).values() for name, digest in own.items()}
-    with agree.propagate_errors(group, device), _named(failed):
+    with agree.propagate_errors(group, device), _prefixed(failed):
         if rank == 0:
             _replace(folder / _POINTER, {"data": data.name, "optimizer": _kind(optimizer), "files": files})
             for old in set(folder.glob(f"{_DATA}*")) - {data}:
@@ -122,7 +122,7 @@ def _check_owner(optimizer: SparseOptimizer, folder: Path) -> None:
     if not is_distributed() or len(ranks) == dist.get_world_size() or own_rank() != ranks[0]:
         return
     own = folder / f"group-of-rank-{ranks[0]}.json"
-    with _named(f"{folder} cannot be used"):
+    with _prefixed(f"{folder} cannot be used"):
         folder.mkdir(parents=True, exist_ok=True)
         _replace(own, ranks)
         others = {each: json.loads(each.read_text()) for each in folder.glob("group-of-rank-*.json") if each != own}
@@ -161,17 +161,17 @@ def state_of_rank(optimizer: SparseOptimizer, folder: Path) -> dict[str, Any]:
     setup, failed = setup_of(optimizer), f"{folder} cannot be loaded"
     group, device = setup.everybody, setup.device
     ranks = _ranks(group)
-    with agree.propagate_errors(group, device), _named(failed):
+    with agree.propagate_errors(group, device), _prefixed(failed):
         pointer = _pointer_in(folder)
         if pointer["optimizer"] != _kind(optimizer):
             raise ConfigurationError(f"it was written for {pointer['optimizer']}, this optimizer is {_kind(optimizer)}")
         data, files = folder / pointer["data"], pointer["files"]
         for name in sorted(files)[ranks.index(own_rank()) :: len(ranks)]:
-            with _named(f"{data / name} cannot be loaded"):
+            with _prefixed(f"{data / name} cannot be loaded"):
                 if _digest(data / name) != files[name]:
                     raise ConfigurationError("it is corrupt: its checksum does not match its content")
     agree.compare({"id of the checkpoint": data.name}, group, device)
-    with agree.propagate_errors(group, device), _named(failed):
+    with agree.propagate_errors(group, device), _prefixed(failed):
         saved = Saved.by(_reader(data), data)
         content = _rooms(optimizer, saved)
     agree.compare({"parameters": "fit"}, group, device)
@@ -205,7 +205,7 @@ def _torch_checkpoint(setup: Setup, failed: str) -> Iterator[Any]:
 
 
 @contextmanager
-def _named(failed: str) -> Iterator[None]:
+def _prefixed(failed: str) -> Iterator[None]:
     """Turn any error of the body into a ConfigurationError that begins with the text ``failed``.
 
     Damaged files raise many types.
@@ -238,7 +238,7 @@ def _pointer_in(folder: Path) -> dict[str, Any]:
     """Return what :func:`save` has written last, when all else was complete."""
     if not (folder / _POINTER).exists():
         raise ConfigurationError("it contains no checkpoint: pass a folder that tritoncomm.checkpoint.save() wrote")
-    with _named(f"{folder / _POINTER} cannot be loaded"):
+    with _prefixed(f"{folder / _POINTER} cannot be loaded"):
         pointer: dict[str, Any] = json.loads((folder / _POINTER).read_text())
         return pointer | {"data": pointer["data"], "files": dict(pointer["files"])}
 

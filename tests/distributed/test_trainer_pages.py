@@ -18,7 +18,13 @@ from depth import DEEP, TORCHRUN
 from pages import ROOT, blocks, code_of, in_place_of_ddp, section
 from prepared_launcher import PreparedLauncher
 
-TRAINERS = ("accelerate", "lightning", "transformers")
+# The frameworks of docs/how-to/trainers.md, with the number of workers that torchrun starts, and the folder of the last
+# checkpoint. Lightning starts its second process itself where there is no torchrun.
+TRAINERS = {
+    "accelerate": (2, None),
+    "transformers": (2, "trainer/checkpoint-20"),
+    "lightning": (0 if DEEP else 2, None),
+}
 COUNT_STEPS = """import atexit
 from torch.optim.optimizer import register_optimizer_step_post_hook
 steps = []
@@ -82,18 +88,10 @@ def test_preempted_page_saves(launcher: PreparedLauncher, tmp_path: Path) -> Non
     assert steps == [34, 34]  # flush() takes one, too
 
 
-@pytest.mark.parametrize(
-    ("framework", "world_size", "last"),
-    [
-        ("accelerate", 2, None),
-        ("transformers", 2, "trainer/checkpoint-20"),
-        ("lightning", 0 if DEEP else 2, None),  # without torchrun, it starts its second process itself
-    ],
-)
-def test_trainer_page_trains_and_resumes(
-    framework: str, world_size: int, last: str | None, launcher: PreparedLauncher, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("framework", TRAINERS)
+def test_trainer_page_trains_and_resumes(framework: str, launcher: PreparedLauncher, tmp_path: Path) -> None:
     """A second run resumes from the checkpoint half way, and reports what the first run did, to the bit."""
+    world_size, last = TRAINERS[framework]
     if importlib.util.find_spec(framework) is None:
         pytest.skip(f"{framework} is not installed: tox -e trainers has it")
     script = _script(framework, tmp_path)

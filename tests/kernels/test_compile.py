@@ -27,9 +27,10 @@ from tritoncomm_kernels.sections import read_rows, write_rows
 from tritoncomm_kernels.select import TILE, TILES_SUMMED_IN_PLACE
 
 NAMES = [case.name for case in launched_cases()]
-# In a full tile of 16 elements per thread: 4 accesses of 128 bits per fp32 array.
-WIDE = {"mark fp32, whole": (8, 4), "mark bf16, whole": (6, 4)}
-WIDE |= {"mark fp16, whole": (6, 4), "mark only, whole": (4, 0)}
+# Loads and stores of 128 bits in a full tile: a thread has so many of an fp32 array, and half of them of a 16-bit one.
+QUADS = TILE // (32 * select_triton.WARPS) // 4
+WIDE = {"mark fp32, whole": (2 * QUADS, QUADS), "mark bf16, whole": (QUADS + QUADS // 2, QUADS)}
+WIDE |= {"mark fp16, whole": WIDE["mark bf16, whole"], "mark only, whole": (QUADS, 0)}
 # Outside of a deep run, other GPUs than Hopper have the case with most accesses, and one of two bytes per element.
 WIDE_ON = [(name, "sm_90") for name in WIDE]
 WIDE_ON += [(name, target) for name in (WIDE if DEEP else ("mark bf16, whole",)) for target in ("sm_80", "sm_100")]

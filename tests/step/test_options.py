@@ -65,7 +65,7 @@ def test_field_of_other_methods(algo: str) -> None:
     """The error about ``values`` for a method without them names the methods that have them."""
     optimizer = torch.optim.SGD([torch.ones(3)], lr=0.1)
     takers = [name for name in algorithms() if "values" in field_names(name)]
-    assert len(takers) == 9
+    assert {"oktopk", "spardl", "quantized"} < set(takers)
     said = rf"'values' \(a field of {', '.join(takers)}\)"
     with pytest.raises(ConfigurationError, match=said):
         tritoncomm.wrap(optimizer, algo=algo, values="4bit")

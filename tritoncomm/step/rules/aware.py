@@ -28,7 +28,7 @@ class AwareStep(ABC):
 
     Attributes:
         optimizer: The optimizer.
-        others: Names of optimizers outside torch to which the rule applies, for a list.
+        others: Names of optimizers outside torch to which the rule applies, for the table in the pages.
     """
 
     optimizer: torch.optim.Optimizer
