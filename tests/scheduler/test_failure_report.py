@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from tritoncomm.scheduler.failure_report import RankReport, by_messages
+from tritoncomm.scheduler.failure_report import FailureReport, RankReport, by_messages
+
+from ranks import ranks
 
 
 def reports(*ranks: tuple[int, list[int]]) -> dict[int, RankReport]:
@@ -34,3 +36,12 @@ def test_rank_at_fault(said: list[tuple[int, list[int]]], at_fault: int | None) 
     If the reports fit several ranks, none is named.
     """
     assert by_messages(reports(*said)) == at_fault
+
+
+@ranks(1)
+@pytest.mark.parametrize("address", ["", ", 10.0.0.1:29400"])
+def test_silent_store(rank, world_size, address):
+    """The error names the address of the store, if it has one: a file has none."""
+    report = FailureReport([], gone=False, reports={}, silent_store=address.removeprefix(", "))
+    text = str(report.error(2, "step 1", RuntimeError("closed"), ""))
+    assert f"no answer from the store of the process group{address}: its host is lost" in text

@@ -139,10 +139,8 @@ class FailureReport:
         elif own in missing:
             problem = "the other ranks stopped waiting for this rank"
         elif self.silent_store is not None:
-            problem = (
-                f"no answer from the store of the process group, {self.silent_store}: its host is lost, or this rank "
-                "is cut off"
-            )
+            where = self.silent_store and f", {self.silent_store}"
+            problem = f"no answer from the store of the process group{where}: its host is lost, or this rank is cut off"
         return ExchangeTimeoutError(
             f"{message}{problem} {more}If a rank is only slow, increase the time-out. {proceed}{restart}", missing
         )
