@@ -28,8 +28,9 @@ class Meter:
         """Add traffic of ``phase``."""
         self.sent = self.sent.plus(sent)
         self.received = self.received.plus(received)
-        self.sent_by_phase[phase] = self.sent_by_phase.get(phase, Traffic()).plus(sent)
-        self.received_by_phase[phase] = self.received_by_phase.get(phase, Traffic()).plus(received)
+        if phase in self.sent_by_phase:
+            sent, received = self.sent_by_phase[phase].plus(sent), self.received_by_phase[phase].plus(received)
+        self.sent_by_phase[phase], self.received_by_phase[phase] = sent, received
 
     def add(self, other: Meter) -> None:
         """Add the traffic and the waiting time of ``other``."""

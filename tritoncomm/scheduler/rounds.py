@@ -141,15 +141,16 @@ def traffic(op: Round | Collective, world_size: int) -> Flow:
 
     The headers of messages count. Those of collectives, and what else a transport adds, do not.
     """
-    if isinstance(op, Round):
-        sent, received = (payload.numel() for payload in op.sends.values()), op.receives.values()
-        return Flow(cost.messages(len(op.sends), sum(sent)), cost.messages(len(op.receives), sum(received)))
-    size, itemsize = op.tensor.numel(), op.tensor.element_size()
-    if isinstance(op, AllReduce):
-        return cost.both(cost.all_reduce(size, itemsize, world_size))
-    if isinstance(op, AllToAll):
-        return cost.both(cost.all_to_all(size // world_size, itemsize, world_size))
-    return cost.both(cost.all_gather(size, itemsize, world_size))
+    match op:
+        case Round():
+            sent, received = (payload.numel() for payload in op.sends.values()), op.receives.values()
+            return Flow(cost.messages(len(op.sends), sum(sent)), cost.messages(len(op.receives), sum(received)))
+        case AllReduce():
+            return cost.both(cost.all_reduce(op.tensor.numel(), op.tensor.itemsize, world_size))
+        case AllToAll():
+            return cost.both(cost.all_to_all(op.tensor.numel() // world_size, op.tensor.itemsize, world_size))
+        case AllGather():
+            return cost.both(cost.all_gather(op.tensor.numel(), op.tensor.itemsize, world_size))
 
 
 def read(phase: str, tensor: torch.Tensor) -> Pattern[Any]:
