@@ -90,7 +90,7 @@ def round_mean(messages: torch.Tensor, values: torch.Tensor, part: int, fmt: For
     once. The scales of the mean have so few significant bits that this product is exact in fp32, see
     :func:`tritoncomm_kernels.quantize.scale_bits`.
     """
-    parts = len(messages)
+    parts = messages.shape[0]
     length = _checked_length(values, parts, fmt)
     if triton_runs(values):
         block = messages.new_empty(messages.shape[1])
@@ -107,7 +107,7 @@ def round_mean(messages: torch.Tensor, values: torch.Tensor, part: int, fmt: For
             if row == part:
                 total += blocks
             else:
-                total.addcmul_(*each.part(start, len(blocks)).decoded(torch.float64, scratch))
+                total.addcmul_(*each.part(start, blocks.shape[0]).decoded(torch.float64, scratch))
         total.view(-1)[stop - start :] = 0.0  # a code for a place behind the last value is no zero
         mean = scratch.buffer("mean", blocks.numel(), torch.float32, blocks.device).view_as(blocks)
         torch.div(mean.copy_(total), parts, out=mean)
@@ -123,7 +123,7 @@ def read_parts(messages: torch.Tensor, numel: int, fmt: Format) -> torch.Tensor:
     A block that is marked as not finite becomes NaN. So does one with a scale that no encoder writes. Any other words
     are valid, so a corrupt message cannot do harm.
     """
-    length = part_length(numel, len(messages))
+    length = part_length(numel, messages.shape[0])
     _check(numel, fmt)
     if messages.device.type == "cpu":
         values = torch.from_numpy(np.empty(numel, np.float32))  # asks for large pages: 100 MB take 5 ms, not 39
@@ -148,7 +148,7 @@ def scales_of(messages: torch.Tensor, numel: int, fmt: Format) -> torch.Tensor:
     NaN stands for a block that is not finite, and for a scale that no encoder writes. If no scale is NaN, all values of
     the messages are finite.
     """
-    return _scales(messages, part_length(numel, len(messages)), fmt)
+    return _scales(messages, part_length(numel, messages.shape[0]), fmt)
 
 
 class _Lookup(NamedTuple):
@@ -207,11 +207,10 @@ class _Fields(NamedTuple):
         codes = self.codes[group : group + blocks * BLOCK // _GROUP]
         return _Fields(codes, self.scales[block : block + blocks], self.fmt)
 
-    def write(self, start: int, codes: list[torch.Tensor], scales: torch.Tensor) -> _Fields:
-        """Overwrite the fields from value ``start`` on, and return them. ``codes`` has one plane per bit."""
-        part = self.part(start, len(scales))
-        for bit, plane in enumerate(codes):
-            part.codes[:, bit] = plane
+    def write(self, start: int, planes: torch.Tensor, scales: torch.Tensor) -> _Fields:
+        """Overwrite the fields from value ``start`` on, and return them. ``planes`` has a row for each bit."""
+        part = self.part(start, scales.shape[0])
+        part.codes.copy_(planes.T)
         part.scales.copy_(scales)
         return part
 
@@ -227,9 +226,10 @@ class _Fields(NamedTuple):
         numbers = tables.spread.take(octets[0], axis=0, mode="wrap")
         for bit in range(1, self.fmt.bits):
             numbers |= tables.spread.take(octets[bit], axis=0, mode="wrap") << np.uint16(bit)
-        levels = scratch.buffer("levels", _GROUP * len(self.codes), dtype, self.codes.device) if out is None else out
-        rows = tables.levels[dtype]
-        np.take(rows, numbers.reshape(-1), axis=0, out=levels.view(-1, rows.shape[1]).numpy(), mode="wrap")
+        if out is None:
+            out = scratch.buffer("levels", _GROUP * self.codes.shape[0], dtype, self.codes.device)
+        levels, rows = out, tables.levels[dtype]
+        rows.take(numbers.reshape(-1), axis=0, out=levels.view(-1, rows.shape[1]).numpy(), mode="wrap")
         return levels.view(-1, BLOCK), self.scales[:, None].to(dtype)
 
     def rows(self, parts: int) -> torch.Tensor:
@@ -248,19 +248,23 @@ def _scales(messages: torch.Tensor, length: int, fmt: Format) -> torch.Tensor:
 
 def _encoded(
     blocks: torch.Tensor, count: int, fmt: Format, divisor: int, scratch: Workspace
-) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """Return the planes (int32 ``[groups]``) and the scales (fp32 ``[blocks]``) of ``blocks`` (``[blocks, BLOCK]``).
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return planes (int32 ``[bits, groups]``) and scales (fp32 ``[blocks]``) of ``blocks`` (``[blocks, BLOCK]``).
 
     The first ``count`` numbers are values, the others are zeros. Products of levels and ``divisor`` are exact in fp32.
     """
     ratios = scratch.buffer("ratios", blocks.numel(), torch.float32, blocks.device).view_as(blocks)
     scales = _chosen_scales(torch.abs(blocks, out=ratios), count, fmt, divisor)
     if fmt.bits == 1:
-        return [_packed(np.signbit(blocks.numpy()))], scales
+        signs = np.packbits(np.signbit(blocks.numpy()).reshape(-1), bitorder="little")
+        return torch.from_numpy(signs.view(np.int32)[None]), scales
     torch.div(blocks, torch.where(scales == 0, 1.0, scales)[:, None], out=ratios)
     codes = lookup(fmt).codes.take(ratios.view(-1).numpy().view(np.uint16)[1::2], mode="wrap")
     codes[count:] = 0
-    return [_packed(codes & (1 << bit)) for bit in range(fmt.bits)], scales
+    planes = np.empty((fmt.bits, codes.size // 8), np.uint8)
+    for bit in range(fmt.bits):
+        planes[bit] = np.packbits(codes & (1 << bit), bitorder="little")
+    return torch.from_numpy(planes.view(np.int32)), scales
 
 
 def _chosen_scales(magnitudes: torch.Tensor, count: int, fmt: Format, divisor: int) -> torch.Tensor:
@@ -279,11 +283,6 @@ def _chosen_scales(magnitudes: torch.Tensor, count: int, fmt: Format, divisor: i
         rounding = (1 << dropped) - 1
     rounded = found.view(torch.int32) + rounding & (-1 << dropped)
     return torch.where(found < LIMIT, rounded, NAN_BITS).view(torch.float32)
-
-
-def _packed(chosen: NDArray[Any]) -> torch.Tensor:
-    """Return a bit for each element of ``chosen`` (bool or uint8) that is not 0, as int32 ``[groups]``."""
-    return torch.from_numpy(np.packbits(chosen.reshape(-1), bitorder="little").view(np.int32))
 
 
 def _in_blocks(values: torch.Tensor) -> torch.Tensor:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -95,6 +95,13 @@ class Section:
 
     The receiver gets values divided by ``divisor``, for example means instead of sums. A rounded value times the
     ``divisor`` is exact. The sender's residual is therefore the entry minus what was delivered, without loss.
+
+    Attributes:
+        layout: The layout of the packed form.
+        is_packed: True if the section is packed. Plain sections have two words per entry of room.
+        rounds: True if values are rounded. False if the receiver gets the bits of the sender, divided by ``divisor``.
+            A plain section rounds only quotients. They lose so many bits that their product with ``divisor`` is exact.
+        words: Length in words. The length does not depend on the entries.
     """
 
     low: int
@@ -103,35 +110,18 @@ class Section:
     values: str = "fp32"
     divisor: int = 1
     packed: bool | str = True
+    layout: Layout = field(init=False)
+    is_packed: bool = field(init=False)
+    rounds: bool = field(init=False)
+    words: int = field(init=False)
 
-    @cached_property
-    def layout(self) -> Layout:
-        """The layout of the packed form."""
-        return Layout.of(self.room, self.high - self.low, _FORMATS[self.values])
-
-    @cached_property
-    def is_packed(self) -> bool:
-        """True if the section is packed. Plain sections have two words per entry of room."""
-        if not self.packed or self.room == 0:
-            return False
-        return self.packed == "always" or self.layout.words < self._plain_words
-
-    @cached_property
-    def rounds(self) -> bool:
-        """True if values are rounded. False if the receiver gets the bits of the sender, divided by ``divisor``.
-
-        A plain section rounds only quotients. They lose so many bits that their product with ``divisor`` is exact.
-        """
-        return self.values not in ("fp32", NO_VALUES) and (self.is_packed or self.divisor > 1)
-
-    @cached_property
-    def words(self) -> int:
-        """Length in words. The length does not depend on the entries."""
-        return self.layout.words if self.is_packed else self._plain_words
-
-    @property
-    def _plain_words(self) -> int:
-        return min(self.room, self.high - self.low) * (1 if self.values == NO_VALUES else 2)
+    def __post_init__(self) -> None:
+        layout = Layout.of(self.room, self.high - self.low, _FORMATS[self.values])
+        plain_words = layout.room * (1 if self.values == NO_VALUES else 2)
+        is_packed = self.room > 0 and bool(self.packed) and (self.packed == "always" or layout.words < plain_words)
+        rounds = self.values not in ("fp32", NO_VALUES) and (is_packed or self.divisor > 1)
+        words = layout.words if is_packed else plain_words
+        self.__dict__.update(layout=layout, is_packed=is_packed, rounds=rounds, words=words)
 
     def sendable(self, entries: Selection) -> Selection:
         """Return the ``entries`` that the section can hold together.
