@@ -40,7 +40,7 @@ def check_vector(
         raise ValueError(f"{name} has {length} elements, expected {numel}")
     if like is not None and tensor.device != like.device:
         raise ValueError(f"{name} is on {tensor.device}: move it to {like.device}, like the other tensors")
-    if has_addresses(tensor.device) and tensor.data_ptr() % tensor.itemsize:
+    if tensor.data_ptr() % tensor.itemsize and has_addresses(tensor.device):
         raise ValueError(
             f"{name} starts at an address that is not a multiple of its element size {tensor.itemsize}: "
             "call .clone() on it"
@@ -64,7 +64,8 @@ def check_same(name: str, tensor: torch.Tensor, other_name: str, other: torch.Te
 
 def check_in_place(name: str, tensor: torch.Tensor, other_name: str, other: torch.Tensor) -> None:
     """Raise ``ValueError`` if two tensors overlap without being the same memory."""
-    if _extent(tensor) != _extent(other):
+    first, second = _extent(tensor), _extent(other)
+    if first != second and first[0] < second[1] and second[0] < first[1]:
         check_apart(name, tensor, other_name, other)
 
 
