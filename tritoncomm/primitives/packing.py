@@ -257,6 +257,8 @@ class Sections:
         """Do the same as :meth:`Section.encode` for entries of all sections."""
         if self.is_plain or not self.words:
             return pack_padded(indices, values, self.words), Selection.of(indices, values)
+        if len(self.sections) == 1:
+            return self.sections[0].encode(indices, values)
         bounds = indices.new_tensor([section.low for section in self.sections[1:]])
         cuts = [0, *torch.searchsorted(indices, bounds).tolist(), indices.numel()]
         parts = [
@@ -269,8 +271,10 @@ class Sections:
         """Do the same as :meth:`Section.decode` for a received ``message`` (int32 ``[words]``)."""
         if not self.words:
             return Selection.of(message, message.view(torch.float32))
+        if len(self.sections) == 1:
+            return self.sections[0].decode(message)
         if not self.is_plain:
-            parts = torch.split(message, [section.words for section in self.sections])
+            parts = message.split_with_sizes([section.words for section in self.sections])
             return Selection.join([section.decode(part) for section, part in zip(self.sections, parts, strict=True)])
         entries = Selection.of(*unpack_padded(message))
         start = 0
