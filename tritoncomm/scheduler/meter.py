@@ -47,7 +47,7 @@ class Meter:
     def time(self, phase: str, span: Span) -> None:
         """Add the time of ``span``, which has ended, to the waiting time in ``phase``."""
         if span.is_known:
-            self.wait(phase, span.seconds)
+            self.seconds[phase] = self.seconds.get(phase, 0.0) + span.seconds
         else:
             self.spans.append((phase, span))
 

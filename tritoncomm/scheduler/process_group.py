@@ -346,9 +346,9 @@ class ProcessGroupScheduler:
             case Round():
                 return self._messages.wait(self._post(op))
             case Post():
-                return self._post(op.round)
+                return Ticket(op.phase, self._post(op.round))
             case Wait():
-                return self._messages.wait(op.ticket)
+                return self._messages.wait(op.ticket.token)
             case InSubgroup():
                 return self._run_in_subgroup(op)
             case _:
@@ -394,10 +394,10 @@ class ProcessGroupScheduler:
         self._failure = _error(self.group, own, where + details, error, self.watcher)
         return self._failure
 
-    def _post(self, round_: Round) -> Ticket:
-        ticket = self._messages.post(round_, self._frame(round_.phase))
+    def _post(self, round_: Round) -> Any:
+        token = self._messages.post(round_.sends, round_.receives, self._frame(round_.phase))
         self.meter.count(round_.phase, *traffic(round_, self.world_size))
-        return ticket
+        return token
 
     def _collective(self, op: Collective) -> torch.Tensor:
         result = group_collectives.perform(op, self._messages, self._frame(op.phase))

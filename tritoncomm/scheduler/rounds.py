@@ -34,8 +34,10 @@ class Round:
     receives: Mapping[int, int]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "sends", {p: t for p, t in self.sends.items() if t.numel()})
-        object.__setattr__(self, "receives", {p: w for p, w in self.receives.items() if w})
+        if 0 in map(torch.numel, self.sends.values()):
+            object.__setattr__(self, "sends", {p: t for p, t in self.sends.items() if t.numel()})
+        if 0 in self.receives.values():
+            object.__setattr__(self, "receives", {p: w for p, w in self.receives.items() if w})
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,7 +145,7 @@ def traffic(op: Round | Collective, world_size: int) -> Flow:
     """
     match op:
         case Round():
-            sent, received = (payload.numel() for payload in op.sends.values()), op.receives.values()
+            sent, received = map(torch.numel, op.sends.values()), op.receives.values()
             return Flow(cost.messages(len(op.sends), sum(sent)), cost.messages(len(op.receives), sum(received)))
         case AllReduce():
             return cost.both(cost.all_reduce(op.tensor.numel(), op.tensor.itemsize, world_size))
