@@ -219,7 +219,7 @@ class _Step:
         exact = Scalars(*control.scalars.cpu().numpy())
         self.scalars = Scalars(*map(wide, exact))
         self._clock = np.int32(exact.clock)
-        self._of_bits: dict[int, list[_Array]] = {}
+        self._of_bits: dict[int, _Array] = {}
 
     def advance(self, states: list[_Column], pieces: list[_Piece], delivered: _Array) -> tuple[_Array, _Array, _Array]:
         """Update the entries of ``states``: last, first, second, and maximum if there is one.
@@ -269,9 +269,8 @@ class _Step:
         if longest == 1:
             return [row[1] for row in _table(bits, betas, self.wide)]
         if bits not in self._of_bits:
-            self._of_bits[bits] = self._forgetting(np.arange(1 << bits), _table(bits, betas, self.wide))
-        at = tau.astype(np.int64)
-        return [row.take(at, mode="wrap") for row in self._of_bits[bits]]
+            self._of_bits[bits] = np.stack(self._forgetting(np.arange(1 << bits), _table(bits, betas, self.wide)))
+        return list(self._of_bits[bits].take(tau.astype(np.int64), axis=1, mode="wrap"))
 
     def _forgetting(self, tau: _Array, rows: list[_Array]) -> list[_Array]:
         """Return ``rows``, other factors of the second moment and of the squared mean, and the moment's weight.

@@ -53,18 +53,19 @@ def rotate(
     of one bucket by source, in rotation order: r - 1, r - 2, and so on. While it runs, the next bucket is in transit.
     """
     arrived: Inbox = {}
-    for pairs in rotation(rank, world_size, width):
+    for number, pairs in enumerate(rotation(rank, world_size, width)):
         bucket = Round(
             phase,
             {to: sends[to] for to, _ in pairs if to in sends},
             {source: receives[source] for _, source in pairs if source in receives},
         )
-        if arrived:
+        if number == 0:  # there is nothing to do in the meantime
+            inbox: Inbox = yield bucket
+        else:
             ticket = yield Post(bucket)
-            consume(arrived)
-            inbox: Inbox = yield Wait(ticket)
-        else:  # there is nothing to do in the meantime
-            inbox = yield bucket
+            if arrived:
+                consume(arrived)
+            inbox = yield Wait(ticket)
         arrived = {source: inbox[source] for _, source in pairs if source in inbox}
     if arrived:
         consume(arrived)

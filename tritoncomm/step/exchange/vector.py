@@ -354,14 +354,14 @@ class VectorExchange:
                 self._before = self._latest
             self._latest, times = times, self._before
         times.meter.settle()
-        selecting, waited = math.fsum(each.seconds for each in times.selecting), times.meter.waited
+        selecting, waited, sent = math.fsum([each.seconds for each in times.selecting]), times.meter.waited, meter.sent
         whole = times.whole.seconds if times.whole is not None else 0.0
         self.last = {
             "density": self.recipe.density,
             "selected": float(accumulator.selected) if accumulator else 0.0,
-            "bytes_sent": float(meter.sent.bytes),
+            "bytes_sent": float(sent.bytes),
             "bytes_received": float(meter.received.bytes),
-            "messages_sent": float(meter.sent.messages),
+            "messages_sent": float(sent.messages),
             "seconds_select": selecting,
             "seconds_exchange": waited,
             "seconds_apply": whole - selecting - waited,  # the first of several vectors has their whole time

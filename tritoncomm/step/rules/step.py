@@ -278,18 +278,17 @@ class OptimizerSteps:
                     each.ages.begin()
                     rule.step(each if untouched and readable else each.read_again())
 
-        self._apply(aware, self._clipping(update, max_norm), hooked, decayed=decayed)
+        self._apply(aware, update if max_norm is None else self._clipping(update, max_norm), hooked, decayed=decayed)
 
     @contextmanager
-    def _clipping(self, update: AbstractContextManager[None], max_norm: float | None) -> Iterator[None]:
-        """Enter ``update``, and clip gradients to ``max_norm``, if it is given."""
+    def _clipping(self, update: AbstractContextManager[None], max_norm: float) -> Iterator[None]:
+        """Enter ``update``, and clip gradients to ``max_norm``."""
         with update:
-            if max_norm is not None:
-                gradients = [part.gradients() for part in self.parts]
-                own = [each for _, ignored in gradients for each in ignored]
-                limit_norm(own, norm_of(own), max_norm)
-                if self.alone:  # otherwise the exchange has clipped
-                    self.grad_norm = clip_norm([each for common, _ in gradients for each in common], max_norm)
+            gradients = [part.gradients() for part in self.parts]
+            own = [each for _, ignored in gradients for each in ignored]
+            limit_norm(own, norm_of(own), max_norm)
+            if self.alone:  # otherwise the exchange has clipped
+                self.grad_norm = clip_norm([each for common, _ in gradients for each in common], max_norm)
             yield
 
     def initialize_state(self) -> None:
