@@ -113,7 +113,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         if setup.local is not None:
             setup.local.say_gradients_are_local()
             return
-        stepper.synchronize(hides_decay=True)
+        stepper.synchronize()
         if setup.exchange.delivered is not None:
             stepper.state.late_backward.watch(setup.exchange.parameters)
 

@@ -90,11 +90,13 @@ class AdamFlat:
     def _check(self, indices: torch.Tensor | None, values: torch.Tensor) -> None:
         """Raise ``ValueError`` unless ``values`` has a gradient for each delivered coordinate."""
         if indices is not None:
-            check_vector("indices", indices, dtypes=(torch.int32,), like=next(iter(self.parameters), None))
+            check_vector(
+                "indices", indices, dtypes=(torch.int32,), like=self.parameters[0] if self.parameters else None
+            )
         end = self._starts[-1] + self._sizes[-1] if self._sizes else 0
-        check_vector("values", values, numel=None if indices is None else indices.numel())
-        if indices is None and values.numel() < end:
-            raise ValueError(f"values has {values.numel()} elements: without indices, pass all {end}")
+        check_vector("values", values, numel=None if indices is None else indices.shape[0])
+        if indices is None and values.shape[0] < end:
+            raise ValueError(f"values has {values.shape[0]} elements: without indices, pass all {end}")
 
     def _launch(
         self,

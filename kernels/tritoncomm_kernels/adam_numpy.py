@@ -7,7 +7,7 @@ other. Weight decay passes over a whole parameter, and the delivered entries of 
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -44,8 +44,8 @@ _HALF = (torch.bfloat16, torch.float16)
 
 _Array = npt.NDArray[Any]
 _Type = Any  # of the numbers in an array
-# A tensor by its number, a part of a chunk of entries, and their places in the tensor.
-_Piece = tuple[int, slice, _Array | slice]
+# A tensor by its number, a part of a chunk of entries, and their places in the tensor, an array or a slice.
+_Piece = tuple[int, slice, Any]
 
 
 class _Column:
@@ -72,10 +72,11 @@ class _Column:
     def read(self, pieces: list[_Piece], dtype: _Type) -> _Array:
         """Return a chunk of entries in ``dtype``."""
         values = np.empty(pieces[-1][1].stop, self._arrays[0].dtype)
-        for number, span, where in pieces:
-            if isinstance(where, slice):
+        if isinstance(pieces[0][2], slice):  # and so are all others
+            for number, span, where in pieces:
                 values[span] = self._arrays[number][where]
-            else:  # the indices are inside: "wrap" does not change them, and is the fastest mode
+        else:  # the indices are inside: "wrap" does not change them, and is the fastest mode
+            for number, span, where in pieces:
                 self._arrays[number].take(where, None, values[span], "wrap")
         if self._is_half:
             values = torch.from_numpy(values).view(self._tensors[0].dtype).float().numpy()
@@ -117,16 +118,20 @@ class _Part:
         size = self.bounds[-1]
         count = max(1, round(size / _CHUNK))
         cuts = [size * number // count for number in range(count + 1)] if size else []
-        return [(slice(start, stop), list(self._pieces(start, stop))) for start, stop in pairwise(cuts)]
+        return [(slice(start, stop), self._pieces(start, stop)) for start, stop in pairwise(cuts)]
 
-    def _pieces(self, start: int, stop: int) -> Iterator[_Piece]:
-        for i in range(bisect_right(self.bounds, start) - 1, len(self.numbers)):
-            low, high = max(start, self.bounds[i]), min(stop, self.bounds[i + 1])
-            if low >= stop:
-                return
-            if low < high:
-                where = slice(low - self.bounds[i], high - self.bounds[i]) if self.at is None else self.at[low:high]
-                yield self.numbers[i], slice(low - start, high - start), where
+    def _pieces(self, start: int, stop: int) -> list[_Piece]:
+        first, last = bisect_right(self.bounds, start) - 1, bisect_left(self.bounds, stop)
+        cuts = pairwise([start, *self.bounds[first + 1 : last], stop])
+        return [
+            (
+                number,
+                slice(low - start, high - start),
+                slice(low - begin, high - begin) if self.at is None else self.at[low:high],
+            )
+            for number, begin, (low, high) in zip(self.numbers[first:last], self.bounds[first:last], cuts, strict=True)
+            if low < high
+        ]
 
 
 class AdamArrays:
@@ -164,7 +169,7 @@ class AdamArrays:
         highs: _Array = self._ends
         if listed is not None:
             entries = listed[: np.count_nonzero(listed >= 0)]  # padding is at the end
-            lows, highs = np.searchsorted(entries, lows), np.searchsorted(entries, highs)
+            lows, highs = entries.searchsorted(lows), entries.searchsorted(highs)
         counts = (highs - lows).tolist()
         for span in consecutive(counts, _PART):
             numbers, bounds = range(span.start, span.stop), [0, *accumulate(counts[span])]
@@ -189,8 +194,12 @@ class AdamArrays:
             moves = step.catch_up_moves(moves, waited, votes, part.bounds, self._sizes[own], rms)
         moves *= step.scalars.rate
         if keep != 1:
-            for number in part.numbers:
-                self._parameters.flats[number].mul_(keep)
+            flats = self._parameters.flats[part.numbers.start : part.numbers.stop]
+            if self._dtype == torch.float16:
+                for flat in flats:  # _foreach_mul_ would round the factor to fp16, too
+                    flat.mul_(keep)
+            else:
+                torch._foreach_mul_(flats, keep)
         for span, pieces in chunks:
             held = self._parameters.read(pieces, step.wide)
             self._parameters.write(pieces, np.subtract(held, moves[span], held))
@@ -210,7 +219,7 @@ class _Step:
         exact = Scalars(*control.scalars.cpu().numpy())
         self.scalars = Scalars(*map(wide, exact))
         self._clock = np.int32(exact.clock)
-        self._of_bits: dict[int, list[_Array]] = {}
+        self._of_bits: dict[int, _Array] = {}
 
     def advance(self, states: list[_Column], pieces: list[_Piece], delivered: _Array) -> tuple[_Array, _Array, _Array]:
         """Update the entries of ``states``: last, first, second, and maximum if there is one.
@@ -260,9 +269,8 @@ class _Step:
         if longest == 1:
             return [row[1] for row in _table(bits, betas, self.wide)]
         if bits not in self._of_bits:
-            self._of_bits[bits] = self._forgetting(np.arange(1 << bits), _table(bits, betas, self.wide))
-        at = tau.astype(np.int64)
-        return [row.take(at, mode="wrap") for row in self._of_bits[bits]]
+            self._of_bits[bits] = np.stack(self._forgetting(np.arange(1 << bits), _table(bits, betas, self.wide)))
+        return list(self._of_bits[bits].take(tau.astype(np.int64), axis=1, mode="wrap"))
 
     def _forgetting(self, tau: _Array, rows: list[_Array]) -> list[_Array]:
         """Return ``rows``, other factors of the second moment and of the squared mean, and the moment's weight.
@@ -310,13 +318,14 @@ class _Step:
         if self.scalars.change != np.inf:
             reach = self.scalars.change * rms[some]
             reach = np.where(reach > FINE, reach, self.wide(FINE))  # at least one learning rate, also if it is NaN
-        for i in np.flatnonzero(length > reach):
+        for i in (length > reach).nonzero()[0]:
             own = factors[bounds[some[i]] : bounds[some[i] + 1]]
             own *= reach[i] / length[i]
             np.maximum(own, 1, out=own)
         steady = _steadiness(np.add.reduceat(votes, starts), self.wide)
         far = np.minimum(tau, self.scalars.steady, out=tau)
-        factors += np.repeat(steady, np.diff([*starts, moves.size])) * np.subtract(far, factors, out=far)
+        counts = [bounds[i + 1] - bounds[i] for i in some]
+        factors += steady.repeat(counts) * np.subtract(far, factors, out=far)
         product: _Array = np.multiply(factors, moves, out=factors)
         return product
 

@@ -27,22 +27,22 @@ def check_vector(
     if tensor.dtype not in dtypes:
         legal = " or ".join(str(dtype) for dtype in dtypes)
         raise ValueError(f"{name} has dtype {tensor.dtype}: convert it to {legal}")
-    if tensor.dim() != 1:
+    if tensor.ndim != 1:
         raise ValueError(f"{name} has shape {tuple(tensor.shape)}: flatten it to one dimension")
     if not tensor.is_contiguous():
         raise ValueError(f"{name} is not contiguous: call .contiguous() on it")
-    if tensor.numel() > INDEX_LIMIT:
+    length = tensor.shape[0]
+    if length > INDEX_LIMIT:
         raise ValueError(
-            f"{name} has {tensor.numel()} elements, too many for int32 indices: "
-            f"split it into parts of at most {INDEX_LIMIT}"
+            f"{name} has {length} elements, too many for int32 indices: split it into parts of at most {INDEX_LIMIT}"
         )
-    if numel is not None and tensor.numel() != numel:
-        raise ValueError(f"{name} has {tensor.numel()} elements, expected {numel}")
+    if numel is not None and length != numel:
+        raise ValueError(f"{name} has {length} elements, expected {numel}")
     if like is not None and tensor.device != like.device:
         raise ValueError(f"{name} is on {tensor.device}: move it to {like.device}, like the other tensors")
-    if has_addresses(tensor.device) and tensor.data_ptr() % tensor.element_size():
+    if tensor.data_ptr() % tensor.itemsize and has_addresses(tensor.device):
         raise ValueError(
-            f"{name} starts at an address that is not a multiple of its element size {tensor.element_size()}: "
+            f"{name} starts at an address that is not a multiple of its element size {tensor.itemsize}: "
             "call .clone() on it"
         )
 
@@ -64,12 +64,14 @@ def check_same(name: str, tensor: torch.Tensor, other_name: str, other: torch.Te
 
 def check_in_place(name: str, tensor: torch.Tensor, other_name: str, other: torch.Tensor) -> None:
     """Raise ``ValueError`` if two tensors overlap without being the same memory."""
-    if _extent(tensor) != _extent(other):
+    first, second = _extent(tensor), _extent(other)
+    if first != second and first[0] < second[1] and second[0] < first[1]:
         check_apart(name, tensor, other_name, other)
 
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:
-    return tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.element_size()
+    start = tensor.data_ptr()
+    return start, start + tensor.nbytes
 
 
 def channels_last(tensor: torch.Tensor) -> tuple[int, int] | None:

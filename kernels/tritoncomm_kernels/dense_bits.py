@@ -38,6 +38,7 @@ _GROUP = 32
 _CHUNK = 1 << 18
 NAN_BITS = 0x7FC00000
 _NAMES = DENSE_FORMATS[1:]  # without fp32
+_BITS_OF_CODE = np.left_shift(1, np.arange(8)).astype(np.uint8)[:, None]
 _ROW_BITS = 16  # of the number of a row in a table of levels: 2 MB at most, which stay in a cache
 
 
@@ -69,13 +70,13 @@ def round_parts(values: torch.Tensor, parts: int, part: int, fmt: Format) -> tor
         messages = values.new_empty((parts, words(length, fmt)), dtype=torch.int32)
         kernel("dense_bits_triton").round_parts(values, messages, part, length, fmt)
         return messages
-    message, scratch = _Fields.empty(parts * length, fmt, values.device), Workspace()
-    numel = values.numel()
+    message, scratch, numel = _Fields.empty(parts * length, fmt, values.device), Workspace(), values.shape[0]
     for start, stop in _chunks((0, min(numel, part * length)), ((part + 1) * length, numel)):
         chunk = values[start:stop]
         blocks = _in_blocks(chunk)
-        sent = message.write(start, *_encoded(blocks, stop - start, fmt, 1, scratch))
-        blocks.addcmul_(*sent.decoded(torch.float32, scratch), value=-1)
+        codes, scales = _encoded(blocks, stop - start, fmt, 1, scratch)
+        message.write(start, codes, scales)
+        blocks.addcmul_(_levels(codes, fmt, torch.float32, scratch), scales[:, None], value=-1)
         if stop % BLOCK:
             chunk.copy_(blocks.view(-1)[: stop - start])
     return message.rows(parts)
@@ -90,7 +91,7 @@ def round_mean(messages: torch.Tensor, values: torch.Tensor, part: int, fmt: For
     once. The scales of the mean have so few significant bits that this product is exact in fp32, see
     :func:`tritoncomm_kernels.quantize.scale_bits`.
     """
-    parts = len(messages)
+    parts = messages.shape[0]
     length = _checked_length(values, parts, fmt)
     if triton_runs(values):
         block = messages.new_empty(messages.shape[1])
@@ -98,21 +99,22 @@ def round_mean(messages: torch.Tensor, values: torch.Tensor, part: int, fmt: For
         return block
     own, message = values[part * length : (part + 1) * length], _Fields.empty(length, fmt, values.device)
     scratch = Workspace()
-    received = [_Fields.of(row[None], length, fmt) for row in messages]
-    for start, stop in _chunks((0, own.numel()), size=_CHUNK // 2):  # fp64
+    received = _Fields.of(messages, length, fmt)
+    for start, stop in _chunks((0, own.shape[0]), size=_CHUNK // 2):  # fp64
         chunk = own[start:stop]
         blocks = _in_blocks(chunk)
         total = scratch.buffer("total", blocks.numel(), torch.float64, blocks.device).view_as(blocks).zero_()
-        for row, each in enumerate(received):
+        for row in range(parts):
             if row == part:
                 total += blocks
             else:
-                total.addcmul_(*each.part(start, len(blocks)).decoded(torch.float64, scratch))
+                total.addcmul_(*received.part(row * length + start, blocks.shape[0]).decoded(torch.float64, scratch))
         total.view(-1)[stop - start :] = 0.0  # a code for a place behind the last value is no zero
         mean = scratch.buffer("mean", blocks.numel(), torch.float32, blocks.device).view_as(blocks)
         torch.div(mean.copy_(total), parts, out=mean)
-        sent = message.write(start, *_encoded(mean, stop - start, fmt, parts, scratch))
-        total.addcmul_(*sent.decoded(torch.float64, scratch), value=-parts)
+        codes, scales = _encoded(mean, stop - start, fmt, parts, scratch)
+        message.write(start, codes, scales)
+        total.addcmul_(_levels(codes, fmt, torch.float64, scratch), scales[:, None].double(), value=-parts)
         chunk.copy_(total.view(-1)[: stop - start])
     return message.rows(1)[0]
 
@@ -123,7 +125,7 @@ def read_parts(messages: torch.Tensor, numel: int, fmt: Format) -> torch.Tensor:
     A block that is marked as not finite becomes NaN. So does one with a scale that no encoder writes. Any other words
     are valid, so a corrupt message cannot do harm.
     """
-    length = part_length(numel, len(messages))
+    length = part_length(numel, messages.shape[0])
     _check(numel, fmt)
     if messages.device.type == "cpu":
         values = torch.from_numpy(np.empty(numel, np.float32))  # asks for large pages: 100 MB take 5 ms, not 39
@@ -148,7 +150,7 @@ def scales_of(messages: torch.Tensor, numel: int, fmt: Format) -> torch.Tensor:
     NaN stands for a block that is not finite, and for a scale that no encoder writes. If no scale is NaN, all values of
     the messages are finite.
     """
-    return _scales(messages, part_length(numel, len(messages)), fmt)
+    return _scales(messages, part_length(numel, messages.shape[0]), fmt)
 
 
 class _Lookup(NamedTuple):
@@ -159,13 +161,14 @@ class _Lookup(NamedTuple):
 
     Codes are read several at a time: their bits together are the number of a row of ``levels`` (``[rows, codes]``, by
     dtype). Of an octet of the first plane, ``spread`` (uint16 ``[256, numbers]``) is what it adds to these numbers.
-    What other planes add is shifted by their number.
+    What other planes add is shifted by their number. ``level`` (``[codes]``, by dtype) is that of a single code.
     """
 
     codes: NDArray[np.uint8]
     cover: float
     spread: NDArray[np.uint16]
     levels: dict[torch.dtype, NDArray[Any]]
+    level: dict[torch.dtype, NDArray[Any]]
 
 
 @cache
@@ -178,8 +181,9 @@ def lookup(fmt: Format) -> _Lookup:
     octets = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
     spread = (octets.reshape(256, -1, at_once).astype(np.int64) << shifts).sum(2).astype(np.uint16)
     codes = np.arange(1 << (fmt.bits * at_once))[:, None] >> shifts & ((1 << fmt.bits) - 1)
-    rows = np.concatenate([levels, -levels])[codes]
-    return _Lookup(codes_of_cells(levels), cover, spread, {torch.float32: rows.astype(np.float32), torch.float64: rows})
+    every = np.concatenate([levels, -levels])
+    rows, level = ({torch.float32: each.astype(np.float32), torch.float64: each} for each in (every[codes], every))
+    return _Lookup(codes_of_cells(levels), cover, spread, rows, level)
 
 
 class _Fields(NamedTuple):
@@ -207,13 +211,12 @@ class _Fields(NamedTuple):
         codes = self.codes[group : group + blocks * BLOCK // _GROUP]
         return _Fields(codes, self.scales[block : block + blocks], self.fmt)
 
-    def write(self, start: int, codes: list[torch.Tensor], scales: torch.Tensor) -> _Fields:
-        """Overwrite the fields from value ``start`` on, and return them. ``codes`` has one plane per bit."""
-        part = self.part(start, len(scales))
-        for bit, plane in enumerate(codes):
-            part.codes[:, bit] = plane
+    def write(self, start: int, codes: NDArray[np.uint8], scales: torch.Tensor) -> None:
+        """Overwrite the fields from value ``start`` on. ``codes`` are those of the values, in order."""
+        part = self.part(start, scales.shape[0])
+        planes = np.packbits(codes & _BITS_OF_CODE[: self.fmt.bits], axis=1, bitorder="little")
+        part.codes.copy_(torch.from_numpy(planes.view(np.int32).T))
         part.scales.copy_(scales)
-        return part
 
     def decoded(
         self, dtype: torch.dtype, scratch: Workspace, out: torch.Tensor | None = None
@@ -227,9 +230,10 @@ class _Fields(NamedTuple):
         numbers = tables.spread.take(octets[0], axis=0, mode="wrap")
         for bit in range(1, self.fmt.bits):
             numbers |= tables.spread.take(octets[bit], axis=0, mode="wrap") << np.uint16(bit)
-        levels = scratch.buffer("levels", _GROUP * len(self.codes), dtype, self.codes.device) if out is None else out
-        rows = tables.levels[dtype]
-        np.take(rows, numbers.reshape(-1), axis=0, out=levels.view(-1, rows.shape[1]).numpy(), mode="wrap")
+        if out is None:
+            out = scratch.buffer("levels", _GROUP * self.codes.shape[0], dtype, self.codes.device)
+        levels, rows = out, tables.levels[dtype]
+        rows.take(numbers.reshape(-1), axis=0, out=levels.view(-1, rows.shape[1]).numpy(), mode="wrap")
         return levels.view(-1, BLOCK), self.scales[:, None].to(dtype)
 
     def rows(self, parts: int) -> torch.Tensor:
@@ -248,19 +252,26 @@ def _scales(messages: torch.Tensor, length: int, fmt: Format) -> torch.Tensor:
 
 def _encoded(
     blocks: torch.Tensor, count: int, fmt: Format, divisor: int, scratch: Workspace
-) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """Return the planes (int32 ``[groups]``) and the scales (fp32 ``[blocks]``) of ``blocks`` (``[blocks, BLOCK]``).
+) -> tuple[NDArray[np.uint8], torch.Tensor]:
+    """Return codes (uint8 ``[values]``) and scales (fp32 ``[blocks]``) of ``blocks`` (``[blocks, BLOCK]``).
 
     The first ``count`` numbers are values, the others are zeros. Products of levels and ``divisor`` are exact in fp32.
     """
-    ratios = scratch.buffer("ratios", blocks.numel(), torch.float32, blocks.device).view_as(blocks)
+    ratios = scratch.buffer("ratios", blocks.shape[0] * BLOCK, torch.float32, blocks.device).view_as(blocks)
     scales = _chosen_scales(torch.abs(blocks, out=ratios), count, fmt, divisor)
     if fmt.bits == 1:
-        return [_packed(np.signbit(blocks.numpy()))], scales
+        return np.signbit(blocks.numpy()).reshape(-1).view(np.uint8), scales
     torch.div(blocks, torch.where(scales == 0, 1.0, scales)[:, None], out=ratios)
     codes = lookup(fmt).codes.take(ratios.view(-1).numpy().view(np.uint16)[1::2], mode="wrap")
     codes[count:] = 0
-    return [_packed(codes & (1 << bit)) for bit in range(fmt.bits)], scales
+    return codes, scales
+
+
+def _levels(codes: NDArray[np.uint8], fmt: Format, dtype: torch.dtype, scratch: Workspace) -> torch.Tensor:
+    """Return the levels of ``codes`` in units of their scales (``[blocks, BLOCK]``), in scratch memory."""
+    levels = scratch.buffer("levels", codes.size, dtype, torch.device("cpu"))
+    lookup(fmt).level[dtype].take(codes, out=levels.numpy(), mode="wrap")
+    return levels.view(-1, BLOCK)
 
 
 def _chosen_scales(magnitudes: torch.Tensor, count: int, fmt: Format, divisor: int) -> torch.Tensor:
@@ -281,14 +292,9 @@ def _chosen_scales(magnitudes: torch.Tensor, count: int, fmt: Format, divisor: i
     return torch.where(found < LIMIT, rounded, NAN_BITS).view(torch.float32)
 
 
-def _packed(chosen: NDArray[Any]) -> torch.Tensor:
-    """Return a bit for each element of ``chosen`` (bool or uint8) that is not 0, as int32 ``[groups]``."""
-    return torch.from_numpy(np.packbits(chosen.reshape(-1), bitorder="little").view(np.int32))
-
-
 def _in_blocks(values: torch.Tensor) -> torch.Tensor:
     """Return ``values`` (``[m]``) as ``[blocks, BLOCK]``, with zeros behind the last one."""
-    missing = -values.numel() % BLOCK
+    missing = -values.shape[0] % BLOCK
     return (torch.nn.functional.pad(values, (0, missing)) if missing else values).view(-1, BLOCK)
 
 
@@ -302,8 +308,8 @@ def _chunks(*ranges: tuple[int, int], size: int | None = None) -> Iterator[tuple
 
 def _checked_length(values: torch.Tensor, parts: int, fmt: Format) -> int:
     check_vector("values", values)
-    _check(values.numel(), fmt)
-    return part_length(values.numel(), parts)
+    _check(values.shape[0], fmt)
+    return part_length(values.shape[0], parts)
 
 
 def _check(numel: int, fmt: Format) -> None:

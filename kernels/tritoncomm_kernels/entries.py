@@ -287,7 +287,7 @@ def merge(lists: Sequence[SparseList], numel: int, *, workspace: Workspace | Non
         raise ValueError(f"numel={numel} is not in [0, {INDEX_LIMIT}]: split the vector")
     for rank, (indices, values) in enumerate(lists):
         check_vector(f"lists[{rank}].values", values, like=lists[0][1])
-        check_vector(f"lists[{rank}].indices", indices, dtypes=(torch.int32,), numel=values.numel(), like=values)
+        check_vector(f"lists[{rank}].indices", indices, dtypes=(torch.int32,), numel=values.shape[0], like=values)
     if not numel:
         _check_inside(any(indices.numel() for indices, _ in lists), numel)
         return lists[0]
@@ -307,19 +307,20 @@ def find(sought: torch.Tensor, among: torch.Tensor) -> tuple[torch.Tensor, torch
     Both are ascending and unique. The position of an element that is not there means nothing, but is inside ``among``
     unless that is empty. Nothing waits for a GPU.
     """
-    if among.numel() == 0:
+    length, others = sought.shape[0], among.shape[0]
+    if not others:
         return torch.zeros_like(sought, dtype=torch.bool), torch.zeros_like(sought, dtype=torch.int64)
-    if sought.device.type != "cpu" or _MUCH_LONGER * sought.numel() <= among.numel():
-        where = torch.searchsorted(among, sought).clamp_(max=among.numel() - 1)
+    if sought.device.type != "cpu" or _MUCH_LONGER * length <= others:
+        where = torch.searchsorted(among, sought).clamp_(max=others - 1)
         return among[where] == sought, where
     if torch.equal(sought, among):
-        return torch.ones_like(sought, dtype=torch.bool), torch.arange(sought.numel())
+        return torch.ones_like(sought, dtype=torch.bool), torch.arange(length)
     # A stable sort of two ascending lists is one merge. Of two equal indices, the sought one comes first.
     ascending, order = _merged([sought, among])
-    pairs = np.flatnonzero(ascending[1:] == ascending[:-1])
-    found, places = np.zeros(sought.numel(), dtype=np.bool_), np.zeros(sought.numel(), dtype=np.int64)
+    pairs = (ascending[1:] == ascending[:-1]).nonzero()[0]
+    found, places = np.zeros(length, dtype=np.bool_), np.zeros(length, dtype=np.int64)
     found[order[pairs]] = True
-    places[order[pairs]] = order[pairs + 1] - sought.numel()
+    places[order[pairs]] = order[pairs + 1] - length
     return torch.from_numpy(found), torch.from_numpy(places)
 
 
@@ -340,7 +341,7 @@ def _merged(lists: Sequence[torch.Tensor]) -> tuple[Integers, npt.NDArray[np.int
     Equal elements stay in the order of the lists. numpy's stable sort finds ascending runs and merges them.
     """
     joined = np.concatenate([part.numpy() for part in lists])
-    order = np.argsort(joined, kind="stable")
+    order = joined.argsort(kind="stable")
     return joined.take(order), order
 
 
@@ -351,7 +352,7 @@ def _merge_host(lists: Sequence[SparseList], numel: int) -> SparseList:
     values = np.concatenate([part.numpy() for _, part in lists]).take(order)
     is_first = np.ones(ascending.size, dtype=np.bool_)
     np.not_equal(ascending[1:], ascending[:-1], out=is_first[1:])
-    first, again = np.flatnonzero(is_first), np.flatnonzero(~is_first)
+    first, again = is_first.nonzero()[0], (~is_first).nonzero()[0]
     with np.errstate(over="ignore", invalid="ignore"):  # the caller checks the sums
         sums = values.take(first) + np.float32(0.0)  # a sum starts at 0.0, which turns -0.0 into 0.0
         np.add.at(sums, again - np.arange(1, again.size + 1), values.take(again))

@@ -57,10 +57,10 @@ def root_mean_squares(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 def consecutive(counts: Sequence[int], size: int) -> list[slice]:
     """Return consecutive ranges of ``counts``. Each ends where its sum reaches ``size``."""
-    parts, start, waiting = [], 0, 0
+    parts, start, waiting, end = [], 0, 0, len(counts)
     for stop, count in enumerate(counts, 1):
         waiting += count
-        if waiting >= size or stop == len(counts):
+        if waiting >= size or stop == end:
             parts.append(slice(start, stop))
             start, waiting = stop, 0
     return parts

@@ -21,7 +21,7 @@ from tritoncomm_kernels import quantize
 from tritoncomm_kernels.dispatch import kernel, triton_runs
 from tritoncomm_kernels.entries import PADDING, Padded, check_launch, stacked
 from tritoncomm_kernels.formats import Format
-from tritoncomm_kernels.section_layout import Layout, Places, places_of
+from tritoncomm_kernels.section_layout import Layout
 from tritoncomm_kernels.select import Selection
 from tritoncomm_kernels.workspace import Workspace
 
@@ -159,42 +159,25 @@ def write_sendable(
         return torch.from_numpy(words), Selection.of(indices, values)
     at, numbers = indices.numpy(), values.numpy()
     found, chosen = None, None
-    if layout.quantized and len(numbers):
+    if layout.quantized and numbers.size:
         found = quantize.range_of(numbers, layout.fmt, divisor)
         chosen = quantize.sendable(numbers, layout.fmt, divisor, found)
     if chosen is not None and not chosen.all():
         found, at, numbers = None, at[chosen], numbers[chosen]
         indices, values = torch.from_numpy(at), torch.from_numpy(numbers)
-    sent = _write_host(layout, low, at, numbers, words, divisor, found)
-    delivered = values if sent is None else torch.from_numpy(sent)
-    return torch.from_numpy(words), Selection(indices, delivered, len(at))
-
-
-def _write_host(
-    layout: Layout,
-    low: int,
-    indices: NDArray[np.int32],
-    values: NDArray[np.float32],
-    words: NDArray[np.int32],
-    divisor: int,
-    found: quantize.Range | None = None,
-) -> NDArray[np.float32] | None:
-    """Write a section to ``words`` (zeros), and return the values that are read, times ``divisor``.
-
-    Returns None if they are equal to ``values``.
-    """
-    count, places = len(indices), places_of(layout)
-    words[0] = count
-    codes, rounded = None, None
-    if places.quantized:
-        codes, header, rounded = quantize.quantize(values, layout.fmt, divisor, found)
+    words[0] = at.size
+    codes = None
+    if layout.quantized:
+        codes, header, rounded = quantize.quantize(numbers, layout.fmt, divisor, found)
         words[1] = header  # its highest bit is never set
+        if divisor > 1:
+            rounded *= np.float32(divisor)
+        values = torch.from_numpy(rounded)
     elif layout.fmt.bits:
-        words[places.values : places.values + count] = values.view(np.int32)
-    _write_indices(layout, low, indices, codes, words)
-    if rounded is not None and divisor > 1:
-        rounded *= np.float32(divisor)
-    return rounded
+        first = layout.words - layout.value_words
+        words[first : first + at.size] = numbers.view(np.int32)
+    _write_indices(layout, low, at, codes, words)
+    return torch.from_numpy(words), Selection(indices, values, at.size)
 
 
 def read_section(layout: Layout, low: int, section: torch.Tensor, *, divisor: int = 1) -> Selection:
@@ -207,15 +190,16 @@ def read_section(layout: Layout, low: int, section: torch.Tensor, *, divisor: in
     if not layout.room:
         return Selection.of(section[:0], section[:0].view(torch.float32))
     words = section.numpy()
-    count, places = int(words[0]), places_of(layout)
-    offsets, codes = _read_indices(layout, places, words, count)
-    if places.quantized:
+    count = int(words[0])
+    offsets, codes = _read_indices(layout, words, count)
+    if layout.quantized:
         values = quantize.dequantize(codes, int(words[1]) & 0xFFFFFFFF, layout.fmt, divisor)
     else:  # no values follow if they have 0 bits
-        values = words[places.values : places.values + count].view(np.float32).copy()
+        first = layout.words - layout.value_words
+        values = words[first : first + count].view(np.float32).copy()
     if low:
         offsets += np.int32(low)
-    return Selection(torch.from_numpy(offsets), torch.from_numpy(values), len(offsets))
+    return Selection(torch.from_numpy(offsets), torch.from_numpy(values), count)
 
 
 def _write_indices(
@@ -226,43 +210,41 @@ def _write_indices(
     words: NDArray[np.int32],
 ) -> None:
     """Write the high part and the planes of the section ``words``, which holds zeros there."""
-    places, low_bits = places_of(layout), layout.low_bits
-    string = np.zeros(32 * places.high_words, np.uint8)
+    depth, low_bits = layout.planes, layout.low_bits
+    string = np.zeros(32 * layout.high_words, np.uint8)
     offsets = indices - np.int32(low) if low else indices
-    rows = words[places.planes : places.values].reshape(places.groups, places.depth)
-    for start in range(0, len(offsets), 32 * _GROUPS_AT_ONCE):
+    rows = _planes(layout, words)
+    for start in range(0, offsets.size, 32 * _GROUPS_AT_ONCE):
         part = offsets[start : start + 32 * _GROUPS_AT_ONCE]
         # Indexing with int64 is faster than with int32.
-        string[part if layout.plain else (part >> places.shift) + np.arange(start, start + len(part))] = 1
-        if not places.depth:
+        string[part if layout.plain else (part >> _shift(low_bits)) + np.arange(start, start + part.size)] = 1
+        if not depth:
             continue
-        groups = -(-len(part) // 32)
-        bits = np.zeros((places.depth, 32 * groups), np.uint8)  # of which all but 0 count as 1
+        groups = -(-part.size // 32)
+        bits = np.zeros((depth, 32 * groups), np.uint8)  # of which all but 0 count as 1
         for shift in range(0, low_bits, _OCTET):
             stop = min(shift + _OCTET, low_bits)
             octets = (part >> shift if shift else part).astype(np.uint8)
-            np.bitwise_and(octets, _BITS_OF_OCTET[: stop - shift], bits[shift:stop, : len(part)])
+            np.bitwise_and(octets, _BITS_OF_OCTET[: stop - shift], bits[shift:stop, : part.size])
         if codes is not None:
-            own = codes[start : start + len(part)]
-            np.bitwise_and(own, _BITS_OF_OCTET[: layout.fmt.bits], bits[low_bits:, : len(part)])
-        packed = np.packbits(bits, None, "little").view(np.int32).reshape(places.depth, groups)
+            own = codes[start : start + part.size]
+            np.bitwise_and(own, _BITS_OF_OCTET[: layout.fmt.bits], bits[low_bits:, : part.size])
+        packed = np.packbits(bits, None, "little").view(np.int32).reshape(depth, groups)
         rows[start // 32 : start // 32 + groups] = packed.T
-    words[places.heads : places.planes] = np.packbits(string, None, "little").view(np.int32)
+    words[layout.heads : layout.heads + layout.high_words] = np.packbits(string, None, "little").view(np.int32)
 
 
-def _read_indices(
-    layout: Layout, places: Places, words: NDArray[np.int32], count: int
-) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+def _read_indices(layout: Layout, words: NDArray[np.int32], count: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
     """Return the offsets of the entries (int32 ``[count]``), and their codes if there are such.
 
     Raises ``ValueError`` unless the offsets ascend inside the range.
     """
-    offsets = _read_high(layout, words[places.heads : places.planes], count)
-    if not places.depth:
+    offsets = _read_high(layout, words[layout.heads : layout.heads + layout.high_words], count)
+    if not layout.planes:
         return offsets, offsets[:0]
-    weights = _weights(layout.low_bits, places.depth - layout.low_bits)
-    codes = np.empty(count if places.quantized else 0, np.int32)
-    rows = words[places.planes : places.values].reshape(places.groups, places.depth)
+    weights = _weights(layout.low_bits, layout.planes - layout.low_bits)
+    codes = np.empty(count if layout.quantized else 0, np.int32)
+    rows = _planes(layout, words)
     for start in range(0, count, 32 * _GROUPS_AT_ONCE):
         part = slice(start, min(start + 32 * _GROUPS_AT_ONCE, count))
         planes = rows[start // 32 : -(-part.stop // 32)].T.copy()
@@ -270,9 +252,9 @@ def _read_indices(
         # A product is the fastest way to put the bits of an entry together. Numbers of so few bits are exact in fp32.
         numbers = np.dot(weights, bits)[:, : part.stop - start].astype(np.int32)
         if layout.low_bits:
-            offsets[part] <<= places.shift
+            offsets[part] <<= _shift(layout.low_bits)
             offsets[part] |= numbers[0]
-        if places.quantized:
+        if layout.quantized:
             codes[part] = numbers[-1]
     if count and not (offsets[-1] < layout.span and np.count_nonzero(offsets[1:] > offsets[:-1]) == count - 1):
         raise ValueError(_DESCENDING)
@@ -283,19 +265,31 @@ def _read_high(layout: Layout, words: NDArray[np.int32], count: int) -> NDArray[
     """Return the offsets without their low bits (int32 ``[count]``). They do not descend, and fit in the range."""
     offsets = np.empty(count if 0 <= count <= layout.room else 0, np.int32)
     found = 0
-    for start in range(0, len(words), _WORDS_AT_ONCE):
+    for start in range(0, words.size, _WORDS_AT_ONCE):
         bits = np.unpackbits(words[start : start + _WORDS_AT_ONCE].view(np.uint8), None, None, "little")
         at = bits.view(np.bool_).nonzero()[0]
-        stop, before = found + len(at), 32 * start - found
-        if stop <= len(offsets):
-            at += 32 * start if layout.plain else np.arange(before, before - len(at), -1)
+        stop, before = found + at.size, 32 * start - found
+        if stop <= offsets.size:
+            at += 32 * start if layout.plain else np.arange(before, before - at.size, -1)
             offsets[found:stop] = at
         found = stop
-    if len(offsets) != count or found != count:
+    if offsets.size != count or found != count:
         raise ValueError(f"it reports {count} entries and holds {found}, with room for {layout.room}")
     if count and offsets[-1] > (layout.span - 1) >> layout.low_bits:  # would overflow when shifted
         raise ValueError(_DESCENDING)
     return offsets
+
+
+def _planes(layout: Layout, words: NDArray[np.int32]) -> NDArray[np.int32]:
+    """Return the planes of the section ``words`` as a view (int32 ``[groups, planes]``)."""
+    first = layout.heads + layout.high_words
+    return words[first : first + layout.groups * layout.planes].reshape(layout.groups, layout.planes)
+
+
+@functools.cache
+def _shift(bits: int) -> NDArray[np.int32]:
+    """Return ``bits`` as an array, which numpy need not convert."""
+    return np.array(bits, np.int32)
 
 
 @functools.cache

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import struct
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -37,6 +38,7 @@ _FEW_IN = 64
 # Keys of the smallest normal magnitude, and of infinity.
 _SMALLEST_NORMAL, _INFINITY = 0x00800000, 0x7F800000
 NAN_KEY = _INFINITY + 1  # the smallest key of a NaN
+_FLOAT = struct.Struct("<f")
 SparseList = tuple[torch.Tensor, torch.Tensor]
 Floats = npt.NDArray[np.float32]
 Places = npt.NDArray[np.intp]
@@ -56,7 +58,7 @@ class Selection(NamedTuple):
     @classmethod
     def of(cls, indices: torch.Tensor, values: torch.Tensor) -> Selection:
         """Return a selection of exactly these entries."""
-        return cls(indices, values, indices.numel())
+        return cls(indices, values, indices.shape[0])
 
     @classmethod
     def join(cls, parts: Sequence[Selection]) -> Selection:
@@ -114,8 +116,10 @@ def threshold_key(threshold: float) -> int:
         return NAN_KEY
     if threshold <= 0:
         return 1
-    with np.errstate(over="ignore"):
-        return max(1, int(np.float32(threshold).view(np.int32)))
+    try:
+        return max(1, int.from_bytes(_FLOAT.pack(threshold), "little"))
+    except OverflowError:  # rounded to fp32, it is infinity
+        return _INFINITY
 
 
 def mark(
@@ -252,7 +256,10 @@ def has_non_finite(values: torch.Tensor) -> bool:
         return values.numel() > 0 and not bool(torch.isfinite(values).all())
     # numpy is ten times faster than torch on the CPU. Parts stay in the cache.
     array = values.numpy(force=True).reshape(-1)
-    return not all(np.isfinite(array[i : i + HOST_CHUNK]).all() for i in range(0, array.size, HOST_CHUNK))
+    for start in range(0, array.size, HOST_CHUNK):
+        if not np.logical_and.reduce(np.isfinite(array[start : start + HOST_CHUNK])):
+            return True
+    return False
 
 
 def _scan_triton(
@@ -283,15 +290,16 @@ def _scan_host(
     terms: Sequence[SparseList],
 ) -> Selection:
     """Chunk loop in numpy, whose calls, comparisons and nonzero() measured faster than torch's."""
-    floats, chunk = out.numpy(), min(HOST_CHUNK, out.numel())
-    add_chunk = _host_addition(out, addends) if addends is not None else None
+    floats = out.numpy()
+    chunk = min(HOST_CHUNK, floats.size)
+    add_chunk = _host_addition(floats, addends) if addends is not None else None
     reaches, scratch = np.empty(chunk, dtype=np.bool_), np.empty(chunk, dtype=np.bool_)
     divisors = None if divisor is None else divisor.numpy()
     quotients = np.empty(0 if divisor is None else chunk, dtype=np.float32)
-    in_chunks = [_chunks_of(*listed, out.numel()) for listed in terms]
-    indices, values, found = [], [], np.empty(0, dtype=np.intp)
+    in_chunks = [_chunks_of(*listed, floats.size) for listed in terms]
+    indices, values, few = [], [], True
     with np.errstate(over="ignore", invalid="ignore"):  # the caller checks the sums
-        for start in range(0, out.numel(), HOST_CHUNK):
+        for start in range(0, floats.size, HOST_CHUNK):
             if add_chunk is not None:
                 add_chunk(slice(start, start + HOST_CHUNK))
             part = floats[start : start + HOST_CHUNK]
@@ -299,7 +307,8 @@ def _scan_host(
                 part = np.divide(part, divisors[start : start + HOST_CHUNK], out=quotients[: part.size])
             overwritten = [_add_terms(part, *next(chunks)) for chunks in in_chunks]
             flags = _reaching(part, key, reaches[: part.size], scratch[: part.size])
-            found = true_positions(flags, few=_FEW_IN * found.size < part.size)
+            found = true_positions(flags, few=few)
+            few = _FEW_IN * found.size < part.size  # in the next chunk
             values.append(part.take(found))
             indices.append(np.add(found, start, dtype=np.int32, casting="unsafe"))
             for places, before in reversed(overwritten):
@@ -329,18 +338,19 @@ def true_positions(flags: Flags, *, few: bool) -> npt.NDArray[np.intp]:
     if few or flags.size % 8:
         return flags.nonzero()[0]
     words = flags.view(np.uint64)  # most are zero, and eight flags are looked at together
-    at = np.flatnonzero(words != 0)
-    within = np.flatnonzero(words[at].view(np.bool_))
+    at = (words != 0).nonzero()[0]
+    within = words[at].view(np.bool_).nonzero()[0]
     found: npt.NDArray[np.intp] = (at[within >> 3] << 3) + (within & 7)
     return found
 
 
-def _host_addition(out: torch.Tensor, addends: tuple[torch.Tensor, torch.Tensor]) -> Callable[[slice], object]:
-    """Return a function that adds a slice of the ``addends`` into ``out``. numpy adds fp32, with the same bits."""
+def _host_addition(floats: Floats, addends: tuple[torch.Tensor, torch.Tensor]) -> Callable[[slice], object]:
+    """Return a function that adds a slice of the ``addends`` into ``floats``. numpy adds fp32, with the same bits."""
     residual, gradient = addends
     if gradient.dtype != torch.float32:
+        out = torch.from_numpy(floats)
         return lambda part: torch.add(residual[part], gradient[part], out=out[part])
-    floats, terms = out.numpy(), (residual.numpy(), gradient.numpy())
+    terms = residual.numpy(), gradient.numpy()
     return lambda part: np.add(terms[0][part], terms[1][part], out=floats[part])
 
 
@@ -358,7 +368,7 @@ def _reaching(part: Floats, key: int, out: Flags, scratch: Flags) -> Flags:
 def positions(mask: torch.Tensor) -> torch.Tensor:
     """Return the ascending int64 positions of the true entries of a boolean ``mask`` (``[n]``)."""
     if mask.device.type == "cpu":  # on the CPU, numpy is three times faster than nonzero()
-        return torch.from_numpy(np.flatnonzero(mask.numpy()))
+        return torch.from_numpy(mask.numpy().nonzero()[0])
     return mask.nonzero().squeeze(1)
 
 
@@ -394,7 +404,7 @@ def _check_limits(values: torch.Tensor, threshold: torch.Tensor, span: torch.Ten
 
 def _check_divisor(values: torch.Tensor, divisor: torch.Tensor | None) -> None:
     if divisor is not None:
-        check_vector("divisor", divisor, numel=values.numel(), like=values)
+        check_vector("divisor", divisor, numel=values.shape[0], like=values)
 
 
 def _check_marks(values: torch.Tensor, marks: Marks) -> None:
@@ -439,7 +449,7 @@ def check_addends(residual: torch.Tensor, gradient: torch.Tensor | None, out: to
         check_same("residual", residual, "out", out)
         return
     check_vector("residual", residual)
-    check_vector("gradient", gradient, dtypes=GRADIENT_DTYPES, numel=residual.numel(), like=residual)
-    check_vector("out", out, numel=residual.numel(), like=residual)
+    check_vector("gradient", gradient, dtypes=GRADIENT_DTYPES, numel=residual.shape[0], like=residual)
+    check_vector("out", out, numel=residual.shape[0], like=residual)
     check_apart("gradient", gradient, "out", out)
     check_in_place("residual", residual, "out", out)

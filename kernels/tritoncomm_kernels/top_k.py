@@ -331,8 +331,8 @@ def _exact(candidates: Callable[[int], Selection], sample: torch.Tensor, k: int,
 
 def largest(selected: Selection, k: int, *, workspace: Workspace | None = None) -> Selection:
     """Return the ``k`` entries of ``selected`` with the largest magnitude, ascending by index."""
-    if len(selected.values) <= k:
-        return Selection(selected.indices, selected.values, len(selected.values))
+    if selected.values.shape[0] <= k:
+        return Selection.of(selected.indices, selected.values)
     if k == 0:
         return Selection(selected.indices[:0], selected.values[:0], 0)
     if not triton_runs(selected.values):
@@ -351,11 +351,11 @@ def largest(selected: Selection, k: int, *, workspace: Workspace | None = None) 
 def _largest_on_host(indices: npt.NDArray[np.int32], values: npt.NDArray[np.float32], k: int) -> Selection:
     """Do the same in numpy, whose calls cost less than torch's."""
     keys = values.view(np.int32) & MAGNITUDE_MASK
-    rank = len(keys) - k
-    kth = np.partition(keys, rank)[rank]
-    take = keys > kth
-    take[np.flatnonzero(keys == kth)[: k - np.count_nonzero(take)]] = True
-    kept = np.flatnonzero(take)
+    rank, order = keys.size - k, keys.copy()
+    order.partition(rank)
+    take = keys > order[rank]
+    take[(keys == order[rank]).nonzero()[0][: k - np.count_nonzero(take)]] = True
+    kept = take.nonzero()[0]
     return Selection(torch.from_numpy(indices[kept]), torch.from_numpy(values[kept]), k)
 
 

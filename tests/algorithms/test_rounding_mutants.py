@@ -101,7 +101,7 @@ def low_bits_off_by_one(patch: Patch) -> None:
 
     def wrong(cls: type, room: int, span: int, fmt: Format) -> sections.Layout:
         found = right(cls, room, span, fmt)
-        return found if found.plain else found._replace(low_bits=found.low_bits + 1)
+        return found if found.plain else dataclasses.replace(found, low_bits=found.low_bits + 1)
 
     patch.setattr(sections.Layout, "of", classmethod(wrong))
 

@@ -407,15 +407,15 @@ def test_delays_of_a_step(rank, world_size, algo, ordinary, reevaluated):
     post, wait_ = messages.Messages.post, messages.Messages.wait
     seen: list[tuple[str, list[int]]] = []
 
-    def noted_post(self, round_, frame):
-        seen.append(("send", list(round_.sends)))
-        ticket = post(self, round_, frame)
-        reads[id(ticket)] = list(round_.receives)
-        return ticket
+    def noted_post(self, sends, receives, frame):
+        seen.append(("send", list(sends)))
+        token = post(self, sends, receives, frame)
+        reads[id(token)] = list(receives)
+        return token
 
-    def noted_wait(self, ticket):
-        inbox = wait_(self, ticket)
-        seen.append(("read", reads.pop(id(ticket))))
+    def noted_wait(self, token):
+        inbox = wait_(self, token)
+        seen.append(("read", reads.pop(id(token))))
         return inbox
 
     generator, delays = torch.Generator().manual_seed(rank), {0.0: set(), 1.0: set()}

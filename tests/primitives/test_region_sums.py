@@ -20,7 +20,7 @@ def summed(messages: list[list[Selection]], entries: int) -> RegionSums:
     """The sums of messages, each with several lists."""
     sums = RegionSums(LOW, HIGH, entries, torch.device("cpu"), Workspace())
     for message in messages:
-        sums.add(Selection.join(message), [part.found for part in message])
+        sums.add(message)
     return sums
 
 
@@ -51,5 +51,5 @@ def test_few_entries_need_no_dense_region(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(region_sums.torch, "zeros", lambda *_, **__: pytest.fail("a dense region is allocated"))
     entries = Selection.of(torch.tensor([60, 70], dtype=torch.int32), torch.tensor([1.0, 2.0]))
     sums = RegionSums(LOW, HIGH, 2, torch.device("cpu"), Workspace())
-    sums.add(entries, [2])
+    sums.add([entries])
     assert sums.at_least(1.5).indices.tolist() == [70]

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import torch
 
 import tritoncomm_kernels as kernels
-from tritoncomm.algorithms.base import Algorithm, Bounds, check_at_least
+from tritoncomm.algorithms.base import Bounds, check_at_least
 from tritoncomm.algorithms.wrapper import WrapperAlgorithm, WrapperRecipe
 from tritoncomm.errors import ConfigurationError, NonFiniteError
 from tritoncomm.primitives.accumulator import Accumulator
@@ -72,19 +72,12 @@ class HierarchicalAlgorithm(WrapperAlgorithm):
         super().__init__(numel)
         self.recipe = recipe
         self._share = -(-numel // recipe.node_size)
-        self._inner: Algorithm | None = None
+        self.inner = recipe.recipe.build(self._share)  # for one part, of which all are padded to the same size
 
     @property
     def has_shared_verdict(self) -> bool:
         """See :attr:`Algorithm.has_shared_verdict`. Those who share a part do. A dense step has no verdict."""
         return self.is_static and self.inner.has_shared_verdict
-
-    @property
-    def inner(self) -> Algorithm:
-        """The algorithm for one part. All parts are padded to the same size."""
-        if self._inner is None:
-            self._inner = self.recipe.recipe.build(self._share)
-        return self._inner
 
     def reduce(self, acc: Accumulator, rank: int, world_size: int) -> Pattern[SparseVector]:
         if world_size == 1:

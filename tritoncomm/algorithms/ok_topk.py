@@ -125,20 +125,20 @@ class OkTopkAlgorithm(BudgetedAlgorithm):
             return (yield from self._alone(step, local, state, [selected, kth], exactly=exactly))
 
         # Phase 1 (sections "space repartition" and "split and reduce").
-        cuts = state.cuts
         if repartition:
             cuts = yield from agree_on_cuts(propose_cuts(local, world_size), self.numel)
+            state = replace(state, cuts=cuts)
         room = None if reevaluate else self.caps.pair_room(world_size)
-        sums = yield from step.to_owners("split-and-reduce", local, cuts, room)
+        sums = yield from step.to_owners("split-and-reduce", local, state.cuts, room)
 
         # Phase 2: global selection, data balancing, all-gather.
         if reevaluate:
             chosen, rooms = yield from self._largest_sums(step, sums)
         else:
             chosen, rooms = yield from self._reaching_sums(step, sums, state.global_threshold)
-        limit = self.k if reevaluate else self.global_cap
+        limit, regions = self.k if reevaluate else self.global_cap, list(itertools.pairwise(state.cuts))
         gathered = yield from step.to_all(
-            "all-gather", chosen, list(itertools.pairwise(cuts)), rooms, limit=limit, trigger=self.balance_trigger,
+            "all-gather", chosen, regions, rooms, limit=limit, trigger=self.balance_trigger,
             figures=self._edge(step, chosen, reevaluate=reevaluate),
         )  # fmt: skip
 
@@ -159,10 +159,7 @@ class OkTopkAlgorithm(BudgetedAlgorithm):
             "region_imbalance": max(loads) * world_size / max(1, sum(loads)),
             "candidates": float(sum(row.candidates for row in rows)),
         }
-        self.state = replace(
-            self.rules.after(state, rows, own, reevaluate=reevaluate, exactly=exactly, is_fixed=self.static),
-            cuts=cuts,
-        )
+        self.state = self.rules.after(state, rows, own, reevaluate=reevaluate, exactly=exactly, is_fixed=self.static)
         return step.vector(result)
 
     def _select_local(self, step: Step, threshold: float) -> Padded:

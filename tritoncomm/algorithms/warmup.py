@@ -55,14 +55,13 @@ class WarmupAlgorithm(WrapperAlgorithm):
     def __init__(self, recipe: Warmup, numel: int, bounds: Bounds) -> None:
         super().__init__(numel)
         self.recipe, self._bounds = recipe, bounds
-        self._taken = 0
         self._dense: Algorithm | None = None
         self._method: Algorithm | None = None
+        self._take(0)
 
-    @property
-    def inner(self) -> Algorithm:
-        """The algorithm of the next step."""
-        return self._after(self._taken)
+    def _take(self, taken: int) -> None:
+        """Let so many steps be completed. ``inner`` is the algorithm of the next one."""
+        self._taken, self.inner = taken, self._after(taken)
 
     def _after(self, taken: int) -> Algorithm:
         """Return the algorithm of the step after ``taken`` completed ones. The method is built when it begins."""
@@ -102,9 +101,10 @@ class WarmupAlgorithm(WrapperAlgorithm):
 
     @state.setter
     def state(self, state: tuple[int, Any]) -> None:
-        self._taken, inner = state
-        if self._taken < self.recipe.steps:
+        taken, inner = state
+        if taken < self.recipe.steps:
             self._method = None  # it begins from scratch
+        self._take(taken)
         self.inner.state = inner
 
     def reduce(self, acc: Accumulator, rank: int, world_size: int) -> Pattern[SparseVector]:
@@ -115,7 +115,7 @@ class WarmupAlgorithm(WrapperAlgorithm):
         else:
             mean = yield from before.reduce(acc, rank, world_size)
         self.report = before.report
-        self._taken += 1
+        self._take(self._taken + 1)
         return mean
 
     def carriers(self, world_size: int, *, ordinary: bool = False) -> Carriers:
@@ -145,10 +145,10 @@ class WarmupAlgorithm(WrapperAlgorithm):
         A state that was saved without a warm-up counts as one after its warm-up.
         """
         if "taken" not in common:
-            self._taken = self.recipe.steps
+            self._take(self.recipe.steps)
             self.inner.migrate(states, share, common)
             return
-        self._taken = int(common["taken"])
+        self._take(int(common["taken"]))
         self.inner.migrate([state["inner"] for state in states], share, common["inner"])
 
     def common_state(self) -> dict[str, Any]:
@@ -162,7 +162,7 @@ class WarmupAlgorithm(WrapperAlgorithm):
             raise ConfigurationError(f"not a state of a warm-up: expected keys 'inner', 'taken', got {sorted(state)}")
         taken = int(state["taken"])
         self._after(taken).load_state_dict(state["inner"])
-        self._taken = taken
+        self._take(taken)
 
 
 def warmup_of(algorithm: Algorithm) -> WarmupAlgorithm | None:

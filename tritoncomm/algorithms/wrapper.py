@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -52,10 +51,7 @@ class WrapperRecipe(Recipe):
 class WrapperAlgorithm(Algorithm):
     """An algorithm that wraps ``inner``. By default it has no state of its own."""
 
-    @property
-    @abstractmethod
-    def inner(self) -> Algorithm:
-        """The wrapped algorithm."""
+    inner: Algorithm
 
     @property
     def state(self) -> Any:

@@ -27,6 +27,7 @@ class Accumulator:
     sum is stored in ``scratch`` (fp32 ``[n]``), and methods such as :meth:`clear` edit it there. After a successful
     exchange ``scratch`` becomes the new residual.
 
+    ``numel`` is the length n of the vector, and ``device`` its device, on which messages are created.
     ``workspace`` is scratch memory of the kernels, kept from step to step on a GPU. ``spans`` are the times of the work
     of this object. ``selected`` is the number of entries that this rank selected last. ``verdict`` collects what is
     wrong in a step that does not wait for a GPU: in the static form, and on a GPU if the algorithm's
@@ -41,6 +42,7 @@ class Accumulator:
         workspace: Workspace | None = None,
         verdict: Verdict | None = None,
     ) -> None:
+        self.numel, self.device = residual.shape[0], residual.device
         self._residual = residual
         self._gradient = gradient
         self._scratch = scratch
@@ -58,16 +60,6 @@ class Accumulator:
     def seconds(self) -> float:
         """Seconds of work of this object, as far as they are known. On a GPU, they are known one step later."""
         return sum(span.seconds for span in self.spans)
-
-    @property
-    def numel(self) -> int:
-        """Length n of the vector."""
-        return self._residual.numel()
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the vector. Create messages on it."""
-        return self._residual.device
 
     @property
     def gradient(self) -> torch.Tensor:
@@ -331,7 +323,12 @@ class Accumulator:
 
     def _undivided(self, values: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
         """Return ``values`` for ``indices``, which may hold padding, in the units of the sum in ``scratch``."""
-        return values if self._divisor is None else values * kernels.values_at(self._divisor, indices)
+        divisor = self._divisor
+        if divisor is None:
+            return values
+        if self.verdict is None:  # without padding, torch is faster than the kernels
+            return values * divisor.index_select(0, indices)
+        return values * kernels.values_at(divisor, indices)
 
     def _select(self, first: Callable[[], Selection], again: Callable[[], Selection]) -> Selection:
         selection = self._timed(again if self._added else first)
@@ -342,7 +339,7 @@ class Accumulator:
         span = Span(self.device)
         answer = work()
         self._added = True
-        self.spans.append(span.end())
+        self.spans += [span.end()]
         return answer
 
 

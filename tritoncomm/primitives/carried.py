@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from tritoncomm.scheduler.cost import HEADER_WORDS, WORD, Flow, Forecast, Traffic
-from tritoncomm.scheduler.rounds import AllGather, AllToAll, Inbox, Op, Pattern, Post, Round, Ticket, Wait, round_of
+from tritoncomm.scheduler.rounds import AllGather, AllToAll, Inbox, Op, Pattern, Post, Round, Ticket, Wait
 
 Result = TypeVar("Result")
 Other = TypeVar("Other")
@@ -43,13 +43,13 @@ class _Rider:
         """Give the pattern the ``reply`` to its operation, and run it up to the next one."""
         try:
             self.op = self._pattern.send(reply)
-            while isinstance(self.op, Post):
+            while type(self.op) is Post:
                 ticket = Ticket(self.op.phase, len(self._posted))
                 self._posted[ticket.token] = self.op.round
                 self.op = self._pattern.send(ticket)
         except StopIteration as stop:
             self.op, self.result = None, stop.value
-        if isinstance(self.op, Wait):
+        if type(self.op) is Wait:
             self.op = self._posted[self.op.ticket.token]
 
     def alone(self, *carriers: str) -> Pattern[None]:
@@ -73,7 +73,8 @@ def carried(
         return (yield from large), other
     with closing(large), closing(small):
         rider, posted = _Rider(small, carriers), dict[Any, Parted]()
-        yield from rider.alone(*carriers.values())
+        phases = tuple(carriers.values())
+        yield from rider.alone(*phases)
         reply: Any = None
         while True:
             try:
@@ -81,12 +82,14 @@ def carried(
             except StopIteration as stop:
                 yield from rider.alone()
                 return stop.value, rider.result
-            parted = posted.pop(op.ticket, None) if isinstance(op, Wait) else None
-            if op.phase in carriers.values() and not isinstance(op, Wait) and not posted:
+            parted = None
+            if type(op) is Wait:
+                parted = posted.pop(op.ticket, None)
+            elif op.phase in phases and not posted:
                 yield from rider.alone(op.phase)
                 op, parted = _joint(op, rider.op)
             reply = yield op
-            if parted is not None and isinstance(op, Post):
+            if parted is not None and type(op) is Post:
                 posted[reply] = parted
             elif parted is not None:
                 reply, own = parted(reply)
@@ -95,8 +98,8 @@ def carried(
 
 def _joint(large: Op, small: Op | None) -> tuple[Op, Parted | None]:
     """Return one operation that does what both do, or ``large`` alone if there is no ``small`` one of its kind."""
-    if isinstance(large, Round | Post) and isinstance(small, Round):
-        one = round_of(large)
+    one = large.round if type(large) is Post else large
+    if type(one) is Round and type(small) is Round:
         both = Round(large.phase, _joined(one.sends, small.sends), _added(one.receives, small.receives))
 
         def parted(inbox: Inbox) -> tuple[Inbox, Inbox]:
@@ -108,7 +111,7 @@ def _joint(large: Op, small: Op | None) -> tuple[Op, Parted | None]:
                         half[peer] = part
             return halves
 
-        return (Post(both) if isinstance(large, Post) else both), parted
+        return (Post(both) if type(large) is Post else both), parted
     if isinstance(large, AllToAll | AllGather) and type(large) is type(small):
         cut = large.tensor.shape[-1]
         tensor = torch.cat([large.tensor, small.tensor], dim=-1)

@@ -53,16 +53,19 @@ def rotate(
     of one bucket by source, in rotation order: r - 1, r - 2, and so on. While it runs, the next bucket is in transit.
     """
     arrived: Inbox = {}
-    for pairs in rotation(rank, world_size, width):
+    for number, pairs in enumerate(rotation(rank, world_size, width)):
         bucket = Round(
             phase,
             {to: sends[to] for to, _ in pairs if to in sends},
             {source: receives[source] for _, source in pairs if source in receives},
         )
-        ticket = yield Post(bucket)
-        if arrived:
-            consume(arrived)
-        inbox: Inbox = yield Wait(ticket)
+        if number == 0:  # there is nothing to do in the meantime
+            inbox: Inbox = yield bucket
+        else:
+            ticket = yield Post(bucket)
+            if arrived:
+                consume(arrived)
+            inbox = yield Wait(ticket)
         arrived = {source: inbox[source] for _, source in pairs if source in inbox}
     if arrived:
         consume(arrived)
@@ -92,7 +95,7 @@ def bruck_all_gather(
         lengths = [words[(first + i) % size] for i in range(count)]
         inbox: Inbox = yield Round(phase, {to: torch.cat(slots[:count])}, {source: sum(lengths)})
         arrived = inbox.get(source, block.new_empty(0))
-        slots.extend(torch.split(arrived, lengths))
+        slots += arrived.split_with_sizes(lengths)
     return [slots[(p - position) % size] for p in range(size)]
 
 
@@ -258,7 +261,12 @@ def gather_regions(
         message = torch.cat([message, least.reshape(1).view(torch.int32)]) if message.numel() else message
     words = [layout.words + extra if layout.words else 0 for layout in layouts]
     blocks = yield from bruck_all_gather(message, words, rank, world_size, phase=phase)
-    parts = [layout.decode(part[: layout.words]) for layout, part in zip(layouts, blocks, strict=True)]
+    parts = [
+        sent._replace(values=quotients(sent.values, regions.divisor))
+    ] * world_size  # the own one needs no decoding
+    for source, (layout, part) in enumerate(zip(layouts, blocks, strict=True)):
+        if source != rank:
+            parts[source] = layout.decode(part[: layout.words])
     entries = Selection.join(parts)
     if balanced:  # several blocks hold parts of one region, and each was checked by itself
         packing.check_indices(entries.indices, 0, regions.cuts[-1])

@@ -287,13 +287,14 @@ class ExactStep(Step):
         region = RegionSums(low, high, sum(incoming), device, held)
 
         def add(arrived: Inbox) -> None:
-            found = [arriving[source].decode(message) for source, message in arrived.items()]
-            region.add(Selection.join(found), [part.found for part in found])
+            region.add([arriving[source].decode(message) for source, message in arrived.items()])
 
-        region.add(parts[rank], [counts[rank]])
-        packed = [section.encode(part.indices, part.values) for section, part in zip(sections, parts, strict=True)]
-        sent = Selection.join([parts[p] if p == rank else delivered for p, (_, delivered) in enumerate(packed)])
-        sends = {p: message for p, (message, _) in enumerate(packed) if p != rank}
+        region.add([parts[rank]])
+        sends, delivered = {}, list(parts)
+        for p, part in enumerate(parts):
+            if p != rank:
+                sends[p], delivered[p] = sections[p].encode(part.indices, part.values)
+        sent = Selection.join(delivered)
         receives = {p: section.words for p, section in arriving.items()}
         yield from rotate(sends, receives, add, rank, self.world_size, width=self.width, phase=phase)
         figures = rounding_figures(Selection.join(given), sent) if encoding.rounds else {}

@@ -9,8 +9,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -95,6 +95,13 @@ class Section:
 
     The receiver gets values divided by ``divisor``, for example means instead of sums. A rounded value times the
     ``divisor`` is exact. The sender's residual is therefore the entry minus what was delivered, without loss.
+
+    Attributes:
+        layout: The layout of the packed form.
+        is_packed: True if the section is packed. Plain sections have two words per entry of room.
+        rounds: True if values are rounded. False if the receiver gets the bits of the sender, divided by ``divisor``.
+            A plain section rounds only quotients. They lose so many bits that their product with ``divisor`` is exact.
+        words: Length in words. The length does not depend on the entries.
     """
 
     low: int
@@ -103,35 +110,18 @@ class Section:
     values: str = "fp32"
     divisor: int = 1
     packed: bool | str = True
+    layout: Layout = field(init=False)
+    is_packed: bool = field(init=False)
+    rounds: bool = field(init=False)
+    words: int = field(init=False)
 
-    @cached_property
-    def layout(self) -> Layout:
-        """The layout of the packed form."""
-        return Layout.of(self.room, self.high - self.low, _FORMATS[self.values])
-
-    @cached_property
-    def is_packed(self) -> bool:
-        """True if the section is packed. Plain sections have two words per entry of room."""
-        if not self.packed or self.room == 0:
-            return False
-        return self.packed == "always" or self.layout.words < self._plain_words
-
-    @cached_property
-    def rounds(self) -> bool:
-        """True if values are rounded. False if the receiver gets the bits of the sender, divided by ``divisor``.
-
-        A plain section rounds only quotients. They lose so many bits that their product with ``divisor`` is exact.
-        """
-        return self.values not in ("fp32", NO_VALUES) and (self.is_packed or self.divisor > 1)
-
-    @cached_property
-    def words(self) -> int:
-        """Length in words. The length does not depend on the entries."""
-        return self.layout.words if self.is_packed else self._plain_words
-
-    @property
-    def _plain_words(self) -> int:
-        return min(self.room, self.high - self.low) * (1 if self.values == NO_VALUES else 2)
+    def __post_init__(self) -> None:
+        layout = Layout.of(self.room, self.high - self.low, _FORMATS[self.values])
+        plain_words = layout.room * (1 if self.values == NO_VALUES else 2)
+        is_packed = self.room > 0 and bool(self.packed) and (self.packed == "always" or layout.words < plain_words)
+        rounds = self.values not in ("fp32", NO_VALUES) and (is_packed or self.divisor > 1)
+        words = layout.words if is_packed else plain_words
+        self.__dict__.update(layout=layout, is_packed=is_packed, rounds=rounds, words=words)
 
     def sendable(self, entries: Selection) -> Selection:
         """Return the ``entries`` that the section can hold together.
@@ -267,6 +257,8 @@ class Sections:
         """Do the same as :meth:`Section.encode` for entries of all sections."""
         if self.is_plain or not self.words:
             return pack_padded(indices, values, self.words), Selection.of(indices, values)
+        if len(self.sections) == 1:
+            return self.sections[0].encode(indices, values)
         bounds = indices.new_tensor([section.low for section in self.sections[1:]])
         cuts = [0, *torch.searchsorted(indices, bounds).tolist(), indices.numel()]
         parts = [
@@ -279,8 +271,10 @@ class Sections:
         """Do the same as :meth:`Section.decode` for a received ``message`` (int32 ``[words]``)."""
         if not self.words:
             return Selection.of(message, message.view(torch.float32))
+        if len(self.sections) == 1:
+            return self.sections[0].decode(message)
         if not self.is_plain:
-            parts = torch.split(message, [section.words for section in self.sections])
+            parts = message.split_with_sizes([section.words for section in self.sections])
             return Selection.join([section.decode(part) for section, part in zip(self.sections, parts, strict=True)])
         entries = Selection.of(*unpack_padded(message))
         start = 0

@@ -33,13 +33,13 @@ class RegionSums:
         if device.type != "cpu" or _SPARSE_FROM * entries > high - low:
             self._dense = torch.zeros(high - low, dtype=torch.float32, device=device)
 
-    def add(self, entries: Selection, counts: Sequence[int]) -> None:
-        """Add consecutive lists of ``counts`` entries each. The indices of a list ascend and are inside the region."""
+    def add(self, lists: Sequence[Selection]) -> None:
+        """Add ``lists`` (at least one), in order. The indices of a list ascend and are inside the region."""
         if self._dense is not None:
+            entries, counts = Selection.join(lists), [each.found for each in lists]
             kernels.scatter_add_lists(self._dense, entries.indices - self._low, entries.values, counts)
         else:
-            parts = (torch.split(tensor, list(counts)) for tensor in (entries.indices, entries.values))
-            self._lists += zip(*parts, strict=True)
+            self._lists += [(each.indices, each.values) for each in lists]
 
     def at_least(self, threshold: float) -> Selection:
         """Return the non-zero sums with magnitude at least ``threshold``, ascending by index. Call it after all adds.
@@ -99,10 +99,11 @@ class ListedSums(OwnedSums):
 
     def select(self, threshold: float) -> None:
         self._candidates = self._fits(self._region.at_least(threshold))
+        self._keys = kernels.magnitude_keys(self._candidates.values)
         self._check(self._candidates.values)
 
     def count(self, threshold: float) -> Count:
-        return int((kernels.magnitude_keys(self._candidates.values) >= kernels.threshold_key(threshold)).sum())
+        return int((self._keys >= kernels.threshold_key(threshold)).sum())
 
     def largest(self, room: int) -> Padded:
         return Padded(*kernels.largest(self._candidates, room, workspace=self._workspace)[:2])

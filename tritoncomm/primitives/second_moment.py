@@ -44,11 +44,11 @@ class FactoredSecondMoment:
         self.numel = sum(self.sizes)
         self.rows = [rows for rows, _, _ in self.cuts]
         self.columns = [columns for _, columns, _ in self.cuts]
-        self._table: torch.Tensor | None = None
+        self._table: tuple[torch.Tensor, ...] | None = None
 
     def sums(self, vector: SparseVector) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the sum of squares of each row ``[sum(rows)]`` and of each column ``[sum(columns)]``, both fp64."""
-        count = vector.values.numel()  # padding, with its value 0, counts too
+        count = vector.values.shape[0]  # padding, with its value 0, counts too
         largest = (
             vector.values.abs().max().double().square() if count else vector.values.new_zeros((), dtype=torch.float64)
         )
@@ -75,17 +75,19 @@ class FactoredSecondMoment:
     def _places(self, vector: SparseVector) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the row and the column of each index of ``vector``, numbered across all matrices."""
         indices = vector.indices.clamp(min=0) if vector.is_padded else vector.indices
-        if self._table is None or self._table.device != indices.device:
+        if self._table is None or self._table[0].device != indices.device:
             starts = [[0, *accumulate(lengths)][:-1] for lengths in (self.sizes, self.rows, self.columns)]
             table = [*starts, [max(columns, 1) for columns in self.columns], [max(run, 1) for _, _, run in self.cuts]]
-            self._table = torch.tensor(table, dtype=torch.int64, device=indices.device)
-        if indices.device.type == "cpu" and not vector.is_padded and len(indices) > _MANY_PER_MATRIX * len(self.sizes):
+            self._table = torch.tensor(table, dtype=torch.int64, device=indices.device).unbind()
+        many = indices.shape[0] > _MANY_PER_MATRIX * len(self.sizes)
+        if many and indices.device.type == "cpu" and not vector.is_padded:
             return self._places_by_matrix(indices.numpy())
         start, first_row, first_column, columns, run = self._table
         place = indices.long()
         matrix = torch.searchsorted(start, place, right=True) - 1
-        cell = (place - start[matrix]) // run[matrix]
-        return first_row[matrix] + cell // columns[matrix], first_column[matrix] + cell % columns[matrix]
+        cell = torch.floor_divide(place - start[matrix], run[matrix])
+        row = torch.floor_divide(cell, columns[matrix])
+        return first_row[matrix] + row, first_column[matrix] + cell % columns[matrix]
 
     def _places_by_matrix(self, indices: npt.NDArray[np.int32]) -> tuple[torch.Tensor, torch.Tensor]:
         """Do the same as :meth:`_places` for ascending ``indices``, with one division by a number for each matrix."""

@@ -24,7 +24,7 @@ class SparseVector:
             raise ConfigurationError(
                 f"SparseVector needs int32 indices and float32 values, got {indices.dtype} and {values.dtype}"
             )
-        if indices.dim() != 1 or indices.shape != values.shape:
+        if indices.ndim != 1 or indices.shape != values.shape:
             raise ConfigurationError(
                 f"indices of shape {tuple(indices.shape)} and values of shape {tuple(values.shape)} "
                 "must be one-dimensional and of equal length"
@@ -71,7 +71,7 @@ class SparseVector:
     @property
     def is_full(self) -> bool:
         """True if every coordinate is stored. A vector with padding is never full."""
-        return not self.is_padded and self.values.numel() == self.numel
+        return not self.is_padded and self.values.shape[0] == self.numel
 
     @property
     def density(self) -> float:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from tritoncomm.scheduler import cost, wire
 from tritoncomm.scheduler.messages import Messages
-from tritoncomm.scheduler.rounds import AllGather, AllReduce, AllToAll, Collective, Round
+from tritoncomm.scheduler.rounds import AllGather, AllReduce, AllToAll, Collective
 
 # A collective on a CPU consists of messages if the tensors of all ranks, of 8 if they are fewer, have at most so many
 # bytes together. A rank sends up to 7 messages at once, and passes on what it has received in the next round: two
@@ -54,20 +54,20 @@ def _by_messages(op: Collective, tensor: torch.Tensor, messages: Messages, frame
     words, world_size = tensor.view(-1).view(torch.int32), messages.world_size
     if isinstance(op, AllToAll):
         parts, rank = words.chunk(world_size), messages.rank
-        others = [peer for peer in range(world_size) if peer != rank]
-        round_ = Round(op.phase, {peer: parts[peer] for peer in others}, {peer: parts[peer].numel() for peer in others})
-        arrived = messages.wait(messages.post(round_, frame)) | {rank: parts[rank]}
+        sends = {peer: part for peer, part in enumerate(parts) if peer != rank}
+        receives = dict.fromkeys(sends, parts[rank].shape[0])
+        arrived = messages.wait(messages.post(sends, receives, frame)) | {rank: parts[rank]}
         return torch.stack([arrived[peer] for peer in range(world_size)]).view(tensor.dtype).view(tensor.shape)
-    rows = torch.stack(_gathered(words, op.phase, messages, frame)).view(tensor.dtype)
+    rows = torch.stack(_gathered(words, messages, frame)).view(tensor.dtype)
     if isinstance(op, AllGather):
         return rows
     total = rows[0].clone()
-    for row in rows[1:]:
-        total += row
+    for peer in range(1, world_size):
+        total += rows[peer]
     return total.view(tensor.shape)
 
 
-def _gathered(words: torch.Tensor, phase: str, messages: Messages, frame: wire.Frame) -> list[torch.Tensor]:
+def _gathered(words: torch.Tensor, messages: Messages, frame: wire.Frame) -> list[torch.Tensor]:
     """Return the ``words`` of each rank. Their number is the same on all ranks.
 
     This is the algorithm of Bruck et al., "Efficient Algorithms for All-to-All Communications in Multiport
@@ -78,8 +78,8 @@ def _gathered(words: torch.Tensor, phase: str, messages: Messages, frame: wire.F
     while (have := len(held)) < world_size:
         counts = {hop: min(have, world_size - hop) for hop in range(have, min(RADIX * have, world_size), have)}
         sends = {(rank - hop) % world_size: torch.cat(held[:count]) for hop, count in counts.items()}
-        round_ = Round(phase, sends, {(rank + hop) % world_size: count * size for hop, count in counts.items()})
-        arrived = messages.wait(messages.post(round_, frame))
+        receives = {(rank + hop) % world_size: count * size for hop, count in counts.items()}
+        arrived = messages.wait(messages.post(sends, receives, frame))
         for hop, count in counts.items():
             held += arrived[(rank + hop) % world_size].chunk(count)
     return [held[(peer - rank) % world_size] for peer in range(world_size)]

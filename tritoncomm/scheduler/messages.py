@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from tritoncomm.errors import ProtocolMismatchError
 from tritoncomm.scheduler import cost, failure_report, wire
 from tritoncomm.scheduler.ranks import global_ranks
-from tritoncomm.scheduler.rounds import Inbox, Result, Round, Ticket
+from tritoncomm.scheduler.rounds import Inbox
 from tritoncomm_kernels.devices import is_asynchronous
 
 # Tags of the first parts of messages, and of the second parts of long ones. They are far from those that users choose.
@@ -29,7 +29,8 @@ _FIRST_PART_WORDS = 1 << 12
 _AHEAD = 2
 
 
-class _FirstPart(NamedTuple):
+@dataclass
+class _FirstPart:
     """A posted receive of the first part of message ``number`` of a peer, whatever its length."""
 
     number: int
@@ -53,7 +54,8 @@ class _Mailbox:
 _mailboxes: WeakKeyDictionary[Any, _Mailbox] = WeakKeyDictionary()
 
 
-class _Arrival(NamedTuple):
+@dataclass
+class _Arrival:
     """A message to this rank: its first part, its payload if it is long, and what to wait for: for both, one by one."""
 
     words: int
@@ -61,10 +63,6 @@ class _Arrival(NamedTuple):
     payload: torch.Tensor | None
     first_work: Any | None
     rest_work: Any | None
-
-    @property
-    def header(self) -> torch.Tensor:
-        return self.first[: cost.HEADER_WORDS]
 
     def whole(self) -> torch.Tensor:
         """Return the payload, which has arrived."""
@@ -119,22 +117,21 @@ class Messages:
         """The process group."""
         return self._given_group or dist.group.WORLD  # which is another one after another init_process_group()
 
-    @property
-    def _mailbox(self) -> _Mailbox:
-        return _mailboxes.setdefault(self.group, _Mailbox())
+    def post(self, sends: Mapping[int, torch.Tensor], receives: Mapping[int, int], frame: wire.Frame) -> Any:
+        """Start to send and receive messages with the header ``frame``, and return what to :meth:`wait` for.
 
-    def post(self, round_: Round, frame: wire.Frame) -> Ticket:
-        """Start to send and receive the messages of ``round_``, with the header ``frame``."""
+        ``sends`` and ``receives`` are those of a :class:`~tritoncomm.scheduler.rounds.Round`.
+        """
         post = self._post_on_host if self.checks_on_arrival else self._post_on_device
-        return Ticket(round_.phase, (frame, *post(round_, frame)))
+        return frame, *post(sends, receives, frame)
 
-    def wait(self, ticket: Ticket) -> Inbox:
-        """Wait for the messages of a posted round, and return what has arrived."""
+    def wait(self, token: Any) -> Inbox:
+        """Wait for messages that were posted, and return what has arrived. ``token`` is what :meth:`post` returned."""
         wait = self._wait_on_host if self.checks_on_arrival else self._wait_on_device
-        return wait(*ticket.token)
+        return wait(*token)
 
     def _post_on_host(
-        self, round_: Round, frame: wire.Frame
+        self, payloads: Mapping[int, torch.Tensor], receives: Mapping[int, int], frame: wire.Frame
     ) -> tuple[dict[int, _Arrival], list[tuple[int, Any]], list[torch.Tensor]]:
         """Return what is to arrive by peer, and the works and tensors of what is sent.
 
@@ -142,58 +139,59 @@ class Messages:
         than their buffers. It aborts the process when one is longer.
         """
         self._started = []  # kept if one of them fails, because the backend may use the tensors of the others
-        arrivals = {peer: self._receive(peer, words) for peer, words in round_.receives.items()}
-        sends: list[tuple[int, Any]] = []
-        framed = {id(payload): payload for payload in round_.sends.values()}  # several peers may get the same one
-        framed = {key: wire.framed(payload, frame) for key, payload in framed.items()}
-        for peer, payload in round_.sends.items():
-            sends += ((peer, work) for work in self._send(peer, framed[id(payload)], payload.numel()))
-        # Messages are kept until the wait, because the backend reads them in the background.
-        return arrivals, sends, list(framed.values())
-
-    def _receive(self, peer: int, words: int) -> _Arrival:
-        """Return the next message of ``peer``, with ``words`` words. Post the receives of those that follow, too.
-
-        A second part is received only by a rank that expects exactly its length: its tag depends on it.
-        """
-        box, is_here = self._mailbox, False
-        ahead = box.ahead[peer]
+        group = self.group
+        box = _mailbox(group)
         # A profiler wants to be told of the end of an operation, and must not be gone by then.
         is_watched = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]  # noqa: SLF001
         wanted = 1 + _AHEAD if self.uses_gloo and not is_watched else 1
-        while len(ahead) < wanted and not is_here:
+        arrivals = {peer: self._receive(group, box, peer, words, wanted) for peer, words in receives.items()}
+        sends: list[tuple[int, Any]] = []
+        framed: dict[int, torch.Tensor] = {}  # several peers may get the same payload
+        for peer, payload in payloads.items():
+            key = id(payload)
+            if key not in framed:
+                framed[key] = wire.framed(payload, frame)
+            sends += self._send(group, box, peer, framed[key])
+        # Messages are kept until the wait, because the backend reads them in the background.
+        return arrivals, sends, list(framed.values())
+
+    def _receive(self, group: Any, box: _Mailbox, peer: int, words: int, wanted: int) -> _Arrival:
+        """Return the next message of ``peer``, with ``words`` words. Post ``wanted`` receives: also those that follow.
+
+        A second part is received only by a rank that expects exactly its length: its tag depends on it.
+        """
+        ahead, is_here = box.ahead[peer], False
+        for _ in range(len(ahead), wanted):
             buffer = torch.empty(cost.HEADER_WORDS + _FIRST_PART_WORDS, dtype=torch.int32, device=self._device)
             number = box.posted[peer] + 1
             try:
-                work = self.group.recv([buffer], peer, _first_tag(number))
+                work = group.recv([buffer], peer, _first_tag(number))
             except RuntimeError as error:  # the connection is closed, but this message may have arrived before
                 is_here = failure_report.is_lost(error) and bool(ahead) and failure_report.has_arrived(ahead[0].work)
                 if not is_here:
                     raise
-            else:
-                box.posted[peer] = number
-                ahead.append(_FirstPart(number, buffer, work))
+                break
+            box.posted[peer] = number
+            ahead.append(_FirstPart(number, buffer, work))
         first = ahead.popleft()
-        self._started.append(first)
+        self._started += [first]
         payload, rest_work = None, None
         if words > _FIRST_PART_WORDS:
             payload = torch.empty(words, dtype=torch.int32, device=self._device)
-            rest_work = self.group.recv([payload[_FIRST_PART_WORDS:]], peer, _second_tag(first.number, words))
-            self._started.append((payload, rest_work))
+            rest_work = group.recv([payload[_FIRST_PART_WORDS:]], peer, _second_tag(first.number, words))
+            self._started += [(payload, rest_work)]
         return _Arrival(words, first.buffer, payload, None if is_here else first.work, rest_work)
 
-    def _send(self, peer: int, message: torch.Tensor, words: int) -> list[Any]:
-        """Start to send ``message``, with ``words`` words behind its header, in one part or two. Return the works."""
-        box = self._mailbox
+    def _send(self, group: Any, box: _Mailbox, peer: int, message: torch.Tensor) -> list[tuple[int, Any]]:
+        """Start to send ``message`` in one part or two. Return ``peer`` and the work of each."""
         box.sent[peer] += 1
         number, end = box.sent[peer], cost.HEADER_WORDS + _FIRST_PART_WORDS
-        parts = [(message[:end], _first_tag(number))]
-        if words > _FIRST_PART_WORDS:
-            parts.append((message[end:], _second_tag(number, words)))
-        works = []
-        for part, tag in parts:
-            works.append(self.group.send([part], peer, tag))
-            self._started.append((message, works[-1]))
+        works: list[tuple[int, Any]] = []
+        self._started += [(message, works)]
+        works += [(peer, group.send([message[:end]], peer, _first_tag(number)))]
+        if message.shape[0] > end:
+            tag = _second_tag(number, message.shape[0] - cost.HEADER_WORDS)
+            works += [(peer, group.send([message[end:]], peer, tag))]
         return works
 
     def _wait_on_host(
@@ -203,25 +201,33 @@ class Messages:
 
         First parts come first: the second part of a message of the wrong length never arrives.
         """
-        totals: dict[int, int] = {}
-        firsts = [(peer, arrival.first_work) for peer, arrival in arrivals.items()]
-        others = [(peer, arrival.rest_work) for peer, arrival in arrivals.items() if arrival.rest_work is not None]
-        others += sends
-        for number, (peer, work) in enumerate(firsts):
-            if work is not None:
-                left = [each for each in firsts[number + 1 :] if each[1] is not None]
-                self._wait_for_one(peer, work, [*left, *others])
-            arrival = arrivals[peer]
-            totals[peer] = self._checked(peer, wire.check_frame, arrival.header, frame, arrival.words)
-        for number, (peer, work) in enumerate(others):
-            self._wait_for_one(peer, work, others[number + 1 :])
-        inbox = {peer: arrival.whole() for peer, arrival in arrivals.items()}
-        for peer, payload in inbox.items():
-            self._checked(peer, wire.check_payload, payload, totals[peer])
+        firsts, rests, totals, inbox = [], [], {}, {}
+        for peer, arrival in arrivals.items():
+            if arrival.first_work is not None:
+                firsts += [(peer, arrival.first_work)]
+            if arrival.rest_work is not None:
+                rests += [(peer, arrival.rest_work)]
+        left = [*firsts, *rests, *sends]
+        for peer, arrival in arrivals.items():
+            if arrival.first_work is not None:
+                self._wait_for_next(left)
+            header = arrival.first[: cost.HEADER_WORDS]
+            try:
+                totals[peer] = wire.check_frame(header, frame, arrival.words)
+            except ProtocolMismatchError as error:
+                raise self._from(peer, error) from error
+        while left:
+            self._wait_for_next(left)
+        for peer, arrival in arrivals.items():
+            inbox[peer] = arrival.whole()
+            try:
+                wire.check_payload(inbox[peer], totals[peer])
+            except ProtocolMismatchError as error:
+                raise self._from(peer, error) from error
         return inbox
 
     def _post_on_device(
-        self, round_: Round, frame: wire.Frame
+        self, sends: Mapping[int, torch.Tensor], receives: Mapping[int, int], frame: wire.Frame
     ) -> tuple[dict[int, torch.Tensor], list[Any], list[torch.Tensor]]:
         """Return the buffers of what is to arrive by peer, what to wait for, and the tensors of what is sent.
 
@@ -234,10 +240,10 @@ class Messages:
         def add(kind: Callable[..., Any], tensor: torch.Tensor, peer: int) -> None:
             operations.append(dist.P2POp(kind, tensor, self._global_ranks[peer], self.group))
 
-        for peer, words in round_.receives.items():
+        for peer, words in receives.items():
             buffers[peer] = torch.empty(words + cost.HEADER_WORDS, dtype=torch.int32, device=self._device)
             add(dist.irecv, buffers[peer], peer)
-        for peer, payload in round_.sends.items():
+        for peer, payload in sends.items():
             messages.append(wire.framed_on_device(payload, frame))
             add(dist.isend, messages[-1], peer)
         return buffers, dist.batch_isend_irecv(operations) if operations else [], messages
@@ -254,13 +260,10 @@ class Messages:
             self.suspect += wire.check_on_device(header, inbox[peer], frame)
         return inbox
 
-    def _checked(self, peer: int, check: Callable[..., Result], *arguments: Any) -> Result:
-        """Return the result of a check of a message. Add the sending and the receiving rank to its error."""
-        try:
-            return check(*arguments)
-        except ProtocolMismatchError as error:
-            to, source = self._global_ranks[self.rank], self._global_ranks[peer]
-            raise ProtocolMismatchError(f"message to rank {to} from rank {source}: {error}") from error
+    def _from(self, peer: int, error: ProtocolMismatchError) -> ProtocolMismatchError:
+        """Return the ``error`` of a message with its sending and its receiving rank."""
+        to, source = self._global_ranks[self.rank], self._global_ranks[peer]
+        return ProtocolMismatchError(f"message to rank {to} from rank {source}: {error}")
 
     def take_suspect(self) -> torch.Tensor:
         """Return :attr:`suspect`, and set it to zero."""
@@ -274,14 +277,26 @@ class Messages:
         else:
             work.wait(self._timeout)
 
-    def _wait_for_one(self, peer: int, work: Any, others: Sequence[tuple[int, Any]]) -> None:
-        """Wait for a message to or from ``peer``. If that fails, note which ``others`` had not arrived either."""
+    def _wait_for_next(self, left: list[tuple[int, Any]]) -> None:
+        """Wait for the first work that is ``left``, and remove it. If that fails, note which others had not arrived.
+
+        Each work has the peer of its message.
+        """
+        (peer, work), *others = left
         try:
             self.wait_for(work)
         except RuntimeError:
-            late = {peer, *(other for other, left in others if not failure_report.has_arrived(left))}
+            late = {peer, *(other for other, work in others if not failure_report.has_arrived(work))}
             self.waiting = [self._global_ranks[each] for each in sorted(late)]
             raise
+        left[:] = others
+
+
+def _mailbox(group: Any) -> _Mailbox:
+    found = _mailboxes.get(group)
+    if found is None:
+        found = _mailboxes[group] = _Mailbox()
+    return found
 
 
 def _first_tag(number: int) -> int:

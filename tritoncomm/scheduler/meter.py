@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from tritoncomm.scheduler.cost import Traffic
+from tritoncomm.scheduler.cost import Traffic, total
 from tritoncomm.scheduler.span import Span
 
 
@@ -13,12 +13,10 @@ from tritoncomm.scheduler.span import Span
 class Meter:
     """Traffic and waiting time of one step on one rank. A scheduler fills it in.
 
-    ``sent`` and ``received`` are totals. ``sent_by_phase``, ``received_by_phase`` and ``seconds`` (waiting time) are by
-    phase. On a GPU, ``spans`` are times that were not known yet when they were added. See :meth:`settle`.
+    ``sent_by_phase``, ``received_by_phase`` and ``seconds`` (waiting time) are by phase. On a GPU, ``spans`` are times
+    that were not known yet when they were added. See :meth:`settle`.
     """
 
-    sent: Traffic = Traffic()
-    received: Traffic = Traffic()
     seconds: dict[str, float] = field(default_factory=dict)
     sent_by_phase: dict[str, Traffic] = field(default_factory=dict)
     received_by_phase: dict[str, Traffic] = field(default_factory=dict)
@@ -26,10 +24,9 @@ class Meter:
 
     def count(self, phase: str, sent: Traffic, received: Traffic) -> None:
         """Add traffic of ``phase``."""
-        self.sent = self.sent.plus(sent)
-        self.received = self.received.plus(received)
-        self.sent_by_phase[phase] = self.sent_by_phase.get(phase, Traffic()).plus(sent)
-        self.received_by_phase[phase] = self.received_by_phase.get(phase, Traffic()).plus(received)
+        if phase in self.sent_by_phase:
+            sent, received = self.sent_by_phase[phase].plus(sent), self.received_by_phase[phase].plus(received)
+        self.sent_by_phase[phase], self.received_by_phase[phase] = sent, received
 
     def add(self, other: Meter) -> None:
         """Add the traffic and the waiting time of ``other``."""
@@ -46,7 +43,7 @@ class Meter:
     def time(self, phase: str, span: Span) -> None:
         """Add the time of ``span``, which has ended, to the waiting time in ``phase``."""
         if span.is_known:
-            self.wait(phase, span.seconds)
+            self.seconds[phase] = self.seconds.get(phase, 0.0) + span.seconds
         else:
             self.spans.append((phase, span))
 
@@ -55,6 +52,16 @@ class Meter:
         spans, self.spans = self.spans, []
         for phase, span in spans:
             self.time(phase, span)
+
+    @property
+    def sent(self) -> Traffic:
+        """What was sent in all phases."""
+        return total(self.sent_by_phase.values())
+
+    @property
+    def received(self) -> Traffic:
+        """What was received in all phases."""
+        return total(self.received_by_phase.values())
 
     @property
     def waited(self) -> float:

@@ -34,8 +34,10 @@ class Round:
     receives: Mapping[int, int]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "sends", {p: t for p, t in self.sends.items() if t.numel()})
-        object.__setattr__(self, "receives", {p: w for p, w in self.receives.items() if w})
+        if 0 in map(torch.numel, self.sends.values()):
+            object.__setattr__(self, "sends", {p: t for p, t in self.sends.items() if t.numel()})
+        if 0 in self.receives.values():
+            object.__setattr__(self, "receives", {p: w for p, w in self.receives.items() if w})
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,15 +143,16 @@ def traffic(op: Round | Collective, world_size: int) -> Flow:
 
     The headers of messages count. Those of collectives, and what else a transport adds, do not.
     """
-    if isinstance(op, Round):
-        sent, received = (payload.numel() for payload in op.sends.values()), op.receives.values()
-        return Flow(cost.messages(len(op.sends), sum(sent)), cost.messages(len(op.receives), sum(received)))
-    size, itemsize = op.tensor.numel(), op.tensor.element_size()
-    if isinstance(op, AllReduce):
-        return cost.both(cost.all_reduce(size, itemsize, world_size))
-    if isinstance(op, AllToAll):
-        return cost.both(cost.all_to_all(size // world_size, itemsize, world_size))
-    return cost.both(cost.all_gather(size, itemsize, world_size))
+    match op:
+        case Round():
+            sent, received = map(torch.numel, op.sends.values()), op.receives.values()
+            return Flow(cost.messages(len(op.sends), sum(sent)), cost.messages(len(op.receives), sum(received)))
+        case AllReduce():
+            return cost.both(cost.all_reduce(op.tensor.numel(), op.tensor.itemsize, world_size))
+        case AllToAll():
+            return cost.both(cost.all_to_all(op.tensor.numel() // world_size, op.tensor.itemsize, world_size))
+        case AllGather():
+            return cost.both(cost.all_gather(op.tensor.numel(), op.tensor.itemsize, world_size))
 
 
 def read(phase: str, tensor: torch.Tensor) -> Pattern[Any]:

@@ -46,7 +46,7 @@ class Span:
     @property
     def seconds(self) -> float:
         """Seconds. 0 if they are not known yet."""
-        return (self._known or 0.0) if self.is_known else 0.0
+        return 0.0 if self._known is None and not self.is_known else self._known or 0.0
 
 
 def _seconds(start: Any, end: Any) -> float:

@@ -23,9 +23,7 @@ def run_together(runs: Sequence[Running[Result]]) -> list[Result]:
     """
     results: dict[int, Result] = {}
     contents: dict[int, Any] = dict.fromkeys(range(len(runs)))
-    with ExitStack() as stack:
-        for run in reversed(runs):  # closes each, also if the end of another one raises
-            stack.callback(run.close)
+    try:
         while contents:
             waiting: dict[int, torch.Tensor] = {}
             for number, content in contents.items():
@@ -39,7 +37,12 @@ def run_together(runs: Sequence[Running[Result]]) -> list[Result]:
                 runs[next(iter(waiting))].throw(error)
                 raise
             contents = dict(zip(waiting, found, strict=True))
-        return [results[number] for number in range(len(runs))]
+    except BaseException:
+        with ExitStack() as stack:
+            for run in reversed(runs):  # closes each, also if the end of another one raises
+                stack.callback(run.close)
+            raise
+    return [results[number] for number in range(len(runs))]
 
 
 def _contents(tensors: Sequence[torch.Tensor]) -> list[Any]:

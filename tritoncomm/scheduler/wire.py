@@ -37,7 +37,7 @@ class Frame(NamedTuple):
         """
         place = self.step & _WORD_MASK, self.number & _WORD_MASK, words, self.stamp & _WORD_MASK
         fields = [*place, *_phase_words(self.phase), total]
-        return [*fields, zlib.crc32(repr((fields, self.phase)).encode()) & _WORD_MASK]
+        return [*fields, zlib.crc32(f"{fields, self.phase}".encode()) & _WORD_MASK]
 
 
 @cache
@@ -53,14 +53,14 @@ def stamp(text: str) -> int:
 
 
 def framed(payload: torch.Tensor, frame: Frame) -> torch.Tensor:
-    """Return the message: the header of ``frame``, followed by ``payload`` (int32 ``[w]``)."""
-    if payload.dtype != torch.int32 or payload.dim() != 1:
+    """Return the message: the header of ``frame``, followed by ``payload`` (int32 ``[w]``, in host memory)."""
+    if payload.dtype != torch.int32 or payload.ndim != 1:
         raise ProtocolMismatchError(
             f"phase {frame.phase!r} sends a tensor of shape {tuple(payload.shape)} and dtype {payload.dtype}: "
             "a message must be one-dimensional int32"
         )
     header = torch.tensor(frame.header(payload.numel(), _sum(payload)), dtype=torch.int32)
-    return torch.cat([header.to(payload.device), payload])
+    return torch.cat([header, payload])
 
 
 def check_frame(header: torch.Tensor, frame: Frame, words: int) -> int:
@@ -113,4 +113,4 @@ def check_payload(payload: torch.Tensor, total: int) -> None:
 def _sum(payload: torch.Tensor) -> int:
     """Return the sum of all words on the CPU, wrapped to a signed word. A change of any single bit changes it."""
     # numpy wraps around, and is ten times as fast as a sum of torch in 64 bits.
-    return int(payload.numpy().sum(dtype=np.int32))
+    return int(np.add.reduce(payload.numpy(), dtype=np.int32))

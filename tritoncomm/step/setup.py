@@ -166,7 +166,7 @@ class Setup:
 
         A single worker and a dense exchange leave it to the optimizer.
         """
-        return not (self.exchange.vectors[-1].is_bare or never_delays(self.recipe))
+        return self.exchange.vectors[-1].delays
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add the same parameter group on all ranks. Residuals are kept. If this raises, nothing has changed."""

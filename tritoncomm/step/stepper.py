@@ -24,7 +24,7 @@ from tritoncomm.step.model import ignored
 from tritoncomm.step.model.misuse import LateBackward, LocalClipping
 from tritoncomm.step.rules.step import coupled_decay
 from tritoncomm.step.setup import Setup
-from tritoncomm.step.torch_internals import creates_state, version_of, without_compile
+from tritoncomm.step.torch_internals import creates_state, profiler_range, version_of, without_compile
 
 __all__ = ["Stepper"]
 
@@ -67,13 +67,13 @@ class StepState:
 
     def is_changed(self, gradients: Sequence[torch.Tensor | None]) -> bool:
         """Return True if ``gradients`` are others than those of a step that has been taken."""
-        replaced = any(now is not then for now, then in zip(gradients, self.written, strict=True))
+        replaced = [*map(id, gradients)] != [*map(id, self.written)]
         return replaced or self.versions != [version_of(gradient) for gradient in gradients]
 
     def check_unchanged(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Raise if ``gradients`` are not what was averaged, except for changes between synchronize() and step()."""
         # A signal at the end of synchronize() leaves nothing written.
-        if self.written and any(now is not then for now, then in zip(gradients, self.written, strict=True)):
+        if self.written and [*map(id, gradients)] != [*map(id, self.written)]:
             raise RuntimeError("gradients were replaced after synchronize(): call step() or zero_grad() in between")
         if self.versions and self.versions != [version_of(gradient) for gradient in gradients]:
             raise RuntimeError(
@@ -128,7 +128,7 @@ class Stepper:
         scaler: dict[str, Any] = {name: held.pop(name) for name in ("grad_scale", "found_inf") if name in held}
         self._scale, self._found = scaler.get("grad_scale"), scaler.get("found_inf")
         try:
-            with torch.profiler.record_function(f"Optimizer.step#{type(self.setup.optimizer).__name__}.step"):
+            with profiler_range(f"Optimizer.step#{type(self.setup.optimizer).__name__}.step"):
                 loss = self._step(closure)
         except BaseException as error:
             self.note_failure(error)
@@ -183,7 +183,7 @@ class Stepper:
             self.withdraw()  # a hook has failed after the last step, and these gradients are those of the next
         exchange, untouched = setup.exchange, not setup.is_synchronized  # nobody sees .grad before the rule
         if untouched:
-            self.synchronize()
+            self._synchronize()
             exchange = setup.exchange
         elif scale is not None and self.state.scale is None:
             raise RuntimeError("synchronize() has averaged scaled gradients: call scaler.unscale_(optimizer) first")
@@ -197,6 +197,7 @@ class Stepper:
             self._apply(untouched=untouched)
         self.state.reset()
 
+    @without_compile
     @torch.no_grad()
     def merge(self, local_steps: LocalSteps) -> None:
         """See :meth:`tritoncomm.SparseOptimizer.merge`."""
@@ -260,9 +261,12 @@ class Stepper:
         self.state.reset()
 
     @without_compile
+    def synchronize(self) -> None:
+        """Exchange. Somebody may look at ``.grad``, which then has no decay in it."""
+        self._synchronize(hides_decay=True)
+
     @torch.no_grad()
-    def synchronize(self, *, hides_decay: bool = False) -> None:
-        """Exchange. ``hides_decay``: somebody may look at ``.grad``, which then has no decay in it."""
+    def _synchronize(self, *, hides_decay: bool = False) -> None:
         setup = self.setup
         if setup.steps.alone and setup.parameters.are_outdated:  # a single worker trains what it is given
             setup.note_new()
@@ -300,6 +304,7 @@ class Stepper:
         bad = listed(ignored.non_finite(own, self.setup.names))
         return bad if self.setup.local is None else bad or self.setup.local.fault
 
+    @without_compile
     @torch.no_grad()
     def flush(self) -> None:
         """See :meth:`tritoncomm.SparseOptimizer.flush`."""

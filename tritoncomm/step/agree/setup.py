@@ -220,8 +220,13 @@ def _label(group: Mapping[str, Any], position: int) -> str:
 
 
 def _numbers(value: object) -> object:
-    if isinstance(value, torch.Tensor):
-        return float(value) if value.device.type == "cpu" and value.numel() == 1 else None
-    if isinstance(value, Real):
-        return float(value)
-    return tuple(map(_numbers, value)) if isinstance(value, (list, tuple)) else None
+    match value:
+        case None | str():
+            return None
+        case torch.Tensor():
+            return float(value) if value.device.type == "cpu" and value.numel() == 1 else None
+        case float() | int() | Real():
+            return float(value)
+        case list() | tuple():
+            return tuple(map(_numbers, value))
+    return None

@@ -208,15 +208,17 @@ class Presence:
         self._has_warned = False
 
     def begin(
-        self, parameters: Iterable[torch.Tensor], *, leaves_none: bool = False, resting: Collection[int] = ()
+        self, parameters: Sequence[torch.Tensor], *, leaves_none: bool = False, resting: Collection[int] = ()
     ) -> None:
         """Begin a step of ``parameters``, of which some have no ``.grad``, were frozen, or are ``resting`` (ids).
 
         With ``leaves_none``, these take part, too.
         """
-        without = (
-            id(each) for each in parameters if each.grad is None or not each.requires_grad or id(each) in resting
-        )
+        without = [
+            key
+            for each, key in zip(parameters, map(id, parameters), strict=True)
+            if each.grad is None or not each.requires_grad or key in resting
+        ]
         self._missing = self.absent if leaves_none else frozenset(without)
         self.waiting = _NONE if leaves_none else self._missing & self.absent
 
@@ -252,9 +254,10 @@ class Presence:
             step,
         )
 
-    def kinds(self, parameters: Iterable[torch.Tensor]) -> str:
-        """Return a text that must be equal on all ranks: which ``parameters`` are frozen, and which were absent."""
-        return "".join(str(2 * (id(each) in self.absent) + each.requires_grad) for each in parameters)
+    def kinds(self, parameters: Sequence[torch.Tensor]) -> list[int]:
+        """Return numbers that must be equal on all ranks: which ``parameters`` are frozen, and which were absent."""
+        keys = map(id, parameters)
+        return [2 * (key in self.absent) + each.requires_grad for each, key in zip(parameters, keys, strict=True)]
 
     def fields(self, parameters: Sequence[torch.Tensor], names: Mapping[int, str]) -> dict[str, Any]:
         """Return what :meth:`kinds` says, by name. ``names`` are those of the parameters, by their ids."""

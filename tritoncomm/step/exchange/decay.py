@@ -73,7 +73,7 @@ def add_decay(vector: VectorExchange, shares: Mapping[int, float], waiting: Cont
     ``dgc`` applies momentum to what it is given, and decay must pass it, too. ``shares`` are as in :func:`with_decay`.
     Parameters ``waiting`` (by id) have no gradient on any rank, and do not decay.
     """
-    if vector.recipe.layers[-1].averages_when_dense:
+    if not shares or vector.recipe.layers[-1].averages_when_dense:
         return
     for parameter, part in zip(vector.layout.parameters, vector.layout.parts(vector.flat), strict=True):
         if id(parameter) in shares and id(parameter) not in waiting:
@@ -83,7 +83,8 @@ def add_decay(vector: VectorExchange, shares: Mapping[int, float], waiting: Cont
 
 def _decays(vector: VectorExchange, shares: Mapping[int, float]) -> bool:
     """Return True if the decay of a parameter is added to the mean, see :func:`add_decay`."""
-    return vector.recipe.layers[-1].averages_when_dense and any(id(each) in shares for each in vector.parameters)
+    own = vector.layout.places.keys()
+    return not own.isdisjoint(shares) and vector.recipe.layers[-1].averages_when_dense
 
 
 def _decay(vector: VectorExchange, shares: Mapping[int, float]) -> torch.Tensor:

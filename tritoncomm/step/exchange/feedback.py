@@ -89,7 +89,6 @@ class Ages:
         """Let the step with the number ``steps`` change the ages in ``ledger``."""
         self._ledger, self.steps, self._is_used = ledger, steps, False
 
-    @torch.no_grad()
     def begin(self) -> None:
         """Begin the step of a rule, which writes :attr:`steps` to the :attr:`last` of what is delivered."""
         ledger, self._is_used = self._ledger, True

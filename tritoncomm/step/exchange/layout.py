@@ -6,7 +6,6 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import NamedTuple
 
 import torch
 
@@ -14,7 +13,7 @@ from tritoncomm.errors import ConfigurationError, NonFiniteError
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.step.exchange.feedback import Ages
 from tritoncomm.step.tensors.names import label
-from tritoncomm.step.tensors.shards import local, local_gradient
+from tritoncomm.step.tensors.shards import PLAIN, local, local_gradient, local_shards
 from tritoncomm.step.torch_internals import gradient_dtype
 from tritoncomm_kernels import Padded, constant
 from tritoncomm_kernels.devices import is_asynchronous
@@ -79,16 +78,9 @@ def sparse_error(name: str, gradient: torch.Tensor) -> str:
     )
 
 
-class Entries(NamedTuple):
-    """The delivered entries of one parameter, of its local shard if it is a DTensor.
-
-    Attributes:
-        indices: Ascending indices in the flattened parameter, int64 ``[k]``. None means all.
-        values: The mean at ``indices``, fp32 ``[k]``. All values of the parameter if ``indices`` is None.
-    """
-
-    indices: torch.Tensor | None
-    values: torch.Tensor
+# The delivered entries of one parameter, of its local shard if it is a DTensor: ascending indices in the flattened
+# parameter (int64 [k]), and the mean there (fp32 [k]). Indices of None mean all, with all values of the parameter.
+Entries = tuple[torch.Tensor | None, torch.Tensor]
 
 
 class BucketLayout:
@@ -103,6 +95,9 @@ class BucketLayout:
     Attributes:
         parameters: See above.
         bounds: Start of each parameter in the vector, followed by the length of the vector.
+        places: Position of each parameter in :attr:`parameters`, by its id.
+        numel: Length of the flat vector.
+        device: Device of the flat vector. The CPU if there are no parameters.
 
     Raises:
         ConfigurationError: A parameter is complex or listed twice, or the parameters are on several devices.
@@ -112,28 +107,20 @@ class BucketLayout:
         self.parameters = list(parameters)
         self._labels = list(labels) or [label("", i, p) for i, p in enumerate(parameters)]
         self.bounds = [0, *accumulate(local(p).numel() for p in self.parameters)]
+        self.numel = self.bounds[-1]
+        self.device = self.parameters[0].device if self.parameters else torch.device("cpu")
+        self.places: dict[int, int] = {}
         devices: dict[torch.device, str] = {}
-        seen: set[int] = set()
-        for parameter, name in zip(self.parameters, self._labels, strict=True):
+        for place, (parameter, name) in enumerate(zip(self.parameters, self._labels, strict=True)):
             devices.setdefault(parameter.device, name)
-            if id(parameter) in seen:
+            if id(parameter) in self.places:
                 raise ConfigurationError(f"{name} is listed twice: pass each parameter to the optimizer once")
-            seen.add(id(parameter))
+            self.places[id(parameter)] = place
             if parameter.is_complex():
                 raise ConfigurationError(f"{name} is {parameter.dtype}: convert it with torch.view_as_real first")
         if len(devices) > 1:
             places = " and ".join(f"{name} on {device}" for device, name in devices.items())
             raise ConfigurationError(f"parameters are on several devices, {places}: use one optimizer per device")
-
-    @property
-    def numel(self) -> int:
-        """Length of the flat vector."""
-        return self.bounds[-1]
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the flat vector. The CPU if there are no parameters."""
-        return self.parameters[0].device if self.parameters else torch.device("cpu")
 
     def shape(self, parameter: torch.Tensor) -> tuple[int, ...]:
         """Return the shape of ``parameter`` in this vector, which is that of the local shard of a DTensor."""
@@ -144,17 +131,21 @@ class BucketLayout:
 
         So does that of a parameter that was frozen. ``sparse``: accept sparse gradients.
         """
-        copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        parts: list[torch.Tensor] = []
+        gradients: list[torch.Tensor] = []
         for parameter, name, part in zip(self.parameters, self._labels, self.parts(flat), strict=True):
-            if sparse and is_sparse(parameter.grad):
-                part.zero_().view(parameter.shape).add_(parameter.grad.detach())  # type: ignore[union-attr]
-                continue
-            gradient = strided_gradient(parameter, name) if parameter.requires_grad else None
+            gradient = parameter.grad if parameter.requires_grad else None
             if gradient is None:
                 part.zero_()
+            elif gradient.layout is not torch.strided:
+                if not sparse:
+                    raise ConfigurationError(sparse_error(name, gradient))
+                part.zero_().view(parameter.shape).add_(gradient.detach())
             else:
-                copies.append((part.view(gradient.shape), gradient))
-        copy_pairs(copies)
+                shard = gradient if type(gradient) in PLAIN else local_gradient(parameter)
+                parts += [part.view(shard.shape)]
+                gradients += [shard.detach() if shard.requires_grad else shard]
+        copy_all(parts, gradients)
         return flat
 
     def multiply(self, factor: float) -> None:
@@ -181,28 +172,36 @@ class BucketLayout:
 
         The ``.grad`` of a parameter that was frozen, or whose id is in ``left``, becomes None.
         """
-        for parameter, entries in zip(self.parameters, delivered, strict=True):
-            gradient = parameter.grad
-            if not parameter.requires_grad or id(parameter) in left:
-                parameter.grad = None
-            elif gradient is None or not _writable(gradient, parameter):
-                parameter.grad = _zeros(parameter)
-                _write(entries, local(parameter.grad))
-            else:
-                _write(entries, local(gradient.detach()))
+        places, held = self._writable_gradients(left)
+        zeros = [gradient for place, gradient in zip(places, held, strict=True) if delivered[place][0] is not None]
+        if zeros:
+            torch._foreach_zero_(zeros)
+        for place, gradient in zip(places, held, strict=True):
+            _write(delivered[place], gradient)
 
     def scatter_flat(self, flat: torch.Tensor, left: Container[int] = ()) -> None:
         """Do the same as :meth:`scatter` from the dense vector ``flat`` (fp32 ``[numel]``), in one call."""
-        copies: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for parameter, part in zip(self.parameters, self.parts(flat), strict=True):
-            if not parameter.requires_grad or id(parameter) in left:
+        places, held = self._writable_gradients(left)
+        parts = self.parts(flat)
+        copy_all(held, [parts[place].view(each.shape) for place, each in zip(places, held, strict=True)])
+
+    def _writable_gradients(self, left: Container[int]) -> tuple[list[int], list[torch.Tensor]]:
+        """Return the shards of every ``.grad`` that gets a mean, and the places of their parameters.
+
+        Missing ones are created. The ``.grad`` of a parameter that was frozen, or whose id is in ``left``, becomes
+        None.
+        """
+        places: list[int] = []
+        held: list[torch.Tensor] = []
+        for (key, place), parameter in zip(self.places.items(), self.parameters, strict=True):
+            if not parameter.requires_grad or key in left:
                 parameter.grad = None
                 continue
             if parameter.grad is None or not _writable(parameter.grad, parameter):
                 parameter.grad = _zeros(parameter)
-            held = local(parameter.grad.detach())
-            copies.append((held, part.view(held.shape)))
-        copy_pairs(copies)
+            places += [place]
+            held += [parameter.grad.detach() if parameter.grad.requires_grad else parameter.grad]
+        return places, local_shards(held)
 
     def parts(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Return the view of ``flat`` that belongs to each parameter."""
@@ -210,29 +209,33 @@ class BucketLayout:
 
     def split(self, mean: SparseVector) -> list[Entries]:
         """Split ``mean``, the mean of the flat vector, into the entries of each parameter. -0.0 may become 0.0."""
-        lengths = [end - start for start, end in pairwise(self.bounds)]
         if mean.is_full:
-            return [Entries(None, part) for part in torch.split(mean.values, lengths)]
+            return [(None, part) for part in self.parts(mean.values)]
         indices = mean.indices
         bounds = torch.tensor(self.bounds, dtype=indices.dtype, device=indices.device)
-        counts = [end - start for start, end in pairwise(torch.searchsorted(indices, bounds).tolist())]
-        repeats = torch.tensor(counts, device=indices.device)
-        starts = torch.repeat_interleave(bounds[:-1], repeats, output_size=len(mean))
-        split = torch.split((indices - starts).long(), counts), torch.split(mean.values + 0.0, counts)
-        pairs = zip(*split, lengths, strict=True)
-        return [Entries(None if len(values) == length else at, values) for at, values, length in pairs]
+        cuts = torch.searchsorted(indices, bounds)
+        starts = torch.repeat_interleave(bounds[:-1], cuts.diff(), output_size=len(mean))
+        at, values = (indices - starts).long(), mean.values + 0.0
+        found = zip(pairwise(cuts.tolist()), pairwise(self.bounds), strict=True)
+        return [
+            (None if end - start == high - low else at[start:end], values[start:end])
+            for (start, end), (low, high) in found
+        ]
 
 
-def copy_pairs(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Copy the second tensor of each pair to the first. On a GPU, those with equal strides take one call together."""
-    on_gpu = bool(pairs) and is_asynchronous(pairs[0][0].device)
-    # torch would copy all pairs one by one if the strides of any of them differ.
-    alike = [pair for pair in pairs if on_gpu and pair[0].stride() == pair[1].stride()]
-    if alike:
-        torch._foreach_copy_([target for target, _ in alike], [source for _, source in alike])
-    for target, source in pairs:
-        if not on_gpu or target.stride() != source.stride():
+def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """Copy each of ``sources`` to its target. On a GPU, those with equal strides take one launch together."""
+    if targets and is_asynchronous(targets[0].device):
+        # torch would copy all one by one if the strides of any of them differ.
+        pairs = [*zip(targets, sources, strict=True)]
+        others = [(target, source) for target, source in pairs if target.stride() != source.stride()]
+        for target, source in others:
             target.copy_(source)
+        if others:
+            pairs = [(target, source) for target, source in pairs if target.stride() == source.stride()]
+            targets, sources = [target for target, _ in pairs], [source for _, source in pairs]
+    if targets:
+        torch._foreach_copy_(targets, sources)
 
 
 def is_sparse(gradient: torch.Tensor | None) -> bool:
@@ -242,23 +245,22 @@ def is_sparse(gradient: torch.Tensor | None) -> bool:
 
 def _writable(gradient: torch.Tensor, parameter: torch.Tensor) -> bool:
     """Return False if ``gradient`` is sparse, if its elements share memory, or if it is a partial sum of a DTensor."""
-    if is_sparse(gradient):
+    if gradient.layout is not torch.strided:
         return False
-    if hasattr(gradient, "placements"):
+    if type(gradient) not in PLAIN and hasattr(gradient, "placements"):
         return bool(gradient.placements == parameter.placements)  # type: ignore[attr-defined]
     return 0 not in gradient.stride()  # elements of an expanded gradient share memory
 
 
 def _write(entries: Entries, out: torch.Tensor) -> None:
-    """Overwrite ``out``, of any strides and dtype, with ``entries``, and with zeros elsewhere."""
+    """Write ``entries`` to ``out``, of any strides and dtype. It holds zeros, unless these are all entries."""
     indices, values = entries
     if indices is None:
         out.copy_(values.view(out.shape))
-        return
-    flat = out.zero_().view(-1) if out.is_contiguous() else out.new_zeros(out.numel())
-    flat.index_copy_(0, indices, values.to(flat.dtype))
-    if not out.is_contiguous():
-        out.copy_(flat.view(out.shape))
+    elif out.is_contiguous():
+        out.view(-1).index_copy_(0, indices, values if values.dtype is out.dtype else values.to(out.dtype))
+    else:
+        out.copy_(out.new_zeros(out.numel()).index_copy_(0, indices, values.to(out.dtype)).view(out.shape))
 
 
 def _zeros(parameter: torch.Tensor) -> torch.Tensor:

@@ -33,7 +33,6 @@ from tritoncomm.step.exchange.feedback import ErrorFeedback
 from tritoncomm.step.exchange.layout import Delivered, check_range, scattered
 from tritoncomm.step.exchange.limit import clipped
 from tritoncomm.step.exchange.vector import ExchangeOptions, VectorExchange, listed, noting, raise_first, write_means
-from tritoncomm.step.recipes import never_delays
 
 logger = logging.getLogger("tritoncomm")
 
@@ -249,8 +248,7 @@ class GradientExchange:
         self._begin()
         # A single worker that has a residual of earlier exchanges applies all of it, and is then the bare optimizer.
         self._leaves_none = any(vector.is_bare and not vector.keeps_gradient() for vector in vectors)
-        delays = not (vectors[-1].is_bare or never_delays(vectors[-1].recipe))
-        rests = resting(self.optimizer) if delays else frozenset[int]()
+        rests = resting(self.optimizer) if vectors[-1].delays else frozenset[int]()
         self.presence.begin(self.parameters, leaves_none=self._leaves_none, resting=rests)
         self._decay, self._hidden = decay, decay if hides_decay else {}
         try:
@@ -306,6 +304,8 @@ class GradientExchange:
             vector.flat.zero_()
         self._deliver(dense=True)
         self._finish()
+        for vector, sent, _, span in self._begun:
+            vector.measure(sent, span)
         self._ready(lambda means: scattered(means, zeros=False))
 
     def skip(self) -> None:
@@ -503,8 +503,7 @@ class GradientExchange:
             if self.state is not State.IDLE:  # it was rejected
                 self._move("lose")
             raise
-        for vector, sent, _, span in self._begun:
-            vector.measure(sent, span)
+        for vector, *_ in self._begun:
             self.total.count("all", vector.meter.sent, vector.meter.received)
 
     def _confirm(self) -> None:

@@ -104,15 +104,11 @@ class StagedAlgorithm(WrapperAlgorithm):
 
     def __init__(self, inner: Algorithm, tail: int, fmt: Format | None, scale: Scale | None) -> None:
         super().__init__(inner.numel + tail)
-        self._inner = inner
+        self.inner = inner
+        self._warmup = warmup_of(inner)
         self.tail = tail
         self.fmt = fmt
         self.scale = scale
-
-    @property
-    def inner(self) -> Algorithm:
-        """The algorithm for the scaled head of the vector."""
-        return self._inner
 
     @property
     def state(self) -> tuple[Moment | None, Any]:
@@ -173,7 +169,7 @@ class StagedAlgorithm(WrapperAlgorithm):
     @property
     def _fmt(self) -> Format | None:
         """The format of the tail in the next step. In a dense step of a warm-up, it is quantized if the head is."""
-        warmup = warmup_of(self.inner)
+        warmup = self._warmup
         return None if warmup is not None and warmup.is_dense and not warmup.quantizes else self.fmt
 
     def _tail_mean(

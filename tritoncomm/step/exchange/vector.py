@@ -24,9 +24,9 @@ from tritoncomm.scheduler.simulated import SimulatedScheduler
 from tritoncomm.scheduler.span import Span
 from tritoncomm.scheduler.together import Running
 from tritoncomm.step.exchange.feedback import Ages, ErrorFeedback
-from tritoncomm.step.exchange.layout import BucketLayout, Delivered, is_sparse, sparse_error, split_by_size
+from tritoncomm.step.exchange.layout import BucketLayout, Delivered, split_by_size
 from tritoncomm.step.exchange.stages import Scale, Staged, StagedAlgorithm
-from tritoncomm.step.recipes import rounds, with_form, without_encoding
+from tritoncomm.step.recipes import never_delays, rounds, with_form, without_encoding
 from tritoncomm.step.tensors.names import label
 from tritoncomm.step.torch_internals import is_interruption
 from tritoncomm_kernels import has_non_finite
@@ -102,6 +102,7 @@ class VectorExchange:
         feedback: The residual, and the algorithm with its state.
         ages: How late the entries are.
         dense_numel: Number of elements that are sent dense.
+        delays: Whether the recipe delivers entries with a delay.
         waiting: The steps that each parameter has waited for a delivery.
         meter: Traffic and waiting time of the last step.
         last: Metrics of the last step. ``seconds_apply`` has a meaning only in the sum over all vectors.
@@ -121,6 +122,7 @@ class VectorExchange:
         self.flat = torch.zeros(self.layout.numel, dtype=torch.float32, device=self.device)
         recipe, group = options.recipe, options.group
         self.rank, self.world_size = (dist.get_rank(group), dist.get_world_size(group)) if is_distributed() else (0, 1)
+        self.delays = not (self.is_bare or never_delays(recipe))
         recipe.check_world_size(self.world_size)  # before process groups are created for it
         self.method = with_form(recipe, self.device, self.layout.numel - self.dense_numel, self.world_size)
         self.scheduler: ProcessGroupScheduler | None = None
@@ -294,23 +296,18 @@ class VectorExchange:
         # The squares may overflow in fp32.
         return norm if math.isfinite(norm) else float(self.feedback.residual.double().norm())
 
-    def read_gradients(self, scale: float, resting: Container[int] = ()) -> ConfigurationError | None:
+    def read_gradients(self, scale: float, resting: Collection[int] = ()) -> ConfigurationError | None:
         """Copy every ``.grad``, divided by ``scale``, into :attr:`flat`. Return why that is impossible, or None.
 
         Gradients of parameters with an id in ``resting`` count as zero.
         """
-        error, takes_sparse = None, self.keeps_gradient()
-        sparse = None if takes_sparse else next((each for each in self.layout.parameters if is_sparse(each.grad)), None)
-        if sparse is not None and sparse.grad is not None:
-            error = ConfigurationError(sparse_error(self.name_of(sparse), sparse.grad))
-        else:
-            try:
-                self.layout.read_gradients(self.flat, sparse=takes_sparse)
-            except ConfigurationError as reason:
-                error = reason
-        for parameter, part in zip(self.layout.parameters, self.layout.parts(self.flat), strict=True):
-            if id(parameter) in resting:
-                part.zero_()
+        error = None
+        try:
+            self.layout.read_gradients(self.flat, sparse=self.keeps_gradient())
+        except ConfigurationError as reason:
+            error = reason
+        for own in self._slices(resting):
+            self.flat[own].zero_()
         if scale != 1.0:
             self.flat.mul_(1.0 / scale)
         return error
@@ -357,14 +354,14 @@ class VectorExchange:
                 self._before = self._latest
             self._latest, times = times, self._before
         times.meter.settle()
-        selecting, waited = math.fsum(each.seconds for each in times.selecting), times.meter.waited
+        selecting, waited, sent = math.fsum([each.seconds for each in times.selecting]), times.meter.waited, meter.sent
         whole = times.whole.seconds if times.whole is not None else 0.0
         self.last = {
             "density": self.recipe.density,
             "selected": float(accumulator.selected) if accumulator else 0.0,
-            "bytes_sent": float(meter.sent.bytes),
+            "bytes_sent": float(sent.bytes),
             "bytes_received": float(meter.received.bytes),
-            "messages_sent": float(meter.sent.messages),
+            "messages_sent": float(sent.messages),
             "seconds_select": selecting,
             "seconds_exchange": waited,
             "seconds_apply": whole - selecting - waited,  # the first of several vectors has their whole time

@@ -33,7 +33,7 @@ class AliveIds(Collection[int]):
         return (number for number, reference in self._tensors.items() if reference() is not None)
 
     def __len__(self) -> int:
-        return sum(1 for _ in self)
+        return sum(1 for _ in self) if self._tensors else 0
 
 
 def ignored_of(optimizers: Iterable[torch.optim.Optimizer], ignored: Collection[int]) -> list[torch.Tensor]:

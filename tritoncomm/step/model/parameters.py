@@ -55,8 +55,8 @@ class KnownParameters:
     @property
     def new(self) -> list[torch.Tensor]:
         """Those that somebody has added to the optimizer since."""
-        groups = self._optimizer.param_groups
-        return [each for group in groups for each in group["params"] if id(each) not in self._known]
+        lists = [group["params"] for group in self._optimizer.param_groups]
+        return [each for own in lists for each, key in zip(own, map(id, own), strict=True) if key not in self._known]
 
     def check(self) -> None:
         """Raise if the user has added parameters to the optimizer, or replaced some."""

@@ -12,7 +12,8 @@ The arithmetic is in :mod:`tritoncomm_kernels.adam`. This module holds the optim
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -106,37 +107,37 @@ class StalenessAwareAdam(AwareStep):
         self.check_options()
         mean, layout, ages = delivered.mean, delivered.layout, delivered.ages
         indices = None if mean.is_full else mean.indices
-        place = {id(parameter): number for number, parameter in enumerate(layout.parameters)}
-        for group, own, steps in self._counted(place):
-            shards = local_shards(own)
-            filled = sorted((i for i, shard in enumerate(shards) if shard.numel()), key=lambda i: place[id(own[i])])
-            if not filled:
+        for group, counted, steps in self._counted(layout.places):
+            places = sorted([place for place in counted if layout.bounds[place] < layout.bounds[place + 1]])
+            if not places:
                 continue
-            places = [place[id(own[i])] for i in filled]
-            parameters, starts = [shards[i] for i in filled], [layout.bounds[each] for each in places]
-            states = _columns([self.optimizer.state[own[i]] for i in filled], places, ages, amsgrad=group["amsgrad"])
-            flat = self._flat.get(id(own[filled[0]]))
+            own, starts = [layout.parameters[place] for place in places], [layout.bounds[place] for place in places]
+            parameters = local_shards(own)
+            states = _columns([counted[place] for place in places], places, ages, amsgrad=group["amsgrad"])
+            flat = self._flat.get(id(own[0]))
             if flat is None or not flat.holds(parameters, states, starts):
-                flat = self._flat[id(own[filled[0]])] = AdamFlat(parameters, states, starts)
+                flat = self._flat[id(own[0])] = AdamFlat(parameters, states, starts)
             control, keep = self._settings(group, steps, ages.steps, layout.device)
             flat.update(indices, control, values=mean.values, keep=keep)
 
-    def _counted(self, exchanged: Container[int]) -> Iterator[tuple[dict[str, Any], list[torch.Tensor], int]]:
-        """Count a step in the states of the parameters whose ids are ``exchanged``.
+    def _counted(self, places: Mapping[int, int]) -> Iterator[tuple[dict[str, Any], dict[int, dict[str, Any]], int]]:
+        """Count a step in the states of the parameters whose ids have ``places``.
 
-        Yields the parameter group, parameters that are at the same step, as all usually are, and their step.
+        Yields the parameter group, the states of parameters that are at the same step, as all usually are, by place,
+        and their step.
         """
         for group in self.optimizer.param_groups:
-            alike: dict[int, list[torch.Tensor]] = {}
-            for parameter in group["params"]:
-                if id(parameter) in exchanged and parameter.grad is not None and parameter.numel():
-                    steps = int(self._state(group, parameter)["step"])
-                    alike.setdefault(steps, []).append(parameter)
-            for steps, own in alike.items():
-                states = [self.optimizer.state[parameter] for parameter in own]
-                counts = [state["step"] for state in states]
+            alike: defaultdict[int, dict[int, dict[str, Any]]] = defaultdict(dict)
+            for place, parameter in zip(map(places.get, map(id, group["params"])), group["params"], strict=True):
+                if place is not None and parameter.grad is not None and 0 not in parameter.shape:
+                    state = self.optimizer.state[parameter]
+                    if not state or state["step"].device.type != "cpu":
+                        self._prepare(group, parameter, state)
+                    alike[int(state["step"])][place] = state
+            for steps, states in alike.items():
+                counts = [state["step"] for state in states.values()]
                 torch._foreach_copy_(counts, [counts[0] + 1] * len(counts))
-                yield group, own, steps + 1
+                yield group, states, steps + 1
 
     def _settings(
         self, group: dict[str, Any], steps: int, clock: int, device: torch.device
@@ -158,18 +159,16 @@ class StalenessAwareAdam(AwareStep):
         decoupled = group.get("decoupled_weight_decay", isinstance(self.optimizer, torch.optim.AdamW))
         return control, 1 - learning_rate * float(group["weight_decay"]) if decoupled else 1.0
 
-    def _state(self, group: dict[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
-        """Return the state of ``parameter``, which is created if there is none."""
-        state: dict[str, Any] = self.optimizer.state[parameter]
+    def _prepare(self, group: dict[str, Any], parameter: torch.Tensor, state: dict[str, Any]) -> None:
+        """Create the ``state`` of ``parameter`` if there is none, and let its step be on the CPU."""
         if not state:
             state["step"] = torch.tensor(0.0, dtype=torch.float32)
             state["exp_avg"] = torch.zeros_like(parameter)
             state["exp_avg_sq"] = torch.zeros_like(parameter)
             if group["amsgrad"]:
                 state["max_exp_avg_sq"] = torch.zeros_like(parameter)
-        elif state["step"].device.type != "cpu":  # a loaded one, where reading it takes a wait
+        else:  # a loaded one, where reading it takes a wait
             state["step"] = state["step"].cpu()
-        return state
 
 
 def _columns(states: list[dict[str, Any]], places: list[int], ages: Ages, *, amsgrad: bool) -> AdamStates:

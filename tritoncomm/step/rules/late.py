@@ -121,7 +121,7 @@ class LateRule(AwareStep):
         if delivered.is_flat:
             self._step_padded(delivered)
             return
-        ages, place = delivered.ages, _places(delivered)
+        ages, place = delivered.ages, delivered.layout.places
         for group, parameter in self._stepping(place):
             number, own = place[id(parameter)], local(parameter)
             state, count = self._counted(group, parameter)
@@ -145,7 +145,7 @@ class LateRule(AwareStep):
 
         Every coordinate is read and written, delivered or not.
         """
-        ages, numel, place = delivered.ages, delivered.mean.numel, _places(delivered)
+        ages, numel, place = delivered.ages, delivered.mean.numel, delivered.layout.places
         places = delivered.mean.indices.long()
         places = torch.where(places < 0, numel, places)  # the place of padding is behind all others
         sums = torch.zeros(numel + 1, dtype=torch.float32, device=places.device)
@@ -219,11 +219,6 @@ class LateRule(AwareStep):
         if self.counts_in == "state":
             state["step"] = state.get("step", 0) + 1
         return state, {"step": torch.tensor(float((group if self.counts_in == "group" else state)["step"]))}
-
-
-def _places(delivered: Delivered) -> dict[int, int]:
-    """Return the position of each parameter in the vector, by its id."""
-    return {id(parameter): number for number, parameter in enumerate(delivered.layout.parameters)}
 
 
 def _root_mean_square(values: torch.Tensor, numel: int) -> torch.Tensor:

@@ -12,7 +12,6 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from tritoncomm.errors import ConfigurationError
-from tritoncomm.step.agree import parameter_ids
 from tritoncomm.step.exchange.layout import Delivered
 from tritoncomm.step.model.ignored import hidden, ignored_of, present
 from tritoncomm.step.model.refuse import optimizers_inside, refuse, stepping
@@ -28,7 +27,6 @@ from tritoncomm.step.torch_internals import (
     step_below_hooks,
     step_hooks,
     steps_as,
-    without_compile,
 )
 
 logger = logging.getLogger("tritoncomm")
@@ -57,24 +55,24 @@ def coupled_decay(optimizer: torch.optim.Optimizer) -> dict[int, float]:
     found: dict[int, float] = {}
     for group in _coupled_groups(optimizer):
         share = float(group["weight_decay"]) * (-1.0 if group.get("maximize") else 1.0)
-        found |= {id(parameter): share for parameter in group["params"] if share}
+        found |= {id(parameter): share for parameter in group["params"]}
     return found
 
 
 def _coupled_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Return the parameter groups whose weight decay, which is not zero, the optimizer adds to the gradient."""
     return [
         group
         for part in parts_of(optimizer)
-        if steps_as(part, _COUPLED)
         for group in part.param_groups
-        if not group.get("decoupled_weight_decay", False)
+        if group.get("weight_decay") and not group.get("decoupled_weight_decay") and steps_as(part, _COUPLED)
     ]
 
 
 @contextmanager
-def _without_coupled_decay(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Let ``optimizer`` take a step by gradients that contain its coupled weight decay."""
-    held = [(group, group["weight_decay"]) for group in _coupled_groups(optimizer)]
+def _without_decay(groups: Sequence[dict[str, Any]]) -> Iterator[None]:
+    """Let an optimizer take a step by gradients that contain the coupled weight decay of its ``groups``."""
+    held = [(group, group["weight_decay"]) for group in groups]
     try:
         for group, _ in held:
             group["weight_decay"] = 0
@@ -166,17 +164,17 @@ class OptimizerStep:
         ``decayed``: whether ``.grad`` contains the coupled weight decay. ``own``: take the own step in any case.
         """
         rule = None if self.alone or own else self._aware
-        without_decay = _without_coupled_decay(self.optimizer) if decayed else nullcontext()
+        coupled = _coupled_groups(self.optimizer) if decayed else []
         # Neither is for the parameters that are this rank's own: the original step takes them before.
-        is_changed = rule is not None or (decayed and bool(_coupled_groups(self.optimizer)))
-        apart = self.ignored if is_changed else []
-        with stepping((self.optimizer, *self._inside)), _naming_closure(self.optimizer):
+        apart = self.ignored if rule is not None or coupled else []
+        with stepping((self.optimizer, *self._inside)):
             if present(apart):
-                with hidden(self._common):
+                with hidden(self._common), _naming_closure(self.optimizer):
                     step_below_hooks(self.optimizer)
-            with hidden(apart), without_decay:
+            with hidden(apart) if apart else nullcontext(), _without_decay(coupled) if coupled else nullcontext():
                 if rule is None:
-                    step_below_hooks(self.optimizer)
+                    with _naming_closure(self.optimizer):
+                        step_below_hooks(self.optimizer)
                 else:
                     aware(rule)
 
@@ -273,26 +271,25 @@ class OptimizerSteps:
         self.check()  # before any gradient or parameter changes
         max_norm = self._options.max_grad_norm if clip else None
 
-        @contextmanager
-        def clipping() -> Iterator[None]:
-            with update:
-                if max_norm is not None:
-                    gradients = [part.gradients() for part in self.parts]
-                    own = [each for _, ignored in gradients for each in ignored]
-                    limit_norm(own, norm_of(own), max_norm)
-                    if self.alone:  # otherwise the exchange has clipped
-                        self.grad_norm = clip_norm([each for common, _ in gradients for each in common], max_norm)
-                yield
-
         def aware(rule: AwareStep, readable: bool) -> None:
-            held = parameter_ids(rule.optimizer)
             rule.begin()
             for each in delivered:
-                if not held.isdisjoint(map(id, each.layout.parameters[:1])):  # all of them are of one optimizer
+                if _holds(rule.optimizer, each.layout.parameters[:1]):  # all of them are of one optimizer
                     each.ages.begin()
                     rule.step(each if untouched and readable else each.read_again())
 
-        self._apply(aware, clipping(), hooked, decayed=decayed)
+        self._apply(aware, update if max_norm is None else self._clipping(update, max_norm), hooked, decayed=decayed)
+
+    @contextmanager
+    def _clipping(self, update: AbstractContextManager[None], max_norm: float) -> Iterator[None]:
+        """Enter ``update``, and clip gradients to ``max_norm``."""
+        with update:
+            gradients = [part.gradients() for part in self.parts]
+            own = [each for _, ignored in gradients for each in ignored]
+            limit_norm(own, norm_of(own), max_norm)
+            if self.alone:  # otherwise the exchange has clipped
+                self.grad_norm = clip_norm([each for common, _ in gradients for each in common], max_norm)
+            yield
 
     def initialize_state(self) -> None:
         """Create the optimizer's state by its own step, which changes no parameter: learning rates are zero.
@@ -301,7 +298,6 @@ class OptimizerSteps:
         """
         self._apply(lambda *_: None, nullcontext(), None, decayed=True, takes_own=True)
 
-    @without_compile
     def _apply(
         self,
         aware: Callable[[AwareStep, bool], None],
@@ -331,6 +327,12 @@ class OptimizerSteps:
                 part.take(lambda rule: aware(rule, readable), decayed=decayed, own=takes_own)
         for optimizer, _, after in hooks:
             _run(after, optimizer)
+
+
+def _holds(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]) -> bool:
+    """Return True if one of ``parameters`` is one of ``optimizer``."""
+    groups = optimizer.param_groups
+    return any(each is other for other in parameters for group in groups for each in group["params"])
 
 
 def saved_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:

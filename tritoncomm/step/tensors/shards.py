@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def local(tensor: Any) -> torch.Tensor:
     """Return this rank's shard of a DTensor, which shares its memory. Other tensors are returned unchanged."""
-    shard: torch.Tensor = tensor if type(tensor) in _PLAIN or not hasattr(tensor, "to_local") else tensor.to_local()
+    shard: torch.Tensor = tensor if type(tensor) in PLAIN or not hasattr(tensor, "to_local") else tensor.to_local()
     return shard
 
 
@@ -55,13 +55,13 @@ def has_bits(tensor: Any) -> bool:
 
 def local_shards(tensors: Iterable[Any]) -> list[torch.Tensor]:
     """Return :func:`local` of each tensor."""
-    return [tensor if type(tensor) in _PLAIN else local(tensor) for tensor in tensors]
+    return [tensor if type(tensor) in PLAIN else local(tensor) for tensor in tensors]
 
 
 def local_gradient(parameter: Any) -> torch.Tensor:
     """Return the local shard of ``.grad``, after redistributing it to the placements of the parameter."""
     gradient = parameter.grad
-    if type(gradient) not in _PLAIN and getattr(gradient, "placements", ()) != getattr(parameter, "placements", ()):
+    if type(gradient) not in PLAIN and getattr(gradient, "placements", ()) != getattr(parameter, "placements", ()):
         gradient = gradient.redistribute(placements=parameter.placements)  # sequence parallelism leaves partial sums
     return local(gradient)
 
