@@ -51,7 +51,7 @@ def count(method: str, form: str, workers: int, density: float, steps: int) -> l
         generator = torch.Generator().manual_seed(0)
         parameters = [nn.Parameter(to_gpu(torch.randn(shape, generator=generator))) for shape in SHAPES]
         optimizer = tritoncomm.wrap(
-            torch.optim.AdamW(parameters, lr=1e-3), method, warmup_steps=0, small="8bit", staleness="aware", **fields
+            torch.optim.AdamW(parameters, lr=1e-3), method, warmup_steps=0, small="8bit", late=True, **fields
         )
         gpu, seen = current_gpu(), []
         generator = torch.Generator().manual_seed(rank)

@@ -18,7 +18,7 @@ from tritoncomm.step.exchange.layout import BucketLayout, Delivered, split_by_si
 from tritoncomm.step.exchange.stages import Staged
 from tritoncomm.step.rules.choose import find_rule
 from tritoncomm.step.rules.step import coupled_decay
-from tritoncomm.step.settings import DEFAULT_SMALL, DENSE_BELOW, WrapOptions
+from tritoncomm.step.settings import DEFAULT_SMALL, DENSE_BELOW
 
 import baselines  # noqa: F401 - registers them
 from demo_compressor import DeMoWorld
@@ -52,7 +52,7 @@ class Gradients:
         self.layouts = [_layout(_parameters(each)) for each in optimizers]
         aware = run.exchange == "gradients" and run.method not in ("powersgd", "demo") and run.staleness == "aware"
         rule = find_rule(self.optimizer) if aware else None
-        self.rule = None if rule is None else rule.from_options(self.optimizer, WrapOptions())
+        self.rule = None if rule is None else rule(self.optimizer, tritoncomm.Late())
         self.decays = {} if rule is None else coupled_decay(self.optimizer)
         by_update = self.rule is not None and run.select_by == "update"
         self.world = _world(run, self.layouts[0], by_update=by_update)

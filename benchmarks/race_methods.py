@@ -279,7 +279,8 @@ class Wrapped(Trained):
         arguments |= {key: value for key, value in contender.settings if key not in ("door", "optimizer", "rate")}
         if contender.exchanges_updates:
             fields = {key: arguments.pop(key) for key in field_names(contender.name) if key in arguments}
-            arguments["updates_algo"] = tritoncomm.recipe(contender.name, **fields)
+            outer = {key: arguments.pop(key) for key in ("outer_lr", "outer_momentum") if key in arguments}
+            arguments["updates"] = tritoncomm.Updates(algo=tritoncomm.recipe(contender.name, **fields), **outer)
         else:
             arguments |= {"algo": contender.name, "warmup_steps": warmup}
         self.optimizer: Any = tritoncomm.wrap(optimizer(plain), **arguments)

@@ -36,8 +36,8 @@ class Run:
         schedule: "cosine" is a warm-up and then half a cosine, "constant" only the warm-up, "falling" only the cosine.
         beta2: Second beta of AdamW.
         weight_decay: Weight decay of AdamW.
-        select_by: "update" or "gradient", as in ``wrap``.
-        staleness: "aware" or "off", as in ``wrap``.
+        select_by: "update" or "gradient", as in :class:`tritoncomm.Late`.
+        staleness: "aware" or "off", which is ``late=False`` of ``wrap``.
     """
 
     task: str

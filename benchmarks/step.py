@@ -108,7 +108,7 @@ def contenders(model: Callable[[], list[nn.Parameter]], density: float) -> dict[
 
     def aware_step(*, reads: bool) -> Callable[[], None]:
         parameters = model()
-        aware, layout = StalenessAwareAdam(torch.optim.AdamW(parameters)), BucketLayout(parameters)
+        aware, layout = StalenessAwareAdam(torch.optim.AdamW(parameters), tritoncomm.Late()), BucketLayout(parameters)
         ages, ledger = Ages(layout.parameters, layout.bounds), Ledger(torch.zeros(layout.numel), None)
 
         def step() -> None:

@@ -126,8 +126,8 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument(
         "--density", type=float, nargs="+", default=[DEFAULT_DENSITY], help="densities of Ok-Topk, or of --method"
     )
-    parser.add_argument("--select-by", default="update", choices=["update", "gradient"], help="as in wrap")
-    parser.add_argument("--staleness", default="aware", choices=["aware", "off"], help="as in wrap")
+    parser.add_argument("--select-by", default="update", choices=["update", "gradient"], help="as in tritoncomm.Late")
+    parser.add_argument("--staleness", default="aware", choices=["aware", "off"], help="off is late=False of wrap")
     parser.add_argument("--local-steps", type=int, nargs="+", help="1, or those of the peer, unless given")
     parser.add_argument("--outer-lr", type=float, nargs="+", help="1, or that of the peer, unless given")
     parser.add_argument("--outer-momentum", type=float, nargs="+", help="0, or that of the peer, unless given")

@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 import torch
 import tritoncomm
-from tritoncomm import Warmup
+from tritoncomm import Late, Warmup
 from tritoncomm.__main__ import main
 from tritoncomm.step.rules import choose as rules
-from tritoncomm.step.settings import WrapOptions
 
 import laws
 import recipes
@@ -100,7 +99,7 @@ def test_documented_optimizer_has_a_rule(monkeypatch: pytest.MonkeyPatch) -> Non
     exec(page, names)  # noqa: S102 - the code of a page
     (ours, theirs), ends = ([torch.nn.Parameter(torch.ones(40, 40)) for _ in range(2)], [])
     generator = torch.Generator().manual_seed(0)
-    rule = names["LateSignum"].from_options(names["Signum"]([ours]), WrapOptions())
+    rule = names["LateSignum"](names["Signum"]([ours]), Late())
     plain = names["Signum"]([theirs])
     for _ in range(5):
         ours.grad = torch.randn(40, 40, generator=generator)

@@ -148,14 +148,14 @@ def test_methods_of_the_original_optimizer_are_reachable() -> None:
 
 
 @pytest.mark.parametrize("named_by", ["model", "optimizer", "nothing"])
-@pytest.mark.parametrize("exchange", ["gradients", "updates"])
-def test_parameters_are_refused_by_name(named_by: str, exchange: str) -> None:
+@pytest.mark.parametrize("updates", [False, True])
+def test_parameters_are_refused_by_name(named_by: str, updates: bool) -> None:
     """Errors name a parameter as the model or the optimizer does, or else by its position and shape."""
 
     def given(model: nn.Module) -> tuple[torch.optim.Optimizer, dict[str, Any]]:
         named = named_by == "optimizer"
         optimizer = torch.optim.SGD([*model.named_parameters()] if named else model.parameters(), lr=0.1)
-        return optimizer, {"exchange": exchange, **({"model": model} if named_by == "model" else {})}
+        return optimizer, {"updates": updates, **({"model": model} if named_by == "model" else {})}
 
     unused = r"parameter 0 of shape \(5,\)" if named_by == "nothing" else "unused"
     model = net()

@@ -7,7 +7,7 @@ import re
 import torch
 from tritoncomm import ConfigurationError
 from tritoncomm.step.rules.choose import RULES, exchanges_updates
-from tritoncomm.step.settings import WrapOptions, check_optimizer
+from tritoncomm.step.settings import check_optimizer
 
 from pages import ROOT
 
@@ -19,7 +19,7 @@ def exchanged(kind: type[torch.optim.Optimizer]) -> str:
         check_optimizer(optimizer, alone=False)
     except ConfigurationError:
         return "refused"
-    return "updates" if exchanges_updates(optimizer, WrapOptions()) else "gradients"
+    return "updates" if exchanges_updates(optimizer) else "gradients"
 
 
 def test_every_optimizer_of_torch_is_in_the_table() -> None:

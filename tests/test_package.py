@@ -20,10 +20,10 @@ def test_public_names() -> None:
     """The package exports exactly these names."""
     assert sorted(tritoncomm.__all__) == [
         "ConfigMismatchError", "ConfigurationError", "Dense", "ExDyna", "ExchangeError", "ExchangeTimeoutError",
-        "Hierarchical", "LateRule", "MiCRO", "NonFiniteError", "OkTopk", "OptimizerList",
+        "Hierarchical", "Late", "LateRule", "MiCRO", "NonFiniteError", "OkTopk", "OptimizerList",
         "PeerLostError", "ProtocolMismatchError", "Quantized", "RandomBlock", "Recipe",
-        "SimulatedWorld", "SparDL", "SparseOptimizer", "SparseVector", "TopkAllgather", "TritoncommError", "Warmup",
-        "__version__", "add_rule", "algorithms", "recipe", "register", "wrap",
+        "SimulatedWorld", "SparDL", "SparseOptimizer", "SparseVector", "TopkAllgather", "TritoncommError", "Updates",
+        "Warmup", "__version__", "add_rule", "algorithms", "recipe", "register", "wrap",
     ]  # fmt: skip
     assert all(hasattr(tritoncomm, name) for name in tritoncomm.__all__)
     assert all(hasattr(tritoncomm, name) for name in ("amp", "checkpoint"))

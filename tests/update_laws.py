@@ -18,7 +18,7 @@ from itertools import islice
 import pytest
 import torch
 from hypothesis import strategies as st
-from tritoncomm import Dense, NonFiniteError, Recipe
+from tritoncomm import Dense, NonFiniteError, Recipe, Updates
 from tritoncomm.primitives.mean_norm import gain_of_mean, random_signs, sketch
 from tritoncomm.scheduler.simulated import BeforeRound, SimulatedScheduler
 from tritoncomm.step.exchange.layout import BucketLayout
@@ -50,12 +50,11 @@ class Setting:
     def options(self) -> WrapOptions:
         """The options of ``wrap``."""
         return WrapOptions(
-            exchange="updates",
+            updates=Updates(outer_lr=self.outer_lr, outer_momentum=self.outer_momentum),
             local_steps=self.local_steps,
-            outer_lr=self.outer_lr,
-            outer_momentum=self.outer_momentum,
             on_nonfinite=self.on_nonfinite,
-        )
+            late=None, max_grad_norm=None, timeout=None, dense_below=0, small="fp32",
+        )  # fmt: skip
 
 
 def settings() -> st.SearchStrategy[Setting]:

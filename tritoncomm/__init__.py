@@ -35,6 +35,7 @@ from tritoncomm.simulation import SimulatedWorld
 from tritoncomm.step.optimizer_list import OptimizerList
 from tritoncomm.step.rules.choose import add_rule
 from tritoncomm.step.rules.late import LateRule
+from tritoncomm.step.settings import Late, Updates
 from tritoncomm.version import __version__
 from tritoncomm.wrapping import wrap
 
@@ -48,6 +49,7 @@ __all__ = [
     "ExchangeError",
     "ExchangeTimeoutError",
     "Hierarchical",
+    "Late",
     "LateRule",
     "MiCRO",
     "NonFiniteError",
@@ -64,6 +66,7 @@ __all__ = [
     "SparseVector",
     "TopkAllgather",
     "TritoncommError",
+    "Updates",
     "Warmup",
     "__version__",
     "add_rule",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,17 +29,19 @@ from tritoncomm.step.model.module import (
 )
 from tritoncomm.step.optimizer_list import parts_of, whole_of
 from tritoncomm.step.recipes import resolve_recipe
-from tritoncomm.step.rules.choose import check_exchange, delivers_at_once, exchanges_updates, keeps_points
+from tritoncomm.step.rules.choose import keeps_points, tell_effects, updates_of
 from tritoncomm.step.settings import (
     DEFAULT_ALGO,
     DEFAULT_UPDATES,
     DENSE_BELOW,
-    MAX_RELATIVE_UPDATE,
+    Late,
+    Updates,
     WrapOptions,
     check_group,
     check_optimizer,
     check_trained,
     is_alone,
+    late_of,
     resolved_small,
 )
 from tritoncomm.step.setup import Setup
@@ -54,10 +57,7 @@ def wrap(
     process_group: dist.ProcessGroup | None = None,
     node_group: dist.ProcessGroup | None = None,
     warmup_steps: int | None = None,
-    staleness: str | None = None,
-    select_by: str = "auto",
-    max_catch_up: float | None = None,
-    max_relative_update: float = MAX_RELATIVE_UPDATE,
+    late: bool | Late | None = None,
     on_nonfinite: str = "skip",
     max_grad_norm: float | None = None,
     timeout: timedelta | None = None,
@@ -65,11 +65,8 @@ def wrap(
     small: str | None = None,
     broadcast_parameters: bool = False,
     model: nn.Module | None = None,
-    exchange: str = "auto",
-    updates_algo: str | Recipe | None = None,
+    updates: bool | Updates | None = None,
     local_steps: int = 1,
-    outer_lr: float = 1.0,
-    outer_momentum: float = 0.0,
     **recipe_fields: Any,
 ) -> SparseOptimizer:
     """Wrap ``optimizer`` so that its steps use gradients that a sparse exchange has averaged over all ranks.
@@ -77,7 +74,8 @@ def wrap(
     An exchange delivers the fraction ``density`` of the entries. The others stay in a residual on each rank, which is
     added to its next gradient (error feedback). Adam, AdamW, Lion, and SGD with momentum take a staleness-aware step: a
     coordinate that is delivered after tau steps catches up, which means that its delivery counts for tau steps. Except
-    for SGD, it counts for ``max_catch_up`` or 3 sqrt(tau) if that is less, and for more where gradients are steady.
+    for SGD, it counts for 3 sqrt(tau) or the limit of :class:`~tritoncomm.Late` if that is less, and for more where
+    gradients are steady.
 
     Optimizers without such a rule, like Muon, exchange *updates*: each rank takes the optimizer's own step by its own
     gradients, and what the step has changed is exchanged in one bit per value, with error feedback. So does every
@@ -97,7 +95,7 @@ def wrap(
             trainer that takes one optimizer takes an :class:`~tritoncomm.OptimizerList`. A
             parameter group that says ``dense=True`` travels whole in each step, as small tensors do.
         algo: Name of a method from :func:`tritoncomm.algorithms`, or a recipe. Default: None, which is ``"oktopk"``,
-            or ``"quantized"`` for a schedule-free optimizer if neither ``density``, ``exchange`` nor a field is given.
+            or ``"quantized"`` for a schedule-free optimizer if neither ``density``, ``updates`` nor a field is given.
         density: Fraction of entries to deliver per step, in (0, 1]. Default: None, which is 0.03, or the density of a
             recipe.
         process_group: Process group to exchange in. With FSDP2, the ranks that hold the same shard. With DDP, the group
@@ -107,16 +105,9 @@ def wrap(
             Default: None, nodes are not treated separately.
         warmup_steps: Number of dense exchanges before the first sparse one. Default: None, which is 16 for a method,
             and 0 for a dense one or a recipe that wraps another.
-        staleness: ``"aware"``: optimizers with a rule take the staleness-aware step. ``"off"``: all take their own
-            step. Default: None, which is ``"aware"``.
-        select_by: Criterion by which methods compare entries. ``"gradient"``: the gradient. ``"update"``: the gradient
-            over the root of its second moment, which is proportional to Adam's update. ``"auto"``: ``"update"`` with
-            the staleness-aware step, else ``"gradient"``. Default: ``"auto"``.
-        max_catch_up: Maximum number of steps that one delivery counts for, at least 1. Up to three times as many if the
-            deliveries to a tensor have the sign of those before. Default: None, which is 20, and no limit for SGD.
-        max_relative_update: Maximum change of a tensor in one step by catching up, as a fraction of its norm. A root
-            mean square change of one learning rate is always allowed, except for SGD. The limit holds less, the more
-            deliveries have the sign of those before. Default: 0.05.
+        late: Whether optimizers with a rule for late gradients take the staleness-aware step, or a
+            :class:`~tritoncomm.Late`, which says how far they catch up, and how entries are selected. If False, all
+            take their own step, and methods compare gradients. Default: None, which is True.
         on_nonfinite: Action when any rank has a NaN or Inf. ``"skip"`` skips the step on all ranks, ``"raise"`` raises
             :class:`~tritoncomm.NonFiniteError` on all ranks. If a ``GradScaler`` finds an overflow, the step is always
             skipped. Default: ``"skip"``.
@@ -142,18 +133,13 @@ def wrap(
             such as experts, are this rank's own: the original step takes them by this rank's gradients, which
             ``max_grad_norm`` limits by themselves. Default: None, for a plain module. Nobody then sees whether buffers,
             and parameters that the optimizer does not hold, differ between ranks.
-        exchange: What travels. ``"gradients"``, ``"updates"``, or ``"auto"``: gradients of SGD, Adam, AdamW and Lion,
-            and of all optimizers with ``algo="dense"`` or ``"quantized"``, in which none is late; updates of other
-            optimizers, and of all with ``local_steps``. A schedule-free optimizer exchanges gradients.
-            Default: ``"auto"``.
-        updates_algo: How updates are exchanged: the name of a method, or a recipe. Small tensors travel like others,
-            and no step at the start is dense. ``algo`` is for gradients. Default: None, which is ``"quantized"`` with
-            one bit.
+        updates: Whether updates are exchanged instead of gradients, or an :class:`~tritoncomm.Updates`, which says how,
+            and implies True. Default: None, which is False for SGD, Adam, AdamW, Lion and schedule-free optimizers, and
+            for all with ``algo="dense"`` or ``"quantized"``, in which no gradient is late. It is True for others, and
+            for all with ``local_steps``.
         local_steps: Number of steps between two exchanges of updates. With 1, the mean of updates is lengthened to the
             mean of their lengths: a mean of several updates is shorter, because their noise cancels. Its length is
             estimated from 2 KB that all ranks sum. Default: 1.
-        outer_lr: Rate of the step of the common parameters by the mean update. Default: 1, the mean itself.
-        outer_momentum: Nesterov momentum of this step, in [0, 1). Default: 0.
         **recipe_fields: Further fields of the recipe of ``algo``. Methods that send entries have ``values``, the format
             of a value on the wire: ``"fp32"``, or one with tables of :data:`tritoncomm_kernels.formats.FORMATS`. What
             rounding takes away stays in the residual. Here its default is ``"4bit"``. Rounded values travel in packed
@@ -185,53 +171,27 @@ def wrap(
             raise ConfigurationError(f"broadcast_parameters={broadcast_parameters!r}: must be True or False")
         check_model(model, group)
         check_held(model, whole)
-        if algo is None and density is None and exchange == "auto" and not recipe_fields:
-            algo = DEFAULT_UPDATES if any(map(keeps_points, listed)) else None
-        at_once = algo is not None and delivers_at_once(algo)
+        is_told = algo is not None or density is not None or updates is not None or recipe_fields
+        if not is_told and any(map(keeps_points, listed)):
+            algo = DEFAULT_UPDATES
+        small_format = resolved_small(small)
+        resolve = partial(resolve_recipe, node_group=node_group, group=group, small=small_format, function=wrap)
+        chosen = resolve(DEFAULT_ALGO if algo is None else algo, density, warmup_steps, recipe_fields)
         options = WrapOptions(
-            staleness=staleness or "aware",
-            select_by=select_by,
-            max_catch_up=max_catch_up,
-            max_relative_update=max_relative_update,
+            late=late_of(late),
+            updates=updates_of(whole, updates, local_steps, chosen),
             on_nonfinite=on_nonfinite,
             max_grad_norm=max_grad_norm,
             timeout=timeout,
             dense_below=dense_below,
-            small=resolved_small(small),
-            exchange=exchange if exchange != "auto" or local_steps != 1 or not at_once else "gradients",
+            small=small_format,
             local_steps=local_steps,
-            outer_lr=outer_lr,
-            outer_momentum=outer_momentum,
         )
-        given = {
-            "algo": algo,
-            "density": density,
-            "warmup_steps": warmup_steps,
-            "dense_below": None if dense_below == DENSE_BELOW else dense_below,
-            "select_by": None if select_by == "auto" else select_by,
-            **recipe_fields,
-            "updates_algo": updates_algo,
-            "staleness": staleness,
-            "max_catch_up": max_catch_up,
-            "max_relative_update": None if max_relative_update == MAX_RELATIVE_UPDATE else max_relative_update,
-            "small": small,
-        }
-        chosen = resolve_recipe(
-            DEFAULT_ALGO if algo is None else algo,
-            density,
-            warmup_steps,
-            recipe_fields,
-            node_group,
-            group,
-            small=options.small,
-            function=wrap,
-        )
-        if exchanges_updates(whole, options):
-            chosen = resolve_recipe(
-                updates_algo or DEFAULT_UPDATES, None, 0, {}, node_group, group,
-                small=options.small, function=wrap, argument="updates_algo",
-            )  # fmt: skip
-        check_exchange(whole, options, {name: value for name, value in given.items() if value is not None})
+        if options.updates is not None:
+            chosen = resolve(options.updates.algo or DEFAULT_UPDATES, None, 0, {})
+        given = {"algo": algo, "density": density, "warmup_steps": warmup_steps, "late": late or None, "small": small}
+        given |= {"dense_below": None if dense_below == DENSE_BELOW else dense_below, **recipe_fields}
+        tell_effects(whole, options, chosen, given)
         for each in listed:
             chosen.check_optimizer(each)
             check_trained(each, names, alone=is_alone(group), ignored=ignored_ids(model))
@@ -241,14 +201,7 @@ def wrap(
             told |= numbered_groups()
         agree.compare(told, group, device)
     with agree.propagate_errors(group, device):
-        setup = Setup(
-            whole,
-            chosen,
-            group,
-            options,
-            broadcast_parameters=broadcast_parameters,
-            model=model,
-        )
+        setup = Setup(whole, chosen, group, options, broadcast_parameters=broadcast_parameters, model=model)
         keep_gradients_local(model)
     if not broadcast_parameters:
         compare_buffers(model, whole, group)

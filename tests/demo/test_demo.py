@@ -76,7 +76,7 @@ def test_options_reach_wrap(
     monkeypatch.setattr(train, "_train", lambda *arguments: given.append(arguments[6]))
     assert main(["demo", *arguments]) == 1
     assert "nothing was trained" in capsys.readouterr().err
-    assert given[0] == {"algo": "dense", "exchange": "gradients"}
+    assert given[0] == {"algo": "dense", "updates": False}
     assert given[1].items() >= fields.items()
     assert ("values" in given[1]) == ("values" in fields)
 

@@ -150,7 +150,7 @@ def test_local_steps_on_other_ranks(rank, world_size, members, tmp_path):
 
     def made(group=None):
         model = tiny()
-        local = {"local_steps": 4, "updates_algo": tritoncomm.OkTopk(density=0.1)}
+        local = {"local_steps": 4, "updates": tritoncomm.Updates(algo=tritoncomm.OkTopk(density=0.1))}
         return model, tritoncomm.wrap(adamw(model), process_group=group, **local)
 
     def pending(optimizer, group=None):

@@ -247,7 +247,7 @@ def test_optimizers_inside(rank, world_size):
         halves = [SGD(model[0].parameters()), SGD([*model[2].parameters(), model.unused, model.frozen])]
         whole = SGD([{"params": group["params"]} for each in halves for group in each.param_groups])
         outer = ddp(model, find_unused_parameters=True) if kind == "ddp" else model
-        optimizer = exact(whole if kind == "whole" else Lookahead(*halves), model=outer, exchange="gradients")
+        optimizer = exact(whole if kind == "whole" else Lookahead(*halves), model=outer, updates=False)
         train(outer, optimizer, rank, range(3))
         ends.append(flat(model))
         loss_of(model, rank, 3).backward()
@@ -265,7 +265,7 @@ def test_optimizer_that_exchanges_by_itself(rank, world_size):
     from torch.distributed.optim import ZeroRedundancyOptimizer  # noqa: PLC0415 - it takes a while
 
     zero = ZeroRedundancyOptimizer(tiny_net().parameters(), optimizer_class=torch.optim.Adam, lr=0.1)
-    for fields in ({}, {"exchange": "gradients"}):
+    for fields in ({}, {"updates": False}):
         with pytest.raises(ConfigurationError, match="ZeroRedundancyOptimizer steps a part"):
             exact(zero, **fields)
 

@@ -23,6 +23,7 @@ from tritoncomm import (
     NonFiniteError,
     PeerLostError,
     ProtocolMismatchError,
+    Updates,
 )
 from tritoncomm.scheduler import failure_report
 from tritoncomm.scheduler.process_group import ProcessGroupScheduler
@@ -139,7 +140,7 @@ class Scheduled:
     def __init__(self, rank: int, kind: str) -> None:
         self.rank, self.kind, self.model = rank, kind, tiny()
         if kind == "local steps":
-            local = {"local_steps": 2, "outer_momentum": 0.5, "updates_algo": tritoncomm.OkTopk(density=0.1)}
+            local = {"local_steps": 2, "updates": Updates(algo=tritoncomm.OkTopk(density=0.1), outer_momentum=0.5)}
             self.optimizer = tritoncomm.wrap(adamw(self.model), timeout=FAST, **local)
         else:
             limit = 1e-3 if kind.startswith("clipped") else None

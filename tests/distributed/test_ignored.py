@@ -65,9 +65,9 @@ class Experts:
 SETTINGS = {
     "sparse": SPARSE,
     "dense": {"algo": "dense"},
-    "updates": {"exchange": "updates"},
+    "updates": {"updates": True},
     "local steps": {"local_steps": 2},
-    "no rule": SPARSE | {"staleness": "off", "exchange": "gradients"},
+    "no rule": SPARSE | {"late": False, "updates": False},
 }
 
 

@@ -15,7 +15,7 @@ from models import KINDS, Uneven, equal, exact, flat, mesh, net, opened, same, s
 from models import loss_of as loss_of_net
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from tritoncomm import ConfigMismatchError, ConfigurationError, OkTopk, ProtocolMismatchError
+from tritoncomm import ConfigMismatchError, ConfigurationError, OkTopk, ProtocolMismatchError, Updates
 from tritoncomm.checkpoint import ResidualState
 from tritoncomm.planning import planner
 
@@ -45,10 +45,11 @@ def give(parameters, step: int, rank: int, world_size: int) -> torch.Tensor:
     return flat(p.grad for p in parameters)
 
 
-def wrapped(parameters, recipe, **settings) -> tritoncomm.SparseOptimizer:
+def wrapped(parameters, recipe, outer_momentum=0.0, **settings) -> tritoncomm.SparseOptimizer:
     """Return SGD that changes parameters by their gradients, and exchanges updates."""
     inner = torch.optim.SGD(parameters, lr=1.0)
-    return tritoncomm.wrap(inner, exchange="updates", updates_algo=recipe, **settings)
+    updates = Updates(algo=recipe, outer_momentum=outer_momentum)
+    return tritoncomm.wrap(inner, updates=updates, **settings)
 
 
 def owed(optimizer) -> torch.Tensor:
@@ -73,8 +74,8 @@ def step_of(model: nn.Module, optimizer, step: int, rank: int) -> None:
 def adam_of(model: nn.Module, method: str = "2 bits", **settings) -> tritoncomm.SparseOptimizer:
     """Return Adam with three local steps and outer momentum."""
     inner = torch.optim.Adam(model.parameters(), lr=0.05)
-    options = {"local_steps": 3, "outer_lr": 0.8, "outer_momentum": 0.6, "updates_algo": METHODS[method], **settings}
-    return tritoncomm.wrap(inner, model=model, **options)
+    updates = Updates(algo=METHODS[method], outer_lr=0.8, outer_momentum=0.6)
+    return tritoncomm.wrap(inner, model=model, **{"local_steps": 3, "updates": updates, **settings})
 
 
 @ranks(1, 2, 3, 5)
@@ -293,7 +294,7 @@ def test_kinds_of_models(rank, world_size, settings):
     for kind in KINDS:
         model, given = opened(kind, net())
         inner = torch.optim.RMSprop(model.parameters(), lr=0.01)
-        optimizer = tritoncomm.wrap(inner, updates_algo=METHODS["2 bits"], **settings, **given)
+        optimizer = tritoncomm.wrap(inner, updates=Updates(algo=METHODS["2 bits"]), **settings, **given)
         for step in range(4):
             optimizer.zero_grad()
             loss_of_net(model, rank, step).backward()
@@ -438,7 +439,7 @@ def load(model, optimizer, path, **fields) -> None:
 @pytest.mark.parametrize("steps", [4, 5])  # no and one local step since the last exchange
 def test_checkpoint_of_shards(rank, world_size, steps, tmp_path):
     """Two replicas of two shards resume to the bit, and as plain modules of other ranks owe the same."""
-    settings = {"local_steps": 2, "updates_algo": OkTopk(density=0.1), "outer_momentum": 0.5}
+    settings = {"local_steps": 2, "updates": Updates(algo=OkTopk(density=0.1), outer_momentum=0.5)}
     over = mesh()
     group = over["replicate"].get_group()
 
@@ -548,7 +549,7 @@ def test_one_norm_of_a_list(rank, world_size, large, travels):
     parameters = [nn.Parameter(torch.zeros(600)), nn.Parameter(torch.zeros(20, 30))]
     first = Plain if travels == "updates" else torch.optim.SGD
     kinds = [first(parameters[:1], lr=1.0), torch.optim.SGD(parameters[1:], lr=1.0)]
-    fields = {"updates_algo": "dense"} if travels == "updates" else {"density": 1.0}
+    fields = {"updates": Updates(algo="dense")} if travels == "updates" else {"density": 1.0}
     optimizer = exact(kinds, max_grad_norm=1.0, **fields)
     generator = torch.Generator().manual_seed(rank)
     grads = [torch.randn(p.shape, generator=generator) * 100.0 ** (i == large) for i, p in enumerate(parameters)]
@@ -594,8 +595,8 @@ class PlainScheduleFree(Plain):
 def test_limit_is_one_of_gradients(rank, world_size, local_steps):
     """``max_grad_norm`` limits gradients, and not what several steps have changed."""
     parameters = [nn.Parameter(torch.zeros(100))]
-    options = {"local_steps": local_steps, "updates_algo": "dense", "outer_lr": 0.5}
-    optimizer = tritoncomm.wrap(Plain(parameters, lr=10.0), exchange="updates", max_grad_norm=1.0, **options)
+    options = {"local_steps": local_steps, "updates": Updates(algo="dense", outer_lr=0.5)}
+    optimizer = tritoncomm.wrap(Plain(parameters, lr=10.0), max_grad_norm=1.0, **options)
     for _ in range(local_steps):
         parameters[0].grad = torch.ones(100)
         optimizer.step()

@@ -16,7 +16,7 @@ from models import adamw, ddp, equal, exact, flat, gradients, loss_of, net, open
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim.lr_scheduler import ExponentialLR
-from tritoncomm import ConfigMismatchError, ConfigurationError, NonFiniteError, ProtocolMismatchError, checkpoint
+from tritoncomm import ConfigMismatchError, ConfigurationError, Late, NonFiniteError, ProtocolMismatchError, checkpoint
 
 from ranks import ranks
 
@@ -274,7 +274,9 @@ def test_one_folder_for_two(rank, world_size, tmp_path):
 
 @ranks(2)
 @pytest.mark.parametrize("kind", ["plain", "ddp"])
-@pytest.mark.parametrize("fields", [{}, {"values": "4bit", "small": "8bit", "dense_below": 8}, {"select_by": "update"}])
+@pytest.mark.parametrize(
+    "fields", [{}, {"values": "4bit", "small": "8bit", "dense_below": 8}, {"late": Late(select_by="update")}]
+)
 def test_default_dtype(rank, world_size, kind, fields):
     """Training does not depend on the dtype in which torch creates tensors by default."""
     ends = []

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from kit import everywhere
 from models import exact, flat, same, total
 from torch import nn
-from tritoncomm import NonFiniteError, PeerLostError
+from tritoncomm import Late, NonFiniteError, PeerLostError
 
 from ranks import ranks
 
@@ -58,7 +58,7 @@ CASES = [
     *((algo, {}) for algo in METHODS),
     *((algo, {"small": "8bit", "dense_below": 50, "warmup_steps": 2}) for algo in METHODS),
     *((algo, {"values": "4bit"}) for algo in ("oktopk", "spardl", "topk_allgather")),
-    *((algo, {"select_by": "update"}) for algo in ("oktopk", "spardl", "topk_allgather")),
+    *((algo, {"late": Late(select_by="update")}) for algo in ("oktopk", "spardl", "topk_allgather")),
 ]
 
 
@@ -71,11 +71,12 @@ def test_conservation(rank, world_size, algo, fields):
     dense first steps, and a decay that is part of the gradient.
     """
     parameters = made()
-    by_update = "select_by" in fields
+    by_update = "late" in fields
     kind = partial(torch.optim.AdamW, lr=1e-9) if by_update else partial(torch.optim.SGD, lr=0.0, weight_decay=DECAY)
-    fields = {"select_by": "gradient"} | ({} if algo == "dense" else fields)
+    by_gradient = {"late": Late(select_by="gradient")}
+    fields = by_gradient | ({} if algo == "dense" else fields)
     optimizer = exact(kind(parameters), algo, **fields)
-    tolerance = 0 if fields == {"select_by": "gradient"} else 1e-3
+    tolerance = 0 if fields == by_gradient else 1e-3
     decay = DECAY if optimizer._tritoncomm.setup.decays_in_vector and not by_update else 0.0
     for step in range(18):
         held = {p: r.clone() for p, r in optimizer._tritoncomm.setup.vector.residuals_by_parameter().items()}

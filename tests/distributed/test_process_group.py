@@ -20,9 +20,11 @@ from torch.profiler import ProfilerActivity, profile
 from tritoncomm import (
     ConfigMismatchError,
     ConfigurationError,
+    Late,
     PeerLostError,
     SimulatedWorld,
     SparseVector,
+    Updates,
     algorithms,
 )
 from tritoncomm.planning.link import measure_link
@@ -253,7 +255,10 @@ def test_differences_are_named(rank, world_size):
     attempt("'Warmup around OkTopk'", warmup_steps=0 if odd else 8)
     attempt("values of OkTopk", values="fp32" if odd else "4bit")
     attempt("packed of OkTopk", packed=odd, values="fp32")
-    attempt("argument staleness", staleness="off" if odd else "aware")
+    attempt("argument late", late=not odd)
+    attempt("argument late.max_catch_up", late=Late(max_catch_up=5 if odd else 6))
+    attempt("argument updates", updates=odd, algo="quantized")
+    attempt("argument updates.outer_lr", updates=Updates(outer_lr=0.5 if odd else 1.0))
     attempt("argument small", small="8bit" if odd else "fp32")
     attempt("broadcast_parameters", broadcast_parameters=odd)
     attempt("values of parameter 1", tiny(seed=int(odd)))

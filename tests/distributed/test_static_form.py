@@ -9,7 +9,7 @@ import pytest
 import torch
 from models import equal, exact, flat, loss_of, residual, tiny
 from torch import nn
-from tritoncomm import OkTopk, Quantized, SparDL, TopkAllgather
+from tritoncomm import Late, OkTopk, Quantized, SparDL, TopkAllgather
 from tritoncomm.algorithms import Hierarchical, Warmup
 from tritoncomm.step.recipes import with_form
 
@@ -48,7 +48,9 @@ def trained(rank: int, recipe, kind: str, **options) -> tuple[torch.Tensor, dict
 def test_equals_exact_form(rank, world_size, kind, values, options):
     """With both steps of Adam, with clipping, and through a state."""
     recipe = partial(TopkAllgather, density=0.1, values=values)
-    ends = [trained(rank, recipe(static=each), kind, select_by="gradient", **options) for each in (True, False)]
+    ends = [
+        trained(rank, recipe(static=each), kind, late=Late(select_by="gradient"), **options) for each in (True, False)
+    ]
     assert torch.equal(ends[0][0], ends[1][0])
     assert ends[0][1]["density_delivered"] == ends[1][1]["density_delivered"]
 
@@ -57,7 +59,7 @@ def test_equals_exact_form(rank, world_size, kind, values, options):
 def test_selection_by_update(rank, world_size):
     """It trains with selection by update, small tensors in 8 bits and a warm-up. Replicas stay equal."""
     recipe = TopkAllgather(density=0.1, static=True, values="4bit")
-    trained(rank, recipe, "AdamW", select_by="update", small="8bit", warmup_steps=2)
+    trained(rank, recipe, "AdamW", late=Late(select_by="update"), small="8bit", warmup_steps=2)
 
 
 def test_default_on_a_gpu():

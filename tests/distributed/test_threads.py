@@ -28,14 +28,17 @@ RUNS = {
     "AdamW": (partial(optim.AdamW, lr=0.01), SPARSE | {"max_grad_norm": 0.5}),
     "Lion": (partial(Lion, lr=0.01), {"algo": "exdyna"}),  # which rounds no values
     "updates of Adafactor": (partial(optim.Adafactor, lr=0.01), {}),
-    "local steps": (partial(optim.AdamW, lr=0.01), {"local_steps": 4, "outer_lr": 0.9, "outer_momentum": 0.6}),
+    "local steps": (
+        partial(optim.AdamW, lr=0.01),
+        {"local_steps": 4, "updates": tritoncomm.Updates(outer_lr=0.9, outer_momentum=0.6)},
+    ),
 }
 # They differ from one of these in what is computed alike for every entry.
 DEEP_RUNS = {
     "Nesterov momentum": (partial(optim.SGD, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01), SPARSE),
     "SGD": (partial(optim.SGD, lr=0.1, weight_decay=0.01), SPARSE),
     "Adam": (partial(optim.Adam, lr=0.01, weight_decay=0.01, amsgrad=True), {"algo": "spardl"}),
-    "no rule": (partial(optim.AdamW, lr=0.01), SPARSE | {"staleness": "off"}),
+    "no rule": (partial(optim.AdamW, lr=0.01), SPARSE | {"late": False}),
     "quantized": (partial(optim.AdamW, lr=0.01), {"algo": "quantized", "values": "2bit"}),
     "updates of a list": (None, {}),
 }

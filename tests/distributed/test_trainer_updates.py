@@ -15,7 +15,10 @@ from torch import nn
 from ranks import ranks
 
 STEPS, SAVE_AT = 8, 4  # both are no multiple of the local steps
-SETTINGS = {"local_steps": 3, "updates_algo": tritoncomm.recipe("quantized", values="2bit"), "outer_momentum": 0.5}
+SETTINGS = {
+    "local_steps": 3,
+    "updates": tritoncomm.Updates(algo=tritoncomm.Quantized(values="2bit"), outer_momentum=0.5),
+}
 
 
 def adamw(net: nn.Module) -> torch.optim.Optimizer:

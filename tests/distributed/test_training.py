@@ -46,7 +46,7 @@ def test_every_optimizer_trains_at_its_defaults(rank, world_size, name):
     """Most end where a dense run does, or lower, and nothing warns. The start is at 1.1."""
     make, limit = OPTIMIZERS[name]
     ends = []
-    for settings in ({"algo": "dense", "exchange": "gradients"}, {}):
+    for settings in ({"algo": "dense", "updates": False}, {}):
         torch.manual_seed(0)
         bias = name != "Muon"
         model = nn.Sequential(nn.Linear(8, 32, bias=bias), nn.Tanh(), nn.Linear(32, 8, bias=bias))

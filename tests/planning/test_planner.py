@@ -223,7 +223,8 @@ def test_plan_for_updates(capsys: pytest.CaptureFixture[str]) -> None:
         assert step == pytest.approx(350 + (found + 400) / steps, abs=0.02)
     assert main([*PLAN, "--local-steps", "1", "--values", "2bit"]) == 0
     *_, last = capsys.readouterr().out.splitlines()
-    assert last == "optimizer = tritoncomm.wrap(optimizer, exchange='updates', updates_algo=Quantized(values='2bit'))"
+    method = "tritoncomm.Quantized(values='2bit')"
+    assert last == f"optimizer = tritoncomm.wrap(optimizer, updates=tritoncomm.Updates(algo={method}))"
 
 
 def _times(out: str, method: str) -> tuple[float, float]:

@@ -81,7 +81,7 @@ def test_argument_that_is_invalid_on_one_rank_is_an_error_on_all(rank, world_siz
 def test_settings_that_differ_are_named(rank, world_size, field, values):
     """wrap() compares methods, their fields, arguments, the optimizer and its options."""
     own = {"algo": "oktopk", "density": 0.25, "repartition_every": 64, "dense_below": 0, "lr": 0.1}
-    own |= {"optimizer": torch.optim.SGD, "exchange": "gradients", field: values[rank]}
+    own |= {"optimizer": torch.optim.SGD, "updates": False, field: values[rank]}
     if own["algo"] == "spardl":
         del own["repartition_every"]
     optimizer = own.pop("optimizer")([weight()], lr=own.pop("lr"))

@@ -11,10 +11,9 @@ import pytest
 import torch
 import tritoncomm
 from torch import nn
-from tritoncomm import ConfigurationError
+from tritoncomm import ConfigurationError, Late
 from tritoncomm.step.rules.adam import StalenessAwareAdam
 from tritoncomm.step.rules.step import coupled_decay
-from tritoncomm.step.settings import WrapOptions
 
 from deliveries import ages_of, take_step
 from tritoncomm_kernels import AdamControl, root_mean_square
@@ -36,13 +35,9 @@ def run(kind, steps, *, delivered, gradient, numel: int = 12, **options):
     """Return parameter and optimizer after ``steps`` steps. ``delivered(t)`` has indices, or is None for all."""
     torch.manual_seed(0)
     parameter = nn.Parameter(torch.randn(numel))
-    limits = {
-        name: options.pop(name)
-        for name in ("max_catch_up", "max_sqrt_staleness", "max_relative_update")
-        if name in options
-    }
+    limits = {name: options.pop(name) for name in ("late", "max_sqrt_staleness") if name in options}
     optimizer = kind([parameter], **({"lr": 0.02} | options))
-    aware = StalenessAwareAdam(optimizer, **limits)
+    aware = StalenessAwareAdam(optimizer, **({"late": Late()} | limits))
     for t in range(1, steps + 1):
         parameter.grad = gradient(t).add_(parameter.detach(), alpha=coupled_decay(optimizer).get(id(parameter), 0.0))
         take_step(aware, [parameter], [delivered(t)])
@@ -86,9 +81,8 @@ def test_delayed_deliveries_catch_up(tau: int, catch_up: int, walk: float) -> No
         steps,
         delivered=lambda t: torch.arange(25) if t % tau == 0 else torch.arange(0),
         gradient=lambda t: torch.full((25,), float(tau)) if t % tau == 0 else torch.zeros(25),
-        max_catch_up=catch_up,
+        late=Late(max_catch_up=catch_up, max_relative_update=math.inf),
         max_sqrt_staleness=walk,
-        max_relative_update=math.inf,
         weight_decay=0,
         numel=25,
     )
@@ -110,7 +104,7 @@ def test_means_outweigh_single_steps(beta2: float, start: int, single: float) ->
     average, last = 0.0, 0
     parameter = nn.Parameter(torch.ones(9))
     optimizer = torch.optim.AdamW([parameter], lr=1e-3, betas=(0.9, beta2))
-    aware = StalenessAwareAdam(optimizer)
+    aware = StalenessAwareAdam(optimizer, Late())
     for t in range(1, deliveries[-1] + 1):
         due = t in deliveries
         parameter.grad = torch.full((9,), single if t <= start else float(t - last))  # means are 1 after the start
@@ -134,7 +128,7 @@ def test_an_outlier_counts_for_one_step(beta2: float, times: float, steps: int) 
     """A late mean of more than five times the root of the moment before moves a coordinate by one dense step."""
     parameter = nn.Parameter(torch.ones(9))
     optimizer = torch.optim.AdamW([parameter], lr=1e-3, betas=(0.0, beta2), weight_decay=0.0)
-    aware = StalenessAwareAdam(optimizer, max_relative_update=math.inf)
+    aware = StalenessAwareAdam(optimizer, Late(max_relative_update=math.inf))
     for t in range(1, 51):
         delivers = t % 10 == 0
         before = parameter.detach().clone()
@@ -152,7 +146,7 @@ def test_an_outlier_counts_for_one_step(beta2: float, times: float, steps: int) 
 def test_relative_update_is_limited(rate: float, size: float, share: float) -> None:
     """One delivery changes a tensor by at most a twentieth of its norm, or one learning rate per coordinate."""
     parameter = nn.Parameter(size * torch.ones(10_000))
-    aware = StalenessAwareAdam(torch.optim.AdamW([parameter], lr=0.0, weight_decay=0.0, betas=(0.0, 0.999)))
+    aware = StalenessAwareAdam(torch.optim.AdamW([parameter], lr=0.0, weight_decay=0.0, betas=(0.0, 0.999)), Late())
     sign = torch.randint(0, 2, (10_000,), generator=torch.Generator().manual_seed(1)) * 2.0 - 1
     for t in range(1, 18):
         parameter.grad = sign * (1 if t == 1 else -16)  # not steady
@@ -164,13 +158,13 @@ def test_relative_update_is_limited(rate: float, size: float, share: float) -> N
     assert torch.allclose((delivered - size) / rate * sign[: len(delivered)], torch.tensor(each), rtol=5e-3)
 
 
-@pytest.mark.parametrize("name", ["max_catch_up", "max_relative_update", "max_sqrt_staleness"])
+@pytest.mark.parametrize("name", ["max_relative_update", "max_sqrt_staleness"])
 def test_defaults_are_the_same_everywhere(name: str) -> None:
-    """A limit has one default, whether the step is built by ``wrap``, by hand or by the kernels."""
-    makers = tritoncomm.wrap, WrapOptions, StalenessAwareAdam, AdamControl.of
+    """A limit has one default, whether it is that of ``wrap``, of the step or of the kernels."""
+    makers = Late, StalenessAwareAdam, AdamControl.of
     parameters = [inspect.signature(maker).parameters.get(name) for maker in makers]
     defaults = {each.default for each in parameters if each is not None and each.default is not each.empty}
-    assert len(defaults - {None}) == 1  # None is that of the rule
+    assert len(defaults) == 1
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -181,8 +175,8 @@ def test_current_coordinates_take_a_dense_step(kind) -> None:
     moved = {}
     for change in (0.0, math.inf):
         moved[change], _ = run(
-            kind, 41, gradient=lambda t: gradients[t - 1].clone(), max_relative_update=change, betas=(0.0, 0.9),
-            delivered=lambda t: torch.arange(int(0 < t - 1 < 40), 12),
+            kind, 41, gradient=lambda t: gradients[t - 1].clone(), betas=(0.0, 0.9),
+            delivered=lambda t: torch.arange(int(0 < t - 1 < 40), 12), late=Late(max_relative_update=change),
         )  # fmt: skip
     torch.manual_seed(0)
     parameter = nn.Parameter(torch.randn(12))
@@ -201,7 +195,7 @@ def test_root_mean_square_is_renewed_periodically() -> None:
     """The root mean square of a parameter is computed in every step at first, then in every twentieth."""
     parameter = nn.Parameter(torch.zeros(2000))
     optimizer = torch.optim.AdamW([parameter], lr=0.01)
-    aware = StalenessAwareAdam(optimizer)
+    aware = StalenessAwareAdam(optimizer, Late())
     renewed = []
     for _ in range(65):
         held = root_mean_square(parameter)
@@ -211,19 +205,11 @@ def test_root_mean_square_is_renewed_periodically() -> None:
     assert [step for step, fresh in enumerate(renewed) if fresh] == [*range(21), 40, 60]
 
 
-@pytest.mark.parametrize(
-    "bad",
-    [
-        {"max_catch_up": 0.5},
-        {"max_sqrt_staleness": 0.9},
-        {"max_relative_update": -1.0},
-        {"max_relative_update": math.nan},
-    ],
-)
-def test_bad_limits_are_rejected(bad: dict[str, float]) -> None:
-    """Limits below one step, negative limits and NaN are rejected by name."""
-    with pytest.raises(ConfigurationError, match=next(iter(bad))):
-        StalenessAwareAdam(torch.optim.AdamW([nn.Parameter(torch.ones(2))]), **bad)
+@pytest.mark.parametrize("bad", [0.9, math.nan])
+def test_bad_limits_are_rejected(bad: float) -> None:
+    """A limit below one step, and NaN, are rejected by name. :class:`Late` checks the others."""
+    with pytest.raises(ConfigurationError, match=f"max_sqrt_staleness={bad}"):
+        StalenessAwareAdam(torch.optim.AdamW([nn.Parameter(torch.ones(2))]), Late(), max_sqrt_staleness=bad)
 
 
 def test_infinite_relative_update() -> None:
@@ -231,7 +217,7 @@ def test_infinite_relative_update() -> None:
     for change, steps in ((math.inf, 12.0), (0.2, 1.0)):
         parameter = nn.Parameter(torch.zeros(1000))
         adam = torch.optim.Adam([parameter], lr=0.0, betas=(0.0, 0.999))
-        aware = StalenessAwareAdam(adam, max_relative_update=change)
+        aware = StalenessAwareAdam(adam, Late(max_relative_update=change))
         for t in range(1, 18):
             parameter.grad = torch.full((1000,), 1.0 if t == 1 else -16.0)
             aware.optimizer.param_groups[0]["lr"] = 0.01 * (t == 17)
@@ -251,7 +237,7 @@ def test_signs_decide_how_far_to_catch_up(agree: int, change: float, tau: int) -
     """
     parameter = nn.Parameter(torch.zeros(2000))
     adam = torch.optim.AdamW([parameter], lr=0.0, betas=(0.0, 0.999), weight_decay=0.0)
-    aware = StalenessAwareAdam(adam, max_relative_update=change)
+    aware = StalenessAwareAdam(adam, Late(max_relative_update=change))
     signs = torch.where(torch.arange(2000) % 1000 < agree, 1.0, -1.0) * (torch.arange(2000) < 1000)
     for t in range(1, tau + 2):
         parameter.grad = torch.ones(2000) if t == 1 else tau * signs
@@ -305,7 +291,7 @@ def test_delayed_small_deliveries_are_accurate(tau: int, later: float) -> None:
     moved = {}
     for dtype in (torch.float32, torch.float64):
         parameter = nn.Parameter(torch.zeros(1, dtype=dtype))
-        aware = StalenessAwareAdam(torch.optim.AdamW([parameter], lr=2e-3, betas=(0.9, 0.95), weight_decay=0))
+        aware = StalenessAwareAdam(torch.optim.AdamW([parameter], lr=2e-3, betas=(0.9, 0.95), weight_decay=0), Late())
         for step in range(1, tau + 2):
             parameter.grad = torch.tensor([1.0 if step == 1 else later * tau], dtype=dtype)
             take_step(aware, [parameter], [torch.arange(int(step in (1, tau + 1)))])
@@ -349,13 +335,13 @@ def test_undelivered_coordinates_only_decay() -> None:
 
 
 def test_scale_invariance() -> None:
-    """Gradients times a power of two leave the trajectory unchanged if eps is 0."""
+    """Gradients times a power of two leave the trajectory unchanged if eps is too small to be added."""
     gradients = torch.randn(30, 12, generator=torch.Generator().manual_seed(2)) + 0.1
     schedule = [torch.randperm(12, generator=torch.Generator().manual_seed(t))[:4].sort().values for t in range(31)]
     results = [
         run(
             torch.optim.Adam, 30, delivered=lambda t: schedule[t],
-            gradient=lambda t, scale=scale: gradients[t - 1] * scale, eps=0.0,
+            gradient=lambda t, scale=scale: gradients[t - 1] * scale, eps=1e-30,
         )[0]
         for scale in (1.0, 256.0)
     ]  # fmt: skip
@@ -369,7 +355,7 @@ def test_strided_and_half_precision_parameters() -> None:
     strided = nn.Parameter(plain.detach().clone().to(memory_format=torch.channels_last))
     half = nn.Parameter(plain.detach().clone().bfloat16())
     for parameter in (plain, strided, half):
-        aware = StalenessAwareAdam(torch.optim.AdamW([parameter], lr=0.01))
+        aware = StalenessAwareAdam(torch.optim.AdamW([parameter], lr=0.01), Late())
         for t in range(5):
             generator = torch.Generator().manual_seed(t)
             parameter.grad = torch.randn(2, 3, 4, 4, generator=generator).to(parameter)
@@ -384,23 +370,16 @@ def test_eps_of_zero_is_refused() -> None:
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(4, 4))], eps=0)
     with pytest.raises(ConfigurationError, match=r"eps=0.*eps above 0"):
         tritoncomm.wrap(optimizer)
-    tritoncomm.wrap(optimizer, staleness="off")
+    tritoncomm.wrap(optimizer, late=False)
 
 
 @pytest.mark.parametrize("option", ["capturable", "differentiable"])
 def test_unsupported_options_are_rejected(option: str) -> None:
     """An unsupported option is rejected by name, with the fix."""
     optimizer = torch.optim.Adam([nn.Parameter(torch.ones(2))], **{option: True})
-    with pytest.raises(ConfigurationError, match=f'{option}=True.*staleness="off"'):
+    with pytest.raises(ConfigurationError, match=f"{option}=True.*late=False"):
         tritoncomm.wrap(optimizer)
-    assert tritoncomm.wrap(optimizer, staleness="off")
-
-
-def test_bad_max_catch_up_is_rejected() -> None:
-    """wrap() rejects a ``max_catch_up`` of less than one step."""
-    optimizer = torch.optim.Adam([nn.Parameter(torch.ones(2))])
-    with pytest.raises(ConfigurationError, match=r"max_catch_up=0\.5"):
-        tritoncomm.wrap(optimizer, max_catch_up=0.5)
+    assert tritoncomm.wrap(optimizer, late=False)
 
 
 def test_groups_keep_their_own_settings() -> None:
@@ -409,7 +388,7 @@ def test_groups_keep_their_own_settings() -> None:
     optimizer = torch.optim.AdamW([{"params": [fast], "lr": 0.1}, {"params": [slow], "lr": 0.001}], weight_decay=0)
     for parameter in (fast, slow):
         parameter.grad = torch.ones(3)
-    take_step(StalenessAwareAdam(optimizer), [fast, slow], [None, None])
+    take_step(StalenessAwareAdam(optimizer, Late()), [fast, slow], [None, None])
     assert torch.allclose(1 - fast, torch.full((3,), 0.1), rtol=1e-4)
     assert torch.allclose(1 - slow, torch.full((3,), 0.001), rtol=1e-3)
 
@@ -438,7 +417,7 @@ def test_ages_are_counted_apart_from_the_optimizers_step(dtype: torch.dtype) -> 
         parameter.grad = torch.ones_like(parameter)
         optimizer.step()
     before = optimizer.state[parameter]["exp_avg_sq"].double().clone()
-    aware = StalenessAwareAdam(optimizer)
+    aware = StalenessAwareAdam(optimizer, Late())
     for number in range(1, 5):
         parameter.grad = torch.full_like(parameter, 4.0)
         take_step(aware, [parameter], [torch.arange(6 if number == 4 else 0)])
@@ -488,14 +467,14 @@ def test_state_that_somebody_changed(interfere: Callable[[torch.optim.Optimizer]
         generator = torch.Generator().manual_seed(0)
         parameters = [nn.Parameter(torch.randn(6, 5, generator=generator)) for _ in range(3)]
         optimizer = torch.optim.AdamW(parameters, lr=0.02)
-        aware = StalenessAwareAdam(optimizer)
+        aware = StalenessAwareAdam(optimizer, Late())
         for number in range(12):
             for parameter in parameters:
                 parameter.grad = torch.randn(parameter.shape, generator=generator)
             if number in (4, 8):
                 interfere(optimizer)
             at = torch.arange(number % 4, 30, 4)
-            take_step(aware if keeps else StalenessAwareAdam(optimizer), parameters, [at, None, at])
+            take_step(aware if keeps else StalenessAwareAdam(optimizer, Late()), parameters, [at, None, at])
         states = [state for _, state in sorted(optimizer.state_dict()["state"].items())]
         outcomes.append([*parameters, *(state[name] for state in states for name in sorted(state))])
     assert len(outcomes[0]) == 3 + 3 * 3

@@ -10,12 +10,12 @@ import tritoncomm
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from tritoncomm import Late
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.step import settings
 from tritoncomm.step.exchange.feedback import Ages, Ledger
 from tritoncomm.step.exchange.layout import BucketLayout, Delivered
 from tritoncomm.step.rules import choose
-from tritoncomm.step.settings import WrapOptions
 
 from deliveries import forget_ages, take_step
 from ranks import ranks
@@ -93,7 +93,7 @@ def test_a_rule_that_counts_steps(kind: type[LateAdan]) -> None:
     """The count is the optimizer's own: if every entry is delivered, either may continue what the other has begun."""
     ours, theirs = parameters(), parameters()
     mixed, plain = Adan(ours, counts_in=kind.counts_in), Adan(theirs, counts_in=kind.counts_in)
-    rule = kind.from_options(mixed, WrapOptions())
+    rule = kind(mixed, Late())
     generator = torch.Generator().manual_seed(1)
     for step in range(9):
         for one, other in zip(ours, theirs, strict=True):
@@ -118,7 +118,7 @@ def test_a_late_delivery_of_a_rule_that_counts() -> None:
     """All tensors of a group see one count, which grows without a delivery, too."""
     both = parameters()
     optimizer = Adan(both)
-    rule = LateAdan.from_options(optimizer, WrapOptions())
+    rule = LateAdan(optimizer, Late())
     nothing = torch.tensor([], dtype=torch.int64)
     for step in range(4):
         for each in both:
@@ -152,7 +152,7 @@ def test_vectors_of_a_step_share_one_count() -> None:
     """A rule is called for each vector. The count of a group grows once in a step, also without a gradient."""
     both = parameters()
     optimizer = Adan(both)
-    rule = LateAdan.from_options(optimizer, WrapOptions())
+    rule = LateAdan(optimizer, Late())
     for _ in range(3):
         rule.begin()
         for each in both:
@@ -190,7 +190,7 @@ def test_counts_in_is_checked() -> None:
     """Another place is an error that names the two."""
     kind = type("Wrong", (LateAdan,), {"counts_in": "groups"})
     with pytest.raises(tritoncomm.ConfigurationError, match=r"counts_in='groups'.*'state'.*'group'"):
-        kind.from_options(Adan(parameters()), WrapOptions())
+        kind(Adan(parameters()), Late())
 
 
 class Sizes(torch.optim.Optimizer):
@@ -229,7 +229,7 @@ def test_a_rule_whose_state_does_not_begin_at_zero() -> None:
     """It says what the optimizer begins with."""
     ours, theirs = parameters(), parameters()
     late, plain = Sizes(ours), Sizes(theirs)
-    rule = LateSizes.from_options(late, WrapOptions())
+    rule = LateSizes(late, Late())
     for _ in range(3):
         for one, other in zip(ours, theirs, strict=True):
             one.grad, other.grad = torch.ones_like(one), torch.ones_like(other)

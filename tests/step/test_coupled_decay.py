@@ -31,7 +31,7 @@ def decayed(kind: str, **fields) -> torch.Tensor:
     parameter = Parameter(torch.ones(64, 64))
     optimizer = make([parameter], weight_decay=0.1, **options)
     if fields:
-        optimizer = tritoncomm.wrap(optimizer, warmup_steps=0, exchange="gradients", **fields)
+        optimizer = tritoncomm.wrap(optimizer, warmup_steps=0, updates=False, **fields)
     generator = torch.Generator().manual_seed(0)
     for _ in range(200):
         optimizer.zero_grad()
@@ -90,7 +90,7 @@ def test_decay_is_not_sent() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_optimizer_with_coupled_decay(kind: str) -> None:
     """Every entry of the half moves at least half as far as in a dense run, although one in two steps delivers it."""
-    dense, sparse = decayed(kind), decayed(kind, density=0.5, values="fp32", staleness="off", select_by="gradient")
+    dense, sparse = decayed(kind), decayed(kind, density=0.5, values="fp32", late=False)
     assert (1 - dense).min() > 0.005
     assert (1 - sparse).min() > 0.5 * (1 - dense).max()
     if kind.startswith("SGD"):  # linear: a late sum moves as far as its parts
@@ -213,7 +213,7 @@ def test_clipping_after_synchronize_leaves_decay_alone(kind: str, fields: dict[s
         parameter = Parameter(torch.ones(64, 64))
         optimizer = make([parameter], weight_decay=0.5, **options)
         if wraps:
-            optimizer = tritoncomm.wrap(optimizer, warmup_steps=0, values="fp32", exchange="gradients", **fields)
+            optimizer = tritoncomm.wrap(optimizer, warmup_steps=0, values="fp32", updates=False, **fields)
         generator = torch.Generator().manual_seed(0)
         for _ in range(20):
             optimizer.zero_grad()

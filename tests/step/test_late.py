@@ -10,13 +10,13 @@ import torch
 import tritoncomm
 from test_rules import Lion
 from torch import nn
+from tritoncomm import Late
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.step.exchange.layout import BucketLayout, Delivered
 from tritoncomm.step.rules.choose import exchanges_updates, find_rule
 from tritoncomm.step.rules.late import LateRule
 from tritoncomm.step.rules.lion import LateLion
 from tritoncomm.step.rules.sgd import LateSGD
-from tritoncomm.step.settings import WrapOptions
 
 from deliveries import ages_of, begin_step, forget_ages, take_step
 from tritoncomm_kernels import Padded
@@ -77,7 +77,7 @@ def test_options_outside_of_groups(name: str, value: object) -> None:
 def test_delivered_at_once_is_the_optimizer_itself() -> None:
     """If every coordinate is delivered in every step, the result is Lion's."""
     (ours, lion), (theirs, plain) = made(), made()
-    rule = LateLion.from_options(lion, WrapOptions())
+    rule = LateLion(lion, Late())
     for given in gradients(6):
         for one, other, gradient in zip(ours, theirs, given, strict=True):
             one.grad, other.grad = gradient.clone(), gradient.clone()
@@ -92,7 +92,7 @@ def test_a_late_sum() -> None:
     """After tau steps, a coordinate moves by f learning rates, and its average by tau steps of the mean gradient."""
     parameter = nn.Parameter(torch.full((10,), 1000.0))
     lion = Lion([parameter], lr=RATE, weight_decay=0.0)
-    rule = LateLion.from_options(lion, WrapOptions())
+    rule = LateLion(lion, Late())
     for step in range(16):
         last = step == 15
         parameter.grad = torch.full((10,), 16.0 if last else 0.0)
@@ -109,7 +109,7 @@ def test_catching_up_is_limited_by_the_tensor() -> None:
     """A tensor moves by a twentieth of its norm at most, unless dense steps would move it further."""
     for start, factor in ((1.0, 0.05 / RATE), (1e-3, 1.0)):
         parameter = nn.Parameter(torch.full((100,), start))
-        rule = LateLion.from_options(Lion([parameter], lr=RATE, weight_decay=0.0), WrapOptions())
+        rule = LateLion(Lion([parameter], lr=RATE, weight_decay=0.0), Late())
         for step in range(16):
             last = step == 15
             parameter.grad = torch.ones(100)
@@ -129,7 +129,7 @@ def test_sgd_has_a_rule_with_momentum() -> None:
     assert find_rule(kind(parameters, lr=RATE, momentum=0.5)) is None
     for options in ({"momentum": 0.0}, {"dampening": 0.1}):
         assert find_rule(sgd(parameters, **options)) is None
-        assert not exchanges_updates(sgd(parameters, **options), WrapOptions())
+        assert not exchanges_updates(sgd(parameters, **options))
     groups = [{"params": parameters[:1]}, {"params": parameters[1:], "momentum": 0.0}]
     assert find_rule(sgd(groups)) is LateSGD
 
@@ -138,7 +138,7 @@ def test_sgd_has_a_rule_with_momentum() -> None:
 def test_sgd_refuses_options_by_name(option: dict[str, object]) -> None:
     """Those of a group that the rule cannot honour are refused, also when they come later."""
     (name, value), optimizer = *option.items(), sgd([nn.Parameter(torch.ones(4))])
-    rule = LateSGD.from_options(optimizer, WrapOptions())
+    rule = LateSGD(optimizer, Late())
     optimizer.param_groups[0][name] = value
     with pytest.raises(tritoncomm.ConfigurationError, match=f"{name}={value}.*leave it out"):
         rule.check_options()
@@ -149,7 +149,7 @@ def test_sgd_delivered_at_once_is_the_optimizer_itself(options: dict[str, bool])
     """If every coordinate is delivered in every step, the result is torch's to the bit, which can continue from it."""
     (ours, _), (theirs, _) = made(), made()
     late, plain = sgd(ours, **options), sgd(theirs, **options)
-    rule = LateSGD.from_options(late, WrapOptions())
+    rule = LateSGD(late, Late())
     for step, given in enumerate(gradients(8)):
         for one, other, gradient in zip(ours, theirs, given, strict=True):
             one.grad, other.grad = gradient.clone(), gradient.clone()
@@ -168,7 +168,7 @@ def test_a_late_sum_of_sgd(nesterov: bool) -> None:
     """The momentum is that of tau steps of the mean gradient, and moves the coordinate tau times. Then it rests."""
     parameter = nn.Parameter(torch.full((10,), 1000.0))
     late = sgd([parameter], nesterov=nesterov)
-    rule = LateSGD.from_options(late, WrapOptions())
+    rule = LateSGD(late, Late())
     for step in range(20):
         last = step == 15
         parameter.grad = torch.full((10,), 48.0 if last else 0.0)
@@ -184,7 +184,7 @@ def test_a_late_sum_of_sgd(nesterov: bool) -> None:
 def test_catching_up_of_sgd_is_limited_by_the_tensor(start: float, moved: float) -> None:
     """A tensor moves by a twentieth of its norm at most, or each coordinate by a dense step."""
     parameter = nn.Parameter(torch.full((100,), start))
-    rule = LateSGD.from_options(sgd([parameter]), WrapOptions())
+    rule = LateSGD(sgd([parameter]), Late())
     for step in range(16):
         last = step == 15
         parameter.grad = torch.full((100,), 16.0)
@@ -202,7 +202,7 @@ def test_formats_of_parameters(rule: type[LateRule]) -> None:
     for values in (start.clone(), start.clone(memory_format=torch.channels_last), transposed):
         parameter = nn.Parameter(values)
         kind = sgd([parameter]) if rule is LateSGD else Lion([parameter])
-        late = rule.from_options(kind, WrapOptions())
+        late = rule(kind, Late())
         for step in range(4):
             parameter.grad = torch.full_like(parameter, 1e-9 if rule is LateSGD else 1.0)
             take_step(late, [parameter], [torch.arange(step, 120, 2)])
@@ -217,13 +217,13 @@ def test_a_step_of_the_optimizer_delivers_every_coordinate() -> None:
     """A gradient after it is not late, and the momentum of those steps stays."""
     parameter = nn.Parameter(torch.ones(4))
     optimizer = sgd([parameter])
-    rule = LateSGD.from_options(optimizer, WrapOptions())
+    rule = LateSGD(optimizer, Late())
     for _ in range(10):
         parameter.grad = torch.ones(4)
         take_step(rule, [parameter], [torch.arange(0)])
     optimizer.step()
     forget_ages(optimizer)
-    again = LateSGD.from_options(optimizer, WrapOptions())  # as after release() and another wrap()
+    again = LateSGD(optimizer, Late())  # as after release() and another wrap()
     take_step(again, [parameter], [torch.arange(4)])
     assert torch.equal(optimizer.state[parameter]["momentum_buffer"], torch.full((4,), 1.5))
 
@@ -233,7 +233,7 @@ def test_momentum_may_change(value: float) -> None:
     """A schedule may set it, also to 0, and torch does the same if every coordinate is delivered."""
     (ours, _), (theirs, _) = made(), made()
     late, plain = sgd(ours), sgd(theirs)
-    rule = LateSGD.from_options(late, WrapOptions())
+    rule = LateSGD(late, Late())
     for step, given in enumerate(gradients(6)):
         for optimizer in (late, plain):
             optimizer.param_groups[0]["momentum"] = value if step in (2, 3) else 0.5
@@ -249,7 +249,7 @@ def test_momentum_may_change(value: float) -> None:
 def test_catching_up_of_sgd_may_be_limited(limit: float | None, factor: float) -> None:
     """A sum counts for all its steps by default: noise has cancelled in it. ``max_catch_up`` limits that."""
     parameter = nn.Parameter(torch.full((4,), 1000.0))
-    rule = LateSGD.from_options(sgd([parameter]), WrapOptions(max_catch_up=limit))
+    rule = LateSGD(sgd([parameter]), Late(max_catch_up=limit))
     for step in range(16):
         last = step == 15
         parameter.grad = torch.full((4,), 16.0)
@@ -264,7 +264,7 @@ def test_momentum_that_torch_has_not_kept() -> None:
     late = sgd([parameter])
     late.state[parameter]["momentum_buffer"] = None
     parameter.grad = torch.ones(4)
-    take_step(LateSGD.from_options(late, WrapOptions()), [parameter], [None])
+    take_step(LateSGD(late, Late()), [parameter], [None])
     torch.testing.assert_close(parameter.detach(), torch.full((4,), 1 - RATE))
 
 
@@ -273,7 +273,7 @@ def test_one_list_with_padding_is_the_same(rule: type[LateRule], kind: Callable[
     """The form for a GPU, in which only the device knows the number of entries, ends with the same values."""
     (ours, _), (theirs, _) = made(), made()
     first, other = kind(ours), kind(theirs)
-    by_list, by_flat = (rule.from_options(each, WrapOptions()) for each in (first, other))
+    by_list, by_flat = (rule(each, Late()) for each in (first, other))
     layout = BucketLayout(theirs)
     generator = torch.Generator().manual_seed(2)
     for number, given in enumerate(gradients(8)):

@@ -5,18 +5,32 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import logging
+import math
 import re
 
 import pytest
 import torch
 import tritoncomm
-from tritoncomm import ConfigurationError, Dense, ExDyna, OkTopk, Recipe, TopkAllgather, Warmup
+from tritoncomm import (
+    ConfigurationError,
+    Dense,
+    ExDyna,
+    Late,
+    OkTopk,
+    Quantized,
+    Recipe,
+    TopkAllgather,
+    Updates,
+    Warmup,
+)
 from tritoncomm.algorithms import algorithms, field_names
 from tritoncomm.algorithms.base import StaticRecipe
 from tritoncomm.planning import planner
 from tritoncomm.step import settings as options
 from tritoncomm.step.recipes import log_choice, readable_size, resolve_recipe, with_form
 from tritoncomm.step.settings import DEFAULT_ALGO, DEFAULT_DENSITY
+
+from baselines import DGC
 
 
 @pytest.mark.parametrize(
@@ -45,6 +59,28 @@ def test_defaults_are_documented() -> None:
     assert f'``"{DEFAULT_ALGO}"``' in text.split("algo: ")[1].split(" density: ")[0]
     assert parameters["density"].default is None
     assert f"Default: None, which is {DEFAULT_DENSITY}, or the density of a recipe" in text
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments", "named"),
+    [
+        (Late, {"select_by": "size"}, "select_by='size': choose one of 'auto', 'update', 'gradient'"),
+        (Late, {"max_catch_up": 0.5}, r"max_catch_up=0\.5: must be at least 1"),
+        (Late, {"max_relative_update": -0.1}, r"max_relative_update=-0\.1: must be a fraction"),
+        (Late, {"max_relative_update": "a fifth"}, "max_relative_update='a fifth': must be a fraction"),
+        (Late, {"max_relative_update": math.nan}, "max_relative_update=nan: must be a fraction"),
+        (Updates, {"outer_lr": 0}, "outer_lr=0: must be a positive number"),
+        (Updates, {"outer_momentum": 1.0}, r"outer_momentum=1\.0: must be in \[0, 1\)"),
+        (Updates, {"algo": "1bit"}, r"algo is the unknown algorithm '1bit'.*values='1bit'"),
+        (Updates, {"algo": Quantized}, "algo=Quantized: pass an instance"),
+        (Updates, {"algo": DGC(density=0.1)}, r"algo=DGC\(.*: this method is for gradients alone"),
+        (Updates, {"algo": "dgc"}, "algo='dgc': this method is for gradients alone"),
+    ],
+)
+def test_options_check_themselves(kind: type, arguments: dict[str, object], named: str) -> None:
+    """``Late`` and ``Updates`` name an invalid argument, its value and the fix when they are made."""
+    with pytest.raises(ConfigurationError, match=named):
+        kind(**arguments)
 
 
 @pytest.mark.parametrize("algo", ["oktopk", OkTopk()])

@@ -63,9 +63,7 @@ def test_nothing_of_it_changes(kind: str, algo: str) -> None:
     p, q = pair()
     make = MAKERS[kind] if algo != "dgc" else lambda ps: torch.optim.SGD(ps, lr=0.1)
     fields = {"values": "8bit"} if algo == "oktopk" else {}
-    optimizer = tritoncomm.wrap(
-        make([p, q]), algo, exchange="gradients", density=0.1, warmup_steps=2, small="8bit", **fields
-    )
+    optimizer = tritoncomm.wrap(make([p, q]), algo, updates=False, density=0.1, warmup_steps=2, small="8bit", **fields)
     take(optimizer, p, q, 8, using=lambda _: True)
 
     def held() -> tuple[Any, ...]:

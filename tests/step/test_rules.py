@@ -9,11 +9,10 @@ import pytest
 import torch
 import tritoncomm
 from torch import nn
-from tritoncomm import ConfigurationError
+from tritoncomm import ConfigurationError, Late, OkTopk, Quantized, Updates
 from tritoncomm.step.rules.adam import StalenessAwareAdam
 from tritoncomm.step.rules.aware import AwareStep
-from tritoncomm.step.rules.choose import RULES, exchanges_updates, find_rule
-from tritoncomm.step.settings import WrapOptions
+from tritoncomm.step.rules.choose import RULES, exchanges_updates, find_rule, updates_of
 
 from baselines import DGC
 from prepared_launcher import PreparedLauncher
@@ -71,7 +70,6 @@ def test_subclass_is_found_before_and_after_torch_wraps_its_step(launcher: Prepa
     script.write_text("""
 import os
 import torch
-from tritoncomm.step.settings import WrapOptions
 from tritoncomm.step.rules.choose import find_rule
 class Renamed(torch.optim.AdamW): pass
 class Overriding(torch.optim.AdamW):
@@ -145,11 +143,14 @@ def test_what_travels() -> None:
     """Linear optimizers and those with a rule exchange gradients, all others updates. Local steps are updates."""
     adamw, sgd = torch.optim.AdamW(parameters()), torch.optim.SGD(parameters(), lr=0.1, momentum=0.9)
     others = [named("Muon"), Overriding(parameters(), lr=0.1)]
-    auto = WrapOptions()
-    assert [exchanges_updates(each, auto) for each in (adamw, sgd, *others)] == [False, False, True, True]
-    assert all(exchanges_updates(each, WrapOptions(local_steps=2)) for each in (adamw, sgd))
-    assert not any(exchanges_updates(each, WrapOptions(exchange="gradients")) for each in others)
-    assert all(exchanges_updates(each, WrapOptions(exchange="updates")) for each in (adamw, *others))
+    assert [exchanges_updates(each) for each in (adamw, sgd, *others)] == [False, False, True, True]
+    assert [updates_of(each, None, 1, OkTopk()) for each in (adamw, *others)] == [None, Updates(), Updates()]
+    assert [updates_of(each, None, 2, OkTopk()) for each in (adamw, sgd)] == [Updates()] * 2
+    assert not any(updates_of(each, None, 1, Quantized()) for each in others)
+    assert not any(updates_of(each, False, 1, OkTopk()) for each in others)
+    for given in (True, Updates(), Updates(outer_lr=0.5)):
+        expected = Updates() if given is True else given
+        assert all(updates_of(each, given, 1, Quantized()) == expected for each in (adamw, *others))
 
 
 def test_schedule_free_optimizers_exchange_every_gradient(caplog: pytest.LogCaptureFixture) -> None:
@@ -161,7 +162,7 @@ def test_schedule_free_optimizers_exchange_every_gradient(caplog: pytest.LogCapt
     assert listed._tritoncomm.setup.local is None
     for options, named_option in (
         ({"local_steps": 4}, "local_steps=4: AdamWScheduleFree keeps a copy"),
-        ({"exchange": "updates"}, "exchange='updates': AdamWScheduleFree keeps a copy"),
+        ({"updates": True}, "updates=True: AdamWScheduleFree keeps a copy"),
     ):
         with pytest.raises(ConfigurationError, match=named_option):
             tritoncomm.wrap(named("AdamWScheduleFree"), **options)
@@ -174,14 +175,13 @@ def test_schedule_free_optimizers_exchange_every_gradient(caplog: pytest.LogCapt
 
 def test_only_the_step_of_sgd_is_linear() -> None:
     """A subclass of SGD with another step exchanges updates."""
-    auto = WrapOptions()
     kinds = (RenamedSGD, torch.optim.SGD, SignSGD, BelowSign)
     for order in (kinds, kinds[::-1]):
         for kind in order:
             optimizer = kind(parameters(), lr=0.1)
             torch.optim.lr_scheduler.StepLR(optimizer, 1)  # wraps the step of the object
-            assert exchanges_updates(optimizer, auto) == (kind in (SignSGD, BelowSign))
-    assert not exchanges_updates(SignSGD(parameters(), lr=0.1), WrapOptions(exchange="gradients"))
+            assert exchanges_updates(optimizer) == (kind in (SignSGD, BelowSign))
+    assert updates_of(SignSGD(parameters(), lr=0.1), False, 1, OkTopk()) is None
 
 
 def test_nothing_is_promised_to_end_above_dense(caplog: pytest.LogCaptureFixture) -> None:
@@ -190,30 +190,23 @@ def test_nothing_is_promised_to_end_above_dense(caplog: pytest.LogCaptureFixture
         tritoncomm.wrap(optimizer)
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
     with caplog.at_level(logging.INFO, logger="tritoncomm"):
-        tritoncomm.wrap(named("Muon"), exchange="gradients")
+        tritoncomm.wrap(named("Muon"), updates=False)
     assert "Muon exchanges gradients, and has no rule for late ones" in caplog.text
 
 
 def test_arguments_without_effect(caplog: pytest.LogCaptureFixture) -> None:
-    """An argument that is for the other kind of exchange is an error, or a warning that says what to write."""
-    with pytest.raises(ConfigurationError, match="outer_lr is for optimizers that exchange updates, and AdamW"):
-        tritoncomm.wrap(torch.optim.AdamW(parameters()), outer_lr=0.5)
-    with pytest.raises(ConfigurationError, match="updates_algo is for optimizers that exchange updates"):
-        tritoncomm.wrap(torch.optim.AdamW(parameters()), updates_algo="dense")
-    with pytest.raises(ConfigurationError, match="local_steps=2 needs the exchange of updates"):
-        tritoncomm.wrap(torch.optim.AdamW(parameters()), local_steps=2, exchange="gradients")
-    with pytest.raises(ConfigurationError, match="staleness='aware' with local_steps=2"):
-        tritoncomm.wrap(torch.optim.AdamW(parameters()), local_steps=2, staleness="aware")
+    """An argument that contradicts another is an error. One that is for gradients alone is told, with what to write."""
+    with pytest.raises(
+        ConfigurationError, match="local_steps=2 needs the exchange of updates: leave out updates=False"
+    ):
+        tritoncomm.wrap(torch.optim.AdamW(parameters()), local_steps=2, updates=False)
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
     tritoncomm.wrap(named("Muon"), algo="oktopk", density=0.03)  # the line of the README, for AdamW
     assert "without effect: algo='oktopk', density=0.03." in caplog.text
-    for given in ({"updates_algo": "dgc"}, {"algo": DGC(density=0.1)}):
-        with pytest.raises(ConfigurationError, match="this method is for gradients, and Muon exchanges updates"):
-            tritoncomm.wrap(named("Muon"), **given)
-    with pytest.raises(ConfigurationError, match=r"updates_algo is the unknown algorithm '1bit'.*values='1bit'"):
-        tritoncomm.wrap(named("Muon"), updates_algo="1bit")
-    with pytest.raises(ConfigurationError, match=r"updates_algo=Quantized: pass an instance"):
-        tritoncomm.wrap(named("Muon"), updates_algo=tritoncomm.Quantized)
+    tritoncomm.wrap(named("Muon"), algo=DGC(density=0.1))
+    assert "without effect: algo=DGC(density=0.1" in caplog.text
+    tritoncomm.wrap(torch.optim.AdamW(parameters()), local_steps=2, late=True)
+    assert "without effect: late=True." in caplog.text
 
 
 def test_local_steps_count_for_a_schedule() -> None:
@@ -235,7 +228,7 @@ def test_local_steps_count_for_a_schedule() -> None:
 
 @pytest.mark.parametrize(
     "option",
-    [{"max_catch_up": 5}, {"max_relative_update": 0.01}, {"staleness": "aware"}, {"small": "fp32"}, {"density": 0.01}],
+    [{"late": Late(max_catch_up=5)}, {"late": Late()}, {"late": True}, {"small": "fp32"}, {"density": 0.01}],
     ids=str,
 )
 def test_every_setting_of_gradients_is_told(option: dict[str, object], caplog: pytest.LogCaptureFixture) -> None:
@@ -249,7 +242,7 @@ def test_settings_of_gradients_that_have_an_effect_are_not_told(caplog: pytest.L
     """Nor is one that says what happens in any case."""
     net = nn.Linear(4, 4)
     groups = [{"params": [net.weight]}, {"params": [net.bias], "dense": True}]
-    for parameters, option in ((groups, {"small": "fp32"}), (net.parameters(), {"staleness": "off"})):
+    for parameters, option in ((groups, {"small": "fp32"}), (net.parameters(), {"late": False})):
         tritoncomm.wrap(torch.optim.RMSprop(parameters), **option).release()
         assert "without effect" not in caplog.text
 

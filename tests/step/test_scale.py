@@ -12,7 +12,16 @@ import tritoncomm
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-from tritoncomm import ConfigurationError, NonFiniteError, OkTopk, SimulatedWorld, SparseVector, TopkAllgather, Warmup
+from tritoncomm import (
+    ConfigurationError,
+    Late,
+    NonFiniteError,
+    OkTopk,
+    SimulatedWorld,
+    SparseVector,
+    TopkAllgather,
+    Warmup,
+)
 from tritoncomm.primitives.second_moment import FactoredSecondMoment, Moment
 from tritoncomm.step.exchange.stages import Staged
 from tritoncomm.step.saved import state as exchange_state
@@ -222,20 +231,17 @@ def test_select_by() -> None:
         return tritoncomm.wrap(torch.optim.SGD(model().parameters(), lr=0.1), algo, **fields)
 
     assert is_preconditioned(adamw(model()))
-    assert not is_preconditioned(adamw(model(), select_by="gradient"))
-    assert not is_preconditioned(adamw(model(), staleness="off"))
-    assert is_preconditioned(adamw(model(), staleness="off", select_by="update"))
+    assert not is_preconditioned(adamw(model(), late=Late(select_by="gradient")))
+    assert not is_preconditioned(adamw(model(), late=False))
     assert not is_preconditioned(sgd())
-    assert is_preconditioned(sgd(select_by="update"))
-    assert not is_preconditioned(sgd("dense", select_by="update"))
+    assert is_preconditioned(sgd(late=Late(select_by="update")))
+    assert not is_preconditioned(sgd("dense", late=Late(select_by="update")))
     for algo in ("dense", "random_k", "hard_threshold"):
         assert not is_preconditioned(tritoncomm.wrap(torch.optim.AdamW(model().parameters()), algo=algo))
-    with pytest.raises(ConfigurationError, match="select_by='size': choose one of 'auto', 'update', 'gradient'"):
-        sgd(select_by="size")
     with pytest.raises(
         ConfigurationError, match=r"select_by='update' needs a method that compares entries, and 'dgc' does not"
     ):
-        sgd("dgc", select_by="update")
+        sgd("dgc", late=Late(select_by="update"))
 
 
 @pytest.mark.parametrize("algo", ["oktopk", "exdyna", "micro", "spardl", "gtopk"])
@@ -278,9 +284,9 @@ def test_resume_across_a_renewal() -> None:
 def test_checkpoint_with_another_select_by(saved_by: str, loaded_by: str, carried: bool, algo: str) -> None:
     """Warm-up and residuals continue, thresholds and moment restart, also with another world size."""
     net = model()
-    optimizer = adamw(net, algo=algo, select_by=saved_by, warmup_steps=3)
+    optimizer = adamw(net, algo=algo, late=Late(select_by=saved_by), warmup_steps=3)
     train(net, optimizer, 0, 25)
-    loaded = adamw(copy.deepcopy(net), algo=algo, select_by=loaded_by, warmup_steps=3)
+    loaded = adamw(copy.deepcopy(net), algo=algo, late=Late(select_by=loaded_by), warmup_steps=3)
     state = exchange_state.saved(optimizer._tritoncomm.setup.exchange)
     if carried:
         state = exchange_state.taken_over(state, [state], rank=0, world_size=1)

@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import tritoncomm
 from torch import nn
-from tritoncomm import ConfigurationError, OkTopk, Quantized, RandomBlock, Recipe, SimulatedWorld, TopkAllgather, Warmup
+from tritoncomm import (
+    ConfigurationError,
+    OkTopk,
+    Quantized,
+    RandomBlock,
+    Recipe,
+    SimulatedWorld,
+    TopkAllgather,
+    Updates,
+    Warmup,
+)
 from tritoncomm.algorithms import Dense
 from tritoncomm.scheduler.cost import HEADER_WORDS, WORD, Flow
 from tritoncomm.step.exchange.layout import split_by_size
@@ -168,14 +180,13 @@ def test_residuals_stay_with_their_parameters() -> None:
     assert second._tritoncomm.setup.vector.feedback.algorithm.state_dict()["inner"]["step"] == 0
 
 
-@pytest.mark.parametrize("exchange", ["gradients", "updates"])
-def test_groups_that_are_dense(exchange: str) -> None:
+@pytest.mark.parametrize("fields", [{"algo": "oktopk"}, {"updates": Updates(algo=OkTopk(density=0.03))}])
+def test_groups_that_are_dense(fields: dict[str, Any]) -> None:
     """A parameter whose group says ``dense=True`` travels whole in each step, whatever its size."""
     torch.manual_seed(0)
     table, matrix = nn.Parameter(torch.zeros(64, 64)), nn.Parameter(torch.zeros(64, 64))
     inner = torch.optim.SGD([{"params": [table], "dense": True}, {"params": [matrix]}], lr=1.0)
-    fields = {"algo": "oktopk"} if exchange == "gradients" else {"updates_algo": OkTopk(density=0.03)}
-    optimizer = tritoncomm.wrap(inner, exchange=exchange, warmup_steps=0, small="fp32", **fields)
+    optimizer = tritoncomm.wrap(inner, warmup_steps=0, small="fp32", **fields)
     for parameter in (table, matrix):
         parameter.grad = torch.randn(64, 64)
     gradient = table.grad.clone()

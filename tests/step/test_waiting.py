@@ -14,7 +14,7 @@ def run(
     shapes = (64, 64), (64, 64), (64,)
     parameters = [Parameter(torch.zeros(shape)) for shape in shapes]
     optimizer = tritoncomm.wrap(
-        make(parameters, lr=1e-3), density=0.03, values="fp32", dense_below=100, exchange="gradients", **fields
+        make(parameters, lr=1e-3), density=0.03, values="fp32", dense_below=100, updates=False, **fields
     )
     generator, found = torch.Generator().manual_seed(0), []
     for _ in range(steps):

@@ -100,7 +100,7 @@ class Run:
 def compare(rank: int, world_size: int, send: Send, settings: Settings) -> list[Run]:
     """Train with dense exchange, then with the chosen method, as one of ``world_size`` workers. Return both runs."""
     text = standard_library()
-    dense = _train("dense", rank, world_size, send, settings, text, {"algo": "dense", "exchange": "gradients"})
+    dense = _train("dense", rank, world_size, send, settings, text, {"algo": "dense", "updates": False})
     chosen = {
         "algo": settings.algo,
         **({"density": settings.density} if takes_density(settings.algo) else {}),

@@ -161,9 +161,11 @@ def advice_on_updates(setting: Setting, local_steps: int) -> str:
         f"{each.recipe.name:16}{each.local_steps:13}{_times(each, dense)}"
         for each in sorted([dense, *rows], key=lambda found: found.step)
     ]
-    how = f"local_steps={local_steps}" if local_steps > 1 else "exchange='updates'"
-    other = "" if method == Quantized() else f", updates_algo=Quantized(values={method.values!r})"
-    return _plan(setting, dense, best, lines, [f"optimizer = tritoncomm.wrap(optimizer, {how}{other})"])
+    arguments = [f"local_steps={local_steps}"] if local_steps > 1 else []
+    if method != Quantized():
+        arguments.append(f"updates=tritoncomm.Updates(algo=tritoncomm.Quantized(values={method.values!r}))")
+    code = f"optimizer = tritoncomm.wrap(optimizer, {', '.join(arguments) or 'updates=True'})"
+    return _plan(setting, dense, best, lines, [code])
 
 
 def _plan(setting: Setting, dense: Estimate, best: Estimate, lines: list[str], code: list[str]) -> str:

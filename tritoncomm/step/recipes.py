@@ -33,9 +33,8 @@ from tritoncomm.scheduler.cost import Link
 from tritoncomm.scheduler.ranks import global_ranks
 from tritoncomm.step import agree
 from tritoncomm.step import settings as defaults
-from tritoncomm.step.settings import check_group
+from tritoncomm.step.settings import check_algo, check_group
 from tritoncomm_kernels.devices import is_asynchronous
-from tritoncomm_kernels.formats import FORMATS
 
 logger = logging.getLogger("tritoncomm")
 
@@ -50,7 +49,6 @@ def resolve_recipe(
     *,
     small: str = "fp32",
     function: Callable[..., Any],
-    argument: str = "algo",
 ) -> Recipe:
     """Return the recipe that the arguments of ``wrap`` describe.
 
@@ -63,12 +61,11 @@ def resolve_recipe(
         group: Process group of the exchange. None is the default group.
         small: Format of what is sent dense.
         function: The function that the user called. Errors list its arguments.
-        argument: The argument of this function that is ``algo``.
 
     Raises:
         ConfigurationError: An argument is invalid.
     """
-    _check_algo(argument, algo)
+    check_algo(algo)
     if not (warmup_steps is None or (type(warmup_steps) is int and warmup_steps >= 0)):
         raise ConfigurationError(f"warmup_steps={warmup_steps!r}: must be a whole number of at least 0, or None")
     check_keywords(function, algo, fields)
@@ -85,18 +82,6 @@ def resolve_recipe(
             raise ConfigurationError(f"algo is a recipe and carries its own {', '.join(given)}: set it in the recipe")
         chosen = algo
     return with_warmup_and_nodes(chosen, warmup_steps, node_group, group, small)
-
-
-def _check_algo(argument: str, algo: object) -> None:
-    """Raise :class:`~tritoncomm.ConfigurationError` unless ``algo`` is a recipe or the name of one."""
-    if isinstance(algo, Recipe) or algo in algorithms():
-        return
-    if isinstance(algo, type) and issubclass(algo, Recipe):
-        raise ConfigurationError(f"{argument}={algo.__name__}: pass an instance, such as {algo.__name__}()")
-    fix = f" such as tritoncomm.Quantized(values={algo!r})" if isinstance(algo, str) and algo in FORMATS else ""
-    raise ConfigurationError(
-        f"{argument} is the unknown algorithm {algo!r}: choose one of {', '.join(algorithms())}, or a recipe{fix}"
-    )
 
 
 def _check_packed(fields: Mapping[str, Any]) -> None:

@@ -14,11 +14,12 @@ import torch
 import torch.distributed as dist
 from torch.nn.parameter import is_lazy
 
+from tritoncomm.algorithms import Recipe, algorithms, takes_updates
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.scheduler.process_group import is_distributed
 from tritoncomm.step.tensors.names import label_of
 from tritoncomm.step.torch_internals import has_hooks, is_flattened, is_zero, original_class
-from tritoncomm_kernels.formats import SMALL_FORMATS
+from tritoncomm_kernels.formats import FORMATS, SMALL_FORMATS
 
 logger = logging.getLogger("tritoncomm")
 
@@ -35,35 +36,39 @@ DEFAULT_SMALL = "8bit"
 # 16 are as good as 20, and 10 are not at a density of 1 %. Two bits are as good as eight, and one is not. Measured:
 # benchmarks/results/defaults.json
 DEFAULT_WARMUP = 16
-MAX_CATCH_UP = 20.0  # of optimizers whose step is about as long as the learning rate
-MAX_RELATIVE_UPDATE = 0.05
+_MAX_CATCH_UP = 20.0  # of optimizers whose step is about as long as the learning rate
 DEFAULT_START = "2bit"
 SINGLE_WORKER_SELECTS = False  # only tests set it, to look at residuals in one process
 NONFINITE_POLICIES = ("skip", "raise")
 
 
 @dataclass(frozen=True, kw_only=True)
-class WrapOptions:
-    """The arguments of :func:`tritoncomm.wrap` apart from the recipe and the groups, checked when constructed."""
+class Late:
+    """Which entries are selected, and how far an optimizer catches up on those that were late.
 
-    staleness: str = "aware"
+    The argument ``late`` of :func:`~tritoncomm.wrap`. Optimizers with a rule for late gradients then take the
+    staleness-aware step.
+
+    Args:
+        select_by: Criterion by which methods compare entries. ``"gradient"``: the gradient. ``"update"``: the gradient
+            over the root of its second moment, which is proportional to Adam's update. ``"auto"``: ``"update"`` with
+            the staleness-aware step, else ``"gradient"``. Default: ``"auto"``.
+        max_catch_up: Maximum number of steps that one delivery counts for, at least 1. Up to three times as many if the
+            deliveries to a tensor have the sign of those before. Default: None, which is 20, and no limit for SGD.
+        max_relative_update: Maximum change of a tensor in one step by catching up, as a fraction of its norm. A root
+            mean square change of one learning rate is always allowed, except for SGD. The limit holds less, the more
+            deliveries have the sign of those before. Default: 0.05.
+
+    Raises:
+        ConfigurationError: An argument is invalid.
+    """
+
     select_by: str = "auto"
     max_catch_up: float | None = None
-    max_relative_update: float = MAX_RELATIVE_UPDATE
-    on_nonfinite: str = "skip"
-    max_grad_norm: float | None = None
-    timeout: timedelta | None = None
-    dense_below: int = DENSE_BELOW
-    small: str = "fp32"
-    exchange: str = "auto"
-    local_steps: int = 1
-    outer_lr: float = 1.0
-    outer_momentum: float = 0.0
+    max_relative_update: float = 0.05
 
     def __post_init__(self) -> None:
-        one_of("staleness", self.staleness, ("aware", "off"))
         one_of("select_by", self.select_by, ("auto", "update", "gradient"))
-        one_of("on_nonfinite", self.on_nonfinite, NONFINITE_POLICIES)
         if self.max_catch_up is not None and not (is_number(self.max_catch_up) and self.max_catch_up >= 1):
             raise ConfigurationError(
                 f"max_catch_up={self.max_catch_up!r}: must be at least 1, because a delivery is at least one step"
@@ -73,28 +78,105 @@ class WrapOptions:
                 f"max_relative_update={self.max_relative_update!r}: must be a fraction of a tensor's norm, at least 0; "
                 "use math.inf for no limit"
             )
+
+    def limit(self, *, is_proportional: bool = False) -> float:
+        """Return ``max_catch_up``. None is no limit if a step ``is_proportional`` to the gradient, else 20."""
+        default = math.inf if is_proportional else _MAX_CATCH_UP
+        return default if self.max_catch_up is None else self.max_catch_up
+
+
+@dataclass(frozen=True, kw_only=True)
+class Updates:
+    """How updates are exchanged: what the steps of an optimizer have changed on each rank.
+
+    The argument ``updates`` of :func:`~tritoncomm.wrap`.
+
+    Args:
+        algo: Name of a method, or a recipe. Small tensors travel like others, and no step at the start is dense.
+            The ``algo`` of ``wrap`` is for gradients. Default: None, which is ``"quantized"`` with one bit.
+        outer_lr: Rate of the step of the common parameters by the mean update. Default: 1, the mean itself.
+        outer_momentum: Nesterov momentum of this step, in [0, 1). Default: 0.
+
+    Raises:
+        ConfigurationError: An argument is invalid.
+    """
+
+    algo: str | Recipe | None = None
+    outer_lr: float = 1.0
+    outer_momentum: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.algo is not None:
+            check_algo(self.algo)
+            if not takes_updates(self.algo):
+                raise ConfigurationError(
+                    f"algo={self.algo!r}: this method is for gradients alone: choose another method for updates"
+                )
+        check_outer_lr(self.outer_lr)
+        if not (is_number(self.outer_momentum) and 0 <= self.outer_momentum < 1):
+            raise ConfigurationError(f"outer_momentum={self.outer_momentum!r}: must be in [0, 1)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class WrapOptions:
+    """The arguments of :func:`tritoncomm.wrap` apart from the recipe and the groups, checked when constructed.
+
+    ``late`` is None without a staleness-aware step, and ``updates`` where gradients are exchanged.
+    """
+
+    late: Late | None
+    updates: Updates | None
+    on_nonfinite: str
+    max_grad_norm: float | None
+    timeout: timedelta | None
+    dense_below: int
+    small: str
+    local_steps: int
+
+    def __post_init__(self) -> None:
+        one_of("on_nonfinite", self.on_nonfinite, NONFINITE_POLICIES)
         if self.max_grad_norm is not None and not (is_number(self.max_grad_norm) and self.max_grad_norm > 0):
             raise ConfigurationError(f"max_grad_norm={self.max_grad_norm!r}: must be a positive number, or None")
         check_dense_below(self.dense_below)
         check_timeout(self.timeout)
-        self._check_local_steps()
-
-    def _check_local_steps(self) -> None:
-        one_of("exchange", self.exchange, ("auto", "gradients", "updates"))
-        if isinstance(self.local_steps, bool) or not (isinstance(self.local_steps, int) and self.local_steps >= 1):
-            raise ConfigurationError(f"local_steps={self.local_steps!r}: must be an int of at least 1")
-        check_outer_lr(self.outer_lr)
-        if not (is_number(self.outer_momentum) and 0 <= self.outer_momentum < 1):
-            raise ConfigurationError(f"outer_momentum={self.outer_momentum!r}: must be in [0, 1)")
-        if self.exchange == "gradients" and self.local_steps > 1:
-            raise ConfigurationError(
-                f"local_steps={self.local_steps} needs the exchange of updates: leave out exchange='gradients'"
-            )
 
     @property
     def matches_length(self) -> bool:
         """Whether the mean of updates gets the mean length of the workers' updates."""
-        return self.local_steps == 1
+        return self.updates is not None and self.local_steps == 1
+
+
+def check_switch(name: str, value: object, kind: type) -> None:
+    """Raise :class:`~tritoncomm.ConfigurationError` unless ``value`` is a bool, None or a ``kind``.
+
+    ``name`` is the argument.
+    """
+    if not (value is None or isinstance(value, (bool, kind))):
+        raise ConfigurationError(f"{name}={value!r}: give True, False, None, or a tritoncomm.{kind.__name__}")
+
+
+def late_of(late: bool | Late | None) -> Late | None:
+    """Return what ``late`` of ``wrap`` stands for, or None if every optimizer takes its own step."""
+    check_switch("late", late, Late)
+    return Late() if late is None or late is True else late or None
+
+
+def check_algo(algo: object) -> None:
+    """Raise :class:`~tritoncomm.ConfigurationError` unless ``algo`` is a recipe or the name of one."""
+    if isinstance(algo, Recipe) or algo in algorithms():
+        return
+    if isinstance(algo, type) and issubclass(algo, Recipe):
+        raise ConfigurationError(f"algo={algo.__name__}: pass an instance, such as {algo.__name__}()")
+    fix = f" such as tritoncomm.Quantized(values={algo!r})" if isinstance(algo, str) and algo in FORMATS else ""
+    raise ConfigurationError(
+        f"algo is the unknown algorithm {algo!r}: choose one of {', '.join(algorithms())}, or a recipe{fix}"
+    )
+
+
+def check_local_steps(local_steps: int) -> None:
+    """Raise :class:`~tritoncomm.ConfigurationError` unless ``local_steps`` is an int of at least 1."""
+    if isinstance(local_steps, bool) or not (isinstance(local_steps, int) and local_steps >= 1):
+        raise ConfigurationError(f"local_steps={local_steps!r}: must be an int of at least 1")
 
 
 def check_outer_lr(outer_lr: float) -> None:

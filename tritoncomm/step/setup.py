@@ -22,7 +22,6 @@ from tritoncomm.step.model.module import check_model, ignored_ids, keep_gradient
 from tritoncomm.step.model.parameters import KnownParameters
 from tritoncomm.step.optimizer_list import parts_of
 from tritoncomm.step.recipes import log_choice, never_delays, with_warmup_and_nodes
-from tritoncomm.step.rules.choose import exchanges_updates
 from tritoncomm.step.rules.step import OptimizerStep, OptimizerSteps
 from tritoncomm.step.saved import state as exchange_state
 from tritoncomm.step.settings import WrapOptions, check_optimizer, is_alone
@@ -69,16 +68,13 @@ class Setup:
         alone = is_alone(process_group)
         self.local: LocalSteps | None = None
         self.exchanged = optimizer
-        if exchanges_updates(optimizer, options):
+        if options.updates is not None:
             self.local = LocalSteps(parts_of(optimizer), options, self.names, ignored, alone=alone)
             self.local.check()
             self.exchanged = self.local.outer
-        is_late = self.local is None and not never_delays(recipe)  # no sum of updates is too long
-        steps = [
-            OptimizerStep(each, options, delayed=is_late, alone=alone, ignored=ignored)
-            for each in parts_of(self.exchanged)
-        ]
-        self.steps = OptimizerSteps(steps, options)
+        late = None if self.local is not None or never_delays(recipe) else options.late  # no sum of updates is too long
+        steps = [OptimizerStep(each, late, alone=alone, ignored=ignored) for each in parts_of(self.exchanged)]
+        self.steps = OptimizerSteps(steps, options.max_grad_norm)
         self.steps.check()
         anchor_names = {} if self.local is None else self.local.names
         self.parameters = KnownParameters(self.exchanged, self.names | anchor_names, ignored)
@@ -239,7 +235,6 @@ class Setup:
             trained,
             self.options,
             group,
-            is_anchor=self.local is not None,
             dense=dense,
             before=before,
         )

@@ -32,7 +32,6 @@ def exchange_of(
     options: WrapOptions,
     group: dist.ProcessGroup | None,
     *,
-    is_anchor: bool,
     dense: Collection[int],
     before: GradientExchange | None,
 ) -> GradientExchange:
@@ -42,10 +41,10 @@ def exchange_of(
         optimizer: The optimizer, or the list of them.
         recipe: The recipe of the exchange.
         trained: Its parameters that require gradients.
-        options: The options of ``wrap``.
+        options: The options of ``wrap``. If updates are exchanged, they are the gradients of the anchor
+            (:class:`~tritoncomm.step.local.steps.LocalSteps`), which are not clipped, and of which nothing travels
+            dense.
         group: Process group of the exchange. None is the default group.
-        is_anchor: Whether it steps the anchor of local steps (:class:`~tritoncomm.step.local.steps.LocalSteps`). Its
-            gradients are then updates, which are not clipped, and of which nothing travels dense.
         dense: Ids of the parameters that travel dense, whatever their size.
         before: The exchange that this one replaces, if any.
     """
@@ -60,13 +59,13 @@ def exchange_of(
         dense=frozenset(dense),
         small=options.small,
         single_worker_selects=defaults.SINGLE_WORKER_SELECTS,
-        matches_length=is_anchor and options.matches_length,
+        matches_length=options.matches_length,
     )
     for part in parts_of(optimizer):
         held = agree.parameter_ids(part)
         own = [(parameter, name) for parameter, name in trained if id(parameter) in held]
         if own or not trained:
-            vectors += _vectors(own, common if is_anchor else _options_of(part, common, options))
+            vectors += _vectors(own, _options_of(part, common, options) if options.updates is None else common)
     all_shards = None
     if check_shards(trained, group):
         all_shards = None if before is None else before.all_shards
@@ -84,8 +83,8 @@ def _options_of(optimizer: torch.optim.Optimizer, common: ExchangeOptions, optio
         common,
         dense_below=options.dense_below,
         max_gradient_norm=options.max_grad_norm,
-        by_update=selects_by_update(optimizer, recipe, options),
-        is_late=takes_aware_step(optimizer, options) and not never_delays(recipe),
+        by_update=selects_by_update(optimizer, recipe, options.late),
+        is_late=takes_aware_step(optimizer, options.late) and not never_delays(recipe),
         epsilon=min((float(each["eps"]) for each in optimizer.param_groups if _has_epsilon(each)), default=0.0),
     )
 

@@ -17,6 +17,7 @@ from tritoncomm.scheduler.process_group import is_distributed, reporting
 from tritoncomm.scheduler.ranks import global_ranks
 from tritoncomm.step.agree.compare import LOADED, STATE, VALUES, compare
 from tritoncomm.step.agree.number import numbers
+from tritoncomm.step.settings import Late, Updates
 from tritoncomm.step.tensors.shards import has_bits, local
 from tritoncomm.step.torch_internals import is_interruption, original_class
 from tritoncomm.version import __version__
@@ -123,9 +124,17 @@ def labelled(trained: Named) -> Named:
 
 
 def _fields_of(layer: Any) -> Iterable[tuple[str, Any]]:
-    """Return the names and values of the fields of a dataclass. A recipe in a recipe is a layer of its own."""
-    values = ((each.name, getattr(layer, each.name)) for each in dataclasses.fields(layer))
-    return ((name, value) for name, value in values if not isinstance(value, Recipe))
+    """Return the names and values of the fields of a dataclass, and of dataclasses in it, such as ``late.select_by``.
+
+    A recipe in a recipe is a layer of its own, and that of updates is the recipe of the exchange.
+    """
+    for each in dataclasses.fields(layer):
+        value = getattr(layer, each.name)
+        if isinstance(value, (Late, Updates)):
+            yield each.name, True
+            yield from ((f"{each.name}.{name}", inner) for name, inner in _fields_of(value) if name != "algo")
+        elif not isinstance(value, Recipe):
+            yield each.name, value
 
 
 def _is_number(value: object) -> bool:

@@ -74,18 +74,15 @@ class LocalSteps:
         self._optimizers = list(optimizers)
         self._ignored, self._given_names = ignored, names
         self._options = options
-        self._steps = OptimizerSteps(
-            [OptimizerStep(each, options, delayed=False, alone=alone) for each in optimizers], options
-        )
+        self._steps = OptimizerSteps([OptimizerStep(each, None, alone=alone) for each in optimizers])
         self._known = [KnownParameters(each, names, ignored) for each in optimizers]
         self.parameters: list[torch.Tensor] = []
         self.anchors: list[torch.Tensor] = []
         self._names: dict[int, str] = {}
         self._extend()
-        momentum = options.outer_momentum
-        self.outer = torch.optim.SGD(
-            self.anchors, lr=options.outer_lr, momentum=momentum, nesterov=momentum > 0, foreach=False
-        )
+        assert options.updates is not None
+        rate, momentum = options.updates.outer_lr, options.updates.outer_momentum
+        self.outer = torch.optim.SGD(self.anchors, lr=rate, momentum=momentum, nesterov=momentum > 0, foreach=False)
         # Options of the anchor that ranks compare in each exchange.
         self.outer.defaults |= {_TAKEN: 0, LOADED: 0}
         self.outer.param_groups[0] |= {_TAKEN: 0, LOADED: 0}
@@ -237,7 +234,7 @@ class LocalSteps:
         if limit is not None:
             limit_norm(trained, norm, limit)
             self._steps.grad_norm = figure
-        self._steps.step([], self._counted(), whole, clip=False)
+        self._steps.step([], self._counted(), whole)
         self._note_versions()
 
     @contextmanager

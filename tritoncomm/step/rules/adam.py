@@ -23,7 +23,7 @@ from tritoncomm.errors import ConfigurationError
 from tritoncomm.step.exchange.feedback import Ages
 from tritoncomm.step.exchange.layout import Delivered
 from tritoncomm.step.rules.aware import AwareStep
-from tritoncomm.step.settings import MAX_CATCH_UP, MAX_RELATIVE_UPDATE, WrapOptions
+from tritoncomm.step.settings import Late
 from tritoncomm.step.tensors.shards import local_shards
 from tritoncomm.step.torch_internals import written_step
 from tritoncomm_kernels import AdamControl, AdamFlat, AdamStates
@@ -53,18 +53,14 @@ class StalenessAwareAdam(AwareStep):
 
     Attributes:
         optimizer: The Adam or AdamW optimizer.
-        max_catch_up: Maximum number of dense steps that one delivery counts for, at least 1. Up to three times as many
-            where gradients are steady.
+        late: What ``wrap`` was given, with ``max_catch_up`` and ``max_relative_update``.
         max_sqrt_staleness: A delivery after tau steps counts for at most this many times sqrt(tau) steps, at least 1.
             Noise would have moved the coordinate by about sqrt(tau) steps.
-        max_relative_update: Maximum change of a tensor in one step, as a fraction of its norm. A root mean square
-            change of one learning rate is always allowed.
     """
 
     optimizer: torch.optim.Optimizer
-    max_catch_up: float = MAX_CATCH_UP
+    late: Late
     max_sqrt_staleness: float = 3.0
-    max_relative_update: float = MAX_RELATIVE_UPDATE
     # Prepared updates, by the first parameter of each. They are used again while the tensors stay the same.
     _flat: dict[int, AdamFlat] = field(default_factory=dict, init=False, repr=False, compare=False)
 
@@ -74,21 +70,14 @@ class StalenessAwareAdam(AwareStep):
         kinds = torch.optim.Adam, torch.optim.AdamW
         return isinstance(optimizer, kinds) and written_step(optimizer) in map(written_step, kinds)
 
-    @classmethod
-    def from_options(cls, optimizer: torch.optim.Optimizer, options: WrapOptions) -> StalenessAwareAdam:
-        """Return the step of ``optimizer`` with the options of ``wrap``."""
-        if any(float(group["eps"]) == 0 for group in optimizer.param_groups):
+    def __post_init__(self) -> None:
+        if not self.max_sqrt_staleness >= 1:
+            raise ConfigurationError(f"max_sqrt_staleness={self.max_sqrt_staleness!r}: must be at least 1")
+        if any(float(group["eps"]) == 0 for group in self.optimizer.param_groups):
             raise ConfigurationError(
                 "eps=0: a delivered gradient of 0 would become 0 / 0 in the staleness-aware step; build the optimizer "
-                'with eps above 0, such as 1e-12, or pass staleness="off"'
+                "with eps above 0, such as 1e-12, or pass late=False"
             )
-        limit = MAX_CATCH_UP if options.max_catch_up is None else options.max_catch_up
-        return cls(optimizer, limit, max_relative_update=options.max_relative_update)
-
-    def __post_init__(self) -> None:
-        for name, least in (("max_catch_up", 1), ("max_sqrt_staleness", 1), ("max_relative_update", 0)):
-            if not getattr(self, name) >= least:
-                raise ConfigurationError(f"{name}={getattr(self, name)!r}: must be at least {least}")
         self.check_options()
 
     def check_options(self) -> None:
@@ -98,7 +87,7 @@ class StalenessAwareAdam(AwareStep):
                 if group.get(option):
                     raise ConfigurationError(
                         f"{option}=True is not supported by the staleness-aware step: "
-                        f'build the optimizer without it, or pass staleness="off"'
+                        "build the optimizer without it, or pass late=False"
                     )
 
     @torch.no_grad()
@@ -150,9 +139,9 @@ class StalenessAwareAdam(AwareStep):
             learning_rate=learning_rate,
             betas=(beta1, beta2),
             epsilon=float(group["eps"]),
-            max_catch_up=self.max_catch_up,
+            max_catch_up=self.late.limit(),
             max_sqrt_staleness=self.max_sqrt_staleness,
-            max_relative_update=self.max_relative_update,
+            max_relative_update=self.late.max_relative_update,
             device=device,
             maximize=group["maximize"],
         )

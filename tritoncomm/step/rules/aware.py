@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 
 from tritoncomm.step.exchange.layout import Delivered
-from tritoncomm.step.settings import WrapOptions
+from tritoncomm.step.settings import Late
 
 __all__ = ["AwareStep"]
 
@@ -26,6 +26,10 @@ class AwareStep(ABC):
     * A coordinate that is not delivered does not change, except by weight decay.
     * The result depends only on values that are equal on all ranks. Replicas stay bit-identical, nothing is sent.
 
+    Args:
+        optimizer: The optimizer.
+        late: How far a delivery catches up.
+
     Attributes:
         optimizer: The optimizer.
         others: Names of optimizers outside torch to which the rule applies, for the table in the pages.
@@ -34,15 +38,13 @@ class AwareStep(ABC):
     optimizer: torch.optim.Optimizer
     others: ClassVar[tuple[str, ...]] = ()
 
+    def __init__(self, optimizer: torch.optim.Optimizer, late: Late) -> None:
+        self.optimizer = optimizer
+
     @staticmethod
     @abstractmethod
     def fits(optimizer: torch.optim.Optimizer) -> bool:
         """Return True if this replaces the step of ``optimizer``."""
-
-    @classmethod
-    @abstractmethod
-    def from_options(cls, optimizer: torch.optim.Optimizer, options: WrapOptions) -> AwareStep:
-        """Return the step of ``optimizer`` with the options of ``wrap``."""
 
     def check_options(self) -> None:  # noqa: B027 - most optimizers have no option that is not supported
         """Raise :class:`~tritoncomm.ConfigurationError` if the optimizer uses an option that is not supported."""

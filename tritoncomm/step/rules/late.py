@@ -7,7 +7,6 @@ several steps. :mod:`tritoncomm.step.rules.lion` is an example. Adam's rule has 
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -17,7 +16,7 @@ import torch
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.step.exchange.layout import Delivered
 from tritoncomm.step.rules.aware import AwareStep
-from tritoncomm.step.settings import MAX_CATCH_UP, MAX_RELATIVE_UPDATE, WrapOptions
+from tritoncomm.step.settings import Late
 from tritoncomm.step.tensors.shards import local
 from tritoncomm_kernels import root_mean_square
 from tritoncomm_kernels.adam import beta_tables, decays
@@ -45,8 +44,7 @@ class LateRule(AwareStep):
 
     Args:
         optimizer: The optimizer.
-        max_catch_up: See above. None is 20, and no limit if a step is proportional to the gradient.
-        max_relative_update: See above.
+        late: What ``wrap`` was given, with ``max_catch_up`` and ``max_relative_update``.
 
     Attributes:
         held: Names of the tensors, shaped like the parameter, that the optimizer keeps in its state.
@@ -60,24 +58,12 @@ class LateRule(AwareStep):
     counts_in: ClassVar[str | None] = None
     is_proportional: ClassVar[bool] = False
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        max_catch_up: float | None = None,
-        max_relative_update: float = MAX_RELATIVE_UPDATE,
-    ) -> None:
-        self.optimizer = optimizer
-        default = math.inf if self.is_proportional else MAX_CATCH_UP
-        self.max_catch_up = default if max_catch_up is None else max_catch_up
-        self.max_relative_update = max_relative_update
+    def __init__(self, optimizer: torch.optim.Optimizer, late: Late) -> None:
+        super().__init__(optimizer, late)
+        self._late = late
         if self.counts_in not in (None, "state", "group"):
             raise ConfigurationError(f"counts_in={self.counts_in!r}: must be 'state', 'group' or None")
         self.check_options()
-
-    @classmethod
-    def from_options(cls, optimizer: torch.optim.Optimizer, options: WrapOptions) -> LateRule:
-        """Return the step of ``optimizer`` with the options of ``wrap``."""
-        return cls(optimizer, options.max_catch_up, options.max_relative_update)
 
     @abstractmethod
     def advance(
@@ -184,10 +170,10 @@ class LateRule(AwareStep):
         held = {name: _wide(value) for name, value in at.items() if name not in ("parameter", "last")}
         direction, new = self.advance(group, held, given / tau, tau)
         factor = tau if self.is_proportional else torch.minimum(tau, _MAX_SQRT_STALENESS * tau.sqrt())
-        factor = factor.clamp(max=self.max_catch_up)
+        factor = factor.clamp(max=self._late.limit(is_proportional=self.is_proportional))
         counted = direction if chosen is None else torch.where(chosen, direction, 0.0)
         length = rate * _root_mean_square(factor * counted, numel)
-        limit = (self.max_relative_update * rms).clamp(min=0.0 if self.is_proportional else rate)
+        limit = (self._late.max_relative_update * rms).clamp(min=0.0 if self.is_proportional else rate)
         share = (limit / length).nan_to_num(1.0).clamp(max=1.0)
         factor = (factor * share).clamp_(min=1.0)
         # With this function, a step of SGD that is not late has the bits of torch's.

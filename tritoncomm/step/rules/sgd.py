@@ -45,7 +45,7 @@ class LateSGD(LateRule):
                 if group[option]:
                     raise ConfigurationError(
                         f"{option}={group[option]!r} is not supported by the staleness-aware step: leave it out, or "
-                        'pass staleness="off"'
+                        "pass late=False"
                     )
 
     def advance(

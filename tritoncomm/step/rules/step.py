@@ -6,6 +6,7 @@ import logging
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from tritoncomm.step.model.refuse import optimizers_inside, refuse, stepping
 from tritoncomm.step.optimizer_list import join, parts_of
 from tritoncomm.step.rules.aware import AwareStep
 from tritoncomm.step.rules.choose import find_rule
-from tritoncomm.step.settings import WrapOptions
+from tritoncomm.step.settings import Late
 from tritoncomm.step.tensors.shards import local
 from tritoncomm.step.torch_internals import (
     global_step_hooks,
@@ -104,8 +105,7 @@ class OptimizerStep:
 
     Args:
         optimizer: The optimizer.
-        options: The options of ``wrap``.
-        delayed: Whether the recipe delivers entries with a delay.
+        late: How far late gradients catch up. None if none is late, or all optimizers take their own step.
         alone: Whether there is a single worker. It takes the optimizer's own step.
         ignored: Ids of parameters that are this rank's own, see :mod:`tritoncomm.step.model.ignored`. Default: none.
 
@@ -116,19 +116,18 @@ class OptimizerStep:
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        options: WrapOptions,
+        late: Late | None,
         *,
-        delayed: bool,
         alone: bool = False,
         ignored: Collection[int] = (),
     ) -> None:
         self.optimizer = optimizer
         self._ignored = ignored
         self.alone = alone
-        self._options = options
+        self._rule: Callable[[], AwareStep] | None = None
+        if late is not None and (rule := find_rule(optimizer)):
+            self._rule = partial(rule, optimizer, late)
         self._aware: AwareStep | None = None
-        is_aware = delayed and options.staleness == "aware"
-        self._rule = find_rule(optimizer) if is_aware else None
         self._inside = optimizers_inside(optimizer)
 
     def guard(self, whole: torch.optim.Optimizer) -> None:
@@ -149,7 +148,7 @@ class OptimizerStep:
         if self._rule is None or self.alone:
             return
         if self._aware is None:
-            self._aware = self._rule.from_options(self.optimizer, self._options)  # checks the options
+            self._aware = self._rule()  # checks the options
         else:
             self._aware.check_options()
 
@@ -203,17 +202,17 @@ class OptimizerSteps:
 
     Args:
         parts: The step of each optimizer.
-        options: The options of ``wrap``.
+        max_grad_norm: Maximum norm of what they step by. None does not clip. Default: None.
 
     Attributes:
         parts: See above.
         grad_norm: Norm of the averaged gradient before it was clipped.
     """
 
-    def __init__(self, parts: Sequence[OptimizerStep], options: WrapOptions) -> None:
+    def __init__(self, parts: Sequence[OptimizerStep], max_grad_norm: float | None = None) -> None:
         self.parts = list(parts)
         self.grad_norm = 0.0
-        self._options = options
+        self._max_grad_norm = max_grad_norm
 
     @property
     def alone(self) -> bool:
@@ -269,7 +268,7 @@ class OptimizerSteps:
             decayed: Whether ``.grad`` contains the coupled weight decay.
         """
         self.check()  # before any gradient or parameter changes
-        max_norm = self._options.max_grad_norm if clip else None
+        max_norm = self._max_grad_norm if clip else None
 
         def aware(rule: AwareStep, readable: bool) -> None:
             rule.begin()

@@ -200,7 +200,7 @@ def _check_local(state: State, local_steps: LocalSteps | None) -> None:
         kinds = ("gradients", "updates") if own is None else ("updates", "gradients")
         raise ConfigurationError(
             f"this checkpoint was written by an exchange of {kinds[0]}, and here {kinds[1]} are exchanged: pass the "
-            "optimizers, exchange and local_steps that it was saved with"
+            "optimizers, updates and local_steps that it was saved with"
         )
     if local_steps is not None:
         local_steps.check_loadable(own)  # type: ignore[arg-type]
