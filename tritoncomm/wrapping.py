@@ -28,7 +28,7 @@ from tritoncomm.step.model.module import (
     names_of,
 )
 from tritoncomm.step.optimizer_list import parts_of, whole_of
-from tritoncomm.step.recipes import resolve_recipe
+from tritoncomm.step.recipes import never_delays, resolve_recipe
 from tritoncomm.step.rules.choose import keeps_points, tell_effects, updates_of
 from tritoncomm.step.settings import (
     DEFAULT_ALGO,
@@ -177,9 +177,12 @@ def wrap(
         small_format = resolved_small(small)
         resolve = partial(resolve_recipe, node_group=node_group, group=group, small=small_format, function=wrap)
         chosen = resolve(DEFAULT_ALGO if algo is None else algo, density, warmup_steps, recipe_fields)
+        aware, how = late_of(late), updates_of(whole, updates, local_steps, chosen)
+        if how is not None:
+            chosen = resolve(how.algo or DEFAULT_UPDATES, None, 0, {})
         options = WrapOptions(
-            late=late_of(late),
-            updates=updates_of(whole, updates, local_steps, chosen),
+            late=None if how is not None or never_delays(chosen) else aware,  # no sum of updates is too long
+            updates=how,
             on_nonfinite=on_nonfinite,
             max_grad_norm=max_grad_norm,
             timeout=timeout,
@@ -187,8 +190,6 @@ def wrap(
             small=small_format,
             local_steps=local_steps,
         )
-        if options.updates is not None:
-            chosen = resolve(options.updates.algo or DEFAULT_UPDATES, None, 0, {})
         given = {"algo": algo, "density": density, "warmup_steps": warmup_steps, "late": late or None, "small": small}
         given |= {"dense_below": None if dense_below == DENSE_BELOW else dense_below, **recipe_fields}
         tell_effects(whole, options, chosen, given)

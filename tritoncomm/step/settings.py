@@ -121,7 +121,8 @@ class Updates:
 class WrapOptions:
     """The arguments of :func:`tritoncomm.wrap` apart from the recipe and the groups, checked when constructed.
 
-    ``late`` is None without a staleness-aware step, and ``updates`` where gradients are exchanged.
+    ``late`` is None where no gradient is late, and where the optimizers take their own step. ``updates`` is None where
+    gradients are exchanged.
     """
 
     late: Late | None

@@ -21,7 +21,7 @@ from tritoncomm.step.local.steps import LocalSteps
 from tritoncomm.step.model.module import check_model, ignored_ids, keep_gradients_local, names_of, rest_of
 from tritoncomm.step.model.parameters import KnownParameters
 from tritoncomm.step.optimizer_list import parts_of
-from tritoncomm.step.recipes import log_choice, never_delays, with_warmup_and_nodes
+from tritoncomm.step.recipes import log_choice, with_warmup_and_nodes
 from tritoncomm.step.rules.step import OptimizerStep, OptimizerSteps
 from tritoncomm.step.saved import state as exchange_state
 from tritoncomm.step.settings import WrapOptions, check_optimizer, is_alone
@@ -72,8 +72,7 @@ class Setup:
             self.local = LocalSteps(parts_of(optimizer), options, self.names, ignored, alone=alone)
             self.local.check()
             self.exchanged = self.local.outer
-        late = None if self.local is not None or never_delays(recipe) else options.late  # no sum of updates is too long
-        steps = [OptimizerStep(each, late, alone=alone, ignored=ignored) for each in parts_of(self.exchanged)]
+        steps = [OptimizerStep(each, options.late, alone=alone, ignored=ignored) for each in parts_of(self.exchanged)]
         self.steps = OptimizerSteps(steps, options.max_grad_norm)
         self.steps.check()
         anchor_names = {} if self.local is None else self.local.names

@@ -18,7 +18,6 @@ from tritoncomm.step.agree.private_group import scheduler_of_all_shards
 from tritoncomm.step.exchange.machine import GradientExchange
 from tritoncomm.step.exchange.vector import ExchangeOptions, VectorExchange
 from tritoncomm.step.optimizer_list import parts_of
-from tritoncomm.step.recipes import never_delays
 from tritoncomm.step.rules.choose import selects_by_update, takes_aware_step
 from tritoncomm.step.settings import WrapOptions
 from tritoncomm.step.tensors.names import label
@@ -84,7 +83,7 @@ def _options_of(optimizer: torch.optim.Optimizer, common: ExchangeOptions, optio
         dense_below=options.dense_below,
         max_gradient_norm=options.max_grad_norm,
         by_update=selects_by_update(optimizer, recipe, options.late),
-        is_late=takes_aware_step(optimizer, options.late) and not never_delays(recipe),
+        is_late=takes_aware_step(optimizer, options.late),
         epsilon=min((float(each["eps"]) for each in optimizer.param_groups if _has_epsilon(each)), default=0.0),
     )
 
