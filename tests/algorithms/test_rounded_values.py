@@ -14,7 +14,7 @@ from tritoncomm import ConfigurationError, SimulatedWorld
 from tritoncomm.algorithms import algorithms
 from tritoncomm.algorithms.base import EntryRecipe, IndexRecipe, StaticRecipe
 from tritoncomm.primitives.packing import Encoding
-from tritoncomm.scheduler.rounds import Op, Post
+from tritoncomm.scheduler.rounds import Op, round_of
 
 import laws
 from depth import DEEP
@@ -148,8 +148,8 @@ def test_bits_per_entry_of_oktopk(density: float, numel: int) -> None:
 
     def count(_: int, ops: Sequence[Op]) -> None:
         for op in ops:
-            if isinstance(op, Post):  # the first word of a section is its number of entries
-                entries[op.phase] += sum(int(message[0]) for message in op.round.sends.values())
+            sends = round_of(op).sends  # the first word of a section is its number of entries
+            entries[op.phase] += sum(int(message[0]) for message in sends.values())
 
     mean = world.step(torch.randn(4, numel, generator=generator), before_round=count)[0]
     assert world.workers[0].algorithm.report["reevaluated"] == 0

@@ -276,12 +276,11 @@ class ExactStep(Step):
         parts = [every.slice(start, stop) for start, stop in itertools.pairwise(offsets(every.indices, cuts))]
         if room is not None:
             parts = [p if i == rank else kernels.largest(p, room, workspace=held) for i, p in enumerate(parts)]
-        given = parts
-        if encoding.rounds:  # this rank's own region is not sent, and not rounded
-            sections = [encoding.section(cuts[p], cuts[p + 1], part.found) for p, part in enumerate(parts)]
-            parts = [part if p == rank else sections[p].sendable(part) for p, part in enumerate(parts)]
-        sections = [encoding.section(cuts[p], cuts[p + 1], part.found) for p, part in enumerate(parts)]
-        counts = [part.found for part in parts]
+        sends, delivered = {}, list(parts)  # this rank's own region is not sent, and not rounded
+        for p, part in enumerate(parts):
+            if p != rank:
+                sends[p], delivered[p] = encoding.encode(cuts[p], cuts[p + 1], part)
+        counts = [part.found for part in delivered]
         incoming = yield from share_counts(counts, self.is_finite, device, limit=high - low)
         arriving = {p: encoding.section(low, high, count) for p, count in enumerate(incoming) if p != rank}
         region = RegionSums(low, high, sum(incoming), device, held)
@@ -290,14 +289,10 @@ class ExactStep(Step):
             region.add([arriving[source].decode(message) for source, message in arrived.items()])
 
         region.add([parts[rank]])
-        sends, delivered = {}, list(parts)
-        for p, part in enumerate(parts):
-            if p != rank:
-                sends[p], delivered[p] = sections[p].encode(part.indices, part.values)
         sent = Selection.join(delivered)
         receives = {p: section.words for p, section in arriving.items()}
         yield from rotate(sends, receives, add, rank, self.world_size, width=self.width, phase=phase)
-        figures = rounding_figures(Selection.join(given), sent) if encoding.rounds else {}
+        figures = rounding_figures(Selection.join(parts), sent) if encoding.rounds else {}
 
         def fits(found: Selection) -> Selection:
             return encoding.section(low, high, found.found, divisor=self.divisor).sendable(found)

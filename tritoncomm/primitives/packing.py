@@ -205,6 +205,15 @@ class Encoding(NamedTuple):
         """Return the section of at most ``room`` entries in ``[low, high)``."""
         return _section(low, high, room, self.values, divisor, self.packed)
 
+    def encode(self, low: int, high: int, entries: Selection) -> tuple[torch.Tensor, Selection]:
+        """Return a section in ``[low, high)`` with room for what is sent of ``entries``, see :meth:`Section.encode`."""
+        section = self.section(low, high, entries.found)
+        message, sent = section.encode(entries.indices, entries.values)
+        if sent.found < entries.found:  # a shorter section holds what can be sent together
+            entries = section.sendable(entries)
+            message, sent = self.section(low, high, entries.found).encode(entries.indices, entries.values)
+        return message, sent
+
     def words(self, span: int, room: int) -> int:
         """Return the length in words of a section of at most ``room`` entries in a range of ``span`` coordinates."""
         return self.section(0, span, room).words

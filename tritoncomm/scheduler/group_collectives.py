@@ -24,9 +24,10 @@ _last: list[Any] = []
 
 def perform(op: Collective, messages: Messages, frame: wire.Frame) -> torch.Tensor:
     """Return the result of ``op`` on this rank. ``frame`` is the header of its ``messages``, in whose group it is."""
-    tensor, group = op.tensor.contiguous(), messages.group
+    tensor = op.tensor.contiguous()
     if messages.uses_gloo and _is_short(op, messages.world_size):
         return _by_messages(op, tensor, messages, frame)
+    group = messages.group
     if isinstance(op, AllReduce):
         result = tensor.clone()
         work = dist.all_reduce(result, group=group, async_op=True)
@@ -44,7 +45,7 @@ def perform(op: Collective, messages: Messages, frame: wire.Frame) -> torch.Tens
 
 def _is_short(op: Collective, world_size: int) -> bool:
     """Return whether ``op`` consists of messages on a CPU. gloo's all-to-all is one round for any number of ranks."""
-    whole = op.tensor.element_size() % cost.WORD == 0  # messages have words
+    whole = op.tensor.itemsize % cost.WORD == 0  # messages have words
     at_once = world_size <= RADIX or not isinstance(op, AllToAll)
     return whole and at_once and 0 < op.tensor.nbytes * max(world_size, RADIX) <= SMALL
 

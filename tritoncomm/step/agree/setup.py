@@ -220,7 +220,8 @@ def option_numbers(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """
     names = sorted(getattr(optimizer, "options", getattr(optimizer, "defaults", ())))
     groups = [(each, _label(each, position)) for position, each in enumerate(optimizer.param_groups)]
-    return {f"{name} of {text}": _numbers(each.get(name)) for each, text in groups for name in names}
+    given = [(f"{name} of {text}", each.get(name)) for each, text in groups for name in names]
+    return {name: None if value is None else _numbers(value) for name, value in given}
 
 
 def _label(group: Mapping[str, Any], position: int) -> str:
@@ -230,7 +231,7 @@ def _label(group: Mapping[str, Any], position: int) -> str:
 
 def _numbers(value: object) -> object:
     match value:
-        case None | str():
+        case str():
             return None
         case torch.Tensor():
             return float(value) if value.device.type == "cpu" and value.numel() == 1 else None

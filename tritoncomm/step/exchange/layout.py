@@ -177,7 +177,15 @@ class BucketLayout:
         if zeros:
             torch._foreach_zero_(zeros)
         for place, gradient in zip(places, held, strict=True):
-            _write(delivered[place], gradient)
+            indices, values = delivered[place]
+            if indices is None:
+                gradient.copy_(values.view(gradient.shape))
+            elif gradient.is_contiguous():
+                values = values if values.dtype is gradient.dtype else values.to(gradient.dtype)
+                gradient.view(-1).index_copy_(0, indices, values)
+            else:
+                flat = gradient.new_zeros(gradient.numel()).index_copy_(0, indices, values.to(gradient.dtype))
+                gradient.copy_(flat.view(gradient.shape))
 
     def scatter_flat(self, flat: torch.Tensor, left: Container[int] = ()) -> None:
         """Do the same as :meth:`scatter` from the dense vector ``flat`` (fp32 ``[numel]``), in one call."""
@@ -250,17 +258,6 @@ def _writable(gradient: torch.Tensor, parameter: torch.Tensor) -> bool:
     if type(gradient) not in PLAIN and hasattr(gradient, "placements"):
         return bool(gradient.placements == parameter.placements)  # type: ignore[attr-defined]
     return 0 not in gradient.stride()  # elements of an expanded gradient share memory
-
-
-def _write(entries: Entries, out: torch.Tensor) -> None:
-    """Write ``entries`` to ``out``, of any strides and dtype. It holds zeros, unless these are all entries."""
-    indices, values = entries
-    if indices is None:
-        out.copy_(values.view(out.shape))
-    elif out.is_contiguous():
-        out.view(-1).index_copy_(0, indices, values if values.dtype is out.dtype else values.to(out.dtype))
-    else:
-        out.copy_(out.new_zeros(out.numel()).index_copy_(0, indices, values.to(out.dtype)).view(out.shape))
 
 
 def _zeros(parameter: torch.Tensor) -> torch.Tensor:
