@@ -396,13 +396,6 @@ def test_unsupported_options_are_rejected(option: str) -> None:
     assert tritoncomm.wrap(optimizer, staleness="off")
 
 
-def test_bad_max_catch_up_is_rejected() -> None:
-    """wrap() rejects a ``max_catch_up`` of less than one step."""
-    optimizer = torch.optim.Adam([nn.Parameter(torch.ones(2))])
-    with pytest.raises(ConfigurationError, match=r"max_catch_up=0\.5"):
-        tritoncomm.wrap(optimizer, max_catch_up=0.5)
-
-
 def test_groups_keep_their_own_settings() -> None:
     """Each parameter group uses its own learning rate."""
     fast, slow = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
@@ -412,21 +405,6 @@ def test_groups_keep_their_own_settings() -> None:
     take_step(StalenessAwareAdam(optimizer), [fast, slow], [None, None])
     assert torch.allclose(1 - fast, torch.full((3,), 0.1), rtol=1e-4)
     assert torch.allclose(1 - slow, torch.full((3,), 0.001), rtol=1e-3)
-
-
-def test_loading_unmodified_adamw() -> None:
-    """After loading a state of unmodified AdamW, every coordinate counts as delivered in its last step."""
-    parameter = nn.Parameter(torch.ones(3))
-    bare = torch.optim.AdamW([parameter], lr=0.01)
-    for _ in range(4):
-        parameter.grad = torch.ones(3)
-        bare.step()
-    wrapped = tritoncomm.wrap(torch.optim.AdamW([parameter], lr=0.01), density=1.0)
-    wrapped.load_state_dict(bare.state_dict())
-    parameter.grad = torch.ones(3)
-    wrapped.step()
-    assert float(wrapped.state[parameter]["step"]) == 5
-    assert wrapped.metrics()["longest_wait"] == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
