@@ -10,7 +10,7 @@ import re
 import pytest
 import torch
 import tritoncomm
-from tritoncomm import ConfigurationError, Dense, ExDyna, OkTopk, Recipe, TopkAllgather, Warmup
+from tritoncomm import ConfigurationError, Dense, ExDyna, Hierarchical, OkTopk, Quantized, Recipe, TopkAllgather, Warmup
 from tritoncomm.algorithms import algorithms, field_names
 from tritoncomm.algorithms.base import StaticRecipe
 from tritoncomm.planning import planner
@@ -90,6 +90,9 @@ def test_static_form_on_a_gpu() -> None:
         assert with_form(method, "cuda", 100, 2).static is static
         assert with_form(method, "cpu", 100, 2) == method
     assert with_form(Dense(), "cuda", 100, 2) == Dense()
+    assert with_form(Warmup(recipe=TopkAllgather(), steps=2), "cuda", 100, 2).recipe.static is True
+    for inner, static in ((TopkAllgather(), True), (Quantized(), False)):
+        assert with_form(Hierarchical(recipe=inner, node_size=2), "cuda", 100, 2).recipe.static is static
 
 
 def test_static_form_by_link() -> None:
