@@ -319,20 +319,6 @@ def test_delayed_small_deliveries_are_accurate(tau: int, later: float) -> None:
     assert moved[torch.float32] == pytest.approx(moved[torch.float64], rel=1e-4)
 
 
-def test_unmodified_adamw_does_not_catch_up() -> None:
-    """As a control, unmodified AdamW moves a delayed coordinate only by about 1/sqrt(tau) of the dense way."""
-    tau, steps = 10, 3000
-    moved = {}
-    for late in (False, True):
-        parameter = nn.Parameter(torch.zeros(1))
-        optimizer = torch.optim.AdamW([parameter], lr=0.01, weight_decay=0)
-        for t in range(1, steps + 1):
-            parameter.grad = torch.tensor([float(tau * (t % tau == 0)) if late else 1.0])
-            optimizer.step()
-        moved[late] = float(parameter.detach())
-    assert moved[True] / moved[False] == pytest.approx(tau**-0.5, rel=0.1)
-
-
 def test_undelivered_coordinates_only_decay() -> None:
     """Coordinates that are not delivered change by weight decay alone."""
     got, optimizer = run(
