@@ -150,6 +150,8 @@ class Pool:
         if self._folder is None:
             self._folder = tempfile.TemporaryDirectory()
             atexit.register(self.close)
+            # Threads of several ranks share few cores: one that waits must not take the core of one that has work.
+            os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         context: Any = multiprocessing.get_context(START_METHOD)
         context.set_forkserver_preload(["tritoncomm", *PRELOADED])
         here, there = context.Pipe()

@@ -49,12 +49,6 @@ def same(a: nn.Module, b: nn.Module) -> bool:
 
 
 @every
-def test_isinstance(make: Make) -> None:
-    """The optimizer is a torch.optim.Optimizer, which schedulers and scalers check."""
-    assert isinstance(make(model()), torch.optim.Optimizer)
-
-
-@every
 def test_zero_grad(make: Make) -> None:
     """zero_grad() sets gradients to None, or to zero on request."""
     net = model()
@@ -134,21 +128,6 @@ def test_state_dict_loads_with_weights_only(make: Make) -> None:
     train(straight, first, 3, 3)
     train(stopped, third, 3, 3)
     assert same(straight, stopped)
-
-
-@every_bare
-def test_bare_optimizer_loads_the_wrapped_state(make: Make) -> None:
-    """The bare optimizer loads the wrapped state dict unchanged, with and without the entry of this library."""
-    net = model()
-    optimizer = wrapped(make)(net)
-    train(net, optimizer, 3)
-    state = optimizer.state_dict()
-    for loaded in (state, {key: value for key, value in state.items() if key != "tritoncomm"}):
-        bare = make(net)
-        bare.load_state_dict(loaded)
-        for parameter in net.parameters():
-            for key, value in optimizer.state[parameter].items():
-                assert torch.equal(torch.as_tensor(bare.state[parameter][key]), torch.as_tensor(value)), key
 
 
 @every

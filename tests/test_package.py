@@ -50,29 +50,35 @@ def test_public_methods_have_docstrings(package) -> None:
     assert not missing
 
 
-@pytest.mark.parametrize(
-    ("configured", "said"),
-    [
-        ("", "tritoncomm: slow\n"),
-        ("logging.basicConfig()", "WARNING:tritoncomm:slow\n"),
-        ("logging.basicConfig(format='%(message)s')", "slow\n"),
-        ("logging.getLogger('tritoncomm').addHandler(logging.NullHandler())", ""),
-        ("logging.getLogger('tritoncomm').propagate = False", "tritoncomm: slow\n"),
-        ("logging.getLogger('tritoncomm').setLevel(logging.ERROR)", ""),
-    ],
-)
-def test_warnings_begin_with_the_name_of_the_library(configured: str, said: str) -> None:
-    """If logging is not configured, a warning says who warns. Otherwise handlers decide. It is written once."""
-    program = f"""
-import logging, tritoncomm
-import importlib
-importlib.reload(tritoncomm)
-{configured}
-logging.getLogger("tritoncomm").info("fast")
-logging.getLogger("tritoncomm").warning("%s", "slow")
+# What a program has configured, and what it writes.
+CONFIGURED = {
+    "": "tritoncomm: slow\n",
+    "logging.basicConfig()": "WARNING:tritoncomm:slow\n",
+    "logging.basicConfig(format='%(message)s')": "slow\n",
+    "logging.getLogger('tritoncomm').addHandler(logging.NullHandler())": "",
+    "logging.getLogger('tritoncomm').propagate = False": "tritoncomm: slow\n",
+    "logging.getLogger('tritoncomm').setLevel(logging.ERROR)": "",
+}
+PROGRAM = """
+import importlib, logging, os, sys, tritoncomm
+for configured in sys.argv[1:]:
+    if os.fork():
+        assert os.wait()[1] == 0
+        print("--", file=sys.stderr, flush=True)
+        continue
+    importlib.reload(tritoncomm)
+    exec(configured)
+    logging.getLogger("tritoncomm").info("fast")
+    logging.getLogger("tritoncomm").warning("%s", "slow")
+    os._exit(0)
 """
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)  # noqa: S603
-    assert ended.stderr == said
+
+
+def test_warnings_begin_with_the_name_of_the_library() -> None:
+    """If logging is not configured, a warning says who warns. Otherwise handlers decide. It is written once."""
+    command = [sys.executable, "-W", "ignore", "-c", PROGRAM, *CONFIGURED]
+    ended = subprocess.run(command, capture_output=True, text=True, check=True)  # noqa: S603 - ours
+    assert ended.stderr.split("--\n") == [*CONFIGURED.values(), ""]
 
 
 def test_every_logger_is_that_of_the_library() -> None:

@@ -172,18 +172,16 @@ def test_thresholds_come_from_exact_sums() -> None:
     assert counts["1bit"] == pytest.approx(counts["fp32"], rel=0.2)
 
 
-@pytest.mark.parametrize("values", ["3bit", "2bit", "1bit"])
-def test_ties_are_no_drift(values: str) -> None:
+def test_ties_are_no_drift() -> None:
     """With few levels, sums are often equal. Ok-Topk still determines its thresholds as seldom as with exact values."""
-    counts = {}
-    for chosen in ("fp32", values):
-        world = SimulatedWorld(method("oktopk", density=0.01, values=chosen), 4, 50_000)
+    counts = dict.fromkeys(("fp32", "3bit", "2bit", "1bit"), 0.0)
+    for values in counts:
+        world = SimulatedWorld(method("oktopk", density=0.01, values=values), 4, 50_000)
         generator = torch.Generator().manual_seed(0)
-        counts[chosen] = 0.0
         for _ in range(70):
             world.step(torch.randn(4, 50_000, generator=generator))
-            counts[chosen] += world.workers[0].algorithm.report["reevaluated"]
-    assert counts[values] <= counts["fp32"] + 2
+            counts[values] += world.workers[0].algorithm.report["reevaluated"]
+    assert max(counts.values()) <= counts["fp32"] + 2, counts
 
 
 def test_prediction_follows_the_encoding() -> None:

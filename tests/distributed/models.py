@@ -132,7 +132,7 @@ def gradients(model: nn.Module) -> torch.Tensor:
 
 def equal(model: nn.Module | Iterable[torch.Tensor], group: dist.ProcessGroup | None = None) -> bool:
     """Return whether all ranks of ``group`` have the same bits."""
-    return same(flat(model).view(torch.int32).tolist(), group)
+    return same(flat(model).numpy().tobytes(), group)
 
 
 def same(value: object, group: dist.ProcessGroup | None = None) -> bool:

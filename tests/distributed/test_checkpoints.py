@@ -17,7 +17,7 @@ import torch.distributed.checkpoint as dcp
 import tritoncomm
 from models import adamw, equal, exact, flat, loss_of, residual, same, sgd, tiny, total, train
 from torch import nn
-from tritoncomm import ConfigMismatchError, ConfigurationError, checkpoint
+from tritoncomm import ConfigMismatchError, ConfigurationError, algorithms, checkpoint
 from tritoncomm.step.saved import state as exchange_state
 
 from baselines import DGC
@@ -29,15 +29,16 @@ REFUSED = (ConfigurationError, ConfigMismatchError)
 
 
 def names_of_runs() -> list[str]:
-    """Return the recipes to save and resume: those whose states have other fields, or every recipe in a deep run.
+    """Return the recipes to save and resume: the methods and what is around others, or every recipe in a deep run.
 
-    Neither the static form nor the format of values has a state of its own. Two formats that ``wrap`` chooses are there
-    all the same.
+    The state of a method has the same fields with other settings, in the static form and in every format of values, and
+    the law of resuming holds for all of them in simulation. A format that ``wrap`` chooses is there all the same.
     """
     recipes = possible(0.15, 3).items()
-    names = [name for name, recipe in recipes if not hasattr(recipe, "tail") and not hasattr(recipe, "shapes")]
-    alike = {name for name in names if "static" in name or "bit" in name} - {"oktopk-4bit", "warmup-8bit"}
-    return [name for name in names if DEEP or name not in alike]
+    names = {name: recipe for name, recipe in recipes if not hasattr(recipe, "tail") and not hasattr(recipe, "shapes")}
+    shipped = ("oktopk-4bit", "warmup-8bit")
+    around = [name for name, recipe in names.items() if hasattr(recipe, "recipe") and "bit" not in name]
+    return list(names) if DEEP else [name for name in names if name in {*algorithms(), *around, *shipped}]
 
 
 @ranks(3)

@@ -149,7 +149,6 @@ def signal_soon(raised: BaseException) -> None:
 
 
 RAISED = {
-    "PreemptedError": PreemptedError(),
     "KeyboardInterrupt": KeyboardInterrupt(),
     "SystemExit: 3": SystemExit(3),
     "RuntimeError: the node timed out": RuntimeError("the node timed out"),

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from kit import everywhere
-from models import exact, flat, same, total
+from models import equal, exact, flat, same, total
 from torch import nn
 from tritoncomm import Late, NonFiniteError, PeerLostError
 
@@ -78,8 +78,9 @@ def test_conservation(rank, world_size, algo, fields):
     optimizer = exact(kind(parameters), algo, **fields)
     tolerance = 0 if fields == by_gradient else 1e-3
     decay = DECAY if optimizer._tritoncomm.setup.decays_in_vector and not by_update else 0.0
+    vector = optimizer._tritoncomm.setup.vector
     for step in range(18):
-        held = {p: r.clone() for p, r in optimizer._tritoncomm.setup.vector.residuals_by_parameter().items()}
+        held = {p: r.clone() for p, r in vector.residuals_by_parameter().items()}
         for parameter, gradient in zip(parameters, drawn(step, rank), strict=True):
             parameter.grad = gradient
         if by_update:  # the staleness-aware step does not write .grad
@@ -89,18 +90,21 @@ def test_conservation(rank, world_size, algo, fields):
         means = [None if parameter.grad is None else parameter.grad.clone() for parameter in parameters]
         if by_update:
             optimizer.step()
-        left = optimizer._tritoncomm.setup.vector.residuals_by_parameter()
-        for position, (parameter, gradient) in enumerate(zip(parameters, drawn(step, rank), strict=True)):
-            is_used = total(torch.tensor(float(gradient is not None))) > 0
+        left, came, went = vector.residuals_by_parameter(), [], []
+        of_ranks = [drawn(step, each) for each in range(world_size)]
+        for position, (parameter, gradient) in enumerate(zip(parameters, of_ranks[rank], strict=True)):
+            is_used = any(each[position] is not None for each in of_ranks)
             assert (means[position] is not None) == is_used, (step, position)
             if not is_used:
                 assert torch.equal(left[parameter], held[parameter]), (step, position)
                 continue
-            own = held[parameter].view(parameter.shape) + decay
-            came = total(own if gradient is None else own + gradient)
-            went = world_size * means[position] + total(left[parameter].view(parameter.shape))
-            assert torch.allclose(came, went, rtol=0, atol=tolerance), (step, position)
-        assert same([each is None or each.tolist() for each in means])
+            own = held[parameter].flatten() + decay
+            came.append(own if gradient is None else own + gradient.flatten())
+            went.append(means[position].flatten() + left[parameter].flatten())  # of all ranks, means add up
+        if came:
+            sums = total(torch.stack([torch.cat(came), torch.cat(went)]))
+            assert torch.allclose(*sums, rtol=0, atol=tolerance), step
+            assert equal(each for each in means if each is not None)
 
 
 @ranks(4)

@@ -138,7 +138,9 @@ def test_every_kind_loads_every_kind(rank, world_size, loader, saved):
     """
     if world_size < loader[1] or world_size % loader[1]:
         return
-    for saver in KINDS:
+    # Every kind with every kind on as many ranks as have saved, and in turn on fewer.
+    turn = KINDS.index(loader) + world_size
+    for saver in KINDS if world_size == 4 else [each for i, each in enumerate(KINDS) if (i + turn) % 2]:
         place = Path(saved, *map(str, saver))
         expected, end = torch.load(place / "found.pt")
         run, own = Run(loader), Run(loader)

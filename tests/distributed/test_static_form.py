@@ -9,9 +9,7 @@ import pytest
 import torch
 from models import equal, exact, flat, loss_of, residual, tiny
 from torch import nn
-from tritoncomm import Late, OkTopk, Quantized, SparDL, TopkAllgather
-from tritoncomm.algorithms import Hierarchical, Warmup
-from tritoncomm.step.recipes import with_form
+from tritoncomm import Late, TopkAllgather
 
 from ranks import ranks
 
@@ -60,14 +58,3 @@ def test_selection_by_update(rank, world_size):
     """It trains with selection by update, small tensors in 8 bits and a warm-up. Replicas stay equal."""
     recipe = TopkAllgather(density=0.1, static=True, values="4bit")
     trained(rank, recipe, "AdamW", late=Late(select_by="update"), small="8bit", warmup_steps=2)
-
-
-def test_default_on_a_gpu():
-    """Methods that have a static form use it unless the user asks for something else, between nodes, too."""
-    for recipe in (TopkAllgather(), OkTopk(), SparDL()):
-        assert with_form(recipe, "cuda", 100, 2).static is True
-        assert with_form(recipe, "cpu", 100, 2).static == "auto"
-    assert with_form(Warmup(recipe=TopkAllgather(), steps=2), "cuda", 100, 2).recipe.static is True
-    assert with_form(TopkAllgather(static=False), "cuda", 100, 2).static is False
-    assert with_form(Hierarchical(recipe=TopkAllgather(), node_size=2), "cuda", 100, 2).recipe.static is True
-    assert with_form(Hierarchical(recipe=Quantized(), node_size=2), "cuda", 100, 2).recipe.static is False

@@ -142,7 +142,8 @@ def test_a_rank_that_dies(name: str, number: int, garbage: bool) -> None:
         assert unchanged
 
 
-@pytest.mark.parametrize("name", METHODS)
+# Messages, a collective, and a subgroup: what the others find does not depend on whether the rank goes on later.
+@pytest.mark.parametrize("name", ["oktopk-short-periods", "dense", "hierarchical-2"])
 def test_a_rank_that_hangs(name: str) -> None:
     """All others name it after the time-out. When it goes on, it raises an error that names itself."""
     released = threading.Event()

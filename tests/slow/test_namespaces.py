@@ -27,8 +27,6 @@ def test_missing_tools(monkeypatch) -> None:
 
 RECEIVES = """
 import socket, time
-from tritoncomm.slow.namespaces import Host
-Host({}, "").enter()
 with socket.create_server(("10.77.0.2", 5000)) as server:
     print("ready", flush=True)
     connection, _ = server.accept()
@@ -41,8 +39,6 @@ with socket.create_server(("10.77.0.2", 5000)) as server:
 """
 SENDS = """
 import socket, time
-from tritoncomm.slow.namespaces import Host
-Host({}, "").enter()
 with socket.create_connection(("10.77.0.2", 5000)) as connection:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     for _ in range(10):
@@ -61,11 +57,10 @@ def test_rate_and_delay(delay: str) -> None:
 
     All bytes arrive. No process is left at the end.
     """
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
 
     def start(script: str, host: namespaces.Host) -> subprocess.Popen[str]:
-        command = [sys.executable, "-c", script.format(host.holder)]
-        return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+        command = [*host.inside, sys.executable, "-c", script]
+        return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
     with namespaces.Network(2, "10mbit", delay) as network:
         holders = [host.holder for host in network.hosts]

@@ -15,6 +15,7 @@ from tritoncomm import (
     ConfigurationError,
     Dense,
     ExDyna,
+    Hierarchical,
     Late,
     OkTopk,
     Quantized,
@@ -126,6 +127,9 @@ def test_static_form_on_a_gpu() -> None:
         assert with_form(method, "cuda", 100, 2).static is static
         assert with_form(method, "cpu", 100, 2) == method
     assert with_form(Dense(), "cuda", 100, 2) == Dense()
+    assert with_form(Warmup(recipe=TopkAllgather(), steps=2), "cuda", 100, 2).recipe.static is True
+    for inner, static in ((TopkAllgather(), True), (Quantized(), False)):
+        assert with_form(Hierarchical(recipe=inner, node_size=2), "cuda", 100, 2).recipe.static is static
 
 
 def test_static_form_by_link() -> None:
