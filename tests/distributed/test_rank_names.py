@@ -38,7 +38,7 @@ from tritoncomm.step.exchange.feedback import ErrorFeedback
 
 from baselines import TopkDSA
 from ranks import ranks
-from tritoncomm_kernels import Selection
+from tritoncomm_kernels import Entries
 
 MEMBERS, AT_FAULT = [2, 3], 3
 CPU = torch.device("cpu")
@@ -207,7 +207,7 @@ def test_numbers_received(rank, world_size):
         assert named(caught.value) <= {2, 3}, caught.value
 
 
-FOUR = Selection.of(torch.arange(4, dtype=torch.int32), torch.ones(4))
+FOUR = Entries(torch.arange(4, dtype=torch.int32), torch.ones(4))
 CUTS, PACKED = (0, 50, 100), Encoding("fp32", "always")
 
 
