@@ -156,14 +156,14 @@ def _by_update(p: Problem) -> list[Route]:
 
         return run
 
-    def same(expected: kernels.Selection) -> Callable[[Found, torch.Tensor], bool]:
+    def same(expected: kernels.Entries) -> Callable[[Found, torch.Tensor], bool]:
         indices, values = (part.to(device) for part in expected[:2])
         left = p.total.index_fill(0, indices.long(), 0.0)
         return lambda found, residual: all(
             map(torch.equal, (*found[:2], residual, out), (indices, values, p.residual, left))
         )
 
-    needed = size + 8 * reaching.found
+    needed = size + 8 * reaching.room
     made = [
         Route("copy of these bytes", size, lambda _: target.copy_(source), lambda *_: True),
         Route("select by update", needed, by(lambda acc: acc.at_least(threshold), None), same(reaching)),
@@ -171,7 +171,7 @@ def _by_update(p: Problem) -> list[Route]:
     if device.type != "cpu":
         exact = by(lambda acc: acc.top_k_padded(p.k), Verdict(device))
         made.append(Route("exact k by update", size + 8 * p.k, exact, same(best)))
-        launched = _launched_by_update(p, divisor, threshold, reaching.found, out)
+        launched = _launched_by_update(p, divisor, threshold, reaching.room, out)
         made.append(Route("its kernels", needed, launched, same(reaching)))
     return made
 
@@ -372,22 +372,22 @@ def static_parts(p: Problem) -> list[Route]:
     room = -(-p.k // LISTS)
     bounds = torch.arange(0, p.n + 1, p.n // LISTS, dtype=torch.int32, device=device)[: LISTS + 1].contiguous()
     budgets = torch.full((LISTS,), room, dtype=torch.int32, device=device)
-    rows = kernels.Padded(*(t.expand(LISTS, -1).contiguous() for t in p.largest))
+    rows = kernels.Entries(*(t.expand(LISTS, -1).contiguous() for t in p.largest))
     layout, lows = Layout.of(p.k, p.n, SECTION_FORMAT), torch.zeros_like(budgets)
 
-    def packed(lows: torch.Tensor, rows: kernels.Padded) -> Found:
+    def packed(lows: torch.Tensor, rows: kernels.Entries) -> Found:
         words, sent = write_rows(layout, lows, rows, workspace=workspace)
         found, malformed = read_rows(layout, lows, words, workspace=workspace)
         return words, *sent, *found, malformed
 
     # The references compute on a CPU.
-    own, host = kernels.Padded(rows.indices.cpu(), rows.values.cpu()), kernels.Workspace()
+    own, host = kernels.Entries(rows.indices.cpu(), rows.values.cpu()), kernels.Workspace()
     segments = kernels.top_k_rows(p.total.cpu(), bounds.cpu(), budgets.cpu(), room, workspace=host)
     union = kernels.merge_rows(own, p.n, workspace=host)
     summed = p.residual.cpu().clone()
     kernels.add_rows(summed, own, workspace=host)
     added, written = summed.to(device), [part.to(device) for part in packed(lows.cpu(), own)]
-    segments, union = (kernels.Padded(*(part.to(device) for part in found)) for found in (segments, union))
+    segments, union = (kernels.Entries(*(part.to(device) for part in found)) for found in (segments, union))
 
     def same(expected: Found) -> Callable[[Found, torch.Tensor], bool]:
         return lambda found, left: all(map(torch.equal, found, expected))

@@ -192,7 +192,7 @@ def wrap(
         )
         given = {"algo": algo, "density": density, "warmup_steps": warmup_steps, "late": late or None, "small": small}
         given |= {"dense_below": None if dense_below == DENSE_BELOW else dense_below, **recipe_fields}
-        tell_effects(whole, options, chosen, given)
+        tell_effects(whole, options, chosen, given, group)
         for each in listed:
             chosen.check_optimizer(each)
             check_trained(each, names, alone=is_alone(group), ignored=ignored_ids(model))

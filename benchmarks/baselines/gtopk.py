@@ -17,7 +17,7 @@ from tritoncomm.errors import NonFiniteError
 from tritoncomm.primitives.accumulator import Accumulator
 from tritoncomm.primitives.collectives import dense_exchange
 from tritoncomm.primitives.packing import PLAIN
-from tritoncomm.primitives.selection import entries_to_keep, left_out
+from tritoncomm.primitives.selection import entries_to_keep
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.primitives.verdict import REJECTED
 from tritoncomm.scheduler import cost
@@ -25,7 +25,7 @@ from tritoncomm.scheduler.cost import Flow, Forecast
 from tritoncomm.scheduler.rounds import Inbox, Pattern, Round
 
 import tritoncomm_kernels as kernels
-from tritoncomm_kernels import Selection
+from tritoncomm_kernels import Entries
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,10 +66,11 @@ class GTopkAlgorithm(BudgetedAlgorithm):
             inbox = yield from _step("reduce", message, to_parent.words, pairs, rank)
             for peer, arrived in inbox.items():
                 assert rank < peer, "messages go to the lower rank"
-                lists = [merged[:2], to_parent.decode(arrived)[:2]]
-                union = Selection.of(*kernels.merge(lists, self.numel, workspace=self.workspace))
+                union = kernels.merge([merged, to_parent.decode(arrived)], self.numel, workspace=self.workspace)
                 merged = kernels.largest(union, self.k, workspace=self.workspace)
-                dropped = left_out(union, merged)
+                cut = torch.ones(union.room, dtype=torch.bool, device=acc.device)
+                cut[kernels.common_positions(union.indices, merged.indices)] = False
+                dropped = Entries(union.indices[cut], union.values[cut])
                 acc.add(dropped.indices, dropped.values)
                 if kernels.has_non_finite(acc.dense()[dropped.indices.long()]):  # NaN reaches all ranks, and all reject
                     merged = merged._replace(values=torch.full_like(merged.values, torch.nan))

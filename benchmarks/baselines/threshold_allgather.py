@@ -31,7 +31,7 @@ from tritoncomm.scheduler.cost import Forecast, both
 from tritoncomm.scheduler.rounds import Pattern
 
 import tritoncomm_kernels as kernels
-from tritoncomm_kernels import Selection
+from tritoncomm_kernels import Entries
 
 # As in the GaussianK code released with Ok-Topk: up to 20 corrections of 2 %, until the count is within 25 % of k.
 _GAUSSIAN_TRIES, _GAUSSIAN_STEP, _GAUSSIAN_MARGIN = 20, 1.02, 1.25
@@ -122,7 +122,7 @@ class ThresholdAlgorithm(BudgetedAlgorithm):
         self.room = math.ceil(min(numel, self.k * ratio))
 
     @abstractmethod
-    def _select(self, acc: Accumulator, finite: bool, world_size: int) -> Pattern[tuple[Selection, Any]]:
+    def _select(self, acc: Accumulator, finite: bool, world_size: int) -> Pattern[tuple[Entries, Any]]:
         """Return the entries of this rank, and the state after a successful step."""
 
     def reduce(self, acc: Accumulator, rank: int, world_size: int) -> Pattern[SparseVector]:
@@ -134,13 +134,13 @@ class ThresholdAlgorithm(BudgetedAlgorithm):
         encoding = self.encoding
         chosen = own
         if world_size > 1:
-            own = encoding.section(0, self.numel, own.found, divisor=world_size).sendable(own)
-        (counts,) = yield from share_rows([own.found], finite, world_size, acc.device, phase="counts", limit=self.numel)
+            own = encoding.section(0, self.numel, own.room, divisor=world_size).sendable(own)
+        (counts,) = yield from share_rows([own.room], finite, world_size, acc.device, phase="counts", limit=self.numel)
         mean, sent = yield from all_gather_mean(own, counts, encoding, acc, rank, world_size)
         acc.subtract(sent, rounded=encoding.rounds)
-        acc.selected = own.found
+        acc.selected = own.room
         rounding = rounding_figures(chosen, sent) if encoding.rounds else {}
-        self.report = {"passed": float(passed.found), **rounding}
+        self.report = {"passed": float(passed.room), **rounding}
         self.state = state
         return mean
 
@@ -183,7 +183,7 @@ class HardThresholdAlgorithm(ThresholdAlgorithm):
             state = replace(state, threshold=threshold)
         return state
 
-    def _select(self, acc: Accumulator, finite: bool, world_size: int) -> Pattern[tuple[Selection, Any]]:
+    def _select(self, acc: Accumulator, finite: bool, world_size: int) -> Pattern[tuple[Entries, Any]]:
         state = yield from self._calibrated(acc, finite, world_size)
         return acc.at_least(state.threshold), state
 
@@ -202,7 +202,7 @@ class GaussianKAlgorithm(ThresholdAlgorithm):
         super().__init__(recipe, numel, ratio=recipe.max_ratio)
         self.state = Stateless()
 
-    def _select(self, acc: Accumulator, finite: bool, world_size: int) -> Pattern[tuple[Selection, Any]]:
+    def _select(self, acc: Accumulator, finite: bool, world_size: int) -> Pattern[tuple[Entries, Any]]:
         yield from ()
         passed = gaussian_selection(acc.dense(), self.k) if finite else acc.at_least(math.inf)
         return passed, self.state
@@ -225,14 +225,14 @@ class SIDCoAlgorithm(ThresholdAlgorithm):
         super().__init__(recipe, numel, ratio=recipe.max_ratio)
         self.state = SIDCoState()
 
-    def _select(self, acc: Accumulator, finite: bool, world_size: int) -> Pattern[tuple[Selection, Any]]:
+    def _select(self, acc: Accumulator, finite: bool, world_size: int) -> Pattern[tuple[Entries, Any]]:
         yield from ()
         if not finite:
             return acc.at_least(math.inf), self.state
         fitted = sidco_selection(acc.dense(), self.k, self.state.stages)
         if fitted is None:
             return acc.top_k(self.k), self.state
-        return fitted, self._adapted(fitted.found / self.k)
+        return fitted, self._adapted(fitted.room / self.k)
 
     def _adapted(self, ratio: float) -> SIDCoState:
         """Return the next state: one stage fewer if too many entries pass on average, one more if too few pass."""
@@ -249,7 +249,7 @@ class SIDCoAlgorithm(ThresholdAlgorithm):
         return {}
 
 
-def gaussian_selection(values: torch.Tensor, k: int) -> Selection:
+def gaussian_selection(values: torch.Tensor, k: int) -> Entries:
     """Return about the ``k`` largest entries of fp32 ``values``, by a normal fit.
 
     The threshold is mean + z sigma, corrected by counting. With tails heavier than normal more entries pass than
@@ -277,10 +277,10 @@ def gaussian_selection(values: torch.Tensor, k: int) -> Selection:
     chosen = passed(place)
     if not chosen.any():  # the values have no tail
         return kernels.top_k(values, k)
-    return Selection.of(candidates.indices[chosen], candidates.values[chosen])
+    return Entries(candidates.indices[chosen], candidates.values[chosen])
 
 
-def sidco_selection(values: torch.Tensor, k: int, stages: int) -> Selection | None:
+def sidco_selection(values: torch.Tensor, k: int, stages: int) -> Entries | None:
     """Return about the ``k`` largest entries of fp32 ``values``, by generalized Pareto fits in ``stages`` stages.
 
     Each stage fits the tail above the threshold of the previous one. The result is None if there is no tail to fit: too
@@ -289,17 +289,17 @@ def sidco_selection(values: torch.Tensor, k: int, stages: int) -> Selection | No
     """
     if k < _FEWEST:
         return None
-    tail = Selection.of(torch.arange(values.numel(), dtype=torch.int32, device=values.device), values)
+    tail = Entries(torch.arange(values.numel(), dtype=torch.int32, device=values.device), values)
     shift = 0.0
     for share in _sidco_shares(k, values.numel(), stages):
         excess = tail.values.abs().double() - shift
-        mean, variance = excess.mean(), excess.var() if tail.found > 1 else excess.new_zeros(())
+        mean, variance = excess.mean(), excess.var() if tail.room > 1 else excess.new_zeros(())
         if not (variance > 0 and mean > 0):
             return None
         threshold = shift + float(_pareto_excess(mean, variance, share))
         passed = kernels.magnitude_keys(tail.values) >= kernels.threshold_key(threshold)
-        tail = Selection.of(tail.indices[passed], tail.values[passed])
-        if tail.found == 0:
+        tail = Entries(tail.indices[passed], tail.values[passed])
+        if tail.room == 0:
             return None
         shift = kernels.smallest_magnitude(tail.values)
     return tail

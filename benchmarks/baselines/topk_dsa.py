@@ -36,7 +36,7 @@ from tritoncomm.scheduler.ranks import named
 from tritoncomm.scheduler.rounds import Inbox, Pattern
 
 import tritoncomm_kernels as kernels
-from tritoncomm_kernels import Selection
+from tritoncomm_kernels import Entries
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,14 +87,12 @@ class TopkDSAAlgorithm(BudgetedAlgorithm):
         acc.clear(own.indices)
         return SparseVector(mean.indices, mean.values, self.numel)
 
-    def _split_and_reduce(
-        self, own: Selection, cuts: Sequence[int], rank: int, world_size: int
-    ) -> Pattern[torch.Tensor]:
+    def _split_and_reduce(self, own: Entries, cuts: Sequence[int], rank: int, world_size: int) -> Pattern[torch.Tensor]:
         """Return the dense sum over this rank's region. Entries are added in rank order, as in an all-gather."""
         low, high = cuts[rank], cuts[rank + 1]
         parts = [own.slice(start, stop) for start, stop in itertools.pairwise(offsets(own.indices, cuts))]
         finite = not kernels.has_non_finite(own.values)
-        incoming = yield from share_counts([part.found for part in parts], finite, own.values.device, limit=high - low)
+        incoming = yield from share_counts([part.room for part in parts], finite, own.values.device, limit=high - low)
         arriving = {p: PLAIN.section(low, high, count) for p, count in enumerate(incoming) if p != rank}
         messages: Inbox = {}
         yield from rotate(
@@ -112,13 +110,13 @@ class TopkDSAAlgorithm(BudgetedAlgorithm):
             kernels.scatter_add(region, part.indices - low, part.values)
         return region
 
-    def _all_gather(self, region: torch.Tensor, cuts: Sequence[int], rank: int, world_size: int) -> Pattern[Selection]:
+    def _all_gather(self, region: torch.Tensor, cuts: Sequence[int], rank: int, world_size: int) -> Pattern[Entries]:
         """Gather all regions as means, in entries while these are short and as dense values otherwise."""
         sums = kernels.select(region, 0.0, workspace=self.workspace)
         sums = sums._replace(indices=sums.indices + cuts[rank])
         finite = not kernels.has_non_finite(sums.values)
         (sizes,) = yield from share_rows(
-            [sums.found], finite, world_size, region.device, phase="sizes", limit=self.numel, reason=OVERFLOW
+            [sums.room], finite, world_size, region.device, phase="sizes", limit=self.numel, reason=OVERFLOW
         )
         sections = [
             PLAIN.section(low, high, size, divisor=world_size)
@@ -132,7 +130,7 @@ class TopkDSAAlgorithm(BudgetedAlgorithm):
             return kernels.select(torch.cat(blocks).view(torch.float32), 0.0, workspace=self.workspace)
         message = packing.encode(sums.indices, sums.values)
         blocks = yield from bruck_all_gather(message, words, rank, world_size, phase="all-gather")
-        return Selection.join([section.decode(block) for section, block in zip(sections, blocks, strict=True)])
+        return Entries.join([section.decode(block) for section, block in zip(sections, blocks, strict=True)])
 
     def _goes_dense(self, words: int) -> bool:
         """Return True if ``words`` for all entries are too many."""

@@ -4,7 +4,6 @@ from tritoncomm_kernels.adam import AdamControl, AdamStates
 from tritoncomm_kernels.adam_flat import AdamFlat
 from tritoncomm_kernels.dense_bits import read_parts, round_mean, round_parts
 from tritoncomm_kernels.entries import (
-    Padded,
     add_rows,
     common_positions,
     constant,
@@ -23,11 +22,11 @@ from tritoncomm_kernels.entries import (
     set_at,
     values_at,
 )
+from tritoncomm_kernels.lists import Entries
 from tritoncomm_kernels.rebalance import rebalance
 from tritoncomm_kernels.rms import root_mean_square, root_mean_squares
 from tritoncomm_kernels.select import (
     Marks,
-    Selection,
     accumulate_and_select,
     expand,
     has_non_finite,
@@ -54,9 +53,8 @@ __all__ = [
     "AdamControl",
     "AdamFlat",
     "AdamStates",
+    "Entries",
     "Marks",
-    "Padded",
-    "Selection",
     "Workspace",
     "accumulate_and_select",
     "accumulate_top_k",

@@ -15,6 +15,7 @@ from tritoncomm_kernels import devices
 VARIABLE = "TRITONCOMM_KERNELS"
 CHOICES = ("auto", "triton")
 OLDEST_TRITON = (3, 6)
+MAX_ROWS = 65535  # limit of the second dimension of a CUDA grid
 
 
 def triton_runs(tensor: torch.Tensor) -> bool:
@@ -55,8 +56,11 @@ def launch(
 ) -> None:
     """Launch the kernel ``function`` on the device of ``like``, with ``warps`` warps per program.
 
-    Triton launches on the current device. Products and sums are rounded separately.
+    Triton launches on the current device. Products and sums are rounded separately. The second dimension of the grid is
+    that of rows. Raises ``ValueError`` for more of them than a GPU can handle in one launch.
     """
+    if grid[-1] > MAX_ROWS and len(grid) > 1:
+        raise ValueError(f"{grid[-1]} rows are too many for one launch: pass at most {MAX_ROWS}")
     with devices.on(like.device):
         function[grid](*arguments, num_warps=warps, enable_fp_fusion=False, **constants)
 

@@ -1,15 +1,12 @@
-"""Lists of entries: with exact lengths, and with a fixed length whose number of entries only the device knows.
+"""Operations on lists of entries (:mod:`tritoncomm_kernels.lists`): compaction, unions, sums, and single entries.
 
-A list with padding has room for a fixed number of entries. Its entries come first, ascending by index. Padding follows,
-with the index -1 and the value 0. The host therefore never needs to know how many entries there are. On a GPU no
-operation on such lists waits for the host, and the number of kernel launches does not depend on the number of rows.
 Sums of several lists are in their order.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,72 +15,16 @@ import torch
 from tritoncomm_kernels import devices
 from tritoncomm_kernels.checks import INDEX_LIMIT, check_vector
 from tritoncomm_kernels.dispatch import kernel, triton_runs
-from tritoncomm_kernels.select import (
-    Marks,
-    Selection,
-    SparseList,
-    magnitude_keys,
-    mark,
-    positions,
-    threshold_key,
-)
+from tritoncomm_kernels.lists import PADDING, Entries
+from tritoncomm_kernels.select import Marks, SparseList, magnitude_keys, mark, positions, threshold_key
 from tritoncomm_kernels.workspace import Workspace, copied_to
 
-PADDING = -1
-MAX_LISTS = 65535  # limit of the second dimension of a CUDA grid
 Integers = npt.NDArray[np.int32]
 # On a CPU, indices are searched in a list that is this many times longer. Otherwise the two lists are merged.
 _MUCH_LONGER = 8
 
 
-class Padded(NamedTuple):
-    """Entries and padding: ``indices`` (int32) and ``values`` (fp32), ``[room]`` or ``[rows, room]``."""
-
-    indices: torch.Tensor
-    values: torch.Tensor
-
-    @property
-    def room(self) -> int:
-        """Largest number of entries of a row."""
-        return self.indices.shape[-1]
-
-    @classmethod
-    def of(cls, entries: Selection, room: int) -> Padded:
-        """Return ``entries`` (at most ``room``) with padding, ``[room]``."""
-        if entries.indices.device.type == "cpu":
-            return cls.of_arrays(entries.indices.numpy(), entries.values.numpy(), room)
-        indices = entries.indices.new_full((room,), PADDING)
-        values = entries.values.new_zeros(room)
-        indices[: entries.indices.numel()] = entries.indices
-        values[: entries.values.numel()] = entries.values
-        return cls(indices, values)
-
-    @classmethod
-    def of_arrays(cls, indices: npt.NDArray[np.int32], values: npt.NDArray[np.float32], room: int) -> Padded:
-        """Return these entries (at most ``room``) on the CPU, with padding. Calls of numpy cost less than torch's."""
-        padded = np.full(room, PADDING, np.int32), np.zeros(room, np.float32)
-        padded[0][: indices.size], padded[1][: values.size] = indices, values
-        return cls(torch.from_numpy(padded[0]), torch.from_numpy(padded[1]))
-
-    def row(self, number: int) -> Padded:
-        """Return one row, ``[room]``, as views."""
-        return Padded(self.indices[number], self.values[number])
-
-    def trimmed(self) -> Selection:
-        """Return the entries of a single row without padding. On a GPU the host waits for their number."""
-        if triton_runs(self.indices):
-            used = int(torch.count_nonzero(self.indices != PADDING))
-        else:
-            used = int(np.count_nonzero(self.indices.numpy() != PADDING))
-        return Selection.of(self.indices[:used], self.values[:used])
-
-
-def stacked(rows: Sequence[Padded]) -> Padded:
-    """Return ``rows``, each ``[room]``, as one list of rows."""
-    return Padded(torch.stack([row.indices for row in rows]), torch.stack([row.values for row in rows]))
-
-
-def reaching(entries: Padded, threshold: torch.Tensor | float, *, workspace: Workspace) -> Padded:
+def reaching(entries: Entries, threshold: torch.Tensor | float, *, workspace: Workspace) -> Entries:
     """Return the entries of one row whose magnitude is at least ``threshold``: a number, or fp32 ``[1]`` on the device.
 
     The result has the same room. A number may be anything: no zero reaches it, and every NaN does. On the device, the
@@ -95,28 +36,25 @@ def reaching(entries: Padded, threshold: torch.Tensor | float, *, workspace: Wor
         keep = (keys >= magnitude_keys(threshold)) & (entries.indices != PADDING)
     else:
         keep = keys >= threshold_key(threshold)  # the value of padding is 0
-    return joined(
-        Padded(torch.where(keep, entries.indices, PADDING)[None], torch.where(keep, entries.values, 0.0)[None]),
-        workspace=workspace,
-    )
+    return joined(entries.only(keep), workspace=workspace)
 
 
-def joined(rows: Padded, *, workspace: Workspace) -> Padded:
+def joined(rows: Entries, *, workspace: Workspace) -> Entries:
     """Return the entries of all rows as one row, ``[rows * room]``, with all padding at the end.
 
     The indices of a row must be above those of the rows before it. Here padding may stand between entries.
     """
     indices, values = rows.indices.reshape(-1), rows.values.reshape(-1)
     if not indices.numel():
-        return Padded(indices, values)
+        return Entries(indices, values)
     if triton_runs(values):
-        padded: Padded = _on_gpu().joined(Padded(indices[None], values[None]), workspace)
+        padded: Entries = kernel("entries_triton").joined(Entries(indices[None], values[None]), workspace)
         return padded.row(0)
     used = indices.numpy() != PADDING
-    return Padded.of_arrays(indices.numpy()[used], values.numpy()[used], indices.numel())
+    return Entries.of_arrays(indices.numpy()[used], values.numpy()[used], indices.numel())
 
 
-def merge_rows(rows: Padded, numel: int, *, workspace: Workspace) -> Padded:
+def merge_rows(rows: Entries, numel: int, *, workspace: Workspace) -> Entries:
     """Return the union of all rows with the sums of their values, ``[min(rows * room, numel)]``.
 
     Terms are added in row order, as by :func:`tritoncomm_kernels.merge`. All indices are in ``[0, numel)``, as
@@ -127,15 +65,15 @@ def merge_rows(rows: Padded, numel: int, *, workspace: Workspace) -> Padded:
         raise ValueError(f"numel={numel}: must be from 0 to {INDEX_LIMIT}; split a longer vector")
     capacity = min(count * room, numel)
     if not capacity:
-        return Padded(rows.indices.reshape(-1)[:0], rows.values.reshape(-1)[:0])
+        return Entries(rows.indices.reshape(-1)[:0], rows.values.reshape(-1)[:0])
     if triton_runs(rows.values):
-        padded: Padded = _on_gpu(count).merge_rows(rows, numel, capacity, workspace)
+        padded: Entries = kernel("entries_triton").merge_rows(rows, numel, capacity, workspace)
         return padded
-    lists = [rows.row(number).trimmed()[:2] for number in range(count)]
-    return Padded.of(Selection.of(*merge(lists, numel)), capacity)
+    lists = [rows.row(number).trimmed() for number in range(count)]
+    return merge(lists, numel).padded(capacity)
 
 
-def add_rows(out: torch.Tensor, rows: Padded, *, offset: int = 0, scale: float = 1.0, workspace: Workspace) -> None:
+def add_rows(out: torch.Tensor, rows: Entries, *, offset: int = 0, scale: float = 1.0, workspace: Workspace) -> None:
     """Add ``scale`` times the values of all rows to ``out`` (fp32 ``[n]``) at ``indices - offset``, in row order.
 
     Indices are unique inside a row and lie in the range of ``out``. Between rows they may repeat.
@@ -143,9 +81,9 @@ def add_rows(out: torch.Tensor, rows: Padded, *, offset: int = 0, scale: float =
     check_vector("out", out)
     if not out.numel() or not rows.indices.numel():
         return
-    rows = Padded(rows.indices.reshape(-1, rows.room), rows.values.reshape(-1, rows.room))
+    rows = Entries(rows.indices.reshape(-1, rows.room), rows.values.reshape(-1, rows.room))
     if triton_runs(out):
-        _on_gpu(rows.indices.shape[0]).add_rows(out, rows, offset, float(scale), workspace)
+        kernel("entries_triton").add_rows(out, rows, offset, float(scale), workspace)
         return
     sums, indices, terms = out.numpy(), rows.indices.numpy(), rows.values.numpy()
     with np.errstate(over="ignore", invalid="ignore"):  # the caller checks the sums
@@ -154,7 +92,7 @@ def add_rows(out: torch.Tensor, rows: Padded, *, offset: int = 0, scale: float =
             sums[places[used] - offset] += row[used]
 
 
-def set_at(out: torch.Tensor, entries: Padded | torch.Tensor) -> None:
+def set_at(out: torch.Tensor, entries: Entries | torch.Tensor) -> None:
     """Set ``out`` (fp32 ``[n]``) to the values of ``entries`` at their indices, or to 0 if only indices are given."""
     check_vector("out", out)
     indices, values = (entries, None) if isinstance(entries, torch.Tensor) else entries
@@ -162,7 +100,7 @@ def set_at(out: torch.Tensor, entries: Padded | torch.Tensor) -> None:
     if not out.numel() or not indices.numel():
         return
     if triton_runs(out):
-        _on_gpu().set_at(out, indices, None if values is None else values.reshape(-1))
+        kernel("entries_triton").set_at(out, indices, None if values is None else values.reshape(-1))
         return
     used = indices.numpy() != PADDING
     out.numpy()[indices.numpy()[used]] = 0.0 if values is None else values.reshape(-1).numpy()[used]
@@ -174,7 +112,7 @@ def values_at(values: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
     if not values.numel() or not indices.numel():
         return values.new_zeros(indices.shape)
     if triton_runs(values):
-        picked: torch.Tensor = _on_gpu().values_at(values, indices)
+        picked: torch.Tensor = kernel("entries_triton").values_at(values, indices)
         return picked
     places = indices.numpy()
     return torch.from_numpy(np.where(places != PADDING, values.numpy()[places], np.float32(0.0)))
@@ -209,12 +147,12 @@ def count_inside(
     return marks.counts.sum(dtype=torch.int32).reshape(1)
 
 
-def count_entries(entries: Padded) -> torch.Tensor:
+def count_entries(entries: Entries) -> torch.Tensor:
     """Return the number of entries of each row, int32 ``[rows]``, or ``[1]`` for a single row."""
     return (entries.indices != PADDING).sum(-1, dtype=torch.int32).reshape(-1)
 
 
-def decompress_padded(out: torch.Tensor, entries: Padded, *, workspace: Workspace) -> torch.Tensor:
+def decompress_padded(out: torch.Tensor, entries: Entries, *, workspace: Workspace) -> torch.Tensor:
     """Overwrite ``out`` (fp32 ``[n]``) with the dense form of one row, and return ``out``."""
     out.zero_()
     add_rows(out, entries, workspace=workspace)
@@ -274,7 +212,7 @@ def decompress(out: torch.Tensor, indices: torch.Tensor, values: torch.Tensor) -
     return out.zero_().index_copy_(0, indices.long(), values + 0.0)  # adding 0.0 turns -0.0 into 0.0, as in a sum
 
 
-def merge(lists: Sequence[SparseList], numel: int, *, workspace: Workspace | None = None) -> SparseList:
+def merge(lists: Sequence[SparseList], numel: int, *, workspace: Workspace | None = None) -> Entries:
     """Merge sparse lists of one vector of ``numel`` elements.
 
     ``lists`` has at least one list, each with ascending and unique indices. Returns the ascending union of the
@@ -290,7 +228,7 @@ def merge(lists: Sequence[SparseList], numel: int, *, workspace: Workspace | Non
         check_vector(f"lists[{rank}].indices", indices, dtypes=(torch.int32,), numel=values.shape[0], like=values)
     if not numel:
         _check_inside(any(indices.numel() for indices, _ in lists), numel)
-        return lists[0]
+        return Entries(*lists[0])
     if triton_runs(lists[0][1]):
         return _merge_triton(lists, numel, workspace if workspace is not None else Workspace())
     return _merge_host(lists, numel)
@@ -324,17 +262,6 @@ def find(sought: torch.Tensor, among: torch.Tensor) -> tuple[torch.Tensor, torch
     return torch.from_numpy(found), torch.from_numpy(places)
 
 
-def check_launch(rows: int) -> None:
-    """Raise ``ValueError`` if a GPU cannot handle so many rows in one launch."""
-    if rows > MAX_LISTS:
-        raise ValueError(f"{rows} rows are too many for one launch: pass at most {MAX_LISTS}")
-
-
-def _on_gpu(rows: int = 1) -> Any:
-    check_launch(rows)
-    return kernel("entries_triton")
-
-
 def _merged(lists: Sequence[torch.Tensor]) -> tuple[Integers, npt.NDArray[np.intp]]:
     """Return the elements of ascending ``lists`` in ascending order, and the position of each in their concatenation.
 
@@ -345,7 +272,7 @@ def _merged(lists: Sequence[torch.Tensor]) -> tuple[Integers, npt.NDArray[np.int
     return joined.take(order), order
 
 
-def _merge_host(lists: Sequence[SparseList], numel: int) -> SparseList:
+def _merge_host(lists: Sequence[SparseList], numel: int) -> Entries:
     """Merge without a search. Only coordinates of several lists are added, in the order of the lists."""
     ascending, order = _merged([indices for indices, _ in lists])
     _check_inside(ascending.size and (int(ascending[0]) < 0 or int(ascending[-1]) >= numel), numel)
@@ -356,23 +283,23 @@ def _merge_host(lists: Sequence[SparseList], numel: int) -> SparseList:
     with np.errstate(over="ignore", invalid="ignore"):  # the caller checks the sums
         sums = values.take(first) + np.float32(0.0)  # a sum starts at 0.0, which turns -0.0 into 0.0
         np.add.at(sums, again - np.arange(1, again.size + 1), values.take(again))
-    return torch.from_numpy(ascending.take(first)), torch.from_numpy(sums)
+    return Entries(torch.from_numpy(ascending.take(first)), torch.from_numpy(sums))
 
 
-def _merge_triton(lists: Sequence[SparseList], numel: int, workspace: Workspace) -> SparseList:
+def _merge_triton(lists: Sequence[SparseList], numel: int, workspace: Workspace) -> Entries:
     """Merge as rows with padding. The only host synchronization reads how many entries the union has."""
     room = max(indices.numel() for indices, _ in lists)
     missing = [room - indices.numel() for indices, _ in lists]
     pad = torch.nn.functional.pad
-    rows = stacked(
-        [Padded(pad(at, (0, n), value=PADDING), pad(x, (0, n))) for (at, x), n in zip(lists, missing, strict=True)]
+    rows = Entries.stacked(
+        [Entries(pad(at, (0, n), value=PADDING), pad(x, (0, n))) for (at, x), n in zip(lists, missing, strict=True)]
     )
     union = merge_rows(rows, numel, workspace=workspace)
     indices = torch.cat([indices for indices, _ in lists])
     outside = ((indices < 0) | (indices >= numel)).any()
     used, wrong = torch.stack([(union.indices != PADDING).sum(), outside]).tolist()
     _check_inside(wrong, numel)
-    return union.indices[:used], union.values[:used]
+    return union.slice(0, used)
 
 
 def _check_inside(outside: int | bool, numel: int) -> None:

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from tritoncomm_kernels.bits_triton import bits_in
 from tritoncomm_kernels.dispatch import launch
-from tritoncomm_kernels.entries import PADDING, Padded
+from tritoncomm_kernels.lists import PADDING, Entries
 from tritoncomm_kernels.select_triton import CHUNK, GROUP, GROUP_WARPS, count_bits_kernel, expand_kernel, sum_before
 from tritoncomm_kernels.workspace import Workspace
 
@@ -161,7 +161,7 @@ def pick_values_kernel(values_ptr, indices_ptr, out_ptr, count, n, BLOCK: tl.con
     tl.store(out_ptr + at, tl.load(values_ptr + index, mask=inside, other=0.0), mask=at < count)
 
 
-def joined(rows: Padded, workspace: Workspace, *, block: int = MOVE) -> Padded:
+def joined(rows: Entries, workspace: Workspace, *, block: int = MOVE) -> Entries:
     """Launch the kernels on rows with at least one slot, ``[rows, room]``. Each row is joined by itself."""
     (count, room), indices = rows.indices.shape, rows.indices
     grid = triton.cdiv(room, block), count
@@ -170,7 +170,7 @@ def joined(rows: Padded, workspace: Workspace, *, block: int = MOVE) -> Padded:
     return moved(rows, counts, block=block)
 
 
-def moved(rows: Padded, counts: torch.Tensor, *, block: int = MOVE) -> Padded:
+def moved(rows: Entries, counts: torch.Tensor, *, block: int = MOVE) -> Entries:
     """Launch the kernel that moves the padding of each row behind its entries. ``counts`` are those of each block."""
     (count, room), out = rows.indices.shape, _empty(rows.indices.shape, rows.values)
     launch(
@@ -181,8 +181,8 @@ def moved(rows: Padded, counts: torch.Tensor, *, block: int = MOVE) -> Padded:
 
 
 def merge_rows(
-    rows: Padded, numel: int, capacity: int, workspace: Workspace, *, tile: int = UNION_TILE, entries: int = ENTRIES
-) -> Padded:
+    rows: Entries, numel: int, capacity: int, workspace: Workspace, *, tile: int = UNION_TILE, entries: int = ENTRIES
+) -> Entries:
     """Launch a merge through a bit mask of the union, with at least one slot of output."""
     indices, values = rows.indices.contiguous(), rows.values.contiguous()
     words = triton.cdiv(numel, 32)
@@ -209,15 +209,15 @@ def merge_rows(
     )  # fmt: skip
     sums = values.new_empty(capacity)
     _add_tiles(
-        sums, Padded(indices, values), workspace,
+        sums, Entries(indices, values), workspace,
         union=(union, bits, ranks, numel), offset=0, scale=1.0, tile=tile, entries=entries,
     )  # fmt: skip
-    return Padded(union, sums)
+    return Entries(union, sums)
 
 
 def add_rows(
     out: torch.Tensor,
-    rows: Padded,
+    rows: Entries,
     offset: int,
     scale: float,
     workspace: Workspace,
@@ -229,7 +229,7 @@ def add_rows(
     indices, values = rows.indices.contiguous(), rows.values.contiguous()
     if indices.shape[0] > 1:
         _add_tiles(
-            out, Padded(indices, values), workspace, union=None, offset=offset, scale=scale, tile=tile, entries=entries
+            out, Entries(indices, values), workspace, union=None, offset=offset, scale=scale, tile=tile, entries=entries
         )
     else:  # the indices are unique, so no order has to be kept
         _place(out, indices, values, offset=offset, scale=scale, add=True)
@@ -253,7 +253,7 @@ def values_at(values: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
 
 def _add_tiles(
     out: torch.Tensor,
-    rows: Padded,
+    rows: Entries,
     workspace: Workspace,
     *,
     union: tuple[torch.Tensor, torch.Tensor, torch.Tensor, int] | None,
@@ -288,5 +288,5 @@ def _place(
     )  # fmt: skip
 
 
-def _empty(shape: tuple[int, ...], values: torch.Tensor) -> Padded:
-    return Padded(values.new_empty(shape, dtype=torch.int32), values.new_empty(shape))
+def _empty(shape: tuple[int, ...], values: torch.Tensor) -> Entries:
+    return Entries(values.new_empty(shape, dtype=torch.int32), values.new_empty(shape))

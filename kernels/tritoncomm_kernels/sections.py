@@ -19,10 +19,8 @@ from numpy.typing import NDArray
 
 from tritoncomm_kernels import quantize
 from tritoncomm_kernels.dispatch import kernel, triton_runs
-from tritoncomm_kernels.entries import PADDING, Padded, check_launch, stacked
-from tritoncomm_kernels.formats import Format
+from tritoncomm_kernels.lists import PADDING, Entries
 from tritoncomm_kernels.section_layout import Layout
-from tritoncomm_kernels.select import Selection
 from tritoncomm_kernels.workspace import Workspace
 
 # Chunks stay in the second-level cache. Most sections of an exchange are short, and are one chunk.
@@ -38,7 +36,7 @@ _DESCENDING = "its indices do not ascend inside the range"
 
 def write_one(
     layout: Layout, low: int, indices: torch.Tensor, values: torch.Tensor, *, divisor: int = 1
-) -> tuple[torch.Tensor, Selection]:
+) -> tuple[torch.Tensor, Entries]:
     """Return one section (int32 ``[layout.words]``) of ``indices`` (int32 ``[m]``) and ``values`` (fp32 ``[m]``).
 
     Also returns the entries as they are read, see :func:`write_rows`. On a GPU, the host waits once for their number,
@@ -47,12 +45,12 @@ def write_one(
     if indices.is_cpu and not triton_runs(indices):
         return write_sendable(layout, low, indices, values, divisor=divisor)
     sent_values = values if layout.fmt.bits else torch.zeros(indices.shape, device=indices.device)
-    entries = Padded(indices[None], sent_values[None])
+    entries = Entries(indices[None], sent_values[None])
     messages, sent = write_rows(layout, indices.new_full((1,), low), entries, divisor=divisor, workspace=Workspace())
-    return messages[0], sent.row(0).trimmed() if layout.quantized else Selection.of(indices, values)
+    return messages[0], sent.row(0).trimmed() if layout.quantized else Entries(indices, values)
 
 
-def read_one(layout: Layout, low: int, section: torch.Tensor, *, divisor: int = 1) -> Selection:
+def read_one(layout: Layout, low: int, section: torch.Tensor, *, divisor: int = 1) -> Entries:
     """Return the entries of ``section`` (int32 ``[layout.words]``), or raise ``ValueError`` if it is malformed.
 
     See :func:`read_section`. On a GPU, the host waits once, for the checks and the number
@@ -65,16 +63,16 @@ def read_one(layout: Layout, low: int, section: torch.Tensor, *, divisor: int = 
     count, wrong = torch.stack([(found.indices[0] != PADDING).sum(), malformed[0]]).tolist()
     if wrong:
         raise ValueError("its counts differ, its indices do not ascend inside the range, or its header is invalid")
-    return Selection.of(found.indices[0, :count], found.values[0, : count if layout.fmt.bits else 0])
+    return Entries(found.indices[0, :count], found.values[0, : count if layout.fmt.bits else 0])
 
 
 def write_rows(
-    layout: Layout, lows: torch.Tensor, entries: Padded, *, divisor: int = 1, workspace: Workspace
-) -> tuple[torch.Tensor, Padded]:
+    layout: Layout, lows: torch.Tensor, entries: Entries, *, divisor: int = 1, workspace: Workspace
+) -> tuple[torch.Tensor, Entries]:
     """Return one section per row of ``entries`` (int32 ``[rows, layout.words]``), and the entries as they are read.
 
     Indices of row r start at ``lows[r]`` (int32 ``[rows]``, on the device). Entries that are too small beside the
-    largest one of their row are left out (:func:`sendable_together`). The values of the
+    largest one of their row are left out (:func:`~tritoncomm_kernels.quantize.sendable`). The values of the
     returned entries are those that :func:`read_rows` returns, times ``divisor``. Values of 0 bits are returned as they
     are.
     """
@@ -82,19 +80,19 @@ def write_rows(
     if not layout.room or not entries.values.numel():
         return messages.zero_(), entries
     if triton_runs(entries.values):
-        sent_rows: Padded = _on_gpu(len(lows)).write_rows(layout, lows, entries, messages, divisor, workspace)
+        sent_rows: Entries = kernel("sections_triton").write_rows(layout, lows, entries, messages, divisor, workspace)
         return messages, sent_rows
     sent = []
     for row, low in enumerate(lows.tolist()):
         part = entries.row(row).trimmed()
         messages[row], found = write_sendable(layout, low, part.indices, part.values, divisor=divisor)
-        sent.append(Padded.of(found, entries.room))
-    return messages, stacked(sent)
+        sent.append(found.padded(entries.room))
+    return messages, Entries.stacked(sent)
 
 
 def read_rows(
     layout: Layout, lows: torch.Tensor, messages: torch.Tensor, *, divisor: int = 1, workspace: Workspace
-) -> tuple[Padded, torch.Tensor]:
+) -> tuple[Entries, torch.Tensor]:
     """Return the entries of ``messages`` (int32 ``[rows, layout.words]``), and how many are malformed (int32 ``[1]``).
 
     A malformed row (see :func:`read_section`) has no entries. Indices are therefore always
@@ -102,24 +100,24 @@ def read_rows(
     """
     shape = len(lows), layout.room
     if not layout.room or not len(lows):
-        return Padded(messages.new_empty(shape), messages.new_empty(shape, dtype=torch.float32)), messages.new_zeros(1)
+        return Entries(messages.new_empty(shape), messages.new_empty(shape, dtype=torch.float32)), messages.new_zeros(1)
     if triton_runs(messages):
-        found_rows: tuple[Padded, torch.Tensor] = _on_gpu(len(lows)).read_rows(
+        found_rows: tuple[Entries, torch.Tensor] = kernel("sections_triton").read_rows(
             layout, lows, messages, divisor, workspace
         )
         return found_rows
     rows, malformed = [], 0
-    nothing = Selection.of(messages.new_empty(0), messages.new_empty(0, dtype=torch.float32))
+    nothing = Entries(messages.new_empty(0), messages.new_empty(0, dtype=torch.float32))
     for row, low in enumerate(lows.tolist()):
         try:
             found = read_section(layout, low, messages[row], divisor=divisor)
         except ValueError:
             found, malformed = nothing, malformed + 1
-        rows.append(Padded.of(found, layout.room))
-    return stacked(rows), messages.new_full((1,), malformed)
+        rows.append(found.padded(layout.room))
+    return Entries.stacked(rows), messages.new_full((1,), malformed)
 
 
-def check_rows(rows: Padded, lows: torch.Tensor, span: int) -> tuple[Padded, torch.Tensor]:
+def check_rows(rows: Entries, lows: torch.Tensor, span: int) -> tuple[Entries, torch.Tensor]:
     """Return ``rows`` (plain, as received) without malformed ones, and how many are malformed (int32 ``[1]``).
 
     A row is malformed unless its indices ascend inside ``[lows[r], lows[r] + span)`` and its padding stands at the end.
@@ -129,45 +127,31 @@ def check_rows(rows: Padded, lows: torch.Tensor, span: int) -> tuple[Padded, tor
     bad = used & ((indices < low) | (indices - low >= span))  # low + span may overflow
     bad[:, 1:] |= used[:, 1:] & ((indices[:, 1:] <= indices[:, :-1]) | ~used[:, :-1])
     wrong = bad.any(1)
-    keep = used & ~wrong[:, None]
-    clean = Padded(torch.where(keep, indices, PADDING), torch.where(keep, rows.values, 0.0))
-    return clean, wrong.sum(dtype=torch.int32).reshape(1)
-
-
-def sendable_together(values: torch.Tensor, fmt: Format, divisor: int = 1) -> torch.Tensor | None:
-    """Return which of ``values`` (fp32 ``[m]``) one section can hold (bool ``[m]``), or None if it can hold all.
-
-    Quantized values must not be too small beside the largest one. Returns None if a value is NaN or Inf.
-    """
-    keep = quantize.sendable(values.cpu().numpy(), fmt, divisor)
-    return None if keep is None else torch.from_numpy(keep).to(values.device)
+    return rows.only(used & ~wrong[:, None]), wrong.sum(dtype=torch.int32).reshape(1)
 
 
 def write_sendable(
     layout: Layout, low: int, indices: torch.Tensor, values: torch.Tensor, *, divisor: int = 1
-) -> tuple[torch.Tensor, Selection]:
+) -> tuple[torch.Tensor, Entries]:
     """Return the section of the entries that it can hold together (int32 ``[layout.words]``), and these entries.
 
     ``indices`` (int32 ``[m]``) ascend from ``low`` on, and there are at most as many as the section has room. Those of
-    :func:`sendable_together` are written. Rounded ``values`` (fp32 ``[m]``) are written divided by ``divisor``, and
-    those of 0 bits not at all. The returned values are those that :func:`read_section` decodes, times ``divisor``
-    without rounding, or ``values`` as they are if they are not rounded or not written. Tensors are on a CPU.
+    :func:`~tritoncomm_kernels.quantize.sendable` are written. Rounded ``values`` (fp32 ``[m]``) are written divided by
+    ``divisor``, and those of 0 bits not at all. The returned values are those that :func:`read_section` decodes, times
+    ``divisor`` without rounding, or ``values`` as they are if they are not rounded or not written. Tensors are on a
+    CPU.
     """
     assert indices.numel() <= layout.room
     words = np.zeros(layout.words, np.int32)
     if not layout.room:
-        return torch.from_numpy(words), Selection.of(indices, values)
-    at, numbers = indices.numpy(), values.numpy()
-    found, chosen = None, None
-    if layout.quantized and numbers.size:
-        found = quantize.range_of(numbers, layout.fmt, divisor)
-        chosen = quantize.sendable(numbers, layout.fmt, divisor, found)
-    if chosen is not None and not chosen.all():
-        found, at, numbers = None, at[chosen], numbers[chosen]
-        indices, values = torch.from_numpy(at), torch.from_numpy(numbers)
-    words[0] = at.size
-    codes = None
+        return torch.from_numpy(words), Entries(indices, values)
+    at, numbers, codes = indices.numpy(), values.numpy(), None
     if layout.quantized:
+        found = quantize.range_of(numbers, layout.fmt, divisor) if numbers.size else None
+        chosen = quantize.sendable(numbers, layout.fmt, divisor, found)
+        if chosen is not None and not chosen.all():
+            found, at, numbers = None, at[chosen], numbers[chosen]
+            indices = torch.from_numpy(at)
         codes, header, rounded = quantize.quantize(numbers, layout.fmt, divisor, found)
         words[1] = header  # its highest bit is never set
         if divisor > 1:
@@ -176,11 +160,12 @@ def write_sendable(
     elif layout.fmt.bits:
         first = layout.words - layout.value_words
         words[first : first + at.size] = numbers.view(np.int32)
+    words[0] = at.size
     _write_indices(layout, low, at, codes, words)
-    return torch.from_numpy(words), Selection(indices, values, at.size)
+    return torch.from_numpy(words), Entries(indices, values)
 
 
-def read_section(layout: Layout, low: int, section: torch.Tensor, *, divisor: int = 1) -> Selection:
+def read_section(layout: Layout, low: int, section: torch.Tensor, *, divisor: int = 1) -> Entries:
     """Return the entries of ``section`` (int32 ``[layout.words]``): indices from ``low`` on, and values as written.
 
     Raises ``ValueError`` if no :func:`write_sendable` with this ``layout`` writes such a section: the count exceeds the
@@ -188,7 +173,7 @@ def read_section(layout: Layout, low: int, section: torch.Tensor, *, divisor: in
     header is invalid.
     """
     if not layout.room:
-        return Selection.of(section[:0], section[:0].view(torch.float32))
+        return Entries(section[:0], section[:0].view(torch.float32))
     words = section.numpy()
     count = int(words[0])
     offsets, codes = _read_indices(layout, words, count)
@@ -199,7 +184,7 @@ def read_section(layout: Layout, low: int, section: torch.Tensor, *, divisor: in
         values = words[first : first + count].view(np.float32).copy()
     if low:
         offsets += np.int32(low)
-    return Selection(torch.from_numpy(offsets), torch.from_numpy(values), count)
+    return Entries(torch.from_numpy(offsets), torch.from_numpy(values))
 
 
 def _write_indices(
@@ -304,8 +289,3 @@ def _weights(*lengths: int) -> NDArray[Any]:
         row[start : start + length] = 2.0 ** np.arange(length)
         start += length
     return weights[[length > 0 for length in lengths]]
-
-
-def _on_gpu(rows: int) -> Any:
-    check_launch(rows)
-    return kernel("sections_triton")

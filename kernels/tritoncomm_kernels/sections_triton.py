@@ -20,9 +20,9 @@ import triton.language as tl
 from tritoncomm_kernels import quantize
 from tritoncomm_kernels.bits_triton import key_of, pack_words
 from tritoncomm_kernels.dispatch import launch
-from tritoncomm_kernels.entries import Padded
 from tritoncomm_kernels.entries_triton import MOVE, count_used_kernel, moved
 from tritoncomm_kernels.formats import Format
+from tritoncomm_kernels.lists import Entries
 from tritoncomm_kernels.select_triton import CHUNK, GROUP, GROUP_WARPS, count_bits_kernel, expand_kernel, sum_before
 from tritoncomm_kernels.workspace import Workspace
 
@@ -362,10 +362,10 @@ def levels_and_midpoints(tables: Sequence[Sequence[float]], device: torch.device
 
 
 def write_rows(
-    layout: Any, lows: torch.Tensor, entries: Padded, messages: torch.Tensor, divisor: int, workspace: Workspace
-) -> Padded:
+    layout: Any, lows: torch.Tensor, entries: Entries, messages: torch.Tensor, divisor: int, workspace: Workspace
+) -> Entries:
     """Launch the kernels on checked arguments with at least one row and slot. ``messages`` are overwritten."""
-    sent = Padded(entries.indices.contiguous(), entries.values.contiguous())
+    sent = Entries(entries.indices.contiguous(), entries.values.contiguous())
     rows, stride = sent.indices.shape
     grid = blocks, _ = triton.cdiv(stride, BLOCK), rows
     counts = workspace.buffer("rows counts", rows * blocks, torch.int32, messages.device)
@@ -376,7 +376,7 @@ def write_rows(
     else:
         extents = workspace.buffer("rows extents", 2 * rows * EXTENT.value, torch.int64, messages.device).zero_()
         found, kept = extents.view(2, -1)
-        held = Padded(
+        held = Entries(
             workspace.buffer("rows indices", rows * stride, torch.int32, messages.device).view(rows, stride),
             workspace.buffer("rows values", rows * stride, torch.float32, messages.device).view(rows, stride),
         )
@@ -409,7 +409,7 @@ def write_rows(
 
 def read_rows(
     layout: Any, lows: torch.Tensor, messages: torch.Tensor, divisor: int, workspace: Workspace
-) -> tuple[Padded, torch.Tensor]:
+) -> tuple[Entries, torch.Tensor]:
     """Launch the kernels on checked arguments with at least one row and slot."""
     messages, rows, room = messages.contiguous(), len(lows), layout.room
     words, heads, high_words = layout.words, layout.heads, layout.high_words
@@ -420,7 +420,7 @@ def read_rows(
     )
     checks = messages.new_zeros(rows * VERDICT.value + 1)
     verdict, malformed = checks[:-1], checks[-1:]
-    found = Padded(messages.new_empty((rows, room)), messages.new_empty((rows, room), dtype=torch.float32))
+    found = Entries(messages.new_empty((rows, room)), messages.new_empty((rows, room), dtype=torch.float32))
     groups: dict[str, Any] = {"like": messages, "warps": GROUP_WARPS, "WORDS": GROUP}
     size: dict[str, Any] = {"like": messages, "warps": WARPS, "BLOCK": BLOCK}
     launch(count_bits_kernel, (tiles, rows), messages, counts, high_words, words, heads, **groups)

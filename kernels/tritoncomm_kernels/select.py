@@ -20,6 +20,7 @@ import torch
 
 from tritoncomm_kernels.checks import GRADIENT_DTYPES, check_apart, check_in_place, check_same, check_vector
 from tritoncomm_kernels.dispatch import kernel, triton_runs
+from tritoncomm_kernels.lists import Entries
 from tritoncomm_kernels.workspace import Workspace
 
 MAGNITUDE_MASK = 0x7FFFFFFF
@@ -43,31 +44,6 @@ SparseList = tuple[torch.Tensor, torch.Tensor]
 Floats = npt.NDArray[np.float32]
 Places = npt.NDArray[np.intp]
 Flags = npt.NDArray[np.bool_]
-
-
-class Selection(NamedTuple):
-    """Entries that passed a threshold: ``indices`` (int32, ascending) and ``values`` (fp32).
-
-    ``found`` is the number of entries that passed.
-    """
-
-    indices: torch.Tensor
-    values: torch.Tensor
-    found: int
-
-    @classmethod
-    def of(cls, indices: torch.Tensor, values: torch.Tensor) -> Selection:
-        """Return a selection of exactly these entries."""
-        return cls(indices, values, indices.shape[0])
-
-    @classmethod
-    def join(cls, parts: Sequence[Selection]) -> Selection:
-        """Return the entries of ``parts`` (at least one), concatenated."""
-        return cls.of(torch.cat([part.indices for part in parts]), torch.cat([part.values for part in parts]))
-
-    def slice(self, start: int, stop: int) -> Selection:
-        """Return the entries from ``start`` up to ``stop``, as views."""
-        return Selection.of(self.indices[start:stop], self.values[start:stop])
 
 
 class Marks(NamedTuple):
@@ -142,10 +118,11 @@ def mark(
     ``residual`` and ``out`` are contiguous fp32 ``[n]`` and may be the same tensor. ``gradient`` is contiguous fp32,
     bf16 or fp16 ``[n]`` and shares no memory with ``out``. Raises ``ValueError`` naming the invalid argument.
     """
-    check_addends(residual, gradient, out)
-    _check_limits(out, threshold, span)
+    check_addends(residual, gradient, out, divisor)
+    check_vector("threshold", threshold, dtypes=(torch.float32, torch.int32), numel=1, like=out)
+    if span is not None:
+        check_vector("span", span, dtypes=(torch.int32,), numel=2, like=out)
     _check_marks(out, marks)
-    _check_divisor(out, divisor)
     if out.numel() == 0:
         marks.bits.zero_()
         marks.counts.zero_()
@@ -196,58 +173,55 @@ def select(
     *,
     divisor: torch.Tensor | None = None,
     workspace: Workspace | None = None,
-) -> Selection:
+) -> Entries:
     """Return the entries of ``values`` (fp32 ``[n]``, contiguous) with ``|x| >= threshold``, in ascending order.
 
     Zeros are never selected. NaN is always selected. With a ``divisor`` (fp32 ``[n]``, powers of two from 2^-126 to
     2^126), quotients are compared and returned. ``workspace`` keeps GPU scratch memory between calls. Raises
     ``ValueError`` for a wrong dtype or shape.
     """
-    return select_keys(values, threshold_key(threshold), divisor=divisor, workspace=workspace)
+    return accumulate_and_select(values, None, values, threshold, divisor=divisor, workspace=workspace)
 
 
 def accumulate_and_select(
     residual: torch.Tensor,
-    gradient: torch.Tensor,
+    gradient: torch.Tensor | None,
     out: torch.Tensor,
     threshold: float,
     *,
     divisor: torch.Tensor | None = None,
     workspace: Workspace | None = None,
-) -> Selection:
+) -> Entries:
     """Compute ``out = residual + gradient`` and :func:`select` from ``out``, in one fused pass.
 
     ``residual`` and ``out`` are fp32 ``[n]`` and may be the same tensor. ``gradient`` is fp32, bf16 or fp16 ``[n]``.
-    Raises ``ValueError`` naming the invalid argument.
+    Without ``gradient``, ``residual`` and ``out`` must be the same tensor, and nothing is added. Raises ``ValueError``
+    naming the invalid argument.
     """
-    key = threshold_key(threshold)
-    return select_keys(out, key, (residual, gradient), divisor=divisor, workspace=workspace)
+    check_addends(residual, gradient, out, divisor)
+    return select_keys(residual, gradient, out, threshold_key(threshold), divisor=divisor, workspace=workspace)
 
 
 def select_keys(
+    residual: torch.Tensor,
+    gradient: torch.Tensor | None,
     out: torch.Tensor,
     key: int,
-    addends: tuple[torch.Tensor, torch.Tensor] | None = None,
     *,
     divisor: torch.Tensor | None = None,
     terms: Sequence[SparseList] = (),
     workspace: Workspace | None = None,
-) -> Selection:
-    """Run :func:`select` on ``out`` with the ``key`` of a threshold. ``addends`` are first added into ``out``.
+) -> Entries:
+    """Run :func:`accumulate_and_select` with the ``key`` of a threshold, on checked arguments.
 
     On a CPU, sparse lists of ``terms`` can be added to what is compared and returned, list by list. Their indices are
     ascending and unique. The vector itself stays as it is. With terms there is no ``divisor``.
     """
-    if addends is None:
-        check_vector("values", out)
-    else:
-        check_addends(*addends, out)
-    _check_divisor(out, divisor)
     if out.numel() == 0:
-        return Selection(out.new_empty(0, dtype=torch.int32), out.new_empty(0), 0)
+        return Entries(out.new_empty(0, dtype=torch.int32), out.new_empty(0))
     if not terms and triton_runs(out):
-        return _scan_triton(out, key, addends, divisor, workspace if workspace is not None else Workspace())
-    return _scan_host(out, key, addends, divisor, terms)
+        return _scan_triton(residual, gradient, out, key, divisor, workspace if workspace is not None else Workspace())
+    return _scan_host(residual, gradient, out, key, divisor, terms)
 
 
 def has_non_finite(values: torch.Tensor) -> bool:
@@ -263,36 +237,37 @@ def has_non_finite(values: torch.Tensor) -> bool:
 
 
 def _scan_triton(
+    residual: torch.Tensor,
+    gradient: torch.Tensor | None,
     out: torch.Tensor,
     key: int,
-    addends: tuple[torch.Tensor, torch.Tensor] | None,
     divisor: torch.Tensor | None,
     workspace: Workspace,
-) -> Selection:
+) -> Entries:
     """Mark and expand. The only host synchronization is between the two, to allocate exactly what is needed."""
     marks = Marks.empty(out.numel(), out.device, workspace, name="select")
     limit = workspace.buffer("select key", 1, torch.int32, out.device).fill_(key)
-    residual, gradient = addends if addends is not None else (out, None)
     mark(residual, gradient, out, limit, marks, divisor=divisor)
     count = int(marks.counts.sum())
     indices = out.new_empty(count, dtype=torch.int32)
     values = out.new_empty(count)
     found = workspace.buffer("select found", 1, torch.int64, out.device)
     expand(out, marks, indices, values, found, divisor=divisor)
-    return Selection(indices, values, count)
+    return Entries(indices, values)
 
 
 def _scan_host(
+    residual: torch.Tensor,
+    gradient: torch.Tensor | None,
     out: torch.Tensor,
     key: int,
-    addends: tuple[torch.Tensor, torch.Tensor] | None,
     divisor: torch.Tensor | None,
     terms: Sequence[SparseList],
-) -> Selection:
+) -> Entries:
     """Chunk loop in numpy, whose calls, comparisons and nonzero() measured faster than torch's."""
     floats = out.numpy()
     chunk = min(HOST_CHUNK, floats.size)
-    add_chunk = _host_addition(floats, addends) if addends is not None else None
+    add_chunk = _host_addition(floats, residual, gradient) if gradient is not None else None
     reaches, scratch = np.empty(chunk, dtype=np.bool_), np.empty(chunk, dtype=np.bool_)
     divisors = None if divisor is None else divisor.numpy()
     quotients = np.empty(0 if divisor is None else chunk, dtype=np.float32)
@@ -313,7 +288,7 @@ def _scan_host(
             indices.append(np.add(found, start, dtype=np.int32, casting="unsafe"))
             for places, before in reversed(overwritten):
                 part[places] = before
-    return Selection.of(torch.from_numpy(np.concatenate(indices)), torch.from_numpy(np.concatenate(values)))
+    return Entries(torch.from_numpy(np.concatenate(indices)), torch.from_numpy(np.concatenate(values)))
 
 
 def _chunks_of(indices: torch.Tensor, values: torch.Tensor, numel: int) -> Iterator[tuple[Places, Floats]]:
@@ -344,9 +319,8 @@ def true_positions(flags: Flags, *, few: bool) -> npt.NDArray[np.intp]:
     return found
 
 
-def _host_addition(floats: Floats, addends: tuple[torch.Tensor, torch.Tensor]) -> Callable[[slice], object]:
-    """Return a function that adds a slice of the ``addends`` into ``floats``. numpy adds fp32, with the same bits."""
-    residual, gradient = addends
+def _host_addition(floats: Floats, residual: torch.Tensor, gradient: torch.Tensor) -> Callable[[slice], object]:
+    """Return a function that adds a slice of both into ``floats``. numpy adds fp32, with the same bits."""
     if gradient.dtype != torch.float32:
         out = torch.from_numpy(floats)
         return lambda part: torch.add(residual[part], gradient[part], out=out[part])
@@ -396,12 +370,6 @@ def _as_key(threshold: torch.Tensor) -> torch.Tensor:
     return torch.where(threshold.isnan(), NAN_KEY, key)
 
 
-def _check_limits(values: torch.Tensor, threshold: torch.Tensor, span: torch.Tensor | None) -> None:
-    check_vector("threshold", threshold, dtypes=(torch.float32, torch.int32), numel=1, like=values)
-    if span is not None:
-        check_vector("span", span, dtypes=(torch.int32,), numel=2, like=values)
-
-
 def _check_divisor(values: torch.Tensor, divisor: torch.Tensor | None) -> None:
     if divisor is not None:
         check_vector("divisor", divisor, numel=values.shape[0], like=values)
@@ -439,17 +407,22 @@ def _expand(
     out[: written.numel()] = values[written] if divisor is None else values[written] / divisor[written]
 
 
-def check_addends(residual: torch.Tensor, gradient: torch.Tensor | None, out: torch.Tensor) -> None:
+def check_addends(
+    residual: torch.Tensor, gradient: torch.Tensor | None, out: torch.Tensor, divisor: torch.Tensor | None = None
+) -> None:
     """Raise ``ValueError`` unless dtypes, sizes, devices and aliasing are valid.
 
     Without ``gradient``, nothing is added: the other two must be the same tensor.
     """
-    if gradient is None:
+    if gradient is not None:
+        check_vector("residual", residual)
+        check_vector("gradient", gradient, dtypes=GRADIENT_DTYPES, numel=residual.shape[0], like=residual)
+        check_vector("out", out, numel=residual.shape[0], like=residual)
+        check_apart("gradient", gradient, "out", out)
+        check_in_place("residual", residual, "out", out)
+    elif residual is out:
+        check_vector("values", out)
+    else:
         check_vector("out", out)
         check_same("residual", residual, "out", out)
-        return
-    check_vector("residual", residual)
-    check_vector("gradient", gradient, dtypes=GRADIENT_DTYPES, numel=residual.shape[0], like=residual)
-    check_vector("out", out, numel=residual.shape[0], like=residual)
-    check_apart("gradient", gradient, "out", out)
-    check_in_place("residual", residual, "out", out)
+    _check_divisor(out, divisor)

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -18,11 +17,11 @@ import torch
 
 from tritoncomm_kernels.checks import check_vector
 from tritoncomm_kernels.dispatch import kernel, triton_runs
-from tritoncomm_kernels.entries import PADDING, Padded, check_launch, constant, joined, scatter_add, stacked
+from tritoncomm_kernels.entries import constant, joined, scatter_add
+from tritoncomm_kernels.lists import PADDING, Entries, inside
 from tritoncomm_kernels.select import (
     MAGNITUDE_MASK,
     Marks,
-    Selection,
     SparseList,
     check_addends,
     expand,
@@ -65,7 +64,7 @@ class Candidates(NamedTuple):
 
 def top_k(
     values: torch.Tensor, k: int, *, divisor: torch.Tensor | None = None, workspace: Workspace | None = None
-) -> Selection:
+) -> Entries:
     """Return the ``k`` entries of ``values`` (fp32 ``[n]``) with the largest magnitude, ascending by index.
 
     The result has exactly ``min(k, number of non-zeros)`` entries. Zeros are never selected. Ties go to the lower
@@ -73,38 +72,18 @@ def top_k(
     ``workspace`` keeps GPU scratch memory between calls. Raises ``ValueError`` for a negative ``k``, or a wrong dtype
     or shape.
     """
-    _check_k(k)
-    check_vector("values", values)
-    if values.numel() and triton_runs(values):
-        return _read_back(values, None, values, k, divisor, workspace)
-    sample = _divided(_sample_lines(values), divisor)
-    return _exact(partial(select_keys, values, divisor=divisor), sample, k, values.numel())
+    return accumulate_top_k(values, None, values, k, divisor=divisor, workspace=workspace)
 
 
 def top_k_segments(
     values: torch.Tensor, bounds: Sequence[int], budgets: Sequence[int], *, workspace: Workspace | None = None
-) -> Selection:
+) -> Entries:
     """Select up to ``budgets[i]`` entries from each segment ``values[bounds[i] : bounds[i + 1]]``, as one list.
 
     Each segment is selected as by :func:`top_k`. Indices count from the start of ``values`` (fp32 ``[n]``). On a CPU,
     short segments are selected together.
     """
-    _check_segments(bounds, budgets)
-    check_vector("values", values)
-    widest = max((stop - start for start, stop in itertools.pairwise(bounds)), default=0)
-    if values.numel() and budgets and triton_runs(values):
-        held = workspace if workspace is not None else Workspace()
-        cuts, limits = constant(bounds, values.device), constant(budgets, values.device)
-        return joined(top_k_rows(values, cuts, limits, max(budgets), workspace=held), workspace=held).trimmed()
-    if len(budgets) > 1 and 0 < widest <= SHORT_SEGMENT:
-        places, take = top_k_places(values.numpy(), np.asarray(bounds), np.asarray(budgets), widest)
-        chosen = places[take]
-        return Selection.of(torch.from_numpy(chosen.astype(np.int32)), torch.from_numpy(values.numpy()[chosen]))
-    parts = []
-    for start, stop, k in zip(bounds, bounds[1:], budgets, strict=False):
-        part = top_k(values[start:stop], k)
-        parts.append(part._replace(indices=part.indices + start))
-    return Selection.join(parts) if parts else Selection.of(values.new_empty(0, dtype=torch.int32), values[:0])
+    return accumulate_top_k_segments(values, None, values, bounds, budgets, workspace=workspace)
 
 
 def accumulate_top_k_segments(
@@ -116,36 +95,58 @@ def accumulate_top_k_segments(
     terms: Sequence[SparseList] = (),
     *,
     workspace: Workspace | None = None,
-) -> Selection:
+) -> Entries:
     """Compute ``out = residual + gradient``. Select from each segment of ``out`` plus ``terms``, as one list.
 
     ``terms`` are sparse lists, each with ascending and unique indices inside the vector, which are added list by list.
     ``out`` does not contain them afterwards. The other arguments are those of :func:`accumulate_top_k` and
-    :func:`top_k_segments`, and the segments cover the whole vector. If ``gradient`` is None, ``residual`` and ``out``
-    must be the same tensor, and nothing is added. On a CPU, this is one pass over long segments.
+    :func:`top_k_segments`. If ``gradient`` is None, ``residual`` and ``out`` must be the same tensor, and nothing is
+    added. Otherwise the segments cover the whole vector. On a CPU, this is one pass over long segments.
     """
-    _check_segments(bounds, budgets)
+    if len(bounds) != len(budgets) + 1 or any(a > b for a, b in itertools.pairwise(bounds)):
+        raise ValueError(f"bounds={bounds!r} must be ascending, with one element more than the {len(budgets)} budgets")
     check_addends(residual, gradient, out)
-    if not bounds or bounds[0] != 0 or bounds[-1] != out.numel():
+    if gradient is not None and (bounds[0], bounds[-1]) != (0, out.numel()):
         raise ValueError(f"bounds={bounds!r} must be those of segments that cover all {out.numel()} elements")
     widest = max((stop - start for start, stop in itertools.pairwise(bounds)), default=0)
     if widest >= SAMPLE_FROM and out.device.type == "cpu" and not triton_runs(out):  # else calls cost more than passes
-        parts = []
-        for start, stop, k in zip(bounds, bounds[1:], budgets, strict=False):
-            own = slice(start, stop)
-            addends = None if gradient is None else (residual[own], gradient[own])
-            part = _exact_sum(addends, out[own], k, terms=_inside(terms, start, stop))
-            parts.append(part._replace(indices=part.indices + start))
-        return Selection.join(parts)
+        return _each_segment(residual, gradient, out, bounds, budgets, terms)
     if gradient is not None:
         torch.add(residual, gradient, out=out)
     before = [out.index_select(0, indices) for indices, _ in terms]
     for indices, values in terms:
         scatter_add(out, indices, values)
-    selected = top_k_segments(out, bounds, budgets, workspace=workspace)
+    if out.numel() and budgets and triton_runs(out):
+        held = workspace if workspace is not None else Workspace()
+        cuts, limits = constant(bounds, out.device), constant(budgets, out.device)
+        selected = joined(top_k_rows(out, cuts, limits, max(budgets), workspace=held), workspace=held).trimmed()
+    elif len(budgets) > 1 and 0 < widest <= SHORT_SEGMENT:
+        places, take = top_k_places(out.numpy(), np.asarray(bounds), np.asarray(budgets), widest)
+        chosen = places[take]
+        selected = Entries(torch.from_numpy(chosen.astype(np.int32)), torch.from_numpy(out.numpy()[chosen]))
+    else:
+        selected = _each_segment(out, None, out, bounds, budgets, ())
     for (indices, _), values in zip(terms, before, strict=True):
         out.index_copy_(0, indices.long(), values)
     return selected
+
+
+def _each_segment(
+    residual: torch.Tensor,
+    gradient: torch.Tensor | None,
+    out: torch.Tensor,
+    bounds: Sequence[int],
+    budgets: Sequence[int],
+    terms: Sequence[SparseList],
+) -> Entries:
+    """Add and select one segment after the other, on the CPU."""
+    parts = [Entries(out.new_empty(0, dtype=torch.int32), out[:0])]
+    for start, stop, k in zip(bounds, bounds[1:], budgets, strict=False):
+        own = slice(start, stop)
+        added = None if gradient is None else gradient[own]
+        part = _exact(residual[own], added, out[own], k, terms=inside(terms, start, stop))
+        parts.append(part._replace(indices=part.indices + start))
+    return Entries.join(parts)
 
 
 def top_k_places(
@@ -173,23 +174,30 @@ def top_k_places(
 
 def accumulate_top_k(
     residual: torch.Tensor,
-    gradient: torch.Tensor,
+    gradient: torch.Tensor | None,
     out: torch.Tensor,
     k: int,
     *,
     divisor: torch.Tensor | None = None,
     workspace: Workspace | None = None,
-) -> Selection:
+) -> Entries:
     """Compute ``out = residual + gradient`` and return its ``k`` largest magnitudes, in one pass over n.
 
     The arguments are those of :func:`tritoncomm_kernels.accumulate_and_select`. The result is that of :func:`top_k`.
     ``residual`` is only read, unless it is the same tensor as ``out``.
     """
-    _check_k(k)
-    check_addends(residual, gradient, out)
-    if out.numel() and triton_runs(out):
-        return _read_back(residual, gradient, out, k, divisor, workspace)
-    return _exact_sum((residual, gradient), out, k, divisor=divisor)
+    if k < 0:
+        raise ValueError(f"k={k} is negative: must be at least 0")
+    check_addends(residual, gradient, out, divisor)
+    if not out.numel() or not triton_runs(out):
+        return _exact(residual, gradient, out, k, divisor=divisor)
+    k = min(k, out.numel())
+    if not k:
+        if gradient is not None:
+            torch.add(residual, gradient, out=out)
+        return Entries(out.new_empty(0, dtype=torch.int32), out.new_empty(0))
+    entries, taken = _launch(residual, gradient, out, k, divisor, workspace if workspace is not None else Workspace())
+    return entries.slice(0, int(taken))
 
 
 def top_k_padded(
@@ -200,7 +208,7 @@ def top_k_padded(
     *,
     divisor: torch.Tensor | None = None,
     workspace: Workspace,
-) -> Padded:
+) -> Entries:
     """Return the result of :func:`accumulate_top_k` as ``[k]`` entries and padding. On a GPU, the host does not wait.
 
     ``k`` is at least 1. If ``gradient`` is None, ``residual`` and ``out`` must be the same tensor, and nothing is
@@ -208,14 +216,12 @@ def top_k_padded(
     the k-th magnitude of the last call with this ``workspace``. In the first call, a sample gives it. The result does
     not depend on it.
     """
-    check_addends(residual, gradient, out)
     if k < 1:
         raise ValueError(f"k={k}: must be at least 1")
     if out.numel() and triton_runs(out):
+        check_addends(residual, gradient, out, divisor)
         return _launch(residual, gradient, out, k, divisor, workspace)[0]
-    if gradient is None:
-        return Padded.of(top_k(out, k, divisor=divisor), k)
-    return Padded.of(accumulate_top_k(residual, gradient, out, k, divisor=divisor), k)
+    return accumulate_top_k(residual, gradient, out, k, divisor=divisor).padded(k)
 
 
 def top_k_rows(
@@ -226,7 +232,7 @@ def top_k_rows(
     *,
     indices: torch.Tensor | None = None,
     workspace: Workspace,
-) -> Padded:
+) -> Entries:
     """Return the largest entries of each segment of ``values`` (fp32 ``[n]``), ``[rows, room]``.
 
     Row r holds the ``min(room, budgets[r])`` largest non-zeros of ``values[bounds[r] : bounds[r + 1]]``, by the rules
@@ -243,7 +249,6 @@ def top_k_rows(
     if not rows or not room:
         return _empty_rows(rows, room, values)
     if triton_runs(values):
-        check_launch(rows)
         found = _empty_rows(rows, room, values)
         kernel("top_k_triton").top_k_rows(values, bounds, budgets, indices, found, workspace)
         return found
@@ -254,8 +259,8 @@ def top_k_rows(
     for row, budget in enumerate(budgets.tolist()):
         part = top_k(values[cuts[row] : cuts[row + 1]], min(room, max(0, budget)))
         places = part.indices + cuts[row]
-        parts.append(Padded.of(Selection.of(places if indices is None else indices[places.long()], part.values), room))
-    return stacked(parts)
+        parts.append(Entries(places if indices is None else indices[places.long()], part.values).padded(room))
+    return Entries.stacked(parts)
 
 
 def _top_k_rows_on_host(
@@ -265,7 +270,7 @@ def _top_k_rows_on_host(
     room: int,
     indices: torch.Tensor | None,
     widest: int,
-) -> Padded:
+) -> Entries:
     """Select from all rows at once in numpy, whose calls cost less than torch's."""
     limits = np.clip(budgets.numpy(), 0, room).astype(np.int64)
     places, take = top_k_places(values.numpy(), bounds.numpy().astype(np.int64), limits, widest)
@@ -274,10 +279,10 @@ def _top_k_rows_on_host(
     used = np.arange(room) < counts[:, None]
     padded[0][used] = chosen if indices is None else indices.numpy()[chosen]
     padded[1][used] = values.numpy()[chosen]
-    return Padded(torch.from_numpy(padded[0]), torch.from_numpy(padded[1]))
+    return Entries(torch.from_numpy(padded[0]), torch.from_numpy(padded[1]))
 
 
-def largest_padded(entries: Padded, k: int, *, workspace: Workspace) -> Padded:
+def largest_padded(entries: Entries, k: int, *, workspace: Workspace) -> Entries:
     """Return the ``k`` entries of one row with the largest magnitudes, ``[k]``. Zeros are never among them."""
     bounds = torch.arange(2, dtype=torch.int32, device=entries.values.device) * entries.room
     budget = torch.full((1,), k, dtype=torch.int32, device=entries.values.device)
@@ -299,42 +304,29 @@ def smallest_magnitude(values: torch.Tensor) -> float:
     return float(magnitude_keys(values).min().view(torch.float32))
 
 
-def _exact_sum(
-    addends: tuple[torch.Tensor, torch.Tensor] | None,
+def _exact(
+    residual: torch.Tensor,
+    gradient: torch.Tensor | None,
     out: torch.Tensor,
     k: int,
     *,
     divisor: torch.Tensor | None = None,
     terms: Sequence[SparseList] = (),
-) -> Selection:
-    """Add the ``addends`` into ``out`` and select from the result, see :func:`_exact`. Without them, only select."""
-    sample = _sample_lines(out) if addends is None else _sample_lines(addends[0]) + _sample_lines(addends[1])
-    sample = _with_terms(_divided(sample, divisor), terms)
-    unadded = [addends] if addends is not None else []
-
-    def candidates(key: int) -> Selection:
-        if unadded:
-            return select_keys(out, key, unadded.pop(), divisor=divisor, terms=terms)
-        return select_keys(out, key, divisor=divisor, terms=terms)
-
-    return _exact(candidates, sample, k, out.numel())
-
-
-def _exact(candidates: Callable[[int], Selection], sample: torch.Tensor, k: int, numel: int) -> Selection:
-    """Filter with a slightly low threshold, then select from the candidates only."""
-    key = _sampled_key(sample, k, numel)
-    selected = candidates(key)
-    if selected.found < k and key > 1:  # the estimate was too high, so use every non-zero as a candidate
-        selected = candidates(1)
+) -> Entries:
+    """Add, filter with a slightly low threshold in the same pass, then select from the candidates only."""
+    key = _sampled_key(_with_terms(_sampled(residual, gradient, divisor), terms), k, out.numel())
+    selected = select_keys(residual, gradient, out, key, divisor=divisor, terms=terms)
+    if selected.room < k and key > 1:  # the estimate was too high, so use every non-zero as a candidate
+        selected = select_keys(out, None, out, 1, divisor=divisor, terms=terms)
     return largest(selected, k)
 
 
-def largest(selected: Selection, k: int, *, workspace: Workspace | None = None) -> Selection:
+def largest(selected: Entries, k: int, *, workspace: Workspace | None = None) -> Entries:
     """Return the ``k`` entries of ``selected`` with the largest magnitude, ascending by index."""
-    if selected.values.shape[0] <= k:
-        return Selection.of(selected.indices, selected.values)
+    if selected.indices.shape[0] <= k:
+        return selected
     if k == 0:
-        return Selection(selected.indices[:0], selected.values[:0], 0)
+        return selected.slice(0, 0)
     if not triton_runs(selected.values):
         return _largest_on_host(selected.indices.numpy(), selected.values.numpy(), k)
     held = workspace if workspace is not None else Workspace()
@@ -345,10 +337,10 @@ def largest(selected: Selection, k: int, *, workspace: Workspace | None = None) 
     if len(places) < k:  # zeros are among them, the first ones
         zeros = positions(magnitude_keys(x) == 0)[: k - len(places)]
         places = torch.cat([places, zeros]).sort().values
-    return Selection(selected.indices[places], x[places], k)
+    return Entries(selected.indices[places], x[places])
 
 
-def _largest_on_host(indices: npt.NDArray[np.int32], values: npt.NDArray[np.float32], k: int) -> Selection:
+def _largest_on_host(indices: npt.NDArray[np.int32], values: npt.NDArray[np.float32], k: int) -> Entries:
     """Do the same in numpy, whose calls cost less than torch's."""
     keys = values.view(np.int32) & MAGNITUDE_MASK
     rank, order = keys.size - k, keys.copy()
@@ -356,27 +348,7 @@ def _largest_on_host(indices: npt.NDArray[np.int32], values: npt.NDArray[np.floa
     take = keys > order[rank]
     take[(keys == order[rank]).nonzero()[0][: k - np.count_nonzero(take)]] = True
     kept = take.nonzero()[0]
-    return Selection(torch.from_numpy(indices[kept]), torch.from_numpy(values[kept]), k)
-
-
-def _read_back(
-    residual: torch.Tensor,
-    gradient: torch.Tensor | None,
-    out: torch.Tensor,
-    k: int,
-    divisor: torch.Tensor | None,
-    workspace: Workspace | None,
-) -> Selection:
-    """Launch the kernels, then read the number of entries back to the host."""
-    held = workspace if workspace is not None else Workspace()
-    k = min(k, out.numel())
-    if k == 0:
-        if gradient is not None:
-            torch.add(residual, gradient, out=out)
-        return Selection.of(out.new_empty(0, dtype=torch.int32), out.new_empty(0))
-    entries, taken = _launch(residual, gradient, out, k, divisor, held)
-    found = int(taken)
-    return Selection.of(entries.indices[:found], entries.values[:found])
+    return Entries(torch.from_numpy(indices[kept]), torch.from_numpy(values[kept]))
 
 
 def _launch(
@@ -386,7 +358,7 @@ def _launch(
     k: int,
     divisor: torch.Tensor | None,
     workspace: Workspace,
-) -> tuple[Padded, torch.Tensor]:
+) -> tuple[Entries, torch.Tensor]:
     """Filter candidates with a first guess, then launch radix select and ordered emit. No host synchronization.
 
     Returns ``[k]`` entries and padding, and the number of entries (int64 ``[1]``).
@@ -413,8 +385,8 @@ def _launch(
     return rows.row(0), taken
 
 
-def _empty_rows(rows: int, room: int, values: torch.Tensor) -> Padded:
-    return Padded(values.new_empty((rows, room), dtype=torch.int32), values.new_empty((rows, room)))
+def _empty_rows(rows: int, room: int, values: torch.Tensor) -> Entries:
+    return Entries(values.new_empty((rows, room), dtype=torch.int32), values.new_empty((rows, room)))
 
 
 def _kth_key(keys: torch.Tensor, k: int) -> int:
@@ -431,7 +403,11 @@ def _sample_lines(values: torch.Tensor) -> torch.Tensor:
     return lines.reshape(-1).to(torch.float32)
 
 
-def _divided(sample: torch.Tensor, divisor: torch.Tensor | None) -> torch.Tensor:
+def _sampled(residual: torch.Tensor, gradient: torch.Tensor | None, divisor: torch.Tensor | None) -> torch.Tensor:
+    """Return a sample of the sum, divided by the ``divisor``."""
+    sample = _sample_lines(residual)
+    if gradient is not None:
+        sample = sample + _sample_lines(gradient)
     return sample if divisor is None else sample / _sample_lines(divisor)
 
 
@@ -445,19 +421,6 @@ def _with_terms(sample: torch.Tensor, terms: Sequence[SparseList]) -> torch.Tens
     return sample
 
 
-def _inside(terms: Sequence[SparseList], start: int, stop: int) -> list[SparseList]:
-    """Return the entries of sparse lists on the CPU from ``start`` up to ``stop``, counted from ``start``.
-
-    Lists without entries there are left out.
-    """
-    parts = []
-    for indices, values in terms:
-        first, last = indices.numpy().searchsorted([start, stop])
-        if first < last:
-            parts.append((indices[first:last] - start, values[first:last]))
-    return parts
-
-
 def _sampled_key(sample: torch.Tensor, k: int, numel: int) -> int:
     """Return a key that about 1.15 k elements reach, and at least k with high probability."""
     rank = _sample_rank(sample.numel(), k, numel)
@@ -468,10 +431,7 @@ def _sampled_guess(
     residual: torch.Tensor, gradient: torch.Tensor | None, k: int, divisor: torch.Tensor | None
 ) -> torch.Tensor | int:
     """Same as :func:`_sampled_key`, without host synchronization."""
-    sample = _sample_lines(residual)
-    if gradient is not None:
-        sample = sample + _sample_lines(gradient)
-    sample = _divided(sample, divisor)
+    sample = _sampled(residual, gradient, divisor)
     rank = _sample_rank(sample.numel(), k, residual.numel())
     if rank is None:
         return 1
@@ -483,13 +443,3 @@ def _sample_rank(size: int, k: int, numel: int) -> int | None:
     expected = k * size / numel if numel else 0.0
     rank = math.ceil(1.15 * expected + 3.0 * math.sqrt(expected) + 1.0)
     return None if rank >= size else rank
-
-
-def _check_segments(bounds: Sequence[int], budgets: Sequence[int]) -> None:
-    if len(bounds) != len(budgets) + 1 or any(a > b for a, b in itertools.pairwise(bounds)):
-        raise ValueError(f"bounds={bounds!r} must be ascending, with one element more than the {len(budgets)} budgets")
-
-
-def _check_k(k: int) -> None:
-    if k < 0:
-        raise ValueError(f"k={k} is negative: must be at least 0")

@@ -14,7 +14,7 @@ import triton.language as tl
 
 from tritoncomm_kernels.bits_triton import bits_in, divided, key_of, lowest_bit, pack_words
 from tritoncomm_kernels.dispatch import launch
-from tritoncomm_kernels.entries import Padded
+from tritoncomm_kernels.lists import Entries
 from tritoncomm_kernels.top_k import Candidates
 from tritoncomm_kernels.workspace import Workspace
 
@@ -265,7 +265,7 @@ def top_k_rows(
     bounds: torch.Tensor | None,
     budgets: torch.Tensor | None,
     indices: torch.Tensor | None,
-    out: Padded,
+    out: Entries,
     workspace: Workspace,
     *,
     candidates: Candidates | None = None,

@@ -113,7 +113,7 @@ def test_hard_threshold_from_density() -> None:
 def test_gaussian_fit(density: float) -> None:
     """On normal values the count is within a quarter of k, and on heavy tails the cap holds."""
     values, k = normal(200_000), int(200_000 * density)
-    assert 0.75 <= gaussian_selection(values, k).found / k <= 1.25
+    assert 0.75 <= gaussian_selection(values, k).room / k <= 1.25
     heavy = LAWS["gamma"](200_000)
     world = SimulatedWorld(GaussianK(density=density), 1, 200_000)
     assert len(world.step(heavy[None])[0]) <= math.ceil(1.5 * k)
@@ -126,7 +126,7 @@ def test_sidco_fit(law: str, density: float) -> None:
     k = int(1_000_000 * density)
     selected = sidco_selection(LAWS[law](1_000_000), k, 3)
     assert selected is not None
-    assert 0.85 <= selected.found / k <= 1.15
+    assert 0.85 <= selected.room / k <= 1.15
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ import replay
 from baselines import GTopk, TopkDSA
 from depth import DEEP, trials
 from recipes import always_packed, under_test
-from tritoncomm_kernels import Selection
+from tritoncomm_kernels import Entries
 from tritoncomm_kernels.formats import ENTRY_FORMATS
 
 NAMES = [
@@ -173,7 +173,7 @@ def test_own_count_comes_back() -> None:
 
 def test_own_size_comes_back() -> None:
     """A rank that has another number of entries than it has announced rejects the sizes before it sends."""
-    block = Selection.of(torch.arange(4, dtype=torch.int32), torch.ones(4))
+    block = Entries(torch.arange(4, dtype=torch.int32), torch.ones(4))
     regions = Regions((0, 50, 100), [3, 4], Encoding("fp32", "always"))
     gathering = gather_regions(block, regions, 0, 2, trigger=math.inf, width=1, phase="all-gather")
     with pytest.raises(ProtocolMismatchError, match="rank 0 has 4 entries"):
@@ -182,7 +182,7 @@ def test_own_size_comes_back() -> None:
 
 def test_parts_of_one_region_overlap() -> None:
     """An index that two balanced blocks of one region have is rejected. Each block alone is well formed."""
-    own = Selection.of(torch.tensor([1, 2, 3, 4], dtype=torch.int32), torch.ones(4))
+    own = Entries(torch.tensor([1, 2, 3, 4], dtype=torch.int32), torch.ones(4))
     encoding = Encoding("fp32", "always")
     for other, fits in (([3, 4], True), ([2, 4], False)):
         gathering = gather_regions(

@@ -19,7 +19,7 @@ from tritoncomm.step.exchange.feedback import ErrorFeedback
 
 import laws
 from ok_topk_variants import OkTopkVariant
-from tritoncomm_kernels import Padded
+from tritoncomm_kernels import Entries
 
 ALL_LAWS = (laws.conservation, laws.agreement, laws.form, laws.equivalence, laws.budget)
 SHORT = {"repartition_every": 3, "reevaluate_every": 4}
@@ -370,7 +370,7 @@ def test_defect_indices_beyond_2_to_24() -> None:
 def test_defect_sum_of_cuts_beyond_int32() -> None:
     """Defect 4: cuts near 2^31 are summed over ranks without overflow."""
     near = 2**31 - 5
-    proposal = propose_cuts(Padded(torch.tensor([near - 2, near - 1, near], dtype=torch.int32), torch.ones(3)), 3)
+    proposal = propose_cuts(Entries(torch.tensor([near - 2, near - 1, near], dtype=torch.int32), torch.ones(3)), 3)
     assert proposal.dtype == torch.int64
     assert consensus_cuts((proposal * 3).tolist(), 2**31 - 1) == (0, near - 1, near, 2**31 - 1)
 

@@ -212,6 +212,14 @@ def test_grid_is_aligned() -> None:
     assert all(start % 128 == 0 for step in range(20) for start, _ in algorithm.ranges(step))
 
 
+@pytest.mark.parametrize("mode", ["wrap", "grid", "perm"])
+def test_empty_vector_has_a_forecast(mode: str) -> None:
+    """A vector without elements has no block. Its step is dense, and sends nothing."""
+    algorithm = RandomBlock(density=0.25, mode=mode).build(0)
+    for ordinary in (False, True):
+        assert all(flow.sent.bytes == 0 for flow in algorithm.predicted_traffic(3, ordinary=ordinary).phases.values())
+
+
 def test_random_k_is_uniform_and_without_replacement() -> None:
     """Random-k draws k distinct coordinates per step, each equally often (chi-square)."""
     algorithm, steps = RandomK(density=0.1, seed=3).build(200), 4000

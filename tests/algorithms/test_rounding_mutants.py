@@ -16,14 +16,14 @@ from tritoncomm import SimulatedWorld
 from tritoncomm.algorithms.spardl_working import WorkingVector
 from tritoncomm.primitives import collectives, packing
 from tritoncomm.primitives.accumulator import Accumulator
-from tritoncomm.primitives.exchange import ExactStep
+from tritoncomm.primitives.exchange import Step
 from tritoncomm.primitives.packing import Encoding, Section
 from tritoncomm.scheduler.simulated import SimulatedScheduler
 
 import laws
 from golden_sections import GOLDEN, A, in_hex
 from recipes import always_packed
-from tritoncomm_kernels import Selection, quantize, sections
+from tritoncomm_kernels import Entries, quantize, sections
 from tritoncomm_kernels.formats import FORMATS, Format
 
 Patch = pytest.MonkeyPatch
@@ -85,14 +85,14 @@ def counts_stay(values: str) -> None:
 
 def least_is_exact(values: str) -> None:
     """Check that ranks learn the smallest magnitude of what was sent before it is rounded."""
-    blocks = [Selection.of(torch.tensor([at, at + 9]).int(), torch.tensor([1.001, -3.7]) * (at + 1)) for at in (2, 60)]
+    blocks = [Entries(torch.tensor([at, at + 9]).int(), torch.tensor([1.001, -3.7]) * (at + 1)) for at in (2, 60)]
     regions = collectives.Regions((0, 50, 100), [2, 2], Encoding(values, "always"), 2)
     patterns = [
         collectives.gather_regions(block, regions, rank, 2, trigger=math.inf, width=1, phase="all-gather")
         for rank, block in enumerate(blocks)
     ]
     for gathered in SimulatedScheduler(2).run(patterns):
-        assert gathered.least == blocks[0].values[0]
+        assert gathered.least.view(torch.float32) == blocks[0].values[0]
 
 
 def low_bits_off_by_one(patch: Patch) -> None:
@@ -128,13 +128,13 @@ def error_is_dropped(patch: Patch) -> None:
 
 def error_is_returned_twice(patch: Patch) -> None:
     """Let the owner keep what the block's rounding cut off twice."""
-    right = ExactStep.rest
+    right = Step.rest
 
     def wrong(self, gathered):
         rest = right(self, gathered)
         return rest._replace(values=2 * rest.values)
 
-    patch.setattr(ExactStep, "rest", wrong)
+    patch.setattr(Step, "rest", wrong)
 
 
 def sender_keeps_half_of_what_it_sent(patch: Patch) -> None:

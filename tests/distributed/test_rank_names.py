@@ -38,7 +38,7 @@ from tritoncomm.step.exchange.feedback import ErrorFeedback
 
 from baselines import TopkDSA
 from ranks import ranks
-from tritoncomm_kernels import Selection
+from tritoncomm_kernels import Entries
 
 MEMBERS, AT_FAULT = [2, 3], 3
 CPU = torch.device("cpu")
@@ -207,7 +207,7 @@ def test_numbers_received(rank, world_size):
         assert named(caught.value) <= {2, 3}, caught.value
 
 
-FOUR = Selection.of(torch.arange(4, dtype=torch.int32), torch.ones(4))
+FOUR = Entries(torch.arange(4, dtype=torch.int32), torch.ones(4))
 CUTS, PACKED = (0, 50, 100), Encoding("fp32", "always")
 
 
@@ -330,7 +330,8 @@ def test_warnings(rank, world_size):
         bare = adamw(tiny())
         bare.load_state_dict({name: part for name, part in optimizer.state_dict().items() if name != "tritoncomm"})
         exact(bare, process_group=pair())
-    told = ["this looks like clip_grad_norm_", "without its residuals, which are lost"]
+        tritoncomm.wrap(adamw(tiny()), density=0.5, local_steps=2, process_group=pair())
+    told = ["this looks like clip_grad_norm_", "without its residuals, which are lost", "without effect: density=0.5"]
     assert len(lines) == (len(told) if rank == MEMBERS[0] else 0), lines
     assert all(part in line for part, line in zip(told, lines, strict=rank == MEMBERS[0]))
 

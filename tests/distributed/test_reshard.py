@@ -21,6 +21,7 @@ from tritoncomm.step.saved import state as exchange_state
 from tritoncomm.step.tensors.shards import like_parameter
 
 from baselines import DGC
+from depth import DEEP
 from ranks import POOL, ranks
 
 KINDS = (("plain", 1), ("ddp", 1), ("fsdp", 1), ("fsdp", 2))  # and the number of shards
@@ -140,7 +141,7 @@ def test_every_kind_loads_every_kind(rank, world_size, loader, saved):
         return
     # Every kind with every kind on as many ranks as have saved, and in turn on fewer.
     turn = KINDS.index(loader) + world_size
-    for saver in KINDS if world_size == 4 else [each for i, each in enumerate(KINDS) if (i + turn) % 2]:
+    for saver in KINDS if world_size == 4 or DEEP else [each for i, each in enumerate(KINDS) if (i + turn) % 2]:
         place = Path(saved, *map(str, saver))
         expected, end = torch.load(place / "found.pt")
         run, own = Run(loader), Run(loader)

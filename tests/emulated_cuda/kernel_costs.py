@@ -111,8 +111,8 @@ _TABLE: dict[Callable[..., Any], tuple[Callable[..., Cost], tuple[str, ...]]] = 
     ),
     _N.rebalance: (lambda result, a: Cost(1), ("blocks", "bounds")),
     # Selection.
-    _N.select: (lambda result, a: _select(a["values"], result.found), ("values",)),
-    _N.accumulate_and_select: (lambda result, a: _select(a["out"], result.found), ("out",)),
+    _N.select: (lambda result, a: _select(a["values"], result.room), ("values",)),
+    _N.accumulate_and_select: (lambda result, a: _select(a["out"], result.room), ("out",)),
     _N.top_k: (lambda result, a: _top_k(a["values"].numel(), a["k"], adds=False), ()),
     _N.accumulate_top_k: (lambda result, a: _top_k(a["out"].numel(), a["k"], adds=True), ("out",)),
     _N.top_k_segments: (lambda result, a: _segments(a["values"], a["budgets"]), ()),

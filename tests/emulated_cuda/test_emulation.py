@@ -19,7 +19,7 @@ from emulated_cuda.device import CudaTensor, to_gpu, values_of
 from emulated_cuda.nccl import EmulatedNCCL
 from emulated_cuda.network import Hang, Network, WatchdogEnd
 from emulated_cuda.streams import RaceError
-from tritoncomm_kernels import Padded
+from tritoncomm_kernels import Entries
 
 # Their names since PyTorch 2.13, and before.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -87,7 +87,7 @@ def test_synchronizations(name: str) -> None:
 def test_place_of_a_synchronization() -> None:
     """The log names file and line in the library."""
     with ranks.alone() as gpu:
-        Padded(to_gpu(torch.tensor([1], dtype=torch.int32)), _cuda(1.0)).trimmed()
+        Entries(to_gpu(torch.tensor([1], dtype=torch.int32)), _cuda(1.0)).trimmed()
         ((_, where),) = gpu.syncs
         assert where.startswith("kernels/tritoncomm_kernels/entries.py:")
         _cuda(1.0).item()

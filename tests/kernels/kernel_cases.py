@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from depth import DEEP
 from ptx.beside import GPU
 from ptx.launch import EXECUTOR, ORDERS, VARIABLE, Poisoned
-from tritoncomm_kernels import Padded, Workspace
+from tritoncomm_kernels import Entries, Workspace
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 COMPARED = os.environ.get(VARIABLE) == GPU  # launches on a GPU with the executor
@@ -166,7 +166,7 @@ def sparse(n: int, share: float, seed: int, family: str) -> tuple[torch.Tensor, 
     return at, drawn(family, at.numel(), seed)
 
 
-def padded_rows(n: int, drawn_rows: list[tuple[float, int]], family: str, spare: int = 0) -> Padded:
+def padded_rows(n: int, drawn_rows: list[tuple[float, int]], family: str, spare: int = 0) -> Entries:
     """Return rows with ``(share, seed)`` each, on the CPU. All have ``spare`` more slots than the longest needs."""
     rows = [sparse(n, share, seed, family) for share, seed in drawn_rows]
     room = spare + max((at.numel() for at, _ in rows), default=0)
@@ -175,7 +175,7 @@ def padded_rows(n: int, drawn_rows: list[tuple[float, int]], family: str, spare:
     for row, (at, content) in enumerate(rows):
         indices[row, : at.numel()] = at
         values[row, : at.numel()] = content
-    return Padded(indices, values)
+    return Entries(indices, values)
 
 
 def bits(tensor: torch.Tensor) -> list[int]:

@@ -103,7 +103,7 @@ def everything() -> None:
         kernels.top_k_padded(x, g, out, 9, divisor=divisor, workspace=kernels.Workspace())
     for select in (
         lambda: kernels.accumulate_top_k(x, g, out, 5),
-        lambda: kernels.largest(kernels.Selection(indices, x, n), 5),
+        lambda: kernels.largest(kernels.Entries(indices, x), 5),
     ):
         with suppress(IndexError):  # no kernel runs, so places are what the memory held before
             select()
@@ -114,7 +114,7 @@ def everything() -> None:
     kernels.merge([(indices, x)], n)
     for values in ("fp32", "4bit"):
         layout = Layout.of(1000, 64_000, FORMATS[values])
-        entries, held = kernels.Padded(indices[None, :900], x[None, :900]), kernels.Workspace()
+        entries, held = kernels.Entries(indices[None, :900], x[None, :900]), kernels.Workspace()
         words, _ = write_rows(layout, count.int(), entries, workspace=held)
         read_rows(layout, count.int(), words, workspace=held)
     static_form(2)
@@ -139,7 +139,7 @@ def everything() -> None:
 def static_form(rows: int) -> None:
     """Call each operation on lists with padding once."""
     out, held = torch.ones(4096), kernels.Workspace()
-    entries = kernels.Padded(torch.zeros((rows, 900), dtype=torch.int32), torch.ones((rows, 900)))
+    entries = kernels.Entries(torch.zeros((rows, 900), dtype=torch.int32), torch.ones((rows, 900)))
     bounds = torch.zeros(rows + 1, dtype=torch.int32)
     kernels.top_k_rows(out, bounds, bounds[1:], 9, workspace=held)
     kernels.top_k_padded(out, None, out, 9, workspace=held)

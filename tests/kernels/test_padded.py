@@ -13,7 +13,7 @@ from kernel_cases import FAMILIES, bits, drawn, key_of, new_memory_filled, padde
 
 import tritoncomm_kernels as kernels
 from depth import examples
-from tritoncomm_kernels import Padded, Workspace
+from tritoncomm_kernels import Entries, Workspace
 from tritoncomm_kernels.formats import FORMATS, INDICES, Format
 from tritoncomm_kernels.section_layout import Layout
 from tritoncomm_kernels.sections import check_rows, read_rows, write_rows
@@ -35,13 +35,13 @@ def largest(values: list[float], k: int) -> list[int]:
     return sorted(sorted(found, key=lambda place: (-key_of(values[place]), place))[: max(0, k)])
 
 
-def lists_of(rows: Padded) -> list[list[tuple[int, np.float32]]]:
+def lists_of(rows: Entries) -> list[list[tuple[int, np.float32]]]:
     """Return the entries of each row, without padding."""
     parts = zip(rows.indices.tolist(), rows.values.numpy(), strict=True)
     return [[(at, value) for at, value in zip(*part, strict=True) if at >= 0] for part in parts]
 
 
-def check(found: Padded, expected: list[tuple[int, float]]) -> None:
+def check(found: Entries, expected: list[tuple[int, float]]) -> None:
     """Assert that one row holds the ``expected`` entries and padding."""
     spare = found.room - len(expected)
     assert found.indices.dtype == torch.int32
@@ -86,7 +86,7 @@ def test_compaction(drawn_rows: list[tuple[float, int]], family: str, seed: int,
     """Padding moves behind all entries. A threshold keeps the entries that reach it, and they can be counted."""
     rows = padded_rows(40, drawn_rows, family, spare=2)
     gaps = torch.rand(rows.indices.shape, generator=torch.Generator().manual_seed(seed)) < 0.3
-    holes = Padded(torch.where(gaps, -1, rows.indices), torch.where(gaps, 0.0, rows.values))
+    holes = Entries(torch.where(gaps, -1, rows.indices), torch.where(gaps, 0.0, rows.values))
     check(kernels.joined(holes, workspace=Workspace()), [entry for row in lists_of(holes) for entry in row])
     assert kernels.count_entries(rows).tolist() == [len(row) for row in lists_of(rows)]
     threshold = torch.tensor([limit], dtype=torch.float32)
@@ -152,7 +152,7 @@ def test_single_entries(n: int, share: float, seed: int, family: str) -> None:
 def test_nothing() -> None:
     """Without rows, slots or coordinates, results are empty or all padding, and nothing is written."""
     held, integers = Workspace(), torch.zeros(1, dtype=torch.int32)
-    empty = Padded(integers[:0].reshape(2, 0), torch.zeros(2, 0))
+    empty = Entries(integers[:0].reshape(2, 0), torch.zeros(2, 0))
     assert kernels.top_k_rows(torch.ones(3), integers, integers[:0], 4, workspace=held).values.shape == (0, 4)
     assert kernels.top_k_rows(torch.ones(3), integers.repeat(2), integers, 0, workspace=held).values.shape == (1, 0)
     none = kernels.top_k_rows(torch.ones(0), integers.repeat(2), integers + 2, 2, workspace=held)
@@ -162,13 +162,13 @@ def test_nothing() -> None:
     assert kernels.count_entries(empty).tolist() == [0, 0]
     out = torch.ones(2)
     kernels.add_rows(out, empty, workspace=held)
-    kernels.add_rows(out[:0], Padded(integers - 1, torch.zeros(1)), workspace=held)
+    kernels.add_rows(out[:0], Entries(integers - 1, torch.zeros(1)), workspace=held)
     kernels.set_at(out, integers[:0])
     assert out.tolist() == [1, 1]
     assert kernels.values_at(out, empty.indices).shape == (2, 0)
     assert kernels.values_at(out[:0], integers - 1).tolist() == [0]
     layout = Layout.of(3, 0, FORMATS["4bit"])
-    lows, nowhere = integers.repeat(2), Padded(integers.repeat(2, 3) - 1, torch.zeros(2, 3))
+    lows, nowhere = integers.repeat(2), Entries(integers.repeat(2, 3) - 1, torch.zeros(2, 3))
     words, sent = write_rows(layout, lows, nowhere, workspace=held)
     assert words.shape == (2, 0)
     assert sent.indices.tolist() == nowhere.indices.tolist()
@@ -183,7 +183,7 @@ def test_sections_of_rows(fmt: Format) -> None:
     layout, lows = Layout.of(4, 100, fmt), torch.tensor([0, 100, 200], dtype=torch.int32)
     indices = torch.tensor([[3, 50, 99, -1], [-1] * 4, [200, 201, -1, -1]], dtype=torch.int32)
     values = torch.tensor([[1.0, 1e-42, -2.0, 0.0], [0.0] * 4, [1e30, -1e-30, 0.0, 0.0]])
-    words, sent = write_rows(layout, lows, Padded(indices, values), divisor=2, workspace=Workspace())
+    words, sent = write_rows(layout, lows, Entries(indices, values), divisor=2, workspace=Workspace())
     small = {(0, 1), (2, 1)} if layout.quantized else set()
     kept = [[(row, at) for at in range(4) if indices[row, at] >= 0 and (row, at) not in small] for row in range(3)]
     assert [[at for at, _ in row] for row in lists_of(sent)] == [[int(indices[at]) for at in row] for row in kept]
@@ -200,7 +200,7 @@ def test_sections_of_rows(fmt: Format) -> None:
 def test_plain_rows_are_checked() -> None:
     """A plain row whose indices do not ascend inside the range, or that has padding in between, loses all entries."""
     indices = [[0, 9, -1], [1, 1, 2], [4, 3, -1], [-1, 5, 6], [0, 10, -1], [-2, 0, 1], [-1, -1, -1]]
-    rows = Padded(torch.tensor(indices, dtype=torch.int32), torch.ones(7, 3))
+    rows = Entries(torch.tensor(indices, dtype=torch.int32), torch.ones(7, 3))
     clean, wrong = check_rows(rows, torch.zeros(7, dtype=torch.int32), 10)
     assert wrong.tolist() == [5]
     assert clean.indices.tolist() == [[0, 9, -1], *([[-1, -1, -1]] * 6)]

@@ -23,9 +23,8 @@ from kernel_cases import (
 )
 
 import tritoncomm_kernels as kernels
-from tritoncomm_kernels import Padded, Workspace
-from tritoncomm_kernels.dispatch import kernel
-from tritoncomm_kernels.entries import check_launch
+from tritoncomm_kernels import Entries, Workspace
+from tritoncomm_kernels.dispatch import kernel, launch
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 rows_drawn = st.lists(st.tuples(st.floats(0, 1), seeds), min_size=1, max_size=4)
@@ -34,14 +33,14 @@ LENGTH = 608  # the bits of a union fill their words
 JUNK = torch.tensor([-(2**31), -2, -1, LENGTH - 1, LENGTH, LENGTH + 1, 2**31 - 1], dtype=torch.int32)
 
 
-def guarded_rows(guarded: Guarded, rows: Padded) -> Padded:
+def guarded_rows(guarded: Guarded, rows: Entries) -> Entries:
     """Return the same rows between guards."""
     shape = rows.indices.shape
     indices, values = guarded.of(rows.indices.reshape(-1)), guarded.of(rows.values.reshape(-1))
-    return Padded(indices.view(shape), values.view(shape))
+    return Entries(indices.view(shape), values.view(shape))
 
 
-def contents(found: Padded) -> tuple[list[int], list[int]]:
+def contents(found: Entries) -> tuple[list[int], list[int]]:
     """Return indices and bits of values."""
     return bits(found.indices), bits(found.values)
 
@@ -86,7 +85,7 @@ def test_top_k_rows(
         at = guarded.of(names) if named else None
         if small:
             shape = len(segments), room
-            found = Padded(*(guarded.poison(shape[0] * room, d).view(shape) for d in (torch.int32, torch.float32)))
+            found = Entries(*(guarded.poison(shape[0] * room, d).view(shape) for d in (torch.int32, torch.float32)))
             kernel("top_k_triton").top_k_rows(x, bounds, budgets, at, found, Dirty(guarded), **small)
             return contents(found)
         return contents(kernels.top_k_rows(x, bounds, budgets, room, indices=at, workspace=Dirty(guarded)))
@@ -133,12 +132,12 @@ def test_joined(device: str, n: int, drawn_rows: list[tuple[float, int]], family
     """Entries keep their order, and all padding moves behind them, also from between entries."""
     rows = padded_rows(n, drawn_rows, family, spare)
     gaps = torch.rand(rows.indices.shape, generator=torch.Generator().manual_seed(seed)) < 0.3
-    holes = Padded(torch.where(gaps, -1, rows.indices), torch.where(gaps, 0.0, rows.values))
+    holes = Entries(torch.where(gaps, -1, rows.indices), torch.where(gaps, 0.0, rows.values))
 
     def call(guarded: Guarded, **small: int) -> tuple[list[int], list[int]]:
         entries = guarded_rows(guarded, holes)
         if small:
-            flat = Padded(*(part.view(1, -1) for part in entries))
+            flat = Entries(*(part.view(1, -1) for part in entries))
             return contents(kernel("entries_triton").joined(flat, Dirty(guarded), **small))
         return contents(kernels.joined(entries, workspace=Dirty(guarded)))
 
@@ -217,7 +216,7 @@ def test_bad_indices_never_write_outside(device: str, count: int) -> None:
     """An index outside of the vector is skipped, or reads 0."""
     guarded = Guarded(device)
     held = Dirty(guarded)
-    rows = Padded(JUNK.repeat(count, 1), torch.ones(count, JUNK.numel()))
+    rows = Entries(JUNK.repeat(count, 1), torch.ones(count, JUNK.numel()))
     with kernels_from("triton"):
         entries, out = guarded_rows(guarded, rows), guarded.of(torch.zeros(LENGTH))
         kernels.merge_rows(entries, LENGTH, workspace=held)
@@ -232,7 +231,7 @@ def test_bad_indices_never_write_outside(device: str, count: int) -> None:
 def test_too_many_rows_are_named(device: str) -> None:
     """More rows than a grid can have are rejected before a launch."""
     with pytest.raises(ValueError, match="65536 rows are too many for one launch"):
-        check_launch(65536)
+        launch(None, (1, 65536), like=torch.empty(0, device=device), warps=1)
 
 
 def test_nothing_waits(device: str) -> None:
@@ -240,7 +239,7 @@ def test_nothing_waits(device: str) -> None:
     if device == "cpu":
         pytest.skip("waiting needs a GPU")
     rows, out, held = padded_rows(1000, [(0.9, 0), (0.8, 1)], "normal", 3), torch.ones(1000, device=device), Workspace()
-    rows = Padded(*(part.to(device) for part in rows))
+    rows = Entries(*(part.to(device) for part in rows))
     bounds = torch.tensor([0, 400, 1000], dtype=torch.int32, device=device)
 
     def everything() -> None:

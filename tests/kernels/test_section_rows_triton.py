@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from kernel_cases import DEVICES, Dirty, Guarded, agree, bits, cases, drawn, kernels_from, routes, seeds
 
-from tritoncomm_kernels import Padded, Workspace, quantize
+from tritoncomm_kernels import Entries, Workspace, quantize
 from tritoncomm_kernels.formats import ENTRY_FORMATS, FORMATS, INDICES, Format
 from tritoncomm_kernels.section_layout import Layout
 from tritoncomm_kernels.sections import read_one, read_rows, write_one, write_rows
@@ -36,11 +36,11 @@ def values_of(kind: str, count: int, seed: int) -> torch.Tensor:
     return drawn(kind, count, seed)
 
 
-def rows_of(layout: Layout, drawn_rows: list[tuple[str, float]], seed: int, spare: int) -> tuple[torch.Tensor, Padded]:
+def rows_of(layout: Layout, drawn_rows: list[tuple[str, float]], seed: int, spare: int) -> tuple[torch.Tensor, Entries]:
     """Return first coordinates, and rows with a kind of values and a share of the room each."""
     rng, room = np.random.default_rng(seed), layout.room + spare
     lows = torch.from_numpy(rng.integers(0, 1000, len(drawn_rows)).astype(np.int32))
-    rows = Padded(torch.full((len(drawn_rows), room), -1, dtype=torch.int32), torch.zeros(len(drawn_rows), room))
+    rows = Entries(torch.full((len(drawn_rows), room), -1, dtype=torch.int32), torch.zeros(len(drawn_rows), room))
     for row, (kind, share) in enumerate(drawn_rows):
         count = round(share * layout.room)
         places = rng.choice(layout.span, count, replace=False) if layout.span < 10**6 else np.arange(count) * 10**8
@@ -68,7 +68,7 @@ def test_rows(
     def call(guarded: Guarded) -> tuple[object, ...]:
         held, firsts = Dirty(guarded), guarded.of(lows)
         indices, values = (guarded.of(part.reshape(-1)).view(part.shape) for part in rows)
-        words, sent = write_rows(layout, firsts, Padded(indices, values), divisor=divisor, workspace=held)
+        words, sent = write_rows(layout, firsts, Entries(indices, values), divisor=divisor, workspace=held)
         found, malformed = read_rows(layout, firsts, words, divisor=divisor, workspace=held)
         assert malformed.tolist() == [0]
         assert bits(found.indices) == bits(sent.indices[:, : layout.room])
@@ -88,7 +88,7 @@ def test_values_that_would_become_0(device: str, fmt: Format) -> None:
 
     def call(guarded: Guarded) -> tuple[list[list[int]], list[int]]:
         at, x = (guarded.of(part.view(-1)).view(2, 4) for part in (indices, values))
-        words, sent = write_rows(layout, guarded.of(lows), Padded(at, x), workspace=Dirty(guarded))
+        words, sent = write_rows(layout, guarded.of(lows), Entries(at, x), workspace=Dirty(guarded))
         return sent.indices.tolist(), bits(sent.values) + bits(words)
 
     assert agree(call, device)[0] == [[50, 99, -1, -1], [100, 101, 103, -1]]
@@ -121,7 +121,7 @@ def test_each_kind_of_malformed_row(device: str, fmt: Format) -> None:
     layout = Layout.of(3, 70, fmt)
     low = layout.heads + layout.high_words
     lows = torch.zeros(8, dtype=torch.int32)
-    rows = Padded(torch.tensor([[16, 17, 18]] * 8, dtype=torch.int32), torch.ones(8, 3))
+    rows = Entries(torch.tensor([[16, 17, 18]] * 8, dtype=torch.int32), torch.ones(8, 3))
     with kernels_from("auto"):
         words, _ = write_rows(layout, lows, rows, workspace=Workspace())
     words[1, 0] = 2
@@ -256,7 +256,7 @@ def test_nothing_waits(device: str) -> None:
         pytest.skip("waiting needs a GPU")
     layout, held = Layout.of(1000, 90_000, FOUR), Workspace()
     lows, rows = rows_of(layout, [("tail", 1), ("heavy", 0.5)], 0, 0)
-    lows, rows = lows.to(device), Padded(*(part.to(device) for part in rows))
+    lows, rows = lows.to(device), Entries(*(part.to(device) for part in rows))
 
     def everything() -> None:
         words, _ = write_rows(layout, lows, rows, workspace=held)

@@ -71,7 +71,7 @@ def test_select(values: list[float], limit: float) -> None:
     before = bits(x)
     expected = by_list(x, expected_key(limit))
     got = kernels.select(x, limit)
-    assert got.found == len(expected)
+    assert got.room == len(expected)
     assert got.indices.tolist() == expected
     assert bits(got.values) == [before[i] for i in expected]
     assert bits(x) == before
@@ -107,7 +107,7 @@ def test_top_k(values: list[float], k: int) -> None:
     expected = sorted(order[:k])
     got = kernels.top_k(x, k)
     assert got.indices.tolist() == expected
-    assert got.found == len(expected)
+    assert got.room == len(expected)
     assert bits(got.values) == [bits(x)[i] for i in expected]
     kth = keys[order[k - 1]] if 0 < k <= len(order) else 0
     found = kernels.kth_magnitude(x, k)
@@ -157,9 +157,9 @@ def test_sample_does_not_alias_with_matrix_widths(width: int, factor: float, mon
         top_k, "select_keys", lambda *args, **given: admitted.append(found := keys(*args, **given)) or found
     )
     k = x.numel() // 100
-    assert kernels.top_k(x, k).found == k
+    assert kernels.top_k(x, k).room == k
     assert len(admitted) == 1
-    assert admitted[0].found < 2 * k
+    assert admitted[0].room < 2 * k
 
 
 @given(st.lists(st.booleans(), max_size=200), st.booleans())
@@ -177,7 +177,7 @@ def test_chunk_sizes_give_the_same_result(monkeypatch: pytest.MonkeyPatch) -> No
     for chunk in (1, 7, 256, 999, 1000, 4096):
         monkeypatch.setattr(select, "HOST_CHUNK", chunk)
         got = kernels.select(x, 0.5)
-        assert got.found == expected.found
+        assert got.room == expected.room
         assert torch.equal(got.indices, expected.indices)
         assert torch.equal(got.values, expected.values)
 
@@ -313,7 +313,7 @@ def test_accumulate_top_k_segments_samples_the_terms() -> None:
     with patch.object(top_k, "select_keys", side_effect=keys) as scans, patch.object(top_k, "largest", lambda s, k: s):
         found = kernels.accumulate_top_k_segments(residual, gradient, out, [0, 1 << 19], [50_000], terms)
     assert scans.call_count == 1
-    assert 50_000 <= found.found < 80_000
+    assert 50_000 <= found.room < 80_000
     assert torch.equal(found.values, whole[found.indices.long()])
     assert torch.equal(out, residual + gradient)
 

@@ -13,7 +13,7 @@ from kernel_cases import DEVICES, INTERPRETED, Guarded, agree, bits, cases, draw
 from test_adam_flat import one_by_one
 
 import tritoncomm_kernels as kernels
-from tritoncomm_kernels import Padded, Selection, adam_flat
+from tritoncomm_kernels import Entries, adam_flat
 
 SIZES = st.lists(st.sampled_from([0, 1, 33, 256, 700]), min_size=1, max_size=4)
 # Shapes of the tensors that may be in torch.channels_last or torch.channels_last_3d.
@@ -36,7 +36,7 @@ def drawn_list(
     generator = torch.Generator().manual_seed(seed)
     chosen = (torch.rand(max(at, 1), generator=generator) < share).nonzero().squeeze(1)
     values = drawn("heavy", len(chosen), seed)
-    return starts, *Padded.of(Selection.of(chosen.int(), values), len(chosen) + seed % 3)
+    return starts, *Entries(chosen.int(), values).padded(len(chosen) + seed % 3)
 
 
 def channels_last(guarded: Guarded, values: torch.Tensor) -> torch.Tensor:

@@ -107,9 +107,9 @@ def _control(**fields: Any) -> kernels.AdamControl:
     return kernels.AdamControl.of(**settings, device=torch.device("cpu"), **fields)
 
 
-def _rows() -> kernels.Padded:
-    found = [kernels.Padded.of(kernels.Selection.of(*entries(count, count)), 60) for count in (60, 20)]
-    return kernels.Padded(torch.stack([each.indices for each in found]), torch.stack([each.values for each in found]))
+def _rows() -> kernels.Entries:
+    found = [kernels.Entries(*entries(count, count)).padded(60) for count in (60, 20)]
+    return kernels.Entries(torch.stack([each.indices for each in found]), torch.stack([each.values for each in found]))
 
 
 def _ints(*content: int) -> torch.Tensor:
@@ -169,8 +169,8 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]]]] = {
         lambda: {"values": vector(), "bounds": [0, 3000, 3000, N], "budgets": [20, 0, 30]},
     ),
     "kth_magnitude": (kernels.kth_magnitude, lambda: {"values": vector(), "k": 90}),
-    "largest": (kernels.largest, lambda: {"selected": kernels.Selection.of(*entries(500)), "k": 90}),
-    "largest of few": (kernels.largest, lambda: {"selected": kernels.Selection.of(*entries(50)), "k": 90}),
+    "largest": (kernels.largest, lambda: {"selected": kernels.Entries(*entries(500)), "k": 90}),
+    "largest of few": (kernels.largest, lambda: {"selected": kernels.Entries(*entries(50)), "k": 90}),
     "merge": (kernels.merge, lambda: {"lists": LISTS, "numel": N}),
     "top_k_padded": (
         kernels.top_k_padded,

@@ -143,14 +143,14 @@ def test_launch_shapes_keep_the_result(device: str, words: int, scanned: bool) -
         kernels.mark(x, None, x, torch.tensor([0.5], device=device), marks)
         expected = kernels.select(x, 0.5)
     guarded = Guarded(device)
-    indices, values = guarded.poison(expected.found, torch.int32), guarded.poison(expected.found)
+    indices, values = guarded.poison(expected.room, torch.int32), guarded.poison(expected.room)
     found = guarded.poison(1, torch.int64)
     kernel("select_triton").expand(
         x, None, *marks, indices, values, found, words=words,
         tiles_summed_in_place=0 if scanned else TILES_SUMMED_IN_PLACE,
     )  # fmt: skip
     guarded.check()
-    assert found.item() == expected.found
+    assert found.item() == expected.room
     assert torch.equal(indices, expected.indices)
     assert bits(values) == bits(expected.values)
 
@@ -168,7 +168,7 @@ def test_select(device: str, n: int, family: str, seed: int, dtype: torch.dtype,
         first = kernels.accumulate_and_select(residual, added, out, limit, divisor=divisor)
         again = kernels.select(out, limit, divisor=divisor)
         tensors = (*first[:2], *again[:2], out, residual)
-        return first.found, again.found, *(bits(t) for t in tensors)
+        return first.room, again.room, *(bits(t) for t in tensors)
 
     agree(call, device)
 
@@ -236,7 +236,7 @@ def test_largest(device: str, n: int, family: str, seed: int, k: int) -> None:
 
     def call(guarded: Guarded) -> tuple[list[int], list[int]]:
         indices = torch.arange(n, dtype=torch.int32, device=guarded.device) * 3
-        selected = kernels.largest(kernels.Selection(indices, guarded.of(drawn(family, n, seed)), n), k)
+        selected = kernels.largest(kernels.Entries(indices, guarded.of(drawn(family, n, seed))), k)
         return bits(selected.indices), bits(selected.values)
 
     agree(call, device)
@@ -282,7 +282,7 @@ def test_cuda_graph_replay(device: str) -> None:
     indices, values = (torch.empty(room, dtype=d, device=device) for d in (torch.int32, torch.float32))
     found = torch.zeros(1, dtype=torch.int64, device=device)
 
-    def step() -> kernels.Padded:
+    def step() -> kernels.Entries:
         kernels.mark(residual, added, out, limit, marks)
         kernels.expand(out, marks, indices, values, found)
         return kernels.top_k_padded(out, None, out, k, workspace=workspace)
@@ -301,8 +301,8 @@ def test_cuda_graph_replay(device: str) -> None:
         graph.replay()
         total = residual + added
         reaching, largest = kernels.select(total, threshold), kernels.top_k(total, k)
-        assert found.item() == reaching.found
-        written = min(room, reaching.found)
+        assert found.item() == reaching.room
+        written = min(room, reaching.room)
         assert torch.equal(indices[:written], reaching.indices[:room])
         assert torch.equal(values[:written], reaching.values[:room])
         assert torch.equal(best.indices, largest.indices)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from tritoncomm.primitives.accumulator import Accumulator
 
-from tritoncomm_kernels import Padded
+from tritoncomm_kernels import Entries
 
 
 def random_accumulator(numel: int = 1000) -> tuple[Accumulator, torch.Tensor]:
@@ -27,7 +27,7 @@ def test_blocks_select_with_terms(scaled: bool, added: bool) -> None:
         acc, expected = acc.scaled(scale), expected / scale
     if added:
         acc.dense()
-    terms = Padded(torch.tensor([3, 303, 999], dtype=torch.int32), torch.tensor([0.0, 100.0, -100.0]))
+    terms = Entries(torch.tensor([3, 303, 999], dtype=torch.int32), torch.tensor([0.0, 100.0, -100.0]))
     first = acc.top_k_blocks([0, 100, 300], [2, 0])
     second = acc.top_k_blocks([300, 1000], [3], [terms])
     assert first.indices.tolist() == expected[:100].abs().topk(2).indices.sort().values.tolist()

@@ -18,7 +18,7 @@ from tritoncomm.primitives.packing import NO_VALUES, Encoding, Section, Sections
 
 from depth import examples, trials
 from golden_sections import DELIVERED, GOLDEN, INPUTS, A, in_hex
-from tritoncomm_kernels import Selection, quantize, sections
+from tritoncomm_kernels import Entries, quantize, sections
 from tritoncomm_kernels.formats import ENTRY_FORMATS, FORMATS
 
 ROUNDED = tuple(name for name in ENTRY_FORMATS if name != "fp32")
@@ -176,12 +176,12 @@ def test_what_rounding_takes_away_is_exact(situation: tuple[Section, list[int], 
 def test_the_rest_can_be_sent_later(situation: tuple[Section, list[int], torch.Tensor]) -> None:
     """An entry too small beside the others is left out. A part of what a section can hold, it can hold together."""
     section, indices, values = situation
-    entries = section.sendable(Selection.of(torch.tensor(indices, dtype=torch.int32), values))
-    assert section.sendable(entries).found == entries.found
-    half = entries.slice(0, entries.found // 2)
-    assert section.sendable(half).found == half.found
+    entries = section.sendable(Entries(torch.tensor(indices, dtype=torch.int32), values))
+    assert section.sendable(entries).room == entries.room
+    half = entries.slice(0, entries.room // 2)
+    assert section.sendable(half).room == half.room
     _, found, _ = packed(section, entries.indices.tolist(), entries.values)
-    assert found.numel() == entries.found
+    assert found.numel() == entries.room
 
 
 @pytest.mark.parametrize("values", ENTRY_FORMATS)
@@ -233,7 +233,7 @@ def test_few_entries_at_once(values: str, span: int, room: int, monkeypatch: pyt
 
 @pytest.mark.parametrize("values", ENTRY_FORMATS)
 def test_what_cannot_be_sent_is_left_out(values: str) -> None:
-    """A section is that of the entries of ``sendable_together`` alone, also if these are not all."""
+    """A section is that of the entries of ``sendable`` alone, also if these are not all."""
     generator = np.random.default_rng(0)
     for trial in range(40):
         numbers = torch.from_numpy(np.exp(generator.normal(0, trial / 4, 50)).astype(np.float32))
@@ -242,7 +242,7 @@ def test_what_cannot_be_sent_is_left_out(values: str) -> None:
         indices = torch.arange(0, 500, 10, dtype=torch.int32)
         section = Section(0, 500, 60, values, divisor=1 + trial % 3, packed="always")
         message, sent = section.encode(indices, numbers)
-        chosen = section.sendable(Selection.of(indices, numbers))
+        chosen = section.sendable(Entries(indices, numbers))
         again, all_sent = section.encode(chosen.indices, chosen.values)
         assert torch.equal(message, again)
         assert torch.equal(sent.indices, chosen.indices)

@@ -20,7 +20,7 @@ from tritoncomm.primitives.region_cuts import (
 from tritoncomm.scheduler.cost import HEADER_WORDS, WORD
 from tritoncomm.scheduler.simulated import SimulatedScheduler
 
-from tritoncomm_kernels import Padded, Selection
+from tritoncomm_kernels import Entries
 
 supports = st.sets(st.integers(0, 99), max_size=40).map(lambda s: torch.tensor(sorted(s), dtype=torch.int32))
 
@@ -28,7 +28,7 @@ supports = st.sets(st.integers(0, 99), max_size=40).map(lambda s: torch.tensor(s
 def proposed(indices: torch.Tensor, world_size: int, free: int = 0) -> torch.Tensor:
     """Return the proposal for these indices, in a list with ``free`` places for padding."""
     ones = torch.ones(len(indices))
-    return propose_cuts(Padded.of(Selection.of(indices, ones), len(indices) + free), world_size)
+    return propose_cuts(Entries(indices, ones).padded(len(indices) + free), world_size)
 
 
 @given(st.lists(supports, min_size=1, max_size=9))

@@ -43,7 +43,7 @@ def top(guarded: Guarded) -> list[list[int]]:
 def merge(guarded: Guarded) -> list[list[int]]:
     """Return the union and the sums of rows."""
     rows = padded_rows(12_000, [(0.6, 1), (0.7, 2), (0.5, 3)], "heavy")
-    given = kernels.Padded(*(guarded.of(part.reshape(-1)).view(part.shape) for part in rows))
+    given = kernels.Entries(*(guarded.of(part.reshape(-1)).view(part.shape) for part in rows))
     found = kernels.merge_rows(given, 12_000, workspace=kernels.Workspace())
     return [bits(found.indices), bits(found.values)]
 
@@ -52,7 +52,7 @@ def sections(guarded: Guarded) -> list[list[int]]:
     """Return packed rows, and what is read from them."""
     rows = padded_rows(3000, [(0.6, 1), (0.7, 2)], "normal")
     layout = Layout.of(rows.indices.shape[1], 3000, FORMATS["4bit"])
-    given = kernels.Padded(*(guarded.of(part.reshape(-1)).view(part.shape) for part in rows))
+    given = kernels.Entries(*(guarded.of(part.reshape(-1)).view(part.shape) for part in rows))
     lows = guarded.of(torch.zeros(2, dtype=torch.int32))
     held = kernels.Workspace()
     words, sent = write_rows(layout, lows, given, workspace=held)
@@ -90,7 +90,7 @@ def rounded(guarded: Guarded) -> list[list[int]]:
 def lists(guarded: Guarded) -> list[list[int]]:
     """Return the sums of lists, a vector with entries of a list replaced, and its values there before."""
     rows = padded_rows(3000, [(0.6, 1), (0.7, 2)], "heavy")
-    held = [kernels.Padded(guarded.of(rows.row(i).indices), guarded.of(rows.row(i).values)) for i in range(2)]
+    held = [kernels.Entries(guarded.of(rows.row(i).indices), guarded.of(rows.row(i).values)) for i in range(2)]
     found = kernels.merge([each.trimmed()[:2] for each in held], 3000, workspace=kernels.Workspace())
     x = guarded.of(drawn("normal", 3000, 3))
     before = kernels.values_at(x, held[0].indices)

@@ -18,7 +18,7 @@ from tritoncomm.scheduler.simulated import SimulatedScheduler
 
 from baselines import GTopk, TopkDSA
 from depth import examples
-from tritoncomm_kernels import Selection, largest
+from tritoncomm_kernels import Entries, largest
 
 MEGA = 1e6
 
@@ -235,9 +235,7 @@ def test_largest_shares(values: list[list[int]], data: st.DataObject) -> None:
         return
     k = data.draw(st.integers(1, total - 1))
     starts = [0, *itertools.accumulate(map(len, values))]
-    whole = Selection.of(
-        torch.arange(total, dtype=torch.int32), torch.tensor([v * 1.25 for row in values for v in row])
-    )
+    whole = Entries(torch.arange(total, dtype=torch.int32), torch.tensor([v * 1.25 for row in values for v in row]))
     expected = largest(whole, k).indices
     owns = [whole.slice(a, b) for a, b in itertools.pairwise(starts)]
     for shares in SimulatedScheduler(len(values)).run([largest_shares(own, k) for own in owns]):

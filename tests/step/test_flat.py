@@ -41,7 +41,7 @@ def test_layout_of_a_mean_with_padding() -> None:
     layout, workspace = BucketLayout([a, b]), kernels.Workspace()
     for entries, fits in (([(1, 7.0), (6, 9.0)], True), ([(0, 1e5), (9, 2.0)], True), ([(2, 1.0), (7, 1e5)], False)):
         indices, values = (torch.tensor(part) for part in zip(*entries, strict=True))
-        padded = kernels.Padded.of(kernels.Selection.of(indices.int(), values), 5)
+        padded = kernels.Entries(indices.int(), values).padded(5)
         mean = SparseVector.padded(padded, 10)
         assert [bool(layout.overflow(each)) for each in (mean, mean.trimmed())] == [not fits] * 2
         layout.scatter_flat(mean.write_to(torch.empty(10), workspace=workspace))

@@ -19,7 +19,7 @@ from tritoncomm.step.rules.lion import LateLion
 from tritoncomm.step.rules.sgd import LateSGD
 
 from deliveries import ages_of, begin_step, forget_ages, take_step
-from tritoncomm_kernels import Padded
+from tritoncomm_kernels import Entries
 
 RATE, DECAY = 0.01, 0.1
 
@@ -280,7 +280,7 @@ def test_one_list_with_padding_is_the_same(rule: type[LateRule], kind: Callable[
         chosen = (torch.rand(layout.numel, generator=generator) < 0.3).nonzero()[:, 0]
         flat = torch.cat([gradient.reshape(-1) for gradient in given])
         padding = torch.full((3,), -1, dtype=torch.int32)
-        entries = Padded(torch.cat([chosen.int(), padding]), torch.cat([flat[chosen], torch.zeros(3)]))
+        entries = Entries(torch.cat([chosen.int(), padding]), torch.cat([flat[chosen], torch.zeros(3)]))
         reads = number % 2 == 1
         indices = [chosen[chosen < 30], chosen[chosen >= 30] - 30]
         for parameters in (ours, theirs):

@@ -24,17 +24,16 @@ from tritoncomm.errors import ConfigurationError
 from tritoncomm.primitives.accumulator import Accumulator
 from tritoncomm.primitives.carried import Carriers
 from tritoncomm.primitives.collectives import checked_counts, dense_exchange, mean_over_ranks
-from tritoncomm.primitives.exchange import Step, tight
-from tritoncomm.primitives.packing import Rows
+from tritoncomm.primitives.exchange import Step
 from tritoncomm.primitives.region_cuts import balanced_sizes, widest
 from tritoncomm.primitives.region_sums import Count
 from tritoncomm.primitives.selection import entries_to_keep
 from tritoncomm.primitives.sparse_vector import SparseVector
-from tritoncomm.primitives.verdict import Verdict, with_verdict
+from tritoncomm.primitives.verdict import with_verdict
 from tritoncomm.scheduler import cost
 from tritoncomm.scheduler.cost import Flow, Forecast, both
 from tritoncomm.scheduler.rounds import AllReduce, Pattern
-from tritoncomm_kernels import Padded, Selection
+from tritoncomm_kernels import Entries
 from tritoncomm_kernels.rebalance import MAX_PARTITIONS
 from tritoncomm_kernels.workspace import copied_to
 
@@ -240,11 +239,11 @@ class ExDynaAlgorithm(BudgetedAlgorithm):
             ranges = [(cuts[partition], cuts[partition + 1]) for partition in partitions]
             own, figures = self._select(step, threshold, *ranges[rank], number)
         else:
-            own, figures = self._select_padded(acc, acc.verdict, threshold, bounds[place : place + 2], world_size)
+            own, figures = self._select_padded(step, threshold, bounds[place : place + 2])
         rooms = yield from step.rooms("counts", figures, self._room(world_size), self.capacity)
         order = [(partition - number) % world_size for partition in range(world_size)]
         own = step.largest(own, rooms)
-        union = (yield from step.to_all("indices", own, ranges, rooms, order=order)).entries
+        union = (yield from step.gather_parts("indices", own, ranges, rooms, order, None)).entries
         sums = acc.values_at(union.indices)
         if world_size > 1 and union.room:
             sums = yield AllReduce("values", sums)
@@ -298,7 +297,7 @@ class ExDynaAlgorithm(BudgetedAlgorithm):
         mean = yield from mean_over_ranks(quantile, world_size, acc.device, phase="start")
         return mean * (1.0 if self.state.settled else self.recipe.lift)
 
-    def _select(self, step: Step, threshold: float, start: int, stop: int, number: int) -> tuple[Padded, list[Count]]:
+    def _select(self, step: Step, threshold: float, start: int, stop: int, number: int) -> tuple[Entries, list[Count]]:
         """Exclusive selection: return the entries from ``start`` up to ``stop`` that reach the threshold.
 
         Also returns the figures of this rank: how many they are, and whether the accumulator has a non-zero. The pass
@@ -306,21 +305,20 @@ class ExDynaAlgorithm(BudgetedAlgorithm):
         """
         acc = step.acc
         own, step.is_finite = acc.at_least_inside(threshold, start, stop)
-        if self.recipe.parity and own.found == 0 and start < stop:  # every rank sends at least one index
+        if self.recipe.parity and own.room == 0 and start < stop:  # every rank sends at least one index
             forced = torch.tensor([start + number % (stop - start)], dtype=torch.int32, device=acc.device)
-            own = Selection.of(forced, acc.dense()[forced.long()])
-        return tight(own), [own.found, own.found > 0 or bool(acc.dense().any())]
+            own = Entries(forced, acc.dense()[forced.long()])
+        return own, [own.room, own.room > 0 or bool(acc.dense().any())]
 
-    def _select_padded(
-        self, acc: Accumulator, verdict: Verdict, threshold: float, span: torch.Tensor, world_size: int
-    ) -> tuple[Padded, list[Count]]:
+    def _select_padded(self, step: Step, threshold: float, span: torch.Tensor) -> tuple[Entries, list[Count]]:
         """Return the largest entries inside ``span`` (int32 ``[2]``) that reach the threshold, as many as have room.
 
         Also returns the figures of :meth:`_select`. Entries without room stay in the residual. Nothing waits for a GPU.
         """
-        values, held, room = acc.dense(), acc.workspace, self._room(world_size)
+        acc, room = step.acc, self._room(step.world_size)
+        values, held = acc.dense(), acc.workspace
         extremes = torch.stack(torch.aminmax(values))  # one pass over the vector finds NaN, Inf and non-zeros
-        verdict.check_gradient(extremes)
+        step.check_gradient(extremes)
         # In fp64 first, because a threshold above the fp32 range means Inf.
         reach = torch.full((1,), threshold, dtype=torch.float64, device=acc.device).float()
         budget = kernels.constant((room,), acc.device)
@@ -399,10 +397,6 @@ class ExDynaAlgorithm(BudgetedAlgorithm):
         """Return the room of a rank in the static form: its share of ``capacity`` times k entries."""
         return math.ceil(min(self.numel, self.recipe.capacity * self.k / world_size))
 
-    def _union(self, world_size: int) -> int:
-        """Return the largest number of entries of all ranks in the static form."""
-        return min(world_size * self._room(world_size), self.numel)
-
     def carriers(self, world_size: int, *, ordinary: bool = False) -> Carriers:
         return Carriers() if self.goes_dense else Carriers({"gather": "indices"})
 
@@ -415,9 +409,10 @@ class ExDynaAlgorithm(BudgetedAlgorithm):
             return cost.dense(self.numel, world_size)
         layout = self.layout(world_size)
         if self.is_static:
-            words = Rows(self.encoding, torch.zeros(1), self.numel, self._room(world_size)).words
+            words = self.encoding.row_words(self.numel, self._room(world_size))
             gathered = both(cost.all_gather(words, cost.WORD, world_size))
-            reduced = both(cost.all_reduce(self._union(world_size), cost.WORD, world_size))
+            union = min(world_size * self._room(world_size), self.numel)
+            reduced = both(cost.all_reduce(union, cost.WORD, world_size))
             phases = Forecast({"indices": gathered, "values": reduced})
             forecast = with_verdict(phases, world_size, figures=2, phase="indices")
         elif ordinary:

@@ -27,8 +27,8 @@ from tritoncomm.primitives.verdict import REJECTED
 from tritoncomm.scheduler import cost
 from tritoncomm.scheduler.cost import Forecast, both
 from tritoncomm.scheduler.rounds import AllGather, AllReduce, InSubgroup, Pattern
-from tritoncomm_kernels import Padded, Selection
-from tritoncomm_kernels.entries import PADDING
+from tritoncomm_kernels import Entries
+from tritoncomm_kernels.lists import PADDING
 
 _SUM, _COUNTS, _GATHER, _BETWEEN = "node sum", "node counts", "node gather", "between nodes"
 
@@ -115,10 +115,9 @@ class HierarchicalAlgorithm(WrapperAlgorithm):
         inside = (mean.indices >= 0) & (mean.indices < kept)  # neither padding of a list nor of the vector
         if acc.verdict is None:
             count = int(torch.count_nonzero(inside))
-            found = Selection.of(mean.indices[:count] + start, quotients(mean.values[:count], size))
+            found = Entries(mean.indices[:count] + start, quotients(mean.values[:count], size))
         else:
-            indices = torch.where(inside, mean.indices + start, PADDING)
-            found = Selection.of(indices, torch.where(inside, quotients(mean.values, size), 0.0))
+            found = Entries(mean.indices + start, quotients(mean.values, size)).only(inside)
         if size > 1:
             exact = acc.verdict is None
             gather = _gather(found, not rejected, self.numel, local, size, exact=exact)
@@ -130,9 +129,8 @@ class HierarchicalAlgorithm(WrapperAlgorithm):
         acc.absorb(inner)
         if acc.verdict is None:
             return SparseVector(found.indices, found.values, self.numel)
-        rows = Padded(found.indices[None], found.values[None])
-        joined = kernels.joined(rows, workspace=acc.workspace)
-        return SparseVector.padded(Padded(*(part[: self.numel] for part in joined)), self.numel)
+        joined = kernels.joined(found, workspace=acc.workspace)
+        return SparseVector.padded(joined.slice(0, self.numel), self.numel)
 
     def predicted_traffic(self, world_size: int, *, ordinary: bool = False) -> Forecast:
         size = self.recipe.node_size
@@ -164,7 +162,7 @@ def _sum(total: torch.Tensor) -> Pattern[torch.Tensor]:
     return summed
 
 
-def _gather(block: Selection, finite: bool, numel: int, rank: int, size: int, *, exact: bool) -> Pattern[Selection]:
+def _gather(block: Entries, finite: bool, numel: int, rank: int, size: int, *, exact: bool) -> Pattern[Entries]:
     """Return the entries of all workers of the node, with padding unless ``exact``."""
     own = [len(block.indices)]
     try:
@@ -178,4 +176,4 @@ def _gather(block: Selection, finite: bool, numel: int, rank: int, size: int, *,
     values = torch.nn.functional.pad(block.values, missing)
     rows = yield AllGather(_GATHER, torch.cat([indices, values.view(torch.int32)]))
     indices, values = rows.view(size, 2, -1).unbind(1)
-    return Selection.of(indices.flatten(), values.flatten().view(torch.float32))
+    return Entries(indices.flatten(), values.flatten().view(torch.float32))

@@ -10,7 +10,6 @@ them, corrected by the observed counts.
 
 from __future__ import annotations
 
-import itertools
 import math
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -31,7 +30,7 @@ from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.scheduler import cost
 from tritoncomm.scheduler.cost import Forecast
 from tritoncomm.scheduler.rounds import Pattern
-from tritoncomm_kernels import Padded, Selection
+from tritoncomm_kernels import Entries
 
 # With strict_volume, gathering unbalanced blocks must not cost more than balancing and then gathering them.
 _STRICT_BALANCE_TRIGGER = 2.0
@@ -136,9 +135,9 @@ class OkTopkAlgorithm(BudgetedAlgorithm):
             chosen, rooms = yield from self._largest_sums(step, sums)
         else:
             chosen, rooms = yield from self._reaching_sums(step, sums, state.global_threshold)
-        limit, regions = self.k if reevaluate else self.global_cap, list(itertools.pairwise(state.cuts))
-        gathered = yield from step.to_all(
-            "all-gather", chosen, regions, rooms, limit=limit, trigger=self.balance_trigger,
+        limit = self.k if reevaluate else self.global_cap
+        gathered = yield from step.gather_regions(
+            "all-gather", chosen, state.cuts, rooms, limit=limit, trigger=self.balance_trigger,
             figures=self._edge(step, chosen, reevaluate=reevaluate),
         )  # fmt: skip
 
@@ -153,7 +152,7 @@ class OkTopkAlgorithm(BudgetedAlgorithm):
         acc.selected = own.selected
         loads = [row.load for row in rows]
         self.report = {
-            **sums.rounding,
+            **step.rounding(),
             "reevaluated": float(reevaluate),
             "repartitioned": float(repartition),
             "region_imbalance": max(loads) * world_size / max(1, sum(loads)),
@@ -162,14 +161,14 @@ class OkTopkAlgorithm(BudgetedAlgorithm):
         self.state = self.rules.after(state, rows, own, reevaluate=reevaluate, exactly=exactly, is_fixed=self.static)
         return step.vector(result)
 
-    def _select_local(self, step: Step, threshold: float) -> Padded:
+    def _select_local(self, step: Step, threshold: float) -> Entries:
         """Return L, this rank's selection: what reaches ``threshold``, or if that is 0 the k largest entries."""
         local = step.at_least(threshold, self.local_cap) if threshold else step.top_k(self.k)
         step.check_gradient(local.values)
         return local
 
     def _alone(
-        self, step: Step, local: Padded, state: OkTopkState, figures: list[Count], *, exactly: bool
+        self, step: Step, local: Entries, state: OkTopkState, figures: list[Count], *, exactly: bool
     ) -> Pattern[SparseVector]:
         """Return the result for a world size of 1, which is the local selection."""
         step.acc.clear(local.indices)
@@ -198,7 +197,7 @@ class OkTopkAlgorithm(BudgetedAlgorithm):
         early = step < period and step & (step - 1) == 0
         return early or step % period == 0
 
-    def _reaching_sums(self, step: Step, sums: OwnedSums, threshold: float) -> Pattern[tuple[Padded, list[int]]]:
+    def _reaching_sums(self, step: Step, sums: OwnedSums, threshold: float) -> Pattern[tuple[Entries, list[int]]]:
         """Global selection with a reused ``threshold``: the sums of this rank that go into phase 2, and all rooms."""
         lowered = self.rules.lowered(threshold)
         sums.select(lowered)
@@ -206,18 +205,18 @@ class OkTopkAlgorithm(BudgetedAlgorithm):
         rooms = yield from step.rooms("sizes", figures, self.caps.owner_room(step.world_size), self.global_cap)
         return sums.largest(rooms[step.rank]), rooms
 
-    def _largest_sums(self, step: Step, sums: OwnedSums) -> Pattern[tuple[Padded, list[int]]]:
+    def _largest_sums(self, step: Step, sums: OwnedSums) -> Pattern[tuple[Entries, list[int]]]:
         """Global selection in a re-evaluation: exactly the k largest sums of all ranks, which histograms find."""
         sums.select(0.0)
         wanted = sums.count(0.0)
         rooms = yield from step.rooms("sizes", [wanted, sums.load, wanted], None, self.numel)
         found = sums.largest(min(self.k, max(1, *rooms)))
         if sum(rooms) > self.k:
-            rooms = checked_counts("shares", (yield from largest_shares(Selection.of(*found), self.k)), self.k)
+            rooms = checked_counts("shares", (yield from largest_shares(found, self.k)), self.k)
             found = step.largest(found, rooms)
         return found, rooms
 
-    def _edge(self, step: Step, chosen: Padded, *, reevaluate: bool) -> list[Count]:
+    def _edge(self, step: Step, chosen: Entries, *, reevaluate: bool) -> list[Count]:
         """Return ``edge`` of :class:`Figures`, if it is needed: thresholds must not be learnt from rounded values."""
         if not (self.static and self.encoding.rounds):
             return []

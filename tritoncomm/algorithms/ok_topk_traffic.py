@@ -5,11 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-import torch
-
 from tritoncomm.algorithms.ok_topk_rules import Figures
 from tritoncomm.primitives import distributed_topk
-from tritoncomm.primitives.packing import Encoding, Rows
+from tritoncomm.primitives.packing import Encoding
 from tritoncomm.primitives.verdict import with_verdict
 from tritoncomm.scheduler import cost
 from tritoncomm.scheduler.cost import Flow, Forecast, both
@@ -133,7 +131,7 @@ class Caps:
 
     def _row_words(self, room: int, span: int | None) -> int:
         if span is not None:
-            return Rows(self.encoding, torch.zeros(1), span, room).words
+            return self.encoding.row_words(span, room)
         packed = "always" if self.encoding.rounds else self.encoding.packed  # see Rows
         return self.encoding._replace(packed=packed).words_at_most(self.numel, room, 1)
 

@@ -156,9 +156,9 @@ class RandomBlockAlgorithm(Algorithm):
 
     def predicted_traffic(self, world_size: int, *, ordinary: bool = False) -> Forecast:
         """See :meth:`Algorithm.predicted_traffic`. It is exact: 2k(P-1)/P words. The last block may be shorter."""
-        values = self.size if ordinary else sum(stop - start for start, stop in self.ranges(self.state.step))
         if self.goes_dense:
             return cost.dense(self.numel, world_size)
+        values = self.size if ordinary else sum(stop - start for start, stop in self.ranges(self.state.step))
         if self.recipe.values != "fp32":
             fmt, collective = FORMATS[self.recipe.values], self.is_static
             return Forecast(traffic(values, world_size, fmt=fmt, phase=_PHASE, collective=collective))

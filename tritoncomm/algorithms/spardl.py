@@ -14,8 +14,6 @@ import itertools
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import torch
-
 from tritoncomm.algorithms.base import Bounds, BudgetedAlgorithm, EntryRecipe, StaticRecipe, check, check_at_least
 from tritoncomm.algorithms.spardl_teams import Place, SparDLState, fewest, power_of_two, reduce_scatter_schedule
 from tritoncomm.algorithms.spardl_working import WorkingVector
@@ -24,14 +22,13 @@ from tritoncomm.primitives.accumulator import Accumulator
 from tritoncomm.primitives.carried import Carriers
 from tritoncomm.primitives.collectives import dense_exchange
 from tritoncomm.primitives.exchange import Step
-from tritoncomm.primitives.packing import Rows
 from tritoncomm.primitives.selection import entries_to_keep
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.primitives.verdict import with_verdict
 from tritoncomm.scheduler import cost
 from tritoncomm.scheduler.cost import Forecast, both
 from tritoncomm.scheduler.rounds import Inbox, Pattern, Round
-from tritoncomm_kernels import Padded, count_entries
+from tritoncomm_kernels import Entries, count_entries
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,8 +149,7 @@ class SparDLAlgorithm(BudgetedAlgorithm):
         _, (found, *size) = yield from step.settle(counts)
         if union is not None:
             state = state.started(place.budget, place.teams).after(size[0], place.budget, place.teams)
-        figures = working.error.figures() if step.is_exact and step.encoding.rounds else {}
-        self.report = {"delivered": float(found), "h": float(state.h), **figures}
+        self.report = {"delivered": float(found), "h": float(state.h), **step.rounding()}
         self.state = state
         return step.vector(delivered)
 
@@ -182,7 +178,7 @@ class SparDLAlgorithm(BudgetedAlgorithm):
             inbox: Inbox = yield Round("reduce-scatter", {to: message}, {source: arriving.words})
             working.step.add(arriving.decode(inbox[source]))
 
-    def _merge_recursively(self, working: WorkingVector, place: Place) -> Pattern[Padded]:
+    def _merge_recursively(self, working: WorkingVector, place: Place) -> Pattern[Entries]:
         """R-SAG: recursive doubling over the teams.
 
         In round s, 2^(s+1) ranks truncate the same entries. Each of them keeps an equal share as residual.
@@ -199,7 +195,7 @@ class SparDLAlgorithm(BudgetedAlgorithm):
             own = working.truncated(union, 1 / (2 << s) if s + 1 < rounds else None)
         return own
 
-    def _merge_by_bruck(self, working: WorkingVector, place: Place, h: int) -> Pattern[tuple[Padded, Padded]]:
+    def _merge_by_bruck(self, working: WorkingVector, place: Place, h: int) -> Pattern[tuple[Entries, Entries]]:
         """B-SAG: gather the h largest entries of every team, sum them, and truncate once.
 
         Every rank sums in ascending team order, so all ranks compute the same bits. Also returns the union, to whose
@@ -256,20 +252,16 @@ def first_room(place: Place, h: int) -> int:
 def _static_forecast(place: Place, recipe: SparDL, h: int) -> Forecast:
     """Return the exact traffic of one step. ``h`` is that of B-SAG, and 0 before the first step."""
     world_size, size, teams = place.world_size, place.team_size, place.teams
-    lows = torch.zeros(1, dtype=torch.int32)
-
-    def words(room: int) -> int:
-        return Rows(recipe.encoding, lows, place.widest, room).words
-
-    within = both(cost.bruck(words(place.room), size))
+    words = recipe.encoding.row_words(place.widest, place.room)
+    within = both(cost.bruck(words, size))
     phases = {"reduce-scatter": within, "all-gather": within}
     if teams == 1:
-        phases["all-gather"] = both(cost.all_gather(words(place.room), cost.WORD, world_size))
+        phases["all-gather"] = both(cost.all_gather(words, cost.WORD, world_size))
     elif recipe.recursive(teams):
         rounds = cost.log2(teams)
-        phases["merge"] = both(cost.messages(rounds, rounds * words(place.room)))
+        phases["merge"] = both(cost.messages(rounds, rounds * words))
     else:
-        phases["merge"] = both(cost.bruck(words(first_room(place, h)), teams))
+        phases["merge"] = both(cost.bruck(recipe.encoding.row_words(place.widest, first_room(place, h)), teams))
     if teams == 1:
         return with_verdict(Forecast(phases), world_size, phase="all-gather")
     return with_verdict(Forecast(phases), world_size)

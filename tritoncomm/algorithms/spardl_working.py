@@ -8,11 +8,12 @@ import torch
 
 from tritoncomm.algorithms.spardl_teams import Place
 from tritoncomm.primitives.blocks import Blocks
-from tritoncomm.primitives.exchange import Gathered, Step
-from tritoncomm.primitives.selection import RoundingError, among, ascending
+from tritoncomm.primitives.collectives import Gathered
+from tritoncomm.primitives.exchange import Step
+from tritoncomm.primitives.selection import among, ascending
 from tritoncomm.scheduler.rounds import Pattern
-from tritoncomm_kernels import Padded, Selection
-from tritoncomm_kernels.entries import PADDING
+from tritoncomm_kernels import Entries
+from tritoncomm_kernels.lists import PADDING
 
 
 class WorkingVector:
@@ -20,13 +21,11 @@ class WorkingVector:
 
     W is the accumulator itself. Selected entries are removed from it, and received entries are added to it. The
     accumulator remembers what each change has overwritten, and :meth:`collect_residuals` restores that. Unless a sum is
-    exactly zero, W is the same with messages of exact lengths and with fixed room. ``error`` is what rounding takes
-    away, for exact lengths only.
+    exactly zero, W is the same with messages of exact lengths and with fixed room.
     """
 
     def __init__(self, step: Step, place: Place) -> None:
         self.step, self.acc, self.place = step, step.acc, place
-        self.error = RoundingError()
         self._taken: list[torch.Tensor] = []
 
     def blocks(self, numbers: Sequence[int], h: int | None = None, room: int | None = None) -> Blocks:
@@ -38,28 +37,28 @@ class WorkingVector:
         ranges = [(cuts[b], cuts[b + 1], budgets[b] if h is None else h) for b in numbers]
         return Blocks.of(self.step, ranges, self.place.widest, room or self.place.room)
 
-    def take(self, blocks: Blocks) -> Padded:
+    def take(self, blocks: Blocks) -> Entries:
         """Return the largest entries of ``blocks``. :meth:`remove` then removes what is sent of them."""
         taken = blocks.largest()
         self.acc.remember(*taken)
         self._taken.append(taken.indices)
         return taken
 
-    def take_own(self, h: int | None = None, room: int | None = None) -> Padded:
+    def take_own(self, h: int | None = None, room: int | None = None) -> Entries:
         """Return the largest entries of this rank's block, as one list."""
         taken = self.take(self.blocks([self.place.position], h, room))
-        return Padded(*(part.reshape(-1) for part in taken))
+        return Entries(*(part.reshape(-1) for part in taken))
 
-    def remove(self, taken: Padded, sent: Padded) -> None:
+    def remove(self, taken: Entries, sent: Entries) -> None:
         """Remove those of the ``taken`` entries that were ``sent``. What rounding takes away stays."""
-        self._count(taken, sent)
+        self.step.count_rounding(taken, sent)
         self.acc.subtract(sent, rounded=self.step.encoding.rounds)
 
-    def keep_rest(self, entries: Padded, sent: Padded, share: float) -> None:
+    def keep_rest(self, entries: Entries, sent: Entries, share: float) -> None:
         """Add ``share`` times what rounding takes away from merged ``entries``, of which ``sent`` was sent."""
         if not self.step.encoding.rounds:
             return
-        self._count(entries, sent)
+        self.step.count_rounding(entries, sent)
         held = self.acc.values_at(entries.indices)
         self.acc.remember(entries.indices, held)
         self.acc.replace(*entries)
@@ -67,7 +66,7 @@ class WorkingVector:
         rest = self.acc.values_at(entries.indices)
         self.acc.replace(entries.indices, held + (rest if share == 1.0 else share * rest))
 
-    def merge(self, own: Padded, ring: Sequence[int], room: int | None = None) -> Pattern[tuple[Padded, Padded]]:
+    def merge(self, own: Entries, ring: Sequence[int], room: int | None = None) -> Pattern[tuple[Entries, Entries]]:
         """Return the sums of the ``own`` entries of all ranks in ``ring``, and what was sent of those of this rank.
 
         The ranks have the same block, and no more than ``room`` entries. By default, this is its budget.
@@ -76,7 +75,7 @@ class WorkingVector:
         bounds, room = (place.cuts[w], place.cuts[w + 1]), room or place.budget
         return (yield from self.step.merged("merge", own, bounds, room, ring, span=place.widest))
 
-    def truncated(self, union: Padded, share: float | None) -> Padded:
+    def truncated(self, union: Entries, share: float | None) -> Entries:
         """Return the largest entries of ``union``, as many as the budget. W gets ``share`` times the others."""
         place = self.place
         budgets = place.budgets * place.teams
@@ -88,13 +87,13 @@ class WorkingVector:
             self.acc.replace(kept.indices, before)
         return kept
 
-    def all_gather(self, own: Padded) -> Pattern[Gathered]:
+    def all_gather(self, own: Entries) -> Pattern[Gathered]:
         """Gather the blocks of the members of the team. All ranks gather if there is one team."""
         place = self.place
         ranges = list(zip(place.cuts, place.cuts[1:], strict=False))
         ring = None if place.teams == 1 < place.team_size else place.team  # one worker alone has nobody to tell
         order = range(place.team_size)
-        return (yield from self.step.to_all("all-gather", own, ranges, place.budgets, order=order, ring=ring))
+        return (yield from self.step.gather_parts("all-gather", own, ranges, place.budgets, order, ring))
 
     def collect_residuals(self, residuals: str, final: torch.Tensor) -> None:
         """Write the new residual. ``final`` are the indices of the result.
@@ -112,7 +111,3 @@ class WorkingVector:
         kept = ascending(final, self.acc.numel)
         for sent in self._taken:
             self.acc.clear(sent if residuals == "local" else torch.where(among(kept, sent), sent, PADDING))
-
-    def _count(self, entries: Padded, sent: Padded) -> None:
-        if self.step.is_exact and self.step.encoding.rounds:
-            self.error.add(Selection.of(*entries), Selection.of(*sent))

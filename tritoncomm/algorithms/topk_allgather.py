@@ -8,14 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-
 from tritoncomm.algorithms.base import Bounds, BudgetedAlgorithm, EntryRecipe, Stateless, StaticRecipe
 from tritoncomm.primitives.accumulator import Accumulator
 from tritoncomm.primitives.carried import Carriers
 from tritoncomm.primitives.collectives import dense_exchange
 from tritoncomm.primitives.exchange import Step
-from tritoncomm.primitives.packing import PLAIN, Encoding, Rows
+from tritoncomm.primitives.packing import PLAIN, Encoding
 from tritoncomm.primitives.selection import entries_to_keep
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.primitives.verdict import with_verdict
@@ -55,7 +53,8 @@ class TopkAllgatherAlgorithm(BudgetedAlgorithm):
         own = step.top_k(self.k)
         union, sent = yield from step.union(_PHASE, own, [self.k] * world_size)
         acc.subtract(sent, rounded=step.encoding.rounds)
-        self.report = step.rounding(own, sent)
+        step.count_rounding(own, sent)
+        self.report = step.rounding()
         yield from step.settle()
         return step.vector(union)
 
@@ -67,7 +66,7 @@ class TopkAllgatherAlgorithm(BudgetedAlgorithm):
         if self.goes_dense:
             return cost.dense(self.numel, world_size)
         if self.static:
-            words = Rows(self.encoding, torch.zeros(1), self.numel, self.k).words
+            words = self.encoding.row_words(self.numel, self.k)
             gathered = both(cost.all_gather(words, cost.WORD, world_size))
             return with_verdict(Forecast({_PHASE: gathered}), world_size, phase=_PHASE)
         return Forecast({_PHASE: both(cost.bruck(self.encoding.words(self.numel, self.k), world_size))})

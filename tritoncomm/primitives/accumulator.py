@@ -13,8 +13,8 @@ import tritoncomm_kernels as kernels
 from tritoncomm.primitives.region_cuts import offsets
 from tritoncomm.primitives.verdict import Verdict
 from tritoncomm.scheduler.span import Span
-from tritoncomm_kernels import Padded, Selection, Workspace
-from tritoncomm_kernels.select import SparseList
+from tritoncomm_kernels import Entries, Workspace
+from tritoncomm_kernels.lists import inside
 
 Answer = TypeVar("Answer")
 
@@ -52,7 +52,7 @@ class Accumulator:
         self._scale: torch.Tensor | None = None
         self._is_divided = False
         self._added = self._is_in_blocks = False
-        self._log: list[Padded] = []
+        self._log: list[Entries] = []
         self.spans: list[Span] = []
         self.selected = 0
 
@@ -134,25 +134,15 @@ class Accumulator:
         self.selected = self.numel
         return self._timed(lambda: work(self._scratch))
 
-    def at_least(self, threshold: float) -> Selection:
+    def at_least(self, threshold: float) -> Entries:
         """Return the non-zero entries with magnitude at least ``threshold``, ascending by index.
 
         NaN and Inf are always selected. The sum is not changed. If it is not computed yet, one fused pass adds and
         selects.
         """
-        return self._select(
-            lambda: kernels.accumulate_and_select(
-                self._residual,
-                self._gradient,
-                self._scratch,
-                threshold,
-                divisor=self._divisor,
-                workspace=self.workspace,
-            ),
-            lambda: kernels.select(self._scratch, threshold, divisor=self._divisor, workspace=self.workspace),
-        )
+        return self._select(kernels.accumulate_and_select, threshold)
 
-    def at_least_inside(self, threshold: float, start: int, stop: int) -> tuple[Selection, bool]:
+    def at_least_inside(self, threshold: float, start: int, stop: int) -> tuple[Entries, bool]:
         """Return the entries of :meth:`at_least` from ``start`` up to ``stop``, and whether the whole sum is finite.
 
         On a CPU, one pass over the other coordinates looks for NaN and Inf only, and selects nothing.
@@ -161,25 +151,20 @@ class Accumulator:
             passed = self.at_least(threshold)
             low, high = offsets(passed.indices, (start, stop))
             return passed.slice(low, high), not kernels.has_non_finite(passed.values)
-        before, inside, after = self._parts(start, stop)
-        own = inside.at_least(threshold)
+        before, middle, after = self._parts(start, stop)
+        own = middle.at_least(threshold)
         finite = [part.is_finite() for part in (before, after)]  # each of them adds its part of the sum
-        self.absorb(before, inside, after)
+        self.absorb(before, middle, after)
         return own._replace(indices=own.indices + start), all(finite) and not kernels.has_non_finite(own.values)
 
-    def top_k(self, k: int) -> Selection:
+    def top_k(self, k: int) -> Entries:
         """Return the ``k`` entries of largest magnitude, ascending by index.
 
         Ties go to the lower index. Zeros are never selected.
         """
-        return self._select(
-            lambda: kernels.accumulate_top_k(
-                self._residual, self._gradient, self._scratch, k, divisor=self._divisor, workspace=self.workspace
-            ),
-            lambda: kernels.top_k(self._scratch, k, divisor=self._divisor, workspace=self.workspace),
-        )
+        return self._select(kernels.accumulate_top_k, k)
 
-    def top_k_blocks(self, bounds: Sequence[int], budgets: Sequence[int], terms: Sequence[Padded] = ()) -> Selection:
+    def top_k_blocks(self, bounds: Sequence[int], budgets: Sequence[int], terms: Sequence[Entries] = ()) -> Entries:
         """Return the ``budgets[i]`` largest entries from ``bounds[i]`` up to ``bounds[i + 1]``, after adding ``terms``.
 
         The sum gets those entries of ``terms`` that are in the blocks, list by list, and :meth:`undo` takes them back.
@@ -190,7 +175,7 @@ class Accumulator:
             self._add()
         self._is_in_blocks = self._is_in_blocks or not self._added
         start, stop = bounds[0], bounds[-1]
-        own, inside = slice(start, stop), _entries_between(terms, start, stop)
+        own, added = slice(start, stop), inside(terms, start, stop)
         gradient, base = (self._gradient, self._residual) if self._is_in_blocks else (None, self._scratch)
         entries = self._timed(
             lambda: kernels.accumulate_top_k_segments(
@@ -199,14 +184,14 @@ class Accumulator:
                 self._scratch[own],
                 [bound - start for bound in bounds],
                 budgets,
-                inside,
+                added,
                 workspace=self.workspace,
             )
         )
-        for indices, values in inside:
+        for indices, values in added:
             self.remember(indices + start)
             self.add(indices + start, values)
-        self.selected += entries.found
+        self.selected += entries.room
         return entries._replace(indices=entries.indices + start)
 
     def values_at(self, indices: torch.Tensor) -> torch.Tensor:
@@ -217,30 +202,23 @@ class Accumulator:
 
     def remember(self, indices: torch.Tensor, values: torch.Tensor | None = None) -> None:
         """Let :meth:`undo` restore the sum at ``indices``, where it is ``values`` now. By default, they are read."""
-        self._log.append(Padded(indices, self.values_at(indices) if values is None else values))
+        self._log.append(Entries(indices, self.values_at(indices) if values is None else values))
 
     def undo(self) -> None:
         """Restore what :meth:`remember` was given, the latest first."""
         while self._log:
             self.replace(*self._log.pop())
 
-    def top_k_padded(self, k: int) -> Padded:
+    def top_k_padded(self, k: int) -> Entries:
         """Return the result of :meth:`top_k` with room for ``k`` entries. Nothing waits for a GPU."""
-        gradient, base = (None, self._scratch) if self._added else (self._gradient, self._residual)
-        entries = self._timed(
-            lambda: kernels.top_k_padded(
-                base, gradient, self._scratch, k, divisor=self._divisor, workspace=self.workspace
-            )
-        )
-        self.selected = k
-        return entries
+        return self._select(kernels.top_k_padded, k)
 
     def clear(self, indices: torch.Tensor) -> None:
         """Set the sum to zero at ``indices``, because these entries have been delivered. Padding is ignored."""
         self._add_undivided()
         self._timed(lambda: kernels.set_at(self._scratch, indices))
 
-    def subtract(self, delivered: Selection | Padded, *, rounded: bool) -> None:
+    def subtract(self, delivered: Entries, *, rounded: bool) -> None:
         """Remove the ``delivered`` entries from the sum.
 
         If values were ``rounded``, they are subtracted, and the exact difference stays. Otherwise the sum becomes zero
@@ -259,7 +237,7 @@ class Accumulator:
     def replace(self, indices: torch.Tensor, values: torch.Tensor) -> None:
         """Overwrite the sum at ``indices`` (unique) with ``values``. Padding is ignored."""
         self._add()
-        self._timed(lambda: kernels.set_at(self._scratch, Padded(indices, values)))
+        self._timed(lambda: kernels.set_at(self._scratch, Entries(indices, values)))
 
     def replace_range(self, start: int, values: torch.Tensor) -> None:
         """Overwrite the sum with ``values``, from coordinate ``start`` on."""
@@ -277,7 +255,7 @@ class Accumulator:
         if self.verdict is None:
             self._timed(lambda: kernels.scatter_add(self._scratch, indices, values if scale == 1.0 else scale * values))
         else:
-            rows = Padded(indices, values)
+            rows = Entries(indices, values)
             self._timed(lambda: kernels.add_rows(self._scratch, rows, scale=scale, workspace=self.workspace))
 
     def clear_all(self) -> None:
@@ -288,7 +266,7 @@ class Accumulator:
 
     def is_finite(self) -> bool:
         """Return False if the sum contains a NaN or Inf. If the sum is not computed yet, one pass adds and checks."""
-        return self.at_least(math.inf).found == 0
+        return self.at_least(math.inf).room == 0
 
     def finite_flag(self) -> torch.Tensor:
         """Return the result of :meth:`is_finite` as a tensor, bool ``[]``. Nothing waits for a GPU."""
@@ -299,15 +277,14 @@ class Accumulator:
 
     def _parts(self, *cuts: int) -> list[Accumulator]:
         """Return accumulators for the coordinates between ``cuts``. They share memory with this one."""
-        return [self._between(start, stop) for start, stop in itertools.pairwise((0, *cuts, self.numel))]
-
-    def _between(self, start: int, stop: int) -> Accumulator:
-        own = slice(start, stop)
-        part = Accumulator(self._residual[own], self._gradient[own], self._scratch[own], self.workspace, self.verdict)
-        part._added = self._added
-        part._scale = None if self._scale is None else self._scale[own]
-        part._is_divided = self._is_divided
-        return part
+        parts = []
+        for own in itertools.starmap(slice, itertools.pairwise((0, *cuts, self.numel))):
+            memory = self._residual[own], self._gradient[own], self._scratch[own]
+            part = Accumulator(*memory, self.workspace, self.verdict)
+            part._added, part._is_divided = self._added, self._is_divided
+            part._scale = None if self._scale is None else self._scale[own]
+            parts.append(part)
+        return parts
 
     def _add(self) -> None:
         """Compute the sum, in the units of this accumulator."""
@@ -330,24 +307,18 @@ class Accumulator:
             return values * divisor.index_select(0, indices)
         return values * kernels.values_at(divisor, indices)
 
-    def _select(self, first: Callable[[], Selection], again: Callable[[], Selection]) -> Selection:
-        selection = self._timed(again if self._added else first)
-        self.selected = selection.found
+    def _select(self, operation: Callable[..., Entries], limit: float) -> Entries:
+        """Return the result of an operation of the kernels, which first adds what is not added yet."""
+        base, gradient = (self._scratch, None) if self._added else (self._residual, self._gradient)
+        selection = self._timed(
+            lambda: operation(base, gradient, self._scratch, limit, divisor=self._divisor, workspace=self.workspace)
+        )
+        self.selected = selection.indices.shape[0]
         return selection
 
     def _timed(self, work: Callable[[], Answer]) -> Answer:
         span = Span(self.device)
         answer = work()
         self._added = True
-        self.spans += [span.end()]
+        self.spans.append(span.end())
         return answer
-
-
-def _entries_between(lists: Sequence[Padded], start: int, stop: int) -> list[SparseList]:
-    """Return the parts of ``lists`` from ``start`` up to ``stop``, counted from ``start``, without empty ones."""
-    parts = []
-    for indices, values in lists:
-        low, high = offsets(indices, (start, stop))
-        if low < high:
-            parts.append((indices[low:high] - start, values[low:high]))
-    return parts

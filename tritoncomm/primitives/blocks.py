@@ -9,9 +9,9 @@ from collections.abc import Sequence
 import torch
 
 import tritoncomm_kernels as kernels
-from tritoncomm.primitives.exchange import ExactStep, FixedStep, Step, tight
+from tritoncomm.primitives.exchange import FixedStep, Step
 from tritoncomm.primitives.packing import Sections, runs
-from tritoncomm_kernels import Padded, Selection
+from tritoncomm_kernels import Entries
 
 Ranges = Sequence[tuple[int, int, int]]
 
@@ -31,13 +31,12 @@ class Blocks(ABC):
 
         With fixed room, a message has ``room`` slots in ``span`` coordinates for each block.
         """
-        if isinstance(step, ExactStep):
-            return _ExactBlocks(step, ranges)
-        assert isinstance(step, FixedStep)
-        return _FixedBlocks(step, ranges, span, room)
+        if isinstance(step, FixedStep):
+            return _FixedBlocks(step, ranges, span, room)
+        return _ExactBlocks(step, ranges)
 
     @abstractmethod
-    def largest(self) -> Padded:
+    def largest(self) -> Entries:
         """Return the largest entries of each block of the accumulator, as many as its budget.
 
         The blocks then have what :meth:`Step.add` was given for them. With fixed room, there is one row for each block,
@@ -45,11 +44,11 @@ class Blocks(ABC):
         """
 
     @abstractmethod
-    def encode(self, entries: Padded) -> tuple[torch.Tensor, Padded]:
+    def encode(self, entries: Entries) -> tuple[torch.Tensor, Entries]:
         """Return the message (int32 ``[words]``) with the ``entries`` of :meth:`largest`, and what receivers get."""
 
     @abstractmethod
-    def decode(self, message: torch.Tensor) -> Padded:
+    def decode(self, message: torch.Tensor) -> Entries:
         """Return the entries of a received ``message``.
 
         With fixed room, an index between the end of a block and its span is not rejected.
@@ -59,26 +58,26 @@ class Blocks(ABC):
 class _ExactBlocks(Blocks):
     """Blocks whose message has the exact length of their budgets."""
 
-    def __init__(self, step: ExactStep, ranges: Ranges) -> None:
+    def __init__(self, step: Step, ranges: Ranges) -> None:
         self._step, self._ranges = step, ranges
         self._sections = Sections(step.encoding, ranges)
         self.words = self._sections.words
 
-    def largest(self) -> Padded:
+    def largest(self) -> Entries:
         parts = [
             self._step.acc.top_k_blocks(
                 [run[0][0], *(high for _, high, _ in run)], [budget for *_, budget in run], self._step.terms
             )
             for run in runs(self._ranges)
         ]
-        return tight(Selection.join(parts))
+        return Entries.join(parts)
 
-    def encode(self, entries: Padded) -> tuple[torch.Tensor, Padded]:
+    def encode(self, entries: Entries) -> tuple[torch.Tensor, Entries]:
         message, sent = self._sections.encode(*entries)
-        return message, tight(sent)
+        return message, sent
 
-    def decode(self, message: torch.Tensor) -> Padded:
-        return tight(self._sections.decode(message))
+    def decode(self, message: torch.Tensor) -> Entries:
+        return self._sections.decode(message)
 
 
 class _FixedBlocks(Blocks):
@@ -92,14 +91,14 @@ class _FixedBlocks(Blocks):
         self._selected = [*first, *((first[-1][1], run[0][0], 0) for run in others), *itertools.chain(*others)]
         self.words = len(ranges) * step.rows([], room, divisor=1, span=span).words
 
-    def largest(self) -> Padded:
+    def largest(self) -> Entries:
         acc = self._step.acc
         bounds = kernels.constant([self._selected[0][0], *(high for _, high, _ in self._selected)], acc.device)
         budgets = kernels.constant([budget for *_, budget in self._selected], acc.device)
         acc.selected += sum(min(self._room, budget) for *_, budget in self._ranges)
         return kernels.top_k_rows(acc.dense(), bounds, budgets, self._room, workspace=acc.workspace)
 
-    def encode(self, entries: Padded) -> tuple[torch.Tensor, Padded]:
+    def encode(self, entries: Entries) -> tuple[torch.Tensor, Entries]:
         ranges = [bounds[:2] for bounds in self._selected]
         rows = self._step.rows(ranges, self._room, divisor=1, span=self._span)
         message, sent = rows.encode(entries, workspace=self._step.acc.workspace)
@@ -107,6 +106,6 @@ class _FixedBlocks(Blocks):
             message = torch.cat([message[: self._gap], message[self._gap + 1 :]])
         return message.reshape(-1), sent
 
-    def decode(self, message: torch.Tensor) -> Padded:
+    def decode(self, message: torch.Tensor) -> Entries:
         ranges = [(low, low + self._span) for low, *_ in self._ranges]
         return self._step.read(message.view(len(ranges), -1), ranges, self._span, self._room, divisor=1)

@@ -14,12 +14,12 @@ from tritoncomm.primitives import packing
 from tritoncomm.primitives.accumulator import Accumulator
 from tritoncomm.primitives.packing import Encoding, Section, Sections, quotients
 from tritoncomm.primitives.region_cuts import balanced_pieces, balanced_sizes, moves
-from tritoncomm.primitives.selection import before_rounding
+from tritoncomm.primitives.selection import NO_KEY, before_rounding
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.primitives.verdict import REJECTED, non_finite
 from tritoncomm.scheduler.ranks import named
 from tritoncomm.scheduler.rounds import AllGather, AllReduce, AllToAll, Inbox, Pattern, Post, Round, Wait, read
-from tritoncomm_kernels import Padded, Selection
+from tritoncomm_kernels import Entries
 
 OVERFLOW = "hold a sum of finite gradients that overflows"
 NON_FINITE = -1  # sent in place of a count, so that a NaN or Inf is reported without an extra message
@@ -172,8 +172,8 @@ def checked_counts(phase: str, counts: list[int], limit: int) -> list[int]:
 
 
 def gather_blocks(
-    block: Selection, sizes: Sequence[int], numel: int, rank: int, world_size: int, *, phase: str
-) -> Pattern[Selection]:
+    block: Entries, sizes: Sequence[int], numel: int, rank: int, world_size: int, *, phase: str
+) -> Pattern[Entries]:
     """All-gather the entries of all ranks. Return them in rank order.
 
     Rank r holds a part of the vector, with ``sizes[r]`` entries. The parts are consecutive in rank order.
@@ -181,7 +181,7 @@ def gather_blocks(
     words = [2 * size for size in sizes]
     message = packing.encode(block.indices, block.values)
     blocks = yield from bruck_all_gather(message, words, rank, world_size, phase=phase)
-    gathered = Selection.of(*packing.decode_parts(blocks))
+    gathered = Entries(*packing.decode_parts(blocks))
     packing.check_indices(gathered.indices, 0, numel)
     return gathered
 
@@ -217,20 +217,20 @@ class Regions(NamedTuple):
 
 
 class Gathered(NamedTuple):
-    """The entries of all ranks, and the part of ``own`` entries that was ``sent`` (see :meth:`Sections.encode`).
+    """Entries of all ranks, as one ascending list: means if values are rounded, else sums.
 
-    ``least`` is the smallest magnitude of the entries of all ranks before rounding. It is infinite without entries, and
-    None if values are not rounded.
+    ``own`` are those of this rank, ``sent`` those of them that were sent, with the values that arrive. ``least`` is the
+    key of the smallest magnitude of all ranks before rounding (int32 ``[1]``), or None if it is unknown.
     """
 
-    entries: Selection
-    own: Selection
-    sent: Selection
-    least: float | None
+    entries: Entries
+    own: Entries
+    sent: Entries
+    least: torch.Tensor | None = None
 
 
 def gather_regions(
-    block: Selection, regions: Regions, rank: int, world_size: int, *, trigger: float, width: int, phase: str
+    block: Entries, regions: Regions, rank: int, world_size: int, *, trigger: float, width: int, phase: str
 ) -> Pattern[Gathered]:
     """All-gather the entries of all ranks' regions. Balance the blocks first if their sizes are uneven.
 
@@ -238,9 +238,9 @@ def gather_regions(
     bucket of the rotation.
     """
     sizes, total = regions.sizes, sum(regions.sizes)
-    if sizes[rank] != block.found:
+    if sizes[rank] != block.indices.shape[0]:
         raise ProtocolMismatchError(
-            f"phase {phase!r}: received sizes {sizes}, but rank {named([rank])[0]} has {block.found} entries to send"
+            f"phase {phase!r}: received sizes {sizes}, but rank {named([rank])[0]} has {block.room} entries to send"
         )
     balanced = max(sizes) > max(trigger * total / world_size, -(-total // world_size))
     if balanced:
@@ -248,16 +248,13 @@ def gather_regions(
         sizes = balanced_sizes(total, world_size)
     if not regions.encoding.packed:
         entries = yield from gather_blocks(block, sizes, regions.cuts[-1], rank, world_size, phase=phase)
-        return Gathered(entries, block, block, None)
+        return Gathered(entries, block, block)
     layouts = regions.blocks(balanced=balanced)
     message, sent = layouts[rank].encode(block.indices, block.values)
     extra = int(regions.encoding.rounds)
     if extra:  # thresholds must not be learnt from rounded values
-        least = (
-            sent_magnitudes(block, sent).min()
-            if sent.found
-            else torch.tensor(math.inf, dtype=torch.float32, device=message.device)
-        )
+        magnitudes = sent_magnitudes(block, sent)
+        least = magnitudes.min() if sent.indices.shape[0] else magnitudes.new_tensor(math.inf)
         message = torch.cat([message, least.reshape(1).view(torch.int32)]) if message.numel() else message
     words = [layout.words + extra if layout.words else 0 for layout in layouts]
     blocks = yield from bruck_all_gather(message, words, rank, world_size, phase=phase)
@@ -267,27 +264,34 @@ def gather_regions(
     for source, (layout, part) in enumerate(zip(layouts, blocks, strict=True)):
         if source != rank:
             parts[source] = layout.decode(part[: layout.words])
-    entries = Selection.join(parts)
+    entries = Entries.join(parts)
     if balanced:  # several blocks hold parts of one region, and each was checked by itself
         packing.check_indices(entries.indices, 0, regions.cuts[-1])
-    smallest = min((_least(part) for part in blocks if part.numel()), default=math.inf) if extra else math.inf
-    return Gathered(entries, block, sent, smallest if extra else None)
+    return Gathered(entries, block, sent, _least_key(blocks) if extra else None)
 
 
-def _least(message: torch.Tensor) -> float:
-    """Return the smallest magnitude of a block before rounding, which is the last word of its ``message``."""
-    least = float(message[-1:].view(torch.float32))
-    if not least > 0:
-        raise ProtocolMismatchError(f"phase 'all-gather': received {least} as smallest magnitude: it must be above 0")
-    return least
+def _least_key(blocks: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return :attr:`Gathered.least`. The last word of a block is its smallest magnitude, infinite without entries."""
+    least = math.inf
+    for block in blocks:
+        if block.shape[0]:
+            own = float(block[-1:].view(torch.float32))
+            if not own > 0:
+                raise ProtocolMismatchError(
+                    f"phase 'all-gather': received {own} as smallest magnitude: it must be above 0"
+                )
+            least = min(least, own)
+    if least == math.inf:
+        return torch.tensor([NO_KEY], dtype=torch.int32)
+    return torch.tensor([least], dtype=torch.float32).view(torch.int32)
 
 
-def sent_magnitudes(entries: Selection, sent: Selection) -> torch.Tensor:
+def sent_magnitudes(entries: Entries, sent: Entries) -> torch.Tensor:
     """Return the magnitudes of those ``entries`` that were ``sent``, before rounding."""
     return before_rounding(entries, sent).abs()
 
 
-def _balance(block: Selection, regions: Regions, rank: int, world_size: int, width: int) -> Pattern[Selection]:
+def _balance(block: Entries, regions: Regions, rank: int, world_size: int, width: int) -> Pattern[Entries]:
     """Move entries until all ranks hold equal shares in the same order (Ok-Topk, "data balancing").
 
     Values are not rounded on this way.
@@ -304,10 +308,10 @@ def _balance(block: Selection, regions: Regions, rank: int, world_size: int, wid
         parts.update((source, section(source, arriving[source]).decode(part)) for source, part in arrived.items())
 
     slices = {p: block.slice(start, stop) for p, (start, stop) in leaving.items()}
-    sends = {p: section(rank, part.found).encode(part.indices, part.values)[0] for p, part in slices.items()}
+    sends = {p: section(rank, part.room).encode(part.indices, part.values)[0] for p, part in slices.items()}
     receives = {p: section(p, count).words for p, count in arriving.items() if p != rank}
     yield from rotate(sends, receives, keep, rank, world_size, width=width, phase="balance")
-    return Selection.join([block.slice(0, 0), *(parts[p] for p in sorted(parts))])
+    return Entries.join([block.slice(0, 0), *(parts[p] for p in sorted(parts))])
 
 
 def shared_mean(
@@ -318,16 +322,9 @@ def shared_mean(
     A rank that is not ``finite`` (bool ``[]``) sends NaN, even if its NaN or Inf is at another coordinate. All ranks
     then see NaN in the sum and raise :class:`~tritoncomm.NonFiniteError`.
     """
-    total = torch.where(finite, values, torch.nan)
-    if world_size > 1:
-        total = yield AllReduce(phase, total)
-    if acc.verdict is not None:
-        acc.verdict.check_result(total)
-        yield from acc.verdict.settle(world_size)
-        return SparseVector.padded(Padded(indices, quotients(total, world_size)), acc.numel)
-    if kernels.has_non_finite(total):
-        raise NonFiniteError(REJECTED)
-    return SparseVector(indices, quotients(total, world_size), acc.numel)
+    total = yield from _summed(torch.where(finite, values, torch.nan), acc, world_size, phase)
+    entries = Entries(indices, quotients(total, world_size))
+    return SparseVector(*entries, acc.numel) if acc.verdict is None else SparseVector.padded(entries, acc.numel)
 
 
 def dense_exchange(acc: Accumulator, world_size: int) -> Pattern[SparseVector]:
@@ -336,14 +333,19 @@ def dense_exchange(acc: Accumulator, world_size: int) -> Pattern[SparseVector]:
     A NaN or Inf on any rank makes the sum non-finite on every rank. All ranks then raise
     :class:`~tritoncomm.NonFiniteError`, and no flag is needed.
     """
-    total = acc.dense()
-    if world_size > 1 and acc.numel:
-        total = yield AllReduce("all-reduce", total)
-    if acc.verdict is not None:
-        acc.verdict.check_result(total)
-        yield from acc.verdict.settle(world_size)
-    elif kernels.has_non_finite(total):
-        raise NonFiniteError(REJECTED)
+    total = yield from _summed(acc.dense(), acc, world_size, "all-reduce")
     mean = SparseVector.full(quotients(total, world_size))
     acc.clear_all()
     return mean
+
+
+def _summed(values: torch.Tensor, acc: Accumulator, world_size: int, phase: str) -> Pattern[torch.Tensor]:
+    """Return the sum of all ranks' ``values``. All ranks reject the step if it has a NaN or Inf."""
+    if world_size > 1 and values.numel():
+        values = yield AllReduce(phase, values)
+    if acc.verdict is not None:
+        acc.verdict.check_result(values)
+        yield from acc.verdict.settle(world_size)
+    elif kernels.has_non_finite(values):
+        raise NonFiniteError(REJECTED)
+    return values

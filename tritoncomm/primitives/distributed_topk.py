@@ -13,7 +13,7 @@ import tritoncomm_kernels as kernels
 from tritoncomm.scheduler import cost
 from tritoncomm.scheduler.cost import Forecast, both
 from tritoncomm.scheduler.rounds import AllGather, AllReduce, Pattern, read
-from tritoncomm_kernels import Selection
+from tritoncomm_kernels import Entries
 
 # The 31 bits of a magnitude are split into four digits, the exponent and three of the mantissa: lowest bit and width of
 # each. The counts of a digit are short, so that they are sent to all ranks at once, see
@@ -23,7 +23,7 @@ _DIGITS = ((23, 8), (15, 8), (7, 8), (0, 7))
 _COUNT_BYTES = 4
 
 
-def largest_shares(own: Selection, k: int) -> Pattern[list[int]]:
+def largest_shares(own: Entries, k: int) -> Pattern[list[int]]:
     """Return how many of the ``k`` largest entries of all ranks each rank holds.
 
     ``own`` holds this rank's entries. A rank contributes its largest ones. Ties go to the lower rank. This is the lower

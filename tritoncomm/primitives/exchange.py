@@ -8,10 +8,7 @@ residual, and collectives replace messages between two ranks. If all entries hav
 from __future__ import annotations
 
 import itertools
-import math
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 
@@ -20,6 +17,7 @@ from tritoncomm.errors import NonFiniteError, ProtocolMismatchError
 from tritoncomm.primitives.accumulator import Accumulator
 from tritoncomm.primitives.collectives import (
     OVERFLOW,
+    Gathered,
     Regions,
     bruck_all_gather,
     checked_counts,
@@ -29,39 +27,28 @@ from tritoncomm.primitives.collectives import (
     share_rows,
 )
 from tritoncomm.primitives.packing import NO_VALUES, Encoding, Rows, quotients
-from tritoncomm.primitives.region_cuts import offsets, region_starts, trimmed_sizes, widest
+from tritoncomm.primitives.region_cuts import offsets, trimmed_sizes, widest
 from tritoncomm.primitives.region_sums import Count, DenseSums, ListedSums, OwnedSums, RegionSums
-from tritoncomm.primitives.selection import NO_KEY, among, ascending, before_rounding, only, rounding_figures
+from tritoncomm.primitives.selection import RoundingError, among, ascending, before_rounding
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.primitives.verdict import REJECTED, SUMS_OVERFLOW, Verdict, non_finite
 from tritoncomm.scheduler.ranks import named
 from tritoncomm.scheduler.rounds import AllGather, AllToAll, Inbox, Pattern, read
-from tritoncomm_kernels import Padded, Selection
-from tritoncomm_kernels.entries import PADDING
+from tritoncomm_kernels import Entries
+from tritoncomm_kernels.lists import PADDING
 
 Ranges = Sequence[tuple[int, int]]
+Ring = Sequence[int] | None  # the ranks that gather, by position
 # Sums of 2^126 and more count as overflow if values are rounded, because what rounding cuts off must not overflow in
 # the residual. This factor makes them infinite.
 _ROUNDED_MARGIN = 4.0
 
 
-class Gathered(NamedTuple):
-    """Entries of all ranks, as one ascending list: means if values are rounded, else sums.
+class Step:
+    """One step of one rank, in messages of exact lengths. The receiver of a malformed message raises the error.
 
-    ``own`` are those of this rank, ``sent`` those of them that were sent, with the values that arrive. ``least`` is the
-    key of the smallest magnitude of all ranks before rounding (int32 ``[1]``), or None if it is unknown.
-    """
-
-    entries: Padded
-    own: Padded
-    sent: Padded
-    least: torch.Tensor | None = None
-
-
-class Step(ABC):
-    """One step of one rank. Lists of entries are :class:`~tritoncomm_kernels.Padded`.
-
-    With exact lengths, a list has no padding. With fixed room, only the device knows where padding begins.
+    With exact lengths, a list of entries has no padding. With fixed room (:class:`FixedStep`), only the device knows
+    where padding begins.
     ``encoding`` is the format of messages. A single worker neither packs nor rounds. ``width`` is the number of
     messages between two ranks that are in transit together. ``is_finite`` says that this rank has found no NaN or Inf.
     ``figures`` (integers ``[world_size, figures]``) are those of :meth:`settle`.
@@ -69,70 +56,70 @@ class Step(ABC):
 
     figures: torch.Tensor
 
-    def __init__(self, acc: Accumulator, encoding: Encoding, rank: int, world_size: int, width: int) -> None:
+    def __init__(self, acc: Accumulator, encoding: Encoding, rank: int, world_size: int, width: int = 1) -> None:
         alone = Encoding(NO_VALUES if encoding.values == NO_VALUES else "fp32")
         self.encoding = encoding if world_size > 1 else alone
         self.acc, self.rank, self.world_size, self.width = acc, rank, world_size, width
         self.is_finite = True
+        self._rounding = RoundingError()
+        self._rows: list[list[int]] = [[] for _ in range(world_size)]
+        self._reason = "hold a NaN or Inf gradient"
+        self.terms: list[Entries] = []  # for the selection of blocks, which adds them in its pass
 
     @staticmethod
     def of(acc: Accumulator, encoding: Encoding, rank: int, world_size: int, width: int = 1) -> Step:
         """Return the step for ``acc``: with fixed room if it has a verdict, otherwise with exact lengths."""
         if acc.verdict is None:
-            return ExactStep(acc, encoding, rank, world_size, width)
+            return Step(acc, encoding, rank, world_size, width)
         return FixedStep(acc, acc.verdict, encoding, rank, world_size, width)
-
-    @property
-    def is_exact(self) -> bool:
-        """True if messages have exact lengths."""
-        return isinstance(self, ExactStep)
 
     @property
     def divisor(self) -> int:
         """What receivers divide values by. Rounded values travel as means: a quotient of one would not be exact."""
         return self.world_size if self.encoding.rounds else 1
 
-    def vector(self, entries: Padded) -> SparseVector:
+    def vector(self, entries: Entries) -> SparseVector:
         """Return the result of the step: the mean, of ``entries`` that hold means if values are rounded, else sums."""
         if self.world_size > 1 and not self.encoding.rounds:
             entries = entries._replace(values=quotients(entries.values, self.world_size))
         return self._vector(entries)
 
-    @abstractmethod
-    def _vector(self, entries: Padded) -> SparseVector:
-        """Return ``entries`` as a sparse vector."""
-
-    @abstractmethod
-    def top_k(self, k: int) -> Padded:
+    def top_k(self, k: int) -> Entries:
         """Return the ``k`` largest entries of the accumulator."""
+        return self.acc.top_k(k)
 
-    @abstractmethod
-    def at_least(self, threshold: float, most: int) -> Padded:
+    def at_least(self, threshold: float, most: int) -> Entries:
         """Return the entries of the accumulator that reach ``threshold``, but only the ``most`` largest of them."""
+        return kernels.largest(self.acc.at_least(threshold), most, workspace=self.acc.workspace)
 
-    @abstractmethod
     def check_gradient(self, values: torch.Tensor) -> None:
         """Let all ranks reject the step if one of ``values``, which this rank has selected, is NaN or Inf.
 
         A selection includes every NaN and Inf.
         """
+        self.is_finite = not kernels.has_non_finite(values)
 
-    @abstractmethod
     def check_sums(self, sums: torch.Tensor) -> None:
         """Let all ranks, which hold the same ``sums``, reject the step if one of them is NaN or Inf."""
+        if kernels.has_non_finite(sums):
+            raise NonFiniteError(SUMS_OVERFLOW)
 
-    @abstractmethod
     def check_result(self, values: torch.Tensor) -> None:
         """Let all ranks, which hold the same ``values``, reject the step if one is NaN or Inf, whatever its origin."""
+        if kernels.has_non_finite(values):
+            raise NonFiniteError(REJECTED)
 
-    @abstractmethod
-    def add(self, entries: Padded) -> None:
+    def add(self, entries: Entries) -> None:
         """Add received ``entries`` to the accumulator, until its :meth:`~Accumulator.undo`.
 
         Their coordinates are in :class:`~tritoncomm.primitives.blocks.Blocks` of which none is selected yet.
         """
+        self.terms.append(entries)
 
-    @abstractmethod
+    def _check_own_sums(self, sums: torch.Tensor) -> None:
+        self.is_finite = not kernels.has_non_finite(sums * _ROUNDED_MARGIN if self.encoding.rounds else sums)
+        self._reason = OVERFLOW
+
     def rooms(self, phase: str, figures: Sequence[Count], room: int | None, total: int) -> Pattern[list[int]]:
         """Return the number of slots of each rank's message.
 
@@ -141,125 +128,6 @@ class Step(ABC):
         If it is None, the slots are the numbers of entries, too. The figures travel with the last message.
         :meth:`settle` returns those of all ranks.
         """
-
-    @abstractmethod
-    def largest(self, entries: Padded, counts: Sequence[int], room: int | None = None) -> Padded:
-        """Return as many of the largest ``entries`` as ``counts`` has for this rank.
-
-        With fixed room, the list has ``room``. By default it is that for the largest of ``counts``, but no more than
-        that of ``entries``.
-        """
-
-    @abstractmethod
-    def to_owners(self, phase: str, entries: Padded, cuts: Sequence[int], room: int | None) -> Pattern[OwnedSums]:
-        """Send ``entries`` to the owners of their regions, between ``cuts``. Return the sums of this rank's region.
-
-        No owner gets more than the ``room`` largest ones, if that is given. Terms are added in rotation order: those of
-        rank r, r-1, r-2, ..., regardless of the order of arrival.
-        """
-
-    @abstractmethod
-    def to_all(
-        self,
-        phase: str,
-        entries: Padded,
-        ranges: Ranges,
-        rooms: Sequence[int],
-        *,
-        order: Sequence[int] | None = None,
-        limit: int | None = None,
-        trigger: float = math.inf,
-        figures: Sequence[Count] = (),
-        ring: Sequence[int] | None = None,
-    ) -> Pattern[Gathered]:
-        """Gather the entries of all ranks, whose ranges are disjoint.
-
-        Args:
-            phase: Name of the messages.
-            entries: Those of this rank.
-            ranges: Where the entries of each rank lie: from the first number up to the second.
-            rooms: Slots of each rank's message. With exact lengths, they are numbers of entries.
-            order: The order of ranks in which indices ascend. By default it is that of their numbers.
-            limit: With fixed room, the largest entries are returned, as many as this.
-            trigger: With exact lengths and no ``order``, messages are balanced first if one exceeds so many times the
-                mean. No entry of fixed room moves, because all messages have the same length.
-            figures: With fixed room, further figures for :meth:`settle`.
-            ring: The ranks that gather, if it is not all of them. ``ranges``, ``rooms`` and ``order`` are then by
-                position in the ring.
-        """
-
-    @abstractmethod
-    def union(self, phase: str, entries: Padded, rooms: Sequence[int]) -> Pattern[tuple[Padded, Padded]]:
-        """Gather the entries of all ranks. Return their union with the sums, and what was sent of ``entries``.
-
-        The message of rank r has ``rooms[r]`` slots. Terms are added in rank order, so all ranks get the same bits. If
-        an entry or a sum is NaN or Inf, all ranks reject the step: every selection includes NaN and Inf.
-        """
-
-    @abstractmethod
-    def merged(
-        self, phase: str, entries: Padded, bounds: tuple[int, int], room: int, ring: Sequence[int], *, span: int
-    ) -> Pattern[tuple[Padded, Padded]]:
-        """Do the same as :meth:`union` between the ranks of ``ring``, without a check.
-
-        All entries lie inside of ``bounds``, and no rank has more than ``room``. Terms are added in the order of the
-        ring. With fixed room, messages are those for ``span`` coordinates, and no index beyond ``bounds`` is rejected.
-        """
-
-    @abstractmethod
-    def subtract(self, sent: Padded, result: Padded) -> None:
-        """Remove those of the ``sent`` entries that are in ``result`` from the accumulator."""
-
-    @abstractmethod
-    def rest(self, gathered: Gathered) -> Padded:
-        """Return what rounding has cut off from the sums of this rank that are in the result."""
-
-    @abstractmethod
-    def rounding(self, entries: Padded, sent: Padded) -> dict[str, float]:
-        """Return figures about what rounding takes from ``entries``, of which ``sent`` was sent. Exact lengths only."""
-
-    @abstractmethod
-    def settle(self, own: Sequence[Count] = ()) -> Pattern[tuple[list[list[int]], list[int]]]:
-        """Return the figures of all ranks, ``[world_size][figures]``, and ``own`` numbers of this rank.
-
-        This ends the step. With fixed room, the host waits for a GPU here, and all ranks raise the same error.
-        """
-
-
-class ExactStep(Step):
-    """Messages of exact lengths. The receiver of a malformed message raises the error."""
-
-    def __init__(self, acc: Accumulator, encoding: Encoding, rank: int, world_size: int, width: int = 1) -> None:
-        super().__init__(acc, encoding, rank, world_size, width)
-        self._rows: list[list[int]] = [[] for _ in range(world_size)]
-        self._reason = "hold a NaN or Inf gradient"
-        self.terms: list[Padded] = []  # for the selection of blocks, which adds them in its pass
-
-    def top_k(self, k: int) -> Padded:
-        return tight(self.acc.top_k(k))
-
-    def at_least(self, threshold: float, most: int) -> Padded:
-        return tight(kernels.largest(self.acc.at_least(threshold), most, workspace=self.acc.workspace))
-
-    def check_gradient(self, values: torch.Tensor) -> None:
-        self.is_finite = not kernels.has_non_finite(values)
-
-    def check_sums(self, sums: torch.Tensor) -> None:
-        if kernels.has_non_finite(sums):
-            raise NonFiniteError(SUMS_OVERFLOW)
-
-    def check_result(self, values: torch.Tensor) -> None:
-        if kernels.has_non_finite(values):
-            raise NonFiniteError(REJECTED)
-
-    def add(self, entries: Padded) -> None:
-        self.terms.append(entries)
-
-    def _check_own_sums(self, sums: torch.Tensor) -> None:
-        self.is_finite = not kernels.has_non_finite(sums * _ROUNDED_MARGIN if self.encoding.rounds else sums)
-        self._reason = OVERFLOW
-
-    def rooms(self, phase: str, figures: Sequence[Count], room: int | None, total: int) -> Pattern[list[int]]:
         row, device, limit = [int(figure) for figure in figures], self.acc.device, self.acc.numel
         columns = yield from share_rows(
             row, self.is_finite, self.world_size, device, phase=phase, limit=limit, reason=self._reason
@@ -267,20 +135,30 @@ class ExactStep(Step):
         self._rows = [list(each) for each in zip(*columns, strict=True)]
         return trimmed_sizes(columns[0], total)
 
-    def largest(self, entries: Padded, counts: Sequence[int], room: int | None = None) -> Padded:
-        return tight(kernels.largest(Selection.of(*entries), counts[self.rank], workspace=self.acc.workspace))
+    def largest(self, entries: Entries, counts: Sequence[int], room: int | None = None) -> Entries:
+        """Return as many of the largest ``entries`` as ``counts`` has for this rank.
 
-    def to_owners(self, phase: str, entries: Padded, cuts: Sequence[int], room: int | None) -> Pattern[OwnedSums]:
+        With fixed room, the list has ``room``. By default it is that for the largest of ``counts``, but no more than
+        that of ``entries``.
+        """
+        return kernels.largest(entries, counts[self.rank], workspace=self.acc.workspace)
+
+    def to_owners(self, phase: str, entries: Entries, cuts: Sequence[int], room: int | None) -> Pattern[OwnedSums]:
+        """Send ``entries`` to the owners of their regions, between ``cuts``. Return the sums of this rank's region.
+
+        No owner gets more than the ``room`` largest ones, if that is given. Terms are added in rotation order: those of
+        rank r, r-1, r-2, ..., regardless of the order of arrival.
+        """
         rank, encoding, device, held = self.rank, self.encoding, self.acc.device, self.acc.workspace
-        low, high, every = cuts[rank], cuts[rank + 1], Selection.of(*entries)
-        parts = [every.slice(start, stop) for start, stop in itertools.pairwise(offsets(every.indices, cuts))]
+        low, high = cuts[rank], cuts[rank + 1]
+        parts = [entries.slice(start, stop) for start, stop in itertools.pairwise(offsets(entries.indices, cuts))]
         if room is not None:
             parts = [p if i == rank else kernels.largest(p, room, workspace=held) for i, p in enumerate(parts)]
         sends, delivered = {}, list(parts)  # this rank's own region is not sent, and not rounded
         for p, part in enumerate(parts):
             if p != rank:
                 sends[p], delivered[p] = encoding.encode(cuts[p], cuts[p + 1], part)
-        counts = [part.found for part in delivered]
+        counts = [part.indices.shape[0] for part in delivered]
         incoming = yield from share_counts(counts, self.is_finite, device, limit=high - low)
         arriving = {p: encoding.section(low, high, count) for p, count in enumerate(incoming) if p != rank}
         region = RegionSums(low, high, sum(incoming), device, held)
@@ -289,43 +167,68 @@ class ExactStep(Step):
             region.add([arriving[source].decode(message) for source, message in arrived.items()])
 
         region.add([parts[rank]])
-        sent = Selection.join(delivered)
+        sent = Entries.join(delivered)
         receives = {p: section.words for p, section in arriving.items()}
         yield from rotate(sends, receives, add, rank, self.world_size, width=self.width, phase=phase)
-        figures = rounding_figures(Selection.join(parts), sent) if encoding.rounds else {}
+        if encoding.rounds:
+            self._rounding.add(Entries.join(parts), sent)
 
-        def fits(found: Selection) -> Selection:
-            return encoding.section(low, high, found.found, divisor=self.divisor).sendable(found)
+        def fits(found: Entries) -> Entries:
+            return encoding.section(low, high, found.indices.shape[0], divisor=self.divisor).sendable(found)
 
-        return ListedSums(region, sum(incoming), tight(sent), figures, fits, self._check_own_sums, held)
+        return ListedSums(region, sum(incoming), sent, fits, self._check_own_sums, held)
 
-    def to_all(
+    def gather_parts(
+        self, phase: str, entries: Entries, ranges: Ranges, rooms: Sequence[int], order: Sequence[int], ring: Ring
+    ) -> Pattern[Gathered]:
+        """Gather the entries of all ranks, whose ranges are disjoint.
+
+        Args:
+            phase: Name of the messages.
+            entries: Those of this rank.
+            ranges: Where the entries of each rank lie: from the first number up to the second.
+            rooms: Slots of each rank's message. With exact lengths, they are numbers of entries.
+            order: The order of ranks in which indices ascend.
+            ring: The ranks that gather, if it is not all of them. ``ranges``, ``rooms`` and ``order`` are then by
+                position in the ring.
+        """
+        lists, sent = yield from self._gather(phase, entries, ranges, rooms, ring, divisor=self.divisor)
+        return Gathered(Entries.join([lists[rank] for rank in order]), entries, sent)
+
+    def gather_regions(
         self,
         phase: str,
-        entries: Padded,
-        ranges: Ranges,
+        entries: Entries,
+        cuts: Sequence[int],
         rooms: Sequence[int],
         *,
-        order: Sequence[int] | None = None,
-        limit: int | None = None,
-        trigger: float = math.inf,
-        figures: Sequence[Count] = (),
-        ring: Sequence[int] | None = None,
+        limit: int,
+        trigger: float,
+        figures: Sequence[Count],
     ) -> Pattern[Gathered]:
-        if order is not None:
-            lists, sent = yield from self._gather(phase, entries, ranges, rooms, ring, divisor=self.divisor)
-            return Gathered(tight(Selection.join([lists[rank] for rank in order])), entries, sent)
-        regions = Regions([0, *(high for _, high in ranges)], list(rooms), self.encoding, self.divisor)
-        own, rank, world_size = Selection.of(*entries), self.rank, self.world_size
-        found = yield from gather_regions(
-            own, regions, rank, world_size, trigger=trigger, width=self.width, phase=phase
-        )
-        least = None if found.least is None else torch.tensor([found.least], dtype=torch.float32).view(torch.int32)
-        if found.least == math.inf:
-            least = torch.tensor([NO_KEY], dtype=torch.int32)
-        return Gathered(tight(found.entries), tight(found.own), tight(found.sent), least)
+        """Gather the entries of all ranks, each of which has those of its region, between ``cuts``.
 
-    def union(self, phase: str, entries: Padded, rooms: Sequence[int]) -> Pattern[tuple[Padded, Padded]]:
+        Args:
+            phase: Name of the messages.
+            entries: Those of this rank.
+            cuts: The bounds of the regions, in the order of ranks.
+            rooms: See :meth:`gather_parts`.
+            limit: With fixed room, the largest entries are returned, as many as this.
+            trigger: With exact lengths, messages are balanced first if one exceeds so many times the mean. No entry of
+                fixed room moves, because all messages have the same length.
+            figures: With fixed room, further figures for :meth:`settle`.
+        """
+        regions = Regions(cuts, list(rooms), self.encoding, self.divisor)
+        return gather_regions(
+            entries, regions, self.rank, self.world_size, trigger=trigger, width=self.width, phase=phase
+        )
+
+    def union(self, phase: str, entries: Entries, rooms: Sequence[int]) -> Pattern[tuple[Entries, Entries]]:
+        """Gather the entries of all ranks. Return their union with the sums, and what was sent of ``entries``.
+
+        The message of rank r has ``rooms[r]`` slots. Terms are added in rank order, so all ranks get the same bits. If
+        an entry or a sum is NaN or Inf, all ranks reject the step: every selection includes NaN and Inf.
+        """
         every = [(0, self.acc.numel)] * self.world_size
         lists, sent = yield from self._gather(phase, entries, every, rooms, None, divisor=self.divisor)
         union = self._merged(lists)
@@ -335,25 +238,23 @@ class ExactStep(Step):
         return union, sent
 
     def merged(
-        self, phase: str, entries: Padded, bounds: tuple[int, int], room: int, ring: Sequence[int], *, span: int
-    ) -> Pattern[tuple[Padded, Padded]]:
+        self, phase: str, entries: Entries, bounds: tuple[int, int], room: int, ring: Sequence[int], *, span: int
+    ) -> Pattern[tuple[Entries, Entries]]:
+        """Do the same as :meth:`union` between the ranks of ``ring``, without a check.
+
+        All entries lie inside of ``bounds``, and no rank has more than ``room``. Terms are added in the order of the
+        ring. With fixed room, messages are those for ``span`` coordinates, and no index beyond ``bounds`` is rejected.
+        """
         size = len(ring)
         lists, sent = yield from self._gather(phase, entries, [bounds] * size, [room] * size, ring, divisor=1)
         return self._merged(lists), sent
 
-    def _merged(self, lists: Sequence[Selection]) -> Padded:
-        return Padded(*kernels.merge([part[:2] for part in lists], self.acc.numel, workspace=self.acc.workspace))
+    def _merged(self, lists: Sequence[Entries]) -> Entries:
+        return kernels.merge(lists, self.acc.numel, workspace=self.acc.workspace)
 
     def _gather(
-        self,
-        phase: str,
-        entries: Padded,
-        ranges: Ranges,
-        rooms: Sequence[int],
-        ring: Sequence[int] | None,
-        *,
-        divisor: int,
-    ) -> Pattern[tuple[list[Selection], Padded]]:
+        self, phase: str, entries: Entries, ranges: Ranges, rooms: Sequence[int], ring: Ring, *, divisor: int
+    ) -> Pattern[tuple[list[Entries], Entries]]:
         """Return the entries of all ranks, or of those of ``ring``, and what was sent of ``entries``."""
         place = self.rank if ring is None else ring.index(self.rank)
         if entries.room > rooms[place]:
@@ -368,27 +269,40 @@ class ExactStep(Step):
         message, sent = sections[place].encode(entries.indices, values)
         words = [section.words for section in sections]
         blocks = yield from bruck_all_gather(message, words, place, len(sections), phase=phase, ring=ring)
-        return [section.decode(block) for section, block in zip(sections, blocks, strict=True)], tight(sent)
+        return [section.decode(block) for section, block in zip(sections, blocks, strict=True)], sent
 
-    def subtract(self, sent: Padded, result: Padded) -> None:
+    def subtract(self, sent: Entries, result: Entries) -> None:
+        """Remove those of the ``sent`` entries that are in ``result`` from the accumulator."""
         kept = kernels.common_positions(sent.indices, result.indices)
-        self.acc.subtract(Padded(sent.indices[kept], sent.values[kept]), rounded=self.encoding.rounds)
+        self.acc.subtract(Entries(sent.indices[kept], sent.values[kept]), rounded=self.encoding.rounds)
 
-    def rest(self, gathered: Gathered) -> Padded:
-        before = before_rounding(Selection.of(*gathered.own), Selection.of(*gathered.sent))
+    def rest(self, gathered: Gathered) -> Entries:
+        """Return what rounding has cut off from the sums of this rank that are in the result."""
+        before = before_rounding(gathered.own, gathered.sent)
         return gathered.sent._replace(values=before - gathered.sent.values)
 
-    def rounding(self, entries: Padded, sent: Padded) -> dict[str, float]:
-        return rounding_figures(Selection.of(*entries), Selection.of(*sent)) if self.encoding.rounds else {}
+    def count_rounding(self, entries: Entries, sent: Entries) -> None:
+        """Count what rounding takes from ``entries``, of which ``sent`` was sent. Exact lengths only."""
+        if self.encoding.rounds:
+            self._rounding.add(entries, sent)
+
+    def rounding(self) -> dict[str, float]:
+        """Return figures about what :meth:`count_rounding` was given."""
+        return self._rounding.figures() if self.encoding.rounds else {}
 
     def settle(self, own: Sequence[Count] = ()) -> Pattern[tuple[list[list[int]], list[int]]]:
+        """Return the figures of all ranks, ``[world_size][figures]``, and ``own`` numbers of this rank.
+
+        This ends the step. With fixed room, the host waits for a GPU here, and all ranks raise the same error.
+        """
         yield from ()
         if not self.is_finite:
             raise non_finite([self.rank])
         self.figures = torch.tensor(self._rows, dtype=torch.int64)
         return self._rows, [int(number) for number in own]
 
-    def _vector(self, entries: Padded) -> SparseVector:
+    def _vector(self, entries: Entries) -> SparseVector:
+        """Return ``entries`` as a sparse vector."""
         return SparseVector(entries.indices, entries.values, self.acc.numel)
 
 
@@ -402,10 +316,10 @@ class FixedStep(Step):
         self.verdict = verdict
         self._figures: list[torch.Tensor] = []
 
-    def top_k(self, k: int) -> Padded:
+    def top_k(self, k: int) -> Entries:
         return self.acc.top_k_padded(k)
 
-    def at_least(self, threshold: float, most: int) -> Padded:
+    def at_least(self, threshold: float, most: int) -> Entries:
         largest = self.acc.top_k_padded(min(most, self.acc.numel))
         return kernels.reaching(largest, threshold, workspace=self.acc.workspace)
 
@@ -418,7 +332,7 @@ class FixedStep(Step):
     def check_result(self, values: torch.Tensor) -> None:
         self.verdict.check_result(values)
 
-    def add(self, entries: Padded) -> None:
+    def add(self, entries: Entries) -> None:
         self.acc.remember(entries.indices)
         self.acc.add(*entries)
 
@@ -436,7 +350,7 @@ class FixedStep(Step):
         everybody = yield from read(phase, (yield AllGather(phase, count)).flatten())
         return checked_counts(phase, everybody, limit)
 
-    def largest(self, entries: Padded, counts: Sequence[int], room: int | None = None) -> Padded:
+    def largest(self, entries: Entries, counts: Sequence[int], room: int | None = None) -> Entries:
         if counts[self.rank] >= entries.room and room in (None, entries.room):
             return entries
         room = room or min(entries.room, max(1, *counts))
@@ -448,10 +362,11 @@ class FixedStep(Step):
         )
         return rows.row(0)
 
-    def to_owners(self, phase: str, entries: Padded, cuts: Sequence[int], room: int | None) -> Pattern[OwnedSums]:
+    def to_owners(self, phase: str, entries: Entries, cuts: Sequence[int], room: int | None) -> Pattern[OwnedSums]:
         rank, world_size, held, device = self.rank, self.world_size, self.acc.workspace, self.acc.device
         low, high, ranges = cuts[rank], cuts[rank + 1], list(itertools.pairwise(cuts))
-        starts = region_starts(entries, kernels.constant(cuts, device), self.acc.numel)
+        bounds = kernels.constant(cuts, device)
+        starts = torch.searchsorted(ascending(entries.indices, self.acc.numel), bounds, out_int32=True)
         counts = starts[1:] - starts[:-1]
         foreign = kernels.constant([int(owner != rank) for owner in range(world_size)], device)
         if room is None:
@@ -466,69 +381,77 @@ class FixedStep(Step):
         arrived = received.index_select(0, order)[:, :-1].contiguous()
         lists = self.read(arrived, [(low, high)] * (world_size - 1), widest(cuts), room, divisor=1)
         inside = (entries.indices >= low) & (entries.indices < high)
-        own = kernels.joined(Padded(*(part[None] for part in only(entries, inside))), workspace=held)
+        own = kernels.joined(entries.only(inside), workspace=held)
         sums = held.buffer("region", widest(cuts), torch.float32, device).zero_()
         for terms in (own, lists):
             kernels.add_rows(sums, terms, offset=low, workspace=held)
-        every = Padded(*(torch.cat([mine, part.reshape(-1)]) for mine, part in zip(own, sent, strict=True)))
+        every = Entries(*(torch.cat([mine, part.reshape(-1)]) for mine, part in zip(own, sent, strict=True)))
         load = received[:, -1].sum(dtype=torch.int32).reshape(1)
         return DenseSums(sums, low, load, every, self._check_own_sums, held)
 
-    def to_all(
-        self,
-        phase: str,
-        entries: Padded,
-        ranges: Ranges,
-        rooms: Sequence[int],
-        *,
-        order: Sequence[int] | None = None,
-        limit: int | None = None,
-        trigger: float = math.inf,
-        figures: Sequence[Count] = (),
-        ring: Sequence[int] | None = None,
+    def gather_parts(
+        self, phase: str, entries: Entries, ranges: Ranges, rooms: Sequence[int], order: Sequence[int], ring: Ring
     ) -> Pattern[Gathered]:
-        self._figures += [figure for figure in figures if isinstance(figure, torch.Tensor)]
-        lists, sent = yield from self._gather(phase, entries, ranges, ring, divisor=self.divisor)
-        if order is not None and list(order) != sorted(order):
+        lists, sent = yield from self._gather_rows(phase, entries, ranges, ring, divisor=self.divisor)
+        if list(order) != sorted(order):
             ranks = kernels.constant(order, self.acc.device)
-            lists = Padded(lists.indices.index_select(0, ranks), lists.values.index_select(0, ranks))
-        if limit is not None and limit < lists.indices.numel():
-            every = Padded(lists.indices.reshape(-1), lists.values.reshape(-1))
-            limit = min(limit, self.acc.numel)
-            return Gathered(kernels.largest_padded(every, limit, workspace=self.acc.workspace), entries, sent)
-        joined = kernels.joined(lists, workspace=self.acc.workspace)
-        joined = Padded(*(part[: self.acc.numel] for part in joined))
+            lists = Entries(lists.indices.index_select(0, ranks), lists.values.index_select(0, ranks))
+        joined = self._joined(lists)
         if any(below[1] > above[0] for below, above in itertools.pairwise(ranges)):
             before, after = joined.indices[:-1], joined.indices[1:]
             descents = (after <= before) & (after >= 0)  # padding, which stands at the end, does not count
             self.verdict.check_messages(descents.sum(dtype=torch.int32).reshape(1))
         return Gathered(joined, entries, sent)
 
-    def union(self, phase: str, entries: Padded, rooms: Sequence[int]) -> Pattern[tuple[Padded, Padded]]:
+    def gather_regions(
+        self,
+        phase: str,
+        entries: Entries,
+        cuts: Sequence[int],
+        rooms: Sequence[int],
+        *,
+        limit: int,
+        trigger: float,
+        figures: Sequence[Count],
+    ) -> Pattern[Gathered]:
+        self._figures += [figure for figure in figures if isinstance(figure, torch.Tensor)]
+        ranges = list(itertools.pairwise(cuts))
+        lists, sent = yield from self._gather_rows(phase, entries, ranges, None, divisor=self.divisor)
+        if limit >= lists.indices.numel():
+            return Gathered(self._joined(lists), entries, sent)
+        every = Entries(lists.indices.reshape(-1), lists.values.reshape(-1))
+        limit = min(limit, self.acc.numel)
+        return Gathered(kernels.largest_padded(every, limit, workspace=self.acc.workspace), entries, sent)
+
+    def _joined(self, rows: Entries) -> Entries:
+        """Return the entries of all ``rows`` as one list, with no more room than there are coordinates."""
+        return kernels.joined(rows, workspace=self.acc.workspace).slice(0, self.acc.numel)
+
+    def union(self, phase: str, entries: Entries, rooms: Sequence[int]) -> Pattern[tuple[Entries, Entries]]:
         self.verdict.check_gradient(entries.values)
         every = [(0, self.acc.numel)] * self.world_size
-        lists, sent = yield from self._gather(phase, entries, every, None, divisor=self.divisor)
+        lists, sent = yield from self._gather_rows(phase, entries, every, None, divisor=self.divisor)
         union = kernels.merge_rows(lists, self.acc.numel, workspace=self.acc.workspace)
         self.verdict.check_sums(union.values)
         return union, sent
 
     def merged(
-        self, phase: str, entries: Padded, bounds: tuple[int, int], room: int, ring: Sequence[int], *, span: int
-    ) -> Pattern[tuple[Padded, Padded]]:
+        self, phase: str, entries: Entries, bounds: tuple[int, int], room: int, ring: Sequence[int], *, span: int
+    ) -> Pattern[tuple[Entries, Entries]]:
         every = [(bounds[0], bounds[0] + span)] * len(ring)
-        lists, sent = yield from self._gather(phase, entries, every, ring, divisor=1)
+        lists, sent = yield from self._gather_rows(phase, entries, every, ring, divisor=1)
         return kernels.merge_rows(lists, self.acc.numel, workspace=self.acc.workspace), sent
 
-    def _gather(
-        self, phase: str, entries: Padded, ranges: Ranges, ring: Sequence[int] | None, *, divisor: int
-    ) -> Pattern[tuple[Padded, Padded]]:
+    def _gather_rows(
+        self, phase: str, entries: Entries, ranges: Ranges, ring: Ring, *, divisor: int
+    ) -> Pattern[tuple[Entries, Entries]]:
         """Return one row for each rank, or each of ``ring``, and what was sent of ``entries``.
 
         Without a ring, this is the last message of a step.
         """
         place = self.rank if ring is None else ring.index(self.rank)
         rows = self.rows(ranges, entries.room, divisor=divisor)
-        own = Padded(entries.indices[None], entries.values[None])
+        own = Entries(entries.indices[None], entries.values[None])
         message, sent = rows.encode(own, workspace=self.acc.workspace, first=place)
         if ring is None:
             told = torch.cat([message[0], self.verdict.words(self._figures)])
@@ -549,7 +472,7 @@ class FixedStep(Step):
         lows = kernels.constant([low for low, _ in ranges], self.acc.device)
         return Rows(self.encoding, lows, span or max(high - low for low, high in ranges), room, divisor=divisor)
 
-    def read(self, messages: torch.Tensor, ranges: Ranges, span: int, room: int, *, divisor: int) -> Padded:
+    def read(self, messages: torch.Tensor, ranges: Ranges, span: int, room: int, *, divisor: int) -> Entries:
         """Return the entries of received ``messages`` in the format of :meth:`rows`, one row for each.
 
         Those behind their range are reported as malformed. The format itself only ensures that they are inside the
@@ -561,21 +484,25 @@ class FixedStep(Step):
             highs = kernels.constant([high for _, high in ranges], self.acc.device)
             outside = lists.indices >= highs[:, None]
             malformed = malformed + outside.sum(dtype=torch.int32)
-            lists = only(lists, ~outside)
+            lists = lists.only(~outside)
         self.verdict.check_messages(malformed)
         return lists
 
-    def subtract(self, sent: Padded, result: Padded) -> None:
+    def subtract(self, sent: Entries, result: Entries) -> None:
         kept = among(ascending(result.indices, self.acc.numel), sent.indices)
-        self.acc.subtract(only(sent, kept), rounded=self.encoding.rounds)
+        self.acc.subtract(sent.only(kept), rounded=self.encoding.rounds)
 
-    def rest(self, gathered: Gathered) -> Padded:
+    def rest(self, gathered: Gathered) -> Entries:
         own, sent, numel = gathered.own, gathered.sent, self.acc.numel
         places = torch.searchsorted(ascending(own.indices, numel), sent.indices).clamp_(max=own.room - 1)
         kept = among(ascending(gathered.entries.indices, numel), sent.indices)
-        return only(sent._replace(values=own.values[places] - sent.values), kept & (sent.indices != PADDING))
+        rest = sent._replace(values=own.values[places] - sent.values)
+        return rest.only(kept & (sent.indices != PADDING))
 
-    def rounding(self, entries: Padded, sent: Padded) -> dict[str, float]:
+    def count_rounding(self, entries: Entries, sent: Entries) -> None:
+        pass
+
+    def rounding(self) -> dict[str, float]:
         return {}
 
     def settle(self, own: Sequence[Count] = ()) -> Pattern[tuple[list[list[int]], list[int]]]:
@@ -584,22 +511,17 @@ class FixedStep(Step):
         self.figures = self.verdict.figures
         return rows, values
 
-    def _vector(self, entries: Padded) -> SparseVector:
+    def _vector(self, entries: Entries) -> SparseVector:
         return SparseVector.padded(entries, self.acc.numel)
 
 
 def all_gather_mean(
-    own: Selection, rooms: Sequence[int], encoding: Encoding, acc: Accumulator, rank: int, world_size: int
-) -> Pattern[tuple[SparseVector, Selection]]:
+    own: Entries, rooms: Sequence[int], encoding: Encoding, acc: Accumulator, rank: int, world_size: int
+) -> Pattern[tuple[SparseVector, Entries]]:
     """Return the mean over ranks of all ranks' entries, and the part of ``own`` that is in it, with the values sent.
 
     See :meth:`Step.union`. Messages have exact lengths: rank r sends up to ``rooms[r]`` entries.
     """
-    step = ExactStep(acc, encoding, rank, world_size)
-    union, sent = yield from step.union("all-gather", tight(own), rooms)
-    return step.vector(union), Selection.of(*sent)
-
-
-def tight(entries: Selection) -> Padded:
-    """Return ``entries`` as a list without padding."""
-    return Padded(entries.indices, entries.values)
+    step = Step(acc, encoding, rank, world_size)
+    union, sent = yield from step.union("all-gather", own, rooms)
+    return step.vector(union), sent

@@ -16,11 +16,11 @@ from typing import NamedTuple
 import torch
 
 from tritoncomm.errors import ProtocolMismatchError
-from tritoncomm_kernels import Selection, Workspace
-from tritoncomm_kernels.entries import Padded
+from tritoncomm_kernels import Entries, Workspace
 from tritoncomm_kernels.formats import ENTRY_FORMATS, FORMATS, INDICES
+from tritoncomm_kernels.quantize import sendable
 from tritoncomm_kernels.section_layout import Layout
-from tritoncomm_kernels.sections import check_rows, read_one, read_rows, sendable_together, write_one, write_rows
+from tritoncomm_kernels.sections import check_rows, read_one, read_rows, write_one, write_rows
 
 _PADDING = -1
 _COARSE_BITS = 3
@@ -123,7 +123,7 @@ class Section:
         words = layout.words if is_packed else plain_words
         self.__dict__.update(layout=layout, is_packed=is_packed, rounds=rounds, words=words)
 
-    def sendable(self, entries: Selection) -> Selection:
+    def sendable(self, entries: Entries) -> Entries:
         """Return the ``entries`` that the section can hold together.
 
         Rounding would more than double those that are too small beside the largest one, or turn them into 0. They are
@@ -132,14 +132,17 @@ class Section:
         if not self.rounds:
             return entries
         if self.is_packed:
-            keep = sendable_together(entries.values, self.layout.fmt, self.divisor)
+            chosen = sendable(entries.values.cpu().numpy(), self.layout.fmt, self.divisor)
+            if chosen is None:
+                return entries
+            keep = torch.from_numpy(chosen).to(entries.values.device)
         else:
             keep = rounded_quotients(entries.values, self.divisor) != 0
-        if keep is None or keep.all():
+        if keep.all():
             return entries
-        return Selection.of(entries.indices[keep], entries.values[keep])
+        return Entries(entries.indices[keep], entries.values[keep])
 
-    def encode(self, indices: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, Selection]:
+    def encode(self, indices: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, Entries]:
         """Return the section (int32 ``[words]``) with ``indices`` (int32 ``[m]``, ascending) and ``values`` (fp32).
 
         Also returns the entries that the receiver will get, multiplied by ``divisor``. They are a part of the given
@@ -149,14 +152,14 @@ class Section:
             raise ValueError(f"{indices.numel()} entries do not fit into a section with room={self.room}")
         if self.is_packed:
             return write_one(self.layout, self.low, indices, values, divisor=self.divisor)
-        entries = self.sendable(Selection.of(indices, values))
+        entries = self.sendable(Entries(indices, values))
         if self.values == NO_VALUES:
             return torch.nn.functional.pad(indices, (0, self.words - indices.numel()), value=_PADDING), entries
         sent = rounded_quotients(entries.values, self.divisor) if self.rounds else entries.values
         delivered = sent * self.divisor if self.rounds else sent
         return pack_padded(entries.indices, sent, self.words), entries._replace(values=delivered)
 
-    def decode(self, section: torch.Tensor) -> Selection:
+    def decode(self, section: torch.Tensor) -> Entries:
         """Return the entries of a received ``section`` (int32 ``[words]``), with values divided by ``divisor``.
 
         Raises :class:`ProtocolMismatchError` if they do not ascend inside the range, or the section is malformed.
@@ -176,9 +179,9 @@ class Section:
         else:
             if self.values == NO_VALUES:
                 indices = section[: int(torch.count_nonzero(section != _PADDING))]
-                entries = Selection.of(indices, indices.new_empty(0, dtype=torch.float32))
+                entries = Entries(indices, indices.new_empty(0, dtype=torch.float32))
             else:
-                entries = Selection.of(*unpack_padded(section))
+                entries = Entries(*unpack_padded(section))
             check_indices(entries.indices, self.low, self.high)
         if self.rounds or self.divisor == 1:
             return entries
@@ -205,18 +208,22 @@ class Encoding(NamedTuple):
         """Return the section of at most ``room`` entries in ``[low, high)``."""
         return _section(low, high, room, self.values, divisor, self.packed)
 
-    def encode(self, low: int, high: int, entries: Selection) -> tuple[torch.Tensor, Selection]:
+    def encode(self, low: int, high: int, entries: Entries) -> tuple[torch.Tensor, Entries]:
         """Return a section in ``[low, high)`` with room for what is sent of ``entries``, see :meth:`Section.encode`."""
-        section = self.section(low, high, entries.found)
+        section = self.section(low, high, entries.indices.shape[0])
         message, sent = section.encode(entries.indices, entries.values)
-        if sent.found < entries.found:  # a shorter section holds what can be sent together
+        if sent.indices.shape[0] < entries.indices.shape[0]:  # a shorter section holds what can be sent together
             entries = section.sendable(entries)
-            message, sent = self.section(low, high, entries.found).encode(entries.indices, entries.values)
+            message, sent = self.section(low, high, entries.indices.shape[0]).encode(entries.indices, entries.values)
         return message, sent
 
     def words(self, span: int, room: int) -> int:
         """Return the length in words of a section of at most ``room`` entries in a range of ``span`` coordinates."""
         return self.section(0, span, room).words
+
+    def row_words(self, span: int, room: int) -> int:
+        """Return the length in words of one row of :class:`Rows`."""
+        return Rows(self, torch.empty(0), span, room).words
 
     def words_at_most(self, span: int, entries: int, sections: int) -> int:
         """Return an upper bound in words for ``sections`` sections, with ``entries`` entries and ``span`` coordinates.
@@ -238,7 +245,7 @@ class Encoding(NamedTuple):
 PLAIN = Encoding()
 
 
-@lru_cache(maxsize=16384)  # a rank and its peers use the same sections, in many steps, and each computes its layout
+@lru_cache(maxsize=1024)  # what one rank encodes, others decode, and computing a layout takes longer
 def _section(low: int, high: int, room: int, values: str, divisor: int, packed: bool | str) -> Section:
     return Section(low, high, room, values, divisor, packed)
 
@@ -262,10 +269,10 @@ class Sections:
         elif ranges:
             self.words = 2 * sum(min(room, high - low) for low, high, room in ranges)
 
-    def encode(self, indices: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, Selection]:
+    def encode(self, indices: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, Entries]:
         """Do the same as :meth:`Section.encode` for entries of all sections."""
         if self.is_plain or not self.words:
-            return pack_padded(indices, values, self.words), Selection.of(indices, values)
+            return pack_padded(indices, values, self.words), Entries(indices, values)
         if len(self.sections) == 1:
             return self.sections[0].encode(indices, values)
         bounds = indices.new_tensor([section.low for section in self.sections[1:]])
@@ -274,23 +281,23 @@ class Sections:
             section.encode(indices[start:stop], values[start:stop])
             for section, (start, stop) in zip(self.sections, itertools.pairwise(cuts), strict=True)
         ]
-        return torch.cat([message for message, _ in parts]), Selection.join([sent for _, sent in parts])
+        return torch.cat([message for message, _ in parts]), Entries.join([sent for _, sent in parts])
 
-    def decode(self, message: torch.Tensor) -> Selection:
+    def decode(self, message: torch.Tensor) -> Entries:
         """Do the same as :meth:`Section.decode` for a received ``message`` (int32 ``[words]``)."""
         if not self.words:
-            return Selection.of(message, message.view(torch.float32))
+            return Entries(message, message.view(torch.float32))
         if len(self.sections) == 1:
             return self.sections[0].decode(message)
         if not self.is_plain:
             parts = message.split_with_sizes([section.words for section in self.sections])
-            return Selection.join([section.decode(part) for section, part in zip(self.sections, parts, strict=True)])
-        entries = Selection.of(*unpack_padded(message))
+            return Entries.join([section.decode(part) for section, part in zip(self.sections, parts, strict=True)])
+        entries = Entries(*unpack_padded(message))
         start = 0
         for run in runs(self.ranges):
             low, high = run[0][0], run[-1][1]
             last = high == self.ranges[-1][1]
-            stop = entries.found if last else int(torch.searchsorted(entries.indices, high))
+            stop = entries.room if last else int(torch.searchsorted(entries.indices, high))
             check_indices(entries.indices[start:stop], low, high)
             start = stop
         return entries if self.divisor == 1 else entries._replace(values=quotients(entries.values, self.divisor))
@@ -317,7 +324,7 @@ class Rows:
         self.is_packed = self.room > 0 and (encoding.rounds or section.is_packed)
         self.words = section.layout.words if self.is_packed else self.room * (1 + self.has_values)
 
-    def encode(self, entries: Padded, *, workspace: Workspace, first: int = 0) -> tuple[torch.Tensor, Padded]:
+    def encode(self, entries: Entries, *, workspace: Workspace, first: int = 0) -> tuple[torch.Tensor, Entries]:
         """Return the messages (int32 ``[m, words]``) with ``entries`` (``[m, room]``) of the rows from ``first`` on.
 
         Also returns what the receivers get, times ``divisor``. See :meth:`Section.encode`.
@@ -329,7 +336,7 @@ class Rows:
             return entries.indices, entries
         return torch.cat([entries.indices, entries.values.view(torch.int32)], dim=1), entries
 
-    def decode(self, messages: torch.Tensor, *, workspace: Workspace) -> tuple[Padded, torch.Tensor]:
+    def decode(self, messages: torch.Tensor, *, workspace: Workspace) -> tuple[Entries, torch.Tensor]:
         """Return the entries of received ``messages`` (int32 ``[rows, words]``), and the number of malformed rows.
 
         Values are divided by ``divisor``. The number is int32 ``[1]``. A malformed row has no entries, see
@@ -344,7 +351,7 @@ class Rows:
             values = (
                 messages[:, self.room :].view(torch.float32) if self.has_values else torch.zeros_like(indices).float()
             )
-            rows, bad = check_rows(Padded(indices, values), self.lows, self.span)
+            rows, bad = check_rows(Entries(indices, values), self.lows, self.span)
             if self.divisor == 1:
                 return rows, bad
         return rows._replace(values=quotients(rows.values, self.divisor)), bad

@@ -20,7 +20,7 @@ from tritoncomm.primitives.verdict import Verdict
 from tritoncomm.scheduler import cost
 from tritoncomm.scheduler.cost import Flow, both
 from tritoncomm.scheduler.rounds import AllGather, AllToAll, Inbox, Pattern
-from tritoncomm_kernels import Padded, dense_bits
+from tritoncomm_kernels import Entries, dense_bits
 from tritoncomm_kernels.formats import Format
 
 _LEAST = 2.0**-149  # the smallest magnitude that is not zero
@@ -122,7 +122,7 @@ def deliver_quantized(
     acc.replace(indices, left)
     if acc.verdict is not None:
         yield from acc.verdict.settle(world_size)
-        entries = kernels.reaching(Padded(indices, mean), _LEAST, workspace=acc.workspace)
+        entries = kernels.reaching(Entries(indices, mean), _LEAST, workspace=acc.workspace)
         return SparseVector.padded(entries, acc.numel)
     delivered = mean.nonzero()[:, 0]
     return SparseVector(indices[delivered], mean[delivered], acc.numel)

@@ -11,7 +11,7 @@ from itertools import accumulate, pairwise
 
 import torch
 
-from tritoncomm_kernels import Padded, count_entries
+from tritoncomm_kernels import Entries, count_entries
 
 
 def widest(cuts: Sequence[int]) -> int:
@@ -19,7 +19,7 @@ def widest(cuts: Sequence[int]) -> int:
     return max(high - low for low, high in pairwise(cuts))
 
 
-def propose_cuts(entries: Padded, world_size: int) -> torch.Tensor:
+def propose_cuts(entries: Entries, world_size: int) -> torch.Tensor:
     """Return this rank's proposal, int64 ``[P]``: P - 1 cuts that split ``entries`` evenly, then a valid flag.
 
     A rank with fewer entries than workers proposes no cuts: all zeros, with flag 0. The dtype is int64 because the sum
@@ -50,11 +50,6 @@ def offsets(indices: torch.Tensor, cuts: Sequence[int]) -> list[int]:
     bounds = torch.tensor(cuts, dtype=indices.dtype, device=indices.device)
     positions: list[int] = torch.searchsorted(indices, bounds).tolist()
     return positions
-
-
-def region_starts(entries: Padded, bounds: torch.Tensor, numel: int) -> torch.Tensor:
-    """Return :func:`offsets` of one row of ``entries``, int32 ``[P + 1]``. ``bounds`` are the cuts on the device."""
-    return torch.searchsorted(torch.where(entries.indices < 0, numel, entries.indices), bounds, out_int32=True)
 
 
 def trimmed_sizes(sizes: Sequence[int], limit: int) -> list[int]:

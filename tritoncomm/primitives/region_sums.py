@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 import tritoncomm_kernels as kernels
-from tritoncomm_kernels import Padded, Selection, Workspace
-from tritoncomm_kernels.entries import PADDING
+from tritoncomm_kernels import Entries, Workspace
+from tritoncomm_kernels.lists import PADDING
 
 Count = int | torch.Tensor  # a number that the host knows, or int32 [1] on the device
 
@@ -27,21 +27,21 @@ class RegionSums:
 
     def __init__(self, low: int, high: int, entries: int, device: torch.device, workspace: Workspace) -> None:
         self._low, self._high, self._workspace = low, high, workspace
-        self._lists: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._merged: Selection | None = None
+        self._lists: list[Entries] = []
+        self._merged: Entries | None = None
         self._dense: torch.Tensor | None = None
         if device.type != "cpu" or _SPARSE_FROM * entries > high - low:
             self._dense = torch.zeros(high - low, dtype=torch.float32, device=device)
 
-    def add(self, lists: Sequence[Selection]) -> None:
+    def add(self, lists: Sequence[Entries]) -> None:
         """Add ``lists`` (at least one), in order. The indices of a list ascend and are inside the region."""
         if self._dense is not None:
-            entries, counts = Selection.join(lists), [each.found for each in lists]
+            entries, counts = Entries.join(lists), [each.indices.shape[0] for each in lists]
             kernels.scatter_add_lists(self._dense, entries.indices - self._low, entries.values, counts)
         else:
-            self._lists += [(each.indices, each.values) for each in lists]
+            self._lists += lists
 
-    def at_least(self, threshold: float) -> Selection:
+    def at_least(self, threshold: float) -> Entries:
         """Return the non-zero sums with magnitude at least ``threshold``, ascending by index. Call it after all adds.
 
         NaN and Inf are always selected.
@@ -50,7 +50,7 @@ class RegionSums:
             found = kernels.select(self._dense, threshold, workspace=self._workspace)
             return found._replace(indices=found.indices + self._low)
         if self._merged is None:
-            self._merged = Selection.of(*kernels.merge(self._lists, self._high, workspace=self._workspace))
+            self._merged = kernels.merge(self._lists, self._high, workspace=self._workspace)
         reaching = kernels.select(self._merged.values, threshold, workspace=self._workspace)
         return reaching._replace(indices=self._merged.indices[reaching.indices.long()])
 
@@ -59,11 +59,11 @@ class OwnedSums(ABC):
     """The sums of this rank's region, and what this rank has sent to all regions.
 
     ``load`` is the number of entries that all ranks have for this region. ``sent`` are the entries of this rank in the
-    sums of all regions, with the values that were sent, and ``rounding`` are figures about them.
+    sums of all regions, with the values that were sent.
     """
 
-    def __init__(self, load: Count, sent: Padded, rounding: dict[str, float]) -> None:
-        self.load, self.sent, self.rounding = load, sent, rounding
+    def __init__(self, load: Count, sent: Entries) -> None:
+        self.load, self.sent = load, sent
 
     @abstractmethod
     def select(self, threshold: float) -> None:
@@ -74,7 +74,7 @@ class OwnedSums(ABC):
         """Return how many candidates reach ``threshold``."""
 
     @abstractmethod
-    def largest(self, room: int) -> Padded:
+    def largest(self, room: int) -> Entries:
         """Return the ``room`` largest candidates."""
 
 
@@ -88,13 +88,12 @@ class ListedSums(OwnedSums):
         self,
         region: RegionSums,
         load: int,
-        sent: Padded,
-        rounding: dict[str, float],
-        fits: Callable[[Selection], Selection],
+        sent: Entries,
+        fits: Callable[[Entries], Entries],
         check: Callable[[torch.Tensor], None],
         workspace: Workspace,
     ) -> None:
-        super().__init__(load, sent, rounding)
+        super().__init__(load, sent)
         self._region, self._fits, self._check, self._workspace = region, fits, check, workspace
 
     def select(self, threshold: float) -> None:
@@ -105,8 +104,8 @@ class ListedSums(OwnedSums):
     def count(self, threshold: float) -> Count:
         return int((self._keys >= kernels.threshold_key(threshold)).sum())
 
-    def largest(self, room: int) -> Padded:
-        return Padded(*kernels.largest(self._candidates, room, workspace=self._workspace)[:2])
+    def largest(self, room: int) -> Entries:
+        return kernels.largest(self._candidates, room, workspace=self._workspace)
 
 
 class DenseSums(OwnedSums):
@@ -117,11 +116,11 @@ class DenseSums(OwnedSums):
         sums: torch.Tensor,
         low: int,
         load: torch.Tensor,
-        sent: Padded,
+        sent: Entries,
         check: Callable[[torch.Tensor], None],
         workspace: Workspace,
     ) -> None:
-        super().__init__(load, sent, {})
+        super().__init__(load, sent)
         self._sums, self._low, self._check, self._workspace = sums, low, check, workspace
 
     def select(self, threshold: float) -> None:
@@ -130,7 +129,7 @@ class DenseSums(OwnedSums):
     def count(self, threshold: float) -> Count:
         return kernels.count_reaching(self._sums, threshold)
 
-    def largest(self, room: int) -> Padded:
+    def largest(self, room: int) -> Entries:
         sums, held = self._sums, self._workspace
         found = kernels.top_k_padded(sums, None, sums, min(room, sums.numel()), workspace=held)
         self._check(found.values)

@@ -8,8 +8,7 @@ import numpy as np
 import torch
 
 import tritoncomm_kernels as kernels
-from tritoncomm_kernels import Padded, Selection, Workspace
-from tritoncomm_kernels.entries import PADDING
+from tritoncomm_kernels import Entries, Workspace
 
 NO_KEY = 0x7FFFFFFF  # above the key of every finite magnitude
 
@@ -19,7 +18,7 @@ def entries_to_keep(numel: int, density: float) -> int:
     return min(numel, max(1, int(numel * density)))
 
 
-def smallest_key(entries: Padded, k: int, *, workspace: Workspace) -> torch.Tensor:
+def smallest_key(entries: Entries, k: int, *, workspace: Workspace) -> torch.Tensor:
     """Return the key of the smallest magnitude of the ``k`` largest of ``entries``, int32 ``[1]``.
 
     Without any entry it is :data:`NO_KEY`.
@@ -50,22 +49,7 @@ def among(kept: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
     return kept[places] == indices
 
 
-def only(entries: Padded, keep: torch.Tensor) -> Padded:
-    """Return ``entries`` with padding in place of those that are not in ``keep``."""
-    return Padded(torch.where(keep, entries.indices, PADDING), torch.where(keep, entries.values, 0.0))
-
-
-def left_out(union: Selection, kept: Selection) -> Selection:
-    """Return the entries of ``union`` that are not in ``kept``.
-
-    ``kept`` is a subset of ``union``. Both are ascending.
-    """
-    cut = torch.ones(union.found, dtype=torch.bool, device=union.values.device)
-    cut[kernels.common_positions(union.indices, kept.indices)] = False
-    return Selection.of(union.indices[cut], union.values[cut])
-
-
-def before_rounding(entries: Selection, sent: Selection) -> torch.Tensor:
+def before_rounding(entries: Entries, sent: Entries) -> torch.Tensor:
     """Return the values (fp32 ``[m]``) that the ``sent`` entries have in ``entries``."""
     return entries.values[kernels.common_positions(entries.indices, sent.indices)]
 
@@ -77,12 +61,12 @@ class RoundingError:
         self._rest = self._whole = 0.0
         self._unsent = 0
 
-    def add(self, entries: Selection, sent: Selection) -> None:
+    def add(self, entries: Entries, sent: Entries) -> None:
         """Count a message. ``sent`` are those of its ``entries`` that could be sent, with rounded values."""
         exact = before_rounding(entries, sent)
         self._rest += float((exact - sent.values).double().square().sum())
         self._whole += float(exact.double().square().sum())
-        self._unsent += entries.found - sent.found
+        self._unsent += entries.indices.shape[0] - sent.indices.shape[0]
 
     def figures(self) -> dict[str, float]:
         """Return the relative error of values (root of the ratio of squares), and the number of unsendable entries."""
@@ -90,7 +74,7 @@ class RoundingError:
         return {"quantisation_error": error, "unsendable": float(self._unsent)}
 
 
-def rounding_figures(entries: Selection, sent: Selection) -> dict[str, float]:
+def rounding_figures(entries: Entries, sent: Entries) -> dict[str, float]:
     """Return :meth:`RoundingError.figures` of a step that sends one message."""
     error = RoundingError()
     error.add(entries, sent)

@@ -7,6 +7,8 @@ Generators", OOPSLA 2014).
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
@@ -22,7 +24,7 @@ def draw(seed: int, step: int, unit: int = 0, lane: int = 0) -> int:
 
     ``unit`` is the number of the vector. ``lane`` is the number of the draw for this vector in this ``step``.
     """
-    bits = _mix((seed + _GOLDEN) & _WORD)
+    bits: int = _mix((seed + _GOLDEN) & _WORD)
     for part in (step, unit, lane):
         bits = _mix((bits + part * _GOLDEN + _GOLDEN) & _WORD)
     return bits
@@ -34,13 +36,8 @@ def draws(seed: int, step: int, unit: int, lanes: int) -> Words:
     for part in (step, unit):
         bits = _mix((bits + part * _GOLDEN + _GOLDEN) & _WORD)
     with np.errstate(over="ignore"):
-        z = np.uint64(bits) + np.arange(1, lanes + 1, dtype=np.uint64) * np.uint64(_GOLDEN)
-        z ^= z >> np.uint64(30)
-        z *= np.uint64(_FACTORS[0])
-        z ^= z >> np.uint64(27)
-        z *= np.uint64(_FACTORS[1])
-        z ^= z >> np.uint64(31)
-    return np.asarray(z, dtype=np.uint64)
+        words: Words = _mix(np.uint64(bits) + np.arange(1, lanes + 1, dtype=np.uint64) * np.uint64(_GOLDEN))
+    return words
 
 
 def below(bits: int, bound: int) -> int:
@@ -51,10 +48,10 @@ def below(bits: int, bound: int) -> int:
     return (bits * bound) >> 64
 
 
-def _mix(z: int) -> int:
-    # The finalizer of SplitMix64.
-    z ^= z >> 30
+def _mix(z: Any) -> Any:
+    """Apply the finalizer of SplitMix64 to an int, or to uint64 numbers."""
+    z = z ^ z >> 30
     z = z * _FACTORS[0] & _WORD
-    z ^= z >> 27
+    z = z ^ z >> 27
     z = z * _FACTORS[1] & _WORD
     return z ^ z >> 31

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from tritoncomm.errors import ConfigurationError
-from tritoncomm_kernels import Padded, Workspace, decompress, decompress_padded
+from tritoncomm_kernels import Entries, Workspace, decompress, decompress_padded
 
 
 class SparseVector:
@@ -35,7 +35,7 @@ class SparseVector:
         self.is_padded = False
 
     @classmethod
-    def padded(cls, entries: Padded, numel: int) -> SparseVector:
+    def padded(cls, entries: Entries, numel: int) -> SparseVector:
         """Return a vector whose number of coordinates only the device knows: ``entries`` has padding at the end.
 
         The index of padding is -1, and its value is 0.
@@ -48,7 +48,7 @@ class SparseVector:
         """Return the vector without padding. On a GPU, the host waits for the number of coordinates."""
         if not self.is_padded:
             return self
-        entries = Padded(self.indices, self.values).trimmed()
+        entries = Entries(self.indices, self.values).trimmed()
         return SparseVector(entries.indices, entries.values, self.numel)
 
     @classmethod
@@ -97,5 +97,5 @@ class SparseVector:
             return out.copy_(self.values)
         if self.is_padded:
             held = workspace if workspace is not None else Workspace()
-            return decompress_padded(out, Padded(self.indices, self.values), workspace=held)
+            return decompress_padded(out, Entries(self.indices, self.values), workspace=held)
         return decompress(out, self.indices, self.values)

@@ -174,12 +174,12 @@ class Messages:
             box.posted[peer] = number
             ahead.append(_FirstPart(number, buffer, work))
         first = ahead.popleft()
-        self._started += [first]
+        self._started.append(first)
         payload, rest_work = None, None
         if words > _FIRST_PART_WORDS:
             payload = torch.empty(words, dtype=torch.int32, device=self._device)
             rest_work = group.recv([payload[_FIRST_PART_WORDS:]], peer, _second_tag(first.number, words))
-            self._started += [(payload, rest_work)]
+            self._started.append((payload, rest_work))
         return _Arrival(words, first.buffer, payload, None if is_here else first.work, rest_work)
 
     def _send(self, group: Any, box: _Mailbox, peer: int, message: torch.Tensor) -> list[tuple[int, Any]]:
@@ -187,11 +187,11 @@ class Messages:
         box.sent[peer] += 1
         number, end = box.sent[peer], cost.HEADER_WORDS + _FIRST_PART_WORDS
         works: list[tuple[int, Any]] = []
-        self._started += [(message, works)]
-        works += [(peer, group.send([message[:end]], peer, _first_tag(number)))]
+        self._started.append((message, works))
+        works.append((peer, group.send([message[:end]], peer, _first_tag(number))))
         if message.shape[0] > end:
             tag = _second_tag(number, message.shape[0] - cost.HEADER_WORDS)
-            works += [(peer, group.send([message[end:]], peer, tag))]
+            works.append((peer, group.send([message[end:]], peer, tag)))
         return works
 
     def _wait_on_host(
@@ -204,9 +204,9 @@ class Messages:
         firsts, rests, totals, inbox = [], [], {}, {}
         for peer, arrival in arrivals.items():
             if arrival.first_work is not None:
-                firsts += [(peer, arrival.first_work)]
+                firsts.append((peer, arrival.first_work))
             if arrival.rest_work is not None:
-                rests += [(peer, arrival.rest_work)]
+                rests.append((peer, arrival.rest_work))
         left = [*firsts, *rests, *sends]
         for peer, arrival in arrivals.items():
             if arrival.first_work is not None:

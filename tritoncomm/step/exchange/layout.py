@@ -15,7 +15,7 @@ from tritoncomm.step.exchange.feedback import Ages
 from tritoncomm.step.tensors.names import label
 from tritoncomm.step.tensors.shards import PLAIN, local, local_gradient, local_shards
 from tritoncomm.step.torch_internals import gradient_dtype
-from tritoncomm_kernels import Padded, constant
+from tritoncomm_kernels import Entries, constant
 from tritoncomm_kernels.devices import is_asynchronous
 
 
@@ -80,7 +80,7 @@ def sparse_error(name: str, gradient: torch.Tensor) -> str:
 
 # The delivered entries of one parameter, of its local shard if it is a DTensor: ascending indices in the flattened
 # parameter (int64 [k]), and the mean there (fp32 [k]). Indices of None mean all, with all values of the parameter.
-Entries = tuple[torch.Tensor | None, torch.Tensor]
+ParameterEntries = tuple[torch.Tensor | None, torch.Tensor]
 
 
 class BucketLayout:
@@ -143,8 +143,8 @@ class BucketLayout:
                 part.zero_().view(parameter.shape).add_(gradient.detach())
             else:
                 shard = gradient if type(gradient) in PLAIN else local_gradient(parameter)
-                parts += [part.view(shard.shape)]
-                gradients += [shard.detach() if shard.requires_grad else shard]
+                parts.append(part.view(shard.shape))
+                gradients.append(shard.detach() if shard.requires_grad else shard)
         copy_all(parts, gradients)
         return flat
 
@@ -167,7 +167,7 @@ class BucketLayout:
         place = torch.searchsorted(bounds[1:], mean.indices.clamp(min=0), right=True)
         return (too_large & (constant(half, mean.values.device)[place] != 0)).any()
 
-    def scatter(self, delivered: Sequence[Entries], left: Container[int] = ()) -> None:
+    def scatter(self, delivered: Sequence[ParameterEntries], left: Container[int] = ()) -> None:
         """Overwrite every ``.grad`` with its ``delivered`` entries, zero elsewhere, and create missing ones.
 
         The ``.grad`` of a parameter that was frozen, or whose id is in ``left``, becomes None.
@@ -177,15 +177,7 @@ class BucketLayout:
         if zeros:
             torch._foreach_zero_(zeros)
         for place, gradient in zip(places, held, strict=True):
-            indices, values = delivered[place]
-            if indices is None:
-                gradient.copy_(values.view(gradient.shape))
-            elif gradient.is_contiguous():
-                values = values if values.dtype is gradient.dtype else values.to(gradient.dtype)
-                gradient.view(-1).index_copy_(0, indices, values)
-            else:
-                flat = gradient.new_zeros(gradient.numel()).index_copy_(0, indices, values.to(gradient.dtype))
-                gradient.copy_(flat.view(gradient.shape))
+            _write(delivered[place], gradient)
 
     def scatter_flat(self, flat: torch.Tensor, left: Container[int] = ()) -> None:
         """Do the same as :meth:`scatter` from the dense vector ``flat`` (fp32 ``[numel]``), in one call."""
@@ -207,15 +199,15 @@ class BucketLayout:
                 continue
             if parameter.grad is None or not _writable(parameter.grad, parameter):
                 parameter.grad = _zeros(parameter)
-            places += [place]
-            held += [parameter.grad.detach() if parameter.grad.requires_grad else parameter.grad]
+            places.append(place)
+            held.append(parameter.grad.detach() if parameter.grad.requires_grad else parameter.grad)
         return places, local_shards(held)
 
     def parts(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Return the view of ``flat`` that belongs to each parameter."""
         return [flat[a:b] for a, b in zip(self.bounds, self.bounds[1:], strict=False)]
 
-    def split(self, mean: SparseVector) -> list[Entries]:
+    def split(self, mean: SparseVector) -> list[ParameterEntries]:
         """Split ``mean``, the mean of the flat vector, into the entries of each parameter. -0.0 may become 0.0."""
         if mean.is_full:
             return [(None, part) for part in self.parts(mean.values)]
@@ -260,6 +252,17 @@ def _writable(gradient: torch.Tensor, parameter: torch.Tensor) -> bool:
     return 0 not in gradient.stride()  # elements of an expanded gradient share memory
 
 
+def _write(entries: ParameterEntries, out: torch.Tensor) -> None:
+    """Write ``entries`` to ``out``, of any strides and dtype. It holds zeros, unless these are all entries."""
+    indices, values = entries
+    if indices is None:
+        out.copy_(values.view(out.shape))
+    elif out.is_contiguous():
+        out.view(-1).index_copy_(0, indices, values if values.dtype is out.dtype else values.to(out.dtype))
+    else:
+        out.copy_(out.new_zeros(out.numel()).index_copy_(0, indices, values.to(out.dtype)).view(out.shape))
+
+
 def _zeros(parameter: torch.Tensor) -> torch.Tensor:
     """Return zeros with the shape and sharding of ``parameter``, in the dtype of its gradients."""
     held = local(parameter)
@@ -286,7 +289,7 @@ class Delivered:
     ages: Ages
 
     @cached_property
-    def entries(self) -> list[Entries]:
+    def entries(self) -> list[ParameterEntries]:
         """The delivered entries of each parameter, in the order of ``layout``.
 
         The host waits for the number of entries of a mean with padding.
@@ -322,7 +325,7 @@ def with_values(mean: SparseVector, values: torch.Tensor) -> SparseVector:
     if mean.is_full:
         return SparseVector.full(values)
     if mean.is_padded:
-        return SparseVector.padded(Padded(mean.indices, values), mean.numel)
+        return SparseVector.padded(Entries(mean.indices, values), mean.numel)
     return SparseVector(mean.indices, values, mean.numel)
 
 

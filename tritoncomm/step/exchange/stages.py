@@ -32,7 +32,7 @@ from tritoncomm.primitives.verdict import REJECTED, Verdict
 from tritoncomm.scheduler import cost
 from tritoncomm.scheduler.cost import Forecast, both
 from tritoncomm.scheduler.rounds import AllReduce, Pattern, read
-from tritoncomm_kernels import Padded
+from tritoncomm_kernels import Entries
 from tritoncomm_kernels.formats import FORMATS, SMALL_FORMATS, Format
 
 _PHASE, _QUANTIZED_PHASE = "small tensors", "small"
@@ -393,7 +393,7 @@ def _times(mean: SparseVector, scale: torch.Tensor) -> SparseVector:
         return SparseVector.full(mean.values * scale)
     if mean.is_padded:  # the value of padding is 0, whatever its scale
         values = mean.values * scale[mean.indices.clamp(min=0).long()]
-        return SparseVector.padded(Padded(mean.indices, values), mean.numel)
+        return SparseVector.padded(Entries(mean.indices, values), mean.numel)
     return SparseVector(mean.indices, mean.values * scale.index_select(0, mean.indices), mean.numel)
 
 
@@ -404,4 +404,4 @@ def _behind(head: SparseVector, tail: torch.Tensor) -> SparseVector:
     at = (head.indices >= 0).sum() + torch.arange(extra, device=tail.device)
     indices = torch.nn.functional.pad(head.indices, (0, extra), value=-1).index_copy_(0, at, places)
     values = torch.nn.functional.pad(head.values, (0, extra)).index_copy_(0, at, tail)
-    return SparseVector.padded(Padded(indices, values), head.numel + extra)
+    return SparseVector.padded(Entries(indices, values), head.numel + extra)

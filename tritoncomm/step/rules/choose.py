@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from tritoncomm.algorithms import Recipe
 from tritoncomm.errors import ConfigurationError
-from tritoncomm.scheduler.process_group import is_distributed
+from tritoncomm.scheduler.ranks import speaks
 from tritoncomm.step.optimizer_list import parts_of
 from tritoncomm.step.recipes import never_delays
 from tritoncomm.step.rules.adam import StalenessAwareAdam
@@ -99,7 +99,13 @@ def updates_of(
     return chosen if isinstance(chosen, Updates) else Updates()
 
 
-def tell_effects(optimizer: torch.optim.Optimizer, options: WrapOptions, recipe: Recipe, given: dict[str, Any]) -> None:
+def tell_effects(
+    optimizer: torch.optim.Optimizer,
+    options: WrapOptions,
+    recipe: Recipe,
+    given: dict[str, Any],
+    group: dist.ProcessGroup | None,
+) -> None:
     """Log which arguments have no effect where updates are exchanged, and which optimizers have no rule if not.
 
     Args:
@@ -107,6 +113,7 @@ def tell_effects(optimizer: torch.optim.Optimizer, options: WrapOptions, recipe:
         options: The options of ``wrap``.
         recipe: The recipe of the exchange.
         given: The arguments of ``wrap`` that are for gradients, by name. Those that are None were not given.
+        group: The process group, whose first rank logs what has no effect.
     """
     parts = parts_of(optimizer)
     if options.updates is None:
@@ -121,7 +128,7 @@ def tell_effects(optimizer: torch.optim.Optimizer, options: WrapOptions, recipe:
     if any(group.get("dense") for group in optimizer.param_groups):
         given = {name: value for name, value in given.items() if name != "small"}
     unused = ", ".join(f"{name}={value!r}" for name, value in given.items() if value is not None)
-    if unused and (not is_distributed() or dist.get_rank() == 0):
+    if unused and speaks(group):
         logger.warning(
             "without effect: %s. What this sets is for gradients, and updates are exchanged (%s): pass a recipe as "
             "updates=Updates(algo=...), or updates=False",
