@@ -89,7 +89,7 @@ def test_place_of_a_synchronization() -> None:
     with ranks.alone() as gpu:
         Entries(to_gpu(torch.tensor([1], dtype=torch.int32)), _cuda(1.0)).trimmed()
         ((_, where),) = gpu.syncs
-        assert where.startswith("kernels/tritoncomm_kernels/entries.py:")
+        assert where.startswith("kernels/tritoncomm_kernels/lists.py:")
         _cuda(1.0).item()
         assert ("local_scalar_dense", "outside of tritoncomm") in gpu.syncs
 
