@@ -30,7 +30,7 @@ from tritoncomm import (
 from tritoncomm.planning.link import measure_link
 from tritoncomm.scheduler import messages
 from tritoncomm.scheduler.cost import Traffic
-from tritoncomm.scheduler.group_collectives import RADIX, SMALL
+from tritoncomm.scheduler.group_collectives import SMALL
 from tritoncomm.scheduler.process_group import ProcessGroupScheduler
 from tritoncomm.scheduler.rounds import AllGather, AllReduce, AllToAll, Pattern, Post, Round
 from tritoncomm.scheduler.simulated import SimulatedScheduler
@@ -114,14 +114,13 @@ def test_collectives(rank, world_size):
 
     Sums of short ones have its bits: ranks are added in order. gloo adds in another one, so long ones get integers.
     """
-    most = SMALL // max(world_size, RADIX)
     scheduler, simulated = ProcessGroupScheduler(), SimulatedScheduler(world_size)
     generator = torch.Generator().manual_seed(world_size)
     for dtype in (torch.int32, torch.int64, torch.float32, torch.float64):
-        for size in (0, 1, most // dtype.itemsize, most // dtype.itemsize + 1):
+        for size in (0, 1, SMALL // dtype.itemsize, SMALL // dtype.itemsize + 1):
             values = torch.randn(world_size, size, generator=generator).to(dtype)
             rows = (1e3 * torch.randn(world_size, world_size, size, generator=generator)).to(dtype)
-            values = values if size * dtype.itemsize <= most else values.round()
+            values = values if size * dtype.itemsize <= SMALL else values.round()
             for kind, tensors in (
                 (AllReduce, values),
                 (AllGather, values),
@@ -255,9 +254,9 @@ def test_differences_are_named(rank, world_size):
     attempt("'Warmup around OkTopk'", warmup_steps=0 if odd else 8)
     attempt("values of OkTopk", values="fp32" if odd else "4bit")
     attempt("packed of OkTopk", packed=odd, values="fp32")
-    attempt("argument late", late=not odd)
+    attempt("argument late: ranks [0, 2] have True, rank 1 has False", late=not odd)
     attempt("argument late.max_catch_up", late=Late(max_catch_up=5 if odd else 6))
-    attempt("argument updates", updates=odd, algo="quantized")
+    attempt("argument updates: ranks [0, 2] have False, rank 1 has True", updates=odd, algo="quantized")
     attempt("argument updates.outer_lr", updates=Updates(outer_lr=0.5 if odd else 1.0))
     attempt("argument small", small="8bit" if odd else "fp32")
     attempt("broadcast_parameters", broadcast_parameters=odd)
@@ -459,6 +458,7 @@ def test_profiles(rank, world_size):
         names = [event.name for event in profiler.events()]
         assert {"counts", "split-and-reduce"} <= set(names)  # of the exchange between nodes
         assert names.count("confirm") == names.count("between nodes") == 2
+        assert {"confirm", "between nodes"} <= {event.name for event in profiler.events() if event.is_user_annotation}
         assert any("gloo:recv" in name for name in names)
         del profiler
 

@@ -95,6 +95,8 @@ def test_unknown_keyword_is_named(algo: str | Recipe) -> None:
     assert {"algo", "density", "warmup_steps", "dense_below", "max_grad_norm"} <= set(arguments.split(", "))
     assert "recipe_fields" not in arguments
     assert {"repartition_every", "bucket_width"} <= set(fields.split(", "))
+    with pytest.raises(ConfigurationError, match=r"'outer_lr'.*; outer_lr is one of tritoncomm\.Updates; the fields"):
+        tritoncomm.wrap(torch.optim.SGD([torch.ones(3)], lr=0.1), outer_lr=0.5)
 
 
 @pytest.mark.parametrize("algo", ["dense", "exdyna", "micro"])

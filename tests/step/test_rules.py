@@ -238,6 +238,25 @@ def test_every_setting_of_gradients_is_told(option: dict[str, object], caplog: p
     assert f"without effect: {name}={value!r}. " in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("name", "algo", "late", "told"),
+    [
+        ("AdamW", "quantized", Late(max_catch_up=3), "none is late with 'quantized'"),
+        ("AdamW", "dense", Late(select_by="update"), "none is late with 'dense'"),
+        ("RMSprop", "oktopk", Late(max_catch_up=3), "the optimizer has no rule for them"),
+        ("RMSprop", "oktopk", Late(select_by="update"), ""),
+        ("AdamW", "oktopk", Late(max_catch_up=3), ""),
+        ("AdamW", "quantized", True, ""),
+    ],
+)
+def test_late_without_effect_is_told(name, algo, late, told, caplog) -> None:
+    """Where gradients are exchanged, ``Late`` says nothing if none is late, or nothing catches up."""
+    kind = getattr(torch.optim, name)
+    tritoncomm.wrap(kind(nn.Linear(4, 4).parameters()), algo, late=late, updates=False).release()
+    assert ("without effect: late=Late(" in caplog.text) == bool(told)
+    assert told in caplog.text
+
+
 def test_settings_of_gradients_that_have_an_effect_are_not_told(caplog: pytest.LogCaptureFixture) -> None:
     """Nor is one that says what happens in any case."""
     net = nn.Linear(4, 4)

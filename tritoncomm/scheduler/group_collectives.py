@@ -11,10 +11,10 @@ from tritoncomm.scheduler import cost, wire
 from tritoncomm.scheduler.messages import Messages
 from tritoncomm.scheduler.rounds import AllGather, AllReduce, AllToAll, Collective
 
-# A collective on a CPU consists of messages if the tensors of all ranks, of 8 if they are fewer, have at most so many
-# bytes together. A rank sends up to 7 messages at once, and passes on what it has received in the next round: two
-# rounds for up to 64 ranks. In gloo's rings, one message or two for each rank follow one another.
-SMALL, RADIX = 16384, 8
+# A collective on a CPU consists of messages if its tensor, and those of all ranks together, have at most so many bytes.
+# A rank sends up to 7 messages at once, and passes on what it has received in the next round: two rounds for up to 64
+# ranks. In gloo's rings, one message or two for each rank follow one another.
+SMALL, SMALL_TOGETHER, RADIX = 2048, 65536, 8
 # The name of the collective since PyTorch 2.13, and before.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 # The last collective of this process is kept until the next one starts. A collective from a backward pass holds a
@@ -47,7 +47,7 @@ def _is_short(op: Collective, world_size: int) -> bool:
     """Return whether ``op`` consists of messages on a CPU. gloo's all-to-all is one round for any number of ranks."""
     whole = op.tensor.itemsize % cost.WORD == 0  # messages have words
     at_once = world_size <= RADIX or not isinstance(op, AllToAll)
-    return whole and at_once and 0 < op.tensor.nbytes * max(world_size, RADIX) <= SMALL
+    return whole and at_once and 0 < op.tensor.nbytes <= min(SMALL, SMALL_TOGETHER // world_size)
 
 
 def _by_messages(op: Collective, tensor: torch.Tensor, messages: Messages, frame: wire.Frame) -> torch.Tensor:

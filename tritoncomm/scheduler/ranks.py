@@ -29,7 +29,9 @@ def own_rank() -> int:
 
 def speaks(group: dist.ProcessGroup | None) -> bool:
     """Return True on the first rank of ``group``, which logs for all, and without a process group."""
-    return own_rank() == 0 if group is None else dist.get_rank(group) == 0
+    if group is None or not dist.is_initialized():
+        return own_rank() == 0
+    return dist.get_rank(group) == 0
 
 
 def named(numbers: Iterable[int]) -> list[int]:

@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import time
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from torch.profiler import record_function
 
 from tritoncomm_kernels import devices
+
+
+def profiled(name: str) -> AbstractContextManager[object]:
+    """Return a context that is an event with this ``name`` for a profiler, if there is any."""
+    # record_function() takes its time also if nothing records.
+    is_recorded = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]  # noqa: SLF001
+    return record_function(name) if is_recorded else nullcontext()
 
 
 class Span:

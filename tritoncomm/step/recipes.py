@@ -111,6 +111,10 @@ def start_values(small: str) -> str:
     return small if small == "fp32" else defaults.DEFAULT_START
 
 
+# Whose fields are no arguments of wrap(): it has an argument for each of them.
+_OPTIONS = (defaults.Late, defaults.Updates)
+
+
 def check_keywords(function: Callable[..., Any], algo: str | Recipe, given: Iterable[str]) -> None:
     """Raise :class:`~tritoncomm.ConfigurationError` if a keyword is neither an argument nor a field of the recipe.
 
@@ -130,9 +134,11 @@ def check_keywords(function: Callable[..., Any], algo: str | Recipe, given: Iter
     fields = [field for field in known if field not in arguments]
     unknown = set(given) - set(fields)
     if unknown:
+        homes = {each.name: kind for kind in _OPTIONS for each in dataclasses.fields(kind)}
+        inside = [f"{each} is one of tritoncomm.{homes[each].__name__}; " for each in sorted(unknown & homes.keys())]
         raise ConfigurationError(
             f"{function.__name__}() has no argument {with_suggestions(unknown, [*arguments, *fields])}: its arguments "
-            f"are {', '.join(arguments)}; the fields of {name!r} are {', '.join(fields)}"
+            f"are {', '.join(arguments)}; {''.join(inside)}the fields of {name!r} are {', '.join(fields)}"
         )
 
 

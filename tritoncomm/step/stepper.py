@@ -16,6 +16,7 @@ from torch import nn
 from tritoncomm.errors import NonFiniteError
 from tritoncomm.scheduler.process_group import is_distributed
 from tritoncomm.scheduler.ranks import own_rank
+from tritoncomm.scheduler.span import profiled
 from tritoncomm.step import agree
 from tritoncomm.step.exchange.machine import State
 from tritoncomm.step.exchange.vector import listed
@@ -24,7 +25,7 @@ from tritoncomm.step.model import ignored
 from tritoncomm.step.model.misuse import LateBackward, LocalClipping
 from tritoncomm.step.rules.step import coupled_decay
 from tritoncomm.step.setup import Setup
-from tritoncomm.step.torch_internals import creates_state, profiler_range, version_of, without_compile
+from tritoncomm.step.torch_internals import creates_state, version_of, without_compile
 
 __all__ = ["Stepper"]
 
@@ -128,7 +129,7 @@ class Stepper:
         scaler: dict[str, Any] = {name: held.pop(name) for name in ("grad_scale", "found_inf") if name in held}
         self._scale, self._found = scaler.get("grad_scale"), scaler.get("found_inf")
         try:
-            with profiler_range(f"Optimizer.step#{type(self.setup.optimizer).__name__}.step"):
+            with profiled(f"Optimizer.step#{type(self.setup.optimizer).__name__}.step"):
                 loss = self._step(closure)
         except BaseException as error:
             self.note_failure(error)

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._profiler import _RecordFunctionFast
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
@@ -25,9 +24,6 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 # Not torch.compiler.disable, which imports the compiler even if it is not used.
 without_compile = torch._disable_dynamo  # type: ignore[attr-defined]  # noqa: SLF001
-
-# Does the same as torch.profiler.record_function, which takes ten times as long, also if nothing records.
-profiler_range = _RecordFunctionFast
 
 
 def version_of(tensor: torch.Tensor | None) -> int:

@@ -130,10 +130,11 @@ def _fields_of(layer: Any) -> Iterable[tuple[str, Any]]:
     """
     for each in dataclasses.fields(layer):
         value = getattr(layer, each.name)
+        if each.name in ("late", "updates"):
+            yield each.name, value is not None  # for wrap(), None may be either
         if isinstance(value, (Late, Updates)):
-            yield each.name, True
             yield from ((f"{each.name}.{name}", inner) for name, inner in _fields_of(value) if name != "algo")
-        elif not isinstance(value, Recipe):
+        elif each.name not in ("late", "updates") and not isinstance(value, Recipe):
             yield each.name, value
 
 

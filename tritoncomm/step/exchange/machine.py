@@ -282,7 +282,7 @@ class GradientExchange:
     ) -> ConfigurationError | None:
         """Copy every ``.grad`` into the vectors. Return why that is impossible, or None."""
         reasons = [vector.read_gradients(scale, rests) for vector in self.vectors]
-        if look is not None and self.all_shards is None and speaks(self.options.group):
+        if look is not None and self.all_shards is None and self.vectors[0].rank == 0:
             look([vector.flat for vector in self.vectors])
         return next((reason for reason in reasons if reason is not None), None)
 

@@ -106,7 +106,7 @@ def tell_effects(
     given: dict[str, Any],
     group: dist.ProcessGroup | None,
 ) -> None:
-    """Log which arguments have no effect where updates are exchanged, and which optimizers have no rule if not.
+    """Log which arguments have no effect, and which optimizers that exchange gradients have no rule for late ones.
 
     Args:
         optimizer: The optimizer, or the list of them.
@@ -124,16 +124,22 @@ def tell_effects(
                 "With algo='quantized' none is late, and updates=True needs no rule",
                 " and ".join(type(each).__name__ for each in without),
             )
+        late = given["late"]
+        has_rule = any(find_rule(each) is not None for each in parts) or getattr(late, "select_by", "") == "update"
+        if isinstance(late, Late) and (never_delays(recipe) or not has_rule) and speaks(group):
+            why = f"none is late with {recipe.name!r}" if never_delays(recipe) else "the optimizer has no rule for them"
+            logger.warning("without effect: late=%r. This is for late gradients, and %s: leave it out", late, why)
         return
-    if any(group.get("dense") for group in optimizer.param_groups):
+    if any(part.get("dense") for part in optimizer.param_groups):
         given = {name: value for name, value in given.items() if name != "small"}
     unused = ", ".join(f"{name}={value!r}" for name, value in given.items() if value is not None)
     if unused and speaks(group):
         logger.warning(
-            "without effect: %s. What this sets is for gradients, and updates are exchanged (%s): pass a recipe as "
-            "updates=Updates(algo=...), or updates=False",
+            "without effect: %s. What this sets is for gradients, and updates are exchanged (%s): leave it out, or "
+            "pass updates=False%s. The method of updates is updates=Updates(algo=...)",
             unused,
             " and ".join(type(each).__name__ for each in parts),
+            "" if options.local_steps == 1 else " without local_steps",
         )
 
 
