@@ -59,7 +59,7 @@ def checked(error: tritoncomm.ExchangeError, seconds: float, fault: Callable[[],
     if fault is raises:
         assert type(error) is tritoncomm.ExchangeError
         assert "rank 1 failed, see its traceback: no room for the lists" in str(error)
-        assert seconds < 2
+        assert seconds < LATE.total_seconds() / 2
     else:
         assert type(error) is tritoncomm.ExchangeTimeoutError
         assert 1.5 < seconds < 6
