@@ -347,6 +347,6 @@ def test_state_of_another_rank(rank, world_size):
     states = [None, None]
     dist.all_gather_object(states, optimizer.state_dict(), optimizer.process_group)
     mine, other = MEMBERS.index(rank), 1 - MEMBERS.index(rank)
-    said = f"written with place in the process group={other}, here it is {mine}: load the state of this rank"
+    said = f"written with rank={other} in its process group, here it is {mine}: load the state of this rank"
     with pytest.raises(ConfigurationError, match=said):
         optimizer.load_state_dict(states[other])

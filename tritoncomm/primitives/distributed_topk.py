@@ -17,7 +17,7 @@ from tritoncomm_kernels import Entries
 
 # The 31 bits of a magnitude are split into four digits, the exponent and three of the mantissa: lowest bit and width of
 # each. The counts of a digit are short, so that up to 64 ranks get them in two rounds of messages, see
-# :mod:`tritoncomm.scheduler.group_collectives`. With three digits, they travelled around a ring: 2.5 instead of 0.8
+# :mod:`tritoncomm.scheduler.group_collectives`. With three digits, they travelled around a ring: 2.4 instead of 0.65
 # seconds for such a step of four ranks with a delay of 50 ms.
 _DIGITS = ((23, 8), (15, 8), (7, 8), (0, 7))
 _COUNT_BYTES = 4

@@ -68,13 +68,15 @@ class StepState:
 
     def is_changed(self, gradients: Sequence[torch.Tensor | None]) -> bool:
         """Return True if ``gradients`` are others than those of a step that has been taken."""
-        replaced = [*map(id, gradients)] != [*map(id, self.written)]
-        return replaced or self.versions != [version_of(gradient) for gradient in gradients]
+        return self._are_others(gradients) or self.versions != [version_of(gradient) for gradient in gradients]
+
+    def _are_others(self, gradients: Sequence[torch.Tensor | None]) -> bool:
+        return [*map(id, gradients)] != [*map(id, self.written)]
 
     def check_unchanged(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Raise if ``gradients`` are not what was averaged, except for changes between synchronize() and step()."""
         # A signal at the end of synchronize() leaves nothing written.
-        if self.written and [*map(id, gradients)] != [*map(id, self.written)]:
+        if self.written and self._are_others(gradients):
             raise RuntimeError("gradients were replaced after synchronize(): call step() or zero_grad() in between")
         if self.versions and self.versions != [version_of(gradient) for gradient in gradients]:
             raise RuntimeError(

@@ -85,9 +85,10 @@ def check(state: Mapping[str, Any], **here: Any) -> None:
                 "recipe": ": use the algo that it was saved with",
                 "world_size": ": save with tritoncomm.checkpoint.save(), whose checkpoints any number of ranks loads",
             }
-            what = "place in the process group" if field == "rank" else field
+            where = " in its process group" if field == "rank" else ""
             raise ConfigurationError(
-                f"this checkpoint was written with {what}={state[field]!r}, here it is {value!r}{fix.get(field, '')}"
+                f"this checkpoint was written with {field}={state[field]!r}{where}, here it is {value!r}"
+                f"{fix.get(field, '')}"
             )
 
 
