@@ -18,7 +18,7 @@ from tritoncomm.step import agree
 from tritoncomm.step.figures import figures_of
 from tritoncomm.step.model import ignored
 from tritoncomm.step.model.module import checked_module, group_of
-from tritoncomm.step.model.refuse import checked_methods, refuse
+from tritoncomm.step.model.refuse import checked_methods, guard, refuse
 from tritoncomm.step.optimizer_list import parts_of
 from tritoncomm.step.rules.step import saved_state
 from tritoncomm.step.saved import state as exchange_state
@@ -305,7 +305,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         A ``DistributedDataParallel`` module that was passed to :func:`wrap` still averages nothing: to train without
         tritoncomm, put ``model.module`` into a new one, and drop the old one.
         """
-        self._tritoncomm.setup.unguard()
+        self._tritoncomm.unguard()
         change_class(self, original_class(self))
         del self._tritoncomm
 
@@ -323,8 +323,8 @@ def sparse(optimizer: torch.optim.Optimizer, setup: Setup) -> SparseOptimizer:
     """Let ``optimizer`` exchange what ``setup`` says from now on, and return it."""
     kind: Any = type(optimizer)
     sparse_class = _sparse_class(kind)
-    setup.guard()
-    vars(optimizer)["_tritoncomm"] = Stepper(setup)
+    stepper = vars(optimizer)["_tritoncomm"] = Stepper(setup)
+    stepper.unguard = guard(optimizer, stepper)
     change_class(optimizer, sparse_class)
     return optimizer  # type: ignore[return-value]
 

@@ -22,7 +22,7 @@ from tritoncomm.step.model.module import check_model, ignored_ids, keep_gradient
 from tritoncomm.step.model.parameters import KnownParameters
 from tritoncomm.step.optimizer_list import parts_of
 from tritoncomm.step.recipes import log_choice, with_warmup_and_nodes
-from tritoncomm.step.rules.step import OptimizerStep, OptimizerSteps
+from tritoncomm.step.rules.step import OptimizerSteps
 from tritoncomm.step.saved import state as exchange_state
 from tritoncomm.step.settings import WrapOptions, check_optimizer, is_alone
 from tritoncomm.step.torch_internals import original_class
@@ -72,8 +72,9 @@ class Setup:
             self.local = LocalSteps(parts_of(optimizer), options, self.names, ignored, alone=alone)
             self.local.check()
             self.exchanged = self.local.outer
-        steps = [OptimizerStep(each, options.late, alone=alone, ignored=ignored) for each in parts_of(self.exchanged)]
-        self.steps = OptimizerSteps(steps, options.max_grad_norm)
+        self.steps = OptimizerSteps(
+            parts_of(self.exchanged), options.late, options.max_grad_norm, alone=alone, ignored=ignored
+        )
         self.steps.check()
         anchor_names = {} if self.local is None else self.local.names
         self.parameters = KnownParameters(self.exchanged, self.names | anchor_names, ignored)
@@ -97,18 +98,6 @@ class Setup:
             log_choice(self.recipe, first.rank, first.world_size, parts)
         elif int(os.environ.get("WORLD_SIZE", "1")) > 1:
             logger.warning("WORLD_SIZE is set, but torch.distributed is not initialized: nothing will be exchanged")
-
-    def guard(self) -> None:
-        """Let optimizers of a list, and those inside, refuse to step by themselves."""
-        self.steps.guard(self.optimizer)
-        if self.local is not None:
-            self.local.guard(self.optimizer)
-
-    def unguard(self) -> None:
-        """Allow that again."""
-        self.steps.unguard()
-        if self.local is not None:
-            self.local.unguard()
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:

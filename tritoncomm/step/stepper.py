@@ -112,12 +112,14 @@ class Stepper:
         all_skipped: Whether all ranks have skipped the last step, because of a NaN, an Inf or an overflow in gradients.
         keeps_scales_equal: Whether a scaler reads ``all_skipped``, so that scales stay equal and no warning is due.
         state: What is known of averaged gradients, until they are applied.
+        unguard: Lets optimizers of a list, and those inside, step by themselves again.
     """
 
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
         self.all_skipped = self.keeps_scales_equal = False
         self.state = StepState()
+        self.unguard: Callable[[], Any] = lambda: None
         self._clipping = LocalClipping()
         # What a GradScaler has set: its scale, if it has not unscaled the gradients, and its overflow flag.
         self._scale: torch.Tensor | None = None

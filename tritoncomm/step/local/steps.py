@@ -28,7 +28,7 @@ from tritoncomm.step.exchange.vector import listed
 from tritoncomm.step.local.anchor import anchor_of, delta_of, flat, write
 from tritoncomm.step.model.ignored import ignored_of, non_finite
 from tritoncomm.step.model.parameters import KnownParameters
-from tritoncomm.step.rules.step import OptimizerStep, OptimizerSteps, gradients_of, limit_norm, norm_of
+from tritoncomm.step.rules.step import OptimizerSteps, gradients_of, limit_norm, norm_of
 from tritoncomm.step.settings import WrapOptions
 from tritoncomm.step.tensors.shards import all_finite, like_parameter, local
 from tritoncomm.step.torch_internals import original_class, version_of
@@ -74,7 +74,7 @@ class LocalSteps:
         self._optimizers = list(optimizers)
         self._ignored, self._given_names = ignored, names
         self._options = options
-        self._steps = OptimizerSteps([OptimizerStep(each, None, alone=alone) for each in optimizers])
+        self._steps = OptimizerSteps(self._optimizers, alone=alone)
         self._known = [KnownParameters(each, names, ignored) for each in optimizers]
         self.parameters: list[torch.Tensor] = []
         self.anchors: list[torch.Tensor] = []
@@ -135,14 +135,6 @@ class LocalSteps:
         """True if the outer step goes to the mean of the parameters."""
         (group,) = self.outer.param_groups
         return float(group["lr"]) == 1.0 and group["momentum"] == 0
-
-    def guard(self, whole: torch.optim.Optimizer) -> None:
-        """Let ``step()`` of the optimizers but ``whole`` raise an error from now on."""
-        self._steps.guard(whole)
-
-    def unguard(self) -> None:
-        """Allow ``step()`` of the optimizers again."""
-        self._steps.unguard()
 
     def check(self) -> None:
         """Raise :class:`~tritoncomm.ConfigurationError` if the optimizers have parameters without anchor."""

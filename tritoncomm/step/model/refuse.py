@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import wraps
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch
 
+from tritoncomm.step.optimizer_list import parts_of
 from tritoncomm.step.tensors.shards import local
 from tritoncomm.step.torch_internals import creates_state, has_hooks, hooks_key, original_class, step_hooks
 
@@ -74,6 +76,23 @@ def refuse(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             f"a list or an optimizer that contains this {type(optimizer).__name__} was wrapped, and its own step() "
             "does not exchange gradients: call step() of what tritoncomm.wrap() returned, or release() that first"
         )
+
+
+def guard(optimizer: torch.optim.Optimizer, owner: object) -> Callable[[], Any]:
+    """Let ``step()`` of the parts of ``optimizer``, and of optimizers inside, raise an error while ``owner`` lives.
+
+    That of ``optimizer`` itself exchanges. Return a function that allows all of them to step again.
+    """
+    inside = (each for part in parts_of(optimizer) for each in (part, *optimizers_inside(part)))
+    handles = [each.register_step_pre_hook(refuse) for each in inside if each is not optimizer]
+
+    def remove() -> None:
+        for handle in handles:
+            handle.remove()
+
+    unguard = weakref.finalize(owner, remove)
+    unguard.atexit = False
+    return unguard
 
 
 def checked_methods(kind: type[torch.optim.Optimizer]) -> dict[str, Callable[..., Any]]:

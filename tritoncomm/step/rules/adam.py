@@ -25,7 +25,7 @@ from tritoncomm.step.exchange.layout import Delivered
 from tritoncomm.step.rules.aware import AwareStep
 from tritoncomm.step.settings import Late
 from tritoncomm.step.tensors.shards import local_shards
-from tritoncomm.step.torch_internals import written_step
+from tritoncomm.step.torch_internals import steps_as
 from tritoncomm_kernels import AdamControl, AdamFlat, AdamStates
 
 _UNSUPPORTED = ("capturable", "differentiable")
@@ -67,8 +67,7 @@ class StalenessAwareAdam(AwareStep):
     @staticmethod
     def fits(optimizer: torch.optim.Optimizer) -> bool:
         """Return True for ``Adam`` and ``AdamW``, and for subclasses that do not override ``step``."""
-        kinds = torch.optim.Adam, torch.optim.AdamW
-        return isinstance(optimizer, kinds) and written_step(optimizer) in map(written_step, kinds)
+        return steps_as(optimizer, (torch.optim.Adam, torch.optim.AdamW))
 
     def __post_init__(self) -> None:
         if not self.max_sqrt_staleness >= 1:

@@ -103,53 +103,34 @@ class LateRule(AwareStep):
 
     @torch.no_grad()
     def step(self, delivered: Delivered) -> None:
-        """Update the parameters of one flat vector. See :meth:`AwareStep.step`."""
-        if delivered.is_flat:
-            self._step_padded(delivered)
-            return
-        ages, place = delivered.ages, delivered.layout.places
-        for group, parameter in self._stepping(place):
-            number, own = place[id(parameter)], local(parameter)
-            state, count = self._counted(group, parameter)
-            indices, given = delivered.entries[number]
-            stored = {name: local(state[name]) for name in self.held} | {"parameter": own, "last": ages.last[number]}
-            flat = {name: each.reshape(-1) for name, each in stored.items()}  # a copy if it is not contiguous
-            at = flat if indices is None else {name: each.index_select(0, indices) for name, each in flat.items()}
-            new = self._moved(group, at | count, given, ages.steps, own.numel(), ages.rms[number])
-            if self.decay(group) != 1:
-                flat["parameter"].mul_(self.decay(group))
-            for name, value in new.items():
-                if indices is None:
-                    flat[name].copy_(value)
-                else:
-                    flat[name].index_copy_(0, indices, value.to(flat[name].dtype))
-                if not stored[name].is_contiguous():
-                    stored[name].copy_(flat[name].view(own.shape))
+        """Update the parameters of one flat vector. See :meth:`AwareStep.step`.
 
-    def _step_padded(self, delivered: Delivered) -> None:
-        """Do the same for one list with padding, without a wait for the device.
-
-        Every coordinate is read and written, delivered or not.
+        Of a mean with padding, every coordinate is read and written, delivered or not, without a wait for the device.
         """
-        ages, numel, place = delivered.ages, delivered.mean.numel, delivered.layout.places
-        places = delivered.mean.indices.long()
-        places = torch.where(places < 0, numel, places)  # the place of padding is behind all others
-        sums = torch.zeros(numel + 1, dtype=torch.float32, device=places.device)
-        sums[places] = delivered.mean.values
-        is_delivered = torch.zeros(numel + 1, dtype=torch.bool, device=places.device)
-        is_delivered[places] = True
-        for group, parameter in self._stepping(place):
-            number, own = place[id(parameter)], local(parameter)
-            state, count = self._counted(group, parameter)
-            part = slice(*delivered.layout.bounds[number : number + 2])
-            stored = {name: local(state[name]) for name in self.held} | {"parameter": own, "last": ages.last[number]}
-            old = {name: each.reshape(-1) for name, each in stored.items()}
-            chosen = is_delivered[part]
-            new = self._moved(group, old | count, sums[part], ages.steps, own.numel(), ages.rms[number], chosen)
-            for name, value in new.items():
-                target = stored[name]
-                kept = old[name] * self.decay(group) if name == "parameter" else old[name]
-                target.copy_(torch.where(chosen, value.to(target.dtype), kept).view(target.shape))
+        ages, layout = delivered.ages, delivered.layout
+        entries = _everywhere(delivered) if delivered.is_flat else [(*each, None) for each in delivered.entries]
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                number = layout.places.get(id(parameter))
+                if number is None or parameter.grad is None:
+                    continue
+                own, (indices, given, chosen) = local(parameter), entries[number]
+                state, count = self._counted(group, parameter)
+                stored = {name: local(state[name]) for name in self.held}
+                stored |= {"parameter": own, "last": ages.last[number]}
+                flat = {name: each.reshape(-1) for name, each in stored.items()}  # a copy if it is not contiguous
+                at = flat if indices is None else {name: each.index_select(0, indices) for name, each in flat.items()}
+                new = self._moved(group, at | count, given, ages.steps, own.numel(), ages.rms[number], chosen)
+                if self.decay(group) != 1:
+                    flat["parameter"].mul_(self.decay(group))
+                for name, target in ((name, flat[name]) for name in new):
+                    value = new[name].to(target.dtype)
+                    if indices is not None:
+                        target.index_copy_(0, indices, value)
+                    else:
+                        target.copy_(value if chosen is None else torch.where(chosen, value, target))
+                    if not stored[name].is_contiguous():
+                        stored[name].copy_(target.view(own.shape))
 
     def _moved(
         self,
@@ -180,31 +161,35 @@ class LateRule(AwareStep):
         moved = torch.add(_wide(at["parameter"]) * self.decay(group), factor * direction, alpha=-rate)
         return {**new, "parameter": moved, "last": torch.full_like(at["last"], steps)}
 
-    def _stepping(self, exchanged: Mapping[int, Any]) -> list[tuple[dict[str, Any], torch.Tensor]]:
-        """Return the parameters whose ids are ``exchanged`` and that have a gradient, each with its group."""
-        return [
-            (group, parameter)
-            for group in self.optimizer.param_groups
-            for parameter in group["params"]
-            if id(parameter) in exchanged and parameter.grad is not None
-        ]
+    def _counted(self, group: Mapping[str, Any], parameter: torch.Tensor) -> tuple[dict[str, Any], Held]:
+        """Count the step in the state of ``parameter``, if that is where the optimizer does. Return both.
 
-    def _state(self, group: Mapping[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
-        """Return what the optimizer keeps for ``parameter``, with :meth:`initial` values where it has none yet."""
+        Where the optimizer keeps nothing yet, the state gets :meth:`initial` values.
+        """
         state: dict[str, Any] = self.optimizer.state[parameter]
         for name in self.held:
             if state.get(name) is None:
                 state[name] = self.initial(group, name, parameter)
-        return state
-
-    def _counted(self, group: Mapping[str, Any], parameter: torch.Tensor) -> tuple[dict[str, Any], Held]:
-        """Count the step in the state of ``parameter``, if that is where the optimizer does. Return both."""
-        state = self._state(group, parameter)
         if self.counts_in is None:
             return state, {}
         if self.counts_in == "state":
             state["step"] = state.get("step", 0) + 1
         return state, {"step": torch.tensor(float((group if self.counts_in == "group" else state)["step"]))}
+
+
+def _everywhere(delivered: Delivered) -> list[tuple[None, torch.Tensor, torch.Tensor]]:
+    """Return the mean of every coordinate of each parameter, and which of them were delivered, of a mean with padding.
+
+    The first entry is None instead of indices, as in :attr:`Delivered.entries`.
+    """
+    numel, places = delivered.mean.numel, delivered.mean.indices.long()
+    places = torch.where(places < 0, numel, places)  # the place of padding is behind all others
+    sums = torch.zeros(numel + 1, dtype=torch.float32, device=places.device)
+    sums[places] = delivered.mean.values
+    is_delivered = torch.zeros(numel + 1, dtype=torch.bool, device=places.device)
+    is_delivered[places] = True
+    parts = delivered.layout.parts
+    return [(None, *both) for both in zip(parts(sums), parts(is_delivered), strict=True)]
 
 
 def _root_mean_square(values: torch.Tensor, numel: int) -> torch.Tensor:
