@@ -24,6 +24,7 @@ from torch.nn.parallel.distributed import _MixedPrecision
 from torch.utils.checkpoint import checkpoint
 from tritoncomm import ConfigMismatchError, ConfigurationError
 from tritoncomm.step.agree import replica
+from tritoncomm.step.exchange.layout import Delivered
 
 from ranks import ranks
 
@@ -48,6 +49,15 @@ def test_methods(rank, world_size, optimizer, settings, steps):
         pair.step(lambda model, step=step: loss_of(model, rank, step).backward())
     assert equal(pair.model)
     assert pair.of_model.metrics().get("grad_norm") == pair.of_plain.metrics().get("grad_norm")
+
+
+@ranks(2)
+def test_a_mean_that_nobody_sees_is_not_read_again(rank, world_size):
+    """The rule for late gradients takes what was delivered, not ``.grad``, which may be rounded to another dtype."""
+    pair = Pair()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delattr(Delivered, "read_again")
+        pair.step(lambda model: loss_of(model, rank, 0).backward())
 
 
 @ranks(3)

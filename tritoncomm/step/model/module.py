@@ -164,7 +164,7 @@ def keep_gradients_local(model: nn.Module | None) -> None:
             if id(parameter) not in ignored:
                 _names[parameter] = (name, weakref.ref(module))
     if _local and not _guards:
-        _guards.append(register_optimizer_step_pre_hook(_check_not_stepped))
+        _guards.append(register_optimizer_step_pre_hook(check_not_stepped))
         check_new_joins(_check_new_join)
 
 
@@ -174,7 +174,7 @@ _names: MutableMapping[torch.Tensor, tuple[str, weakref.ref[DistributedDataParal
 _guards: list[RemovableHandle] = []  # the hook of all optimizers, once a module averages nothing
 
 
-def _check_not_stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+def check_not_stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """Raise if ``optimizer`` steps local gradients by itself. A wrapped one, and what it consists of, may step.
 
     A part of a wrapped list has a hook of its own, which raises next.

@@ -13,6 +13,7 @@ from tritoncomm.errors import ConfigurationError
 from tritoncomm.step.agree import named_parameters
 from tritoncomm.step.exchange.layout import Delivered
 from tritoncomm.step.model.ignored import hidden, ignored_of, present
+from tritoncomm.step.model.module import check_not_stepped
 from tritoncomm.step.model.refuse import optimizers_inside, refuse, stepping
 from tritoncomm.step.optimizer_list import join, parts_of
 from tritoncomm.step.rules.aware import AwareStep
@@ -41,6 +42,8 @@ _COUPLED = (
     torch.optim.RMSprop,
     torch.optim.SGD,
 )
+
+_Hooks = list[Callable[..., Any]]
 
 
 def coupled_decay(optimizer: torch.optim.Optimizer) -> dict[int, float]:
@@ -176,10 +179,10 @@ class OptimizerSteps:
         """
         self.check()  # before any gradient or parameter changes
         # Steps below torch's hooks are called, and hooks run here: before, gradients are averaged.
-        hooks = [(part.optimizer, *_hooks(part.optimizer)) for part in self._parts]
+        hooks = [(part.optimizer, *_of_user(step_hooks(part.optimizer))) for part in self._parts]
         if hooked is not None:
             is_list = all(each is not hooked for each, _, _ in hooks)
-            of_all, own = global_step_hooks(), step_hooks(hooked) if is_list else ([], [])
+            of_all, own = _of_user(global_step_hooks()), step_hooks(hooked) if is_list else ([], [])
             hooks = [(hooked, of_all[0] + own[0], []), *hooks, (hooked, [], own[1] + of_all[1])]
         for optimizer, before, _ in hooks:
             mark_stepped(optimizer)
@@ -231,10 +234,10 @@ class OptimizerSteps:
         self.step(None, nullcontext(), None, clip=False, decayed=True)
 
 
-def _hooks(optimizer: torch.optim.Optimizer) -> tuple[list[Callable[..., Any]], list[Callable[..., Any]]]:
-    """Return the hooks of the user before and after the step of ``optimizer``."""
-    before, after = step_hooks(optimizer)
-    return [hook for hook in before if hook is not refuse], after
+def _of_user(hooks: tuple[_Hooks, _Hooks]) -> tuple[_Hooks, _Hooks]:
+    """Return the ``hooks`` before and after a step without those of this library, which change no gradient."""
+    before, after = hooks
+    return [hook for hook in before if hook not in (refuse, check_not_stepped)], after
 
 
 def _holds(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]) -> bool:
