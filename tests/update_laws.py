@@ -82,7 +82,7 @@ class Workers:
         self._scale = 2.0**case.exponent
         self._signs = random_signs(case.numel, "cpu")
         self.optimizers = [setting.inner(self._parameters(case.numel)) for _ in range(case.world_size)]
-        self.each = [LocalSteps([optimizer], setting.options, {}, alone=False) for optimizer in self.optimizers]
+        self.each = [LocalSteps(optimizer, setting.options, {}, alone=False) for optimizer in self.optimizers]
 
     def _parameters(self, numel: int) -> list[torch.nn.Parameter]:
         generator = torch.Generator().manual_seed(numel)

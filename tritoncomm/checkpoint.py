@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from tritoncomm.errors import ConfigMismatchError, ConfigurationError
 from tritoncomm.optimizer import SparseOptimizer, setup_of
@@ -81,7 +80,7 @@ def save(optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
         content = _content(optimizer, whole=True)
         _check_owner(optimizer, folder)
     names = agree.all_gather({"name": _DATA + secrets.token_hex(8)}, group, device)
-    data, rank = folder / next(iter(names.values()))["name"], _ranks(group).index(own_rank())
+    data, rank = folder / next(iter(names.values()))["name"], global_ranks(group).index(own_rank())
     with _torch_checkpoint(setup, failed) as dcp:
         dcp.save({"optimizer": content}, checkpoint_id=data, process_group=group)
     with agree.propagate_errors(group, device), _prefixed(failed):
@@ -118,8 +117,8 @@ def _check_owner(optimizer: SparseOptimizer, folder: Path) -> None:
             "folder of its own",
             folder,
         )
-    ranks = _ranks(setup_of(optimizer).everybody)
-    if not is_distributed() or len(ranks) == dist.get_world_size() or own_rank() != ranks[0]:
+    ranks = global_ranks(setup_of(optimizer).everybody)
+    if len(ranks) == len(global_ranks(None)) or own_rank() != ranks[0]:
         return
     own = folder / f"group-of-rank-{ranks[0]}.json"
     with _prefixed(f"{folder} cannot be used"):
@@ -160,7 +159,7 @@ def state_of_rank(optimizer: SparseOptimizer, folder: Path) -> dict[str, Any]:
     """Return the state that :func:`load` loads on this rank. Nothing changes."""
     setup, failed = setup_of(optimizer), f"{folder} cannot be loaded"
     group, device = setup.everybody, setup.device
-    ranks = _ranks(group)
+    ranks = global_ranks(group)
     with agree.propagate_errors(group, device), _prefixed(failed):
         pointer = _pointer_in(folder)
         if pointer["optimizer"] != _kind(optimizer):
@@ -180,11 +179,6 @@ def state_of_rank(optimizer: SparseOptimizer, folder: Path) -> dict[str, Any]:
     return _read(optimizer, saved, content)
 
 
-def _ranks(group: dist.ProcessGroup | None) -> list[int]:
-    """Return the global ranks of ``group``, also without process groups."""
-    return global_ranks(group) if is_distributed() else [0]
-
-
 @contextmanager
 def _torch_checkpoint(setup: Setup, failed: str) -> Iterator[Any]:
     """Return ``torch.distributed.checkpoint``. All ranks raise an error if it fails on one in the body.
@@ -200,7 +194,7 @@ def _torch_checkpoint(setup: Setup, failed: str) -> Iterator[Any]:
         try:
             yield dcp
         except dcp.api.CheckpointException as error:
-            reasons = [f"rank {_ranks(group)[each]}: {reason}" for each, (reason, _) in error.failures.items()]
+            reasons = [f"rank {global_ranks(group)[each]}: {reason}" for each, (reason, _) in error.failures.items()]
             raise ConfigurationError(f"{failed}: {'; '.join(reasons)}") from error
 
 
@@ -374,7 +368,7 @@ def _content(optimizer: SparseOptimizer, *, whole: bool = False) -> dict[str, An
     states = {number: state["state"][key] for number, key in enumerate(keys) if key in state["state"]}
     inner = {number: each for number, each in states.items() if whole or number in own}
     parameters = setup.exchange.parameters
-    rest, replica, common = split(state.pop("tritoncomm"), inner, own, parameters, held)
+    rest, replica, common = split(state.pop("tritoncomm"), inner, own, held)
     rest["optimizer"] = {key: value for key, value in state.items() if whole and key != "state"}
     packed = io.BytesIO()
     torch.save(rest, packed)

@@ -196,12 +196,12 @@ class SparseOptimizer(torch.optim.Optimizer):
                 entries. An error or a signal has stopped an update, so parameters may differ between ranks.
         """
         hooks, setup = StateHooks(self), self._tritoncomm.setup
-        hooks.before_saving()
+        hooks.run("state_dict_pre")
         setup.check_saveable("state_dict()")
         own = exchange_state.saved(setup.exchange, setup.local)
         with hooks:
             state = exchange_state.marked(saved_state(self), setup.exchange)
-        return hooks.after_saving(state | {"tritoncomm": own})
+        return hooks.changed("state_dict_post", state | {"tritoncomm": own})
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any], *, residuals: str = "restore") -> None:
@@ -222,7 +222,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         hooks, stepper, setup = StateHooks(self), self._tritoncomm, self._tritoncomm.setup
         optimizer = setup.optimizer  # not Lightning's wrapper of it
         with agree.propagate_errors(setup.everybody, setup.device):
-            state_dict = hooks.before_loading(state_dict)
+            state_dict = hooks.changed("load_state_dict_pre", state_dict.copy())
             one_of("residuals", residuals, ("restore", "reset"))
             resets = residuals == "reset"
             state_dict = exchange_state.for_this_rank(state_dict, setup.process_group, setup.everybody, reset=resets)
@@ -257,7 +257,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         if saved is not None:
             exchange_state.resume(setup.exchange, feedbacks, saved, setup.local)
         stepper.state.reset()
-        hooks.after_loading()
+        hooks.run("load_state_dict_post")
 
     def reset_process_group(
         self,

@@ -74,7 +74,7 @@ PLACES = [(0, 0.0), (0, 0.25), (0, 0.5), (0, 0.625), (0, 0.75), (0, 0.875), (1, 
 def digest(optimizer: tritoncomm.SparseOptimizer) -> str:
     """Return a digest of what a checkpoint holds."""
     state = optimizer.state_dict()
-    return exchange_state.checksum({"state": state["state"], "residuals": state["tritoncomm"]["residuals"]})
+    return str(exchange_state.checksum({"state": state["state"], "residuals": state["tritoncomm"]["residuals"]}))
 
 
 def digests_of(folder: str, rank: int) -> Path:

@@ -18,7 +18,6 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from tritoncomm import ConfigMismatchError, ConfigurationError, checkpoint
 from tritoncomm.checkpoint import ResidualState
 from tritoncomm.step.saved import state as exchange_state
-from tritoncomm.step.tensors.shards import like_parameter
 
 from baselines import DGC
 from depth import DEEP
@@ -100,7 +99,7 @@ class Run:
             state = self.optimizer.state[p]
             values |= {f"{name} {each}": whole(state[each]) for each in OF_ADAM}
             if self.replicas > 1:
-                values[f"{name} last"] = whole(like_parameter(p, ages[p]))
+                values[f"{name} last"] = whole(ages[p])
             if of_model:
                 values[name] = whole(p)
         return values

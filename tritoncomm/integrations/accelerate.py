@@ -53,8 +53,8 @@ def wrap(
     """
     restores = beside.check(residuals)
     sparse = connect(accelerator, model, optimizer, algo, **settings)
-    numbers = {id(each): number for number, each in enumerate(accelerator._optimizers)}  # noqa: SLF001 - as in prepared
-    _keep_residuals(accelerator, sparse, beside.name_of(numbers[id(optimizer)]), restores=restores)
+    number = accelerator._optimizers.index(optimizer)  # noqa: SLF001 - as in prepared
+    _keep_residuals(accelerator, sparse, beside.name_of(number), restores=restores)
     return sparse
 
 

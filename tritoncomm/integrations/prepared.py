@@ -18,6 +18,8 @@ from tritoncomm.amp import with_equal_scales
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.optimizer import SparseOptimizer, setup_of
 from tritoncomm.scheduler.process_group import is_distributed
+from tritoncomm.step import agree
+from tritoncomm.step.rules.step import gradients_of
 
 
 def has_peers() -> bool:
@@ -115,11 +117,8 @@ def _average(accelerator: Accelerator, parameters: Iterable[torch.Tensor]) -> li
     if not accelerator.sync_gradients:
         return []
     clipped = {id(parameter) for parameter in parameters}
-    found = [
-        prepared
-        for prepared in accelerator._optimizers  # noqa: SLF001 - no public attribute has them
-        if any(id(parameter) in clipped for group in prepared.param_groups for parameter in group["params"])
-    ]
+    every = accelerator._optimizers  # noqa: SLF001 - no public attribute has them
+    found = [prepared for prepared in every if clipped & agree.parameter_ids(prepared)]
     averaged = [prepared.optimizer for prepared in found if isinstance(prepared.optimizer, SparseOptimizer)]
     if averaged:
         accelerator.unscale_gradients(found)
@@ -137,7 +136,6 @@ def _norm_of_means(optimizers: Iterable[SparseOptimizer]) -> torch.Tensor:
     norms = []
     for optimizer in optimizers:
         found = setup_of(optimizer).exchange.gradient_norm if optimizer.is_synchronized else None
-        gradients = (p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
-        norms.append(nn.utils.get_total_norm(gradients) if found is None else found.float())
+        norms.append(nn.utils.get_total_norm(gradients_of([optimizer])) if found is None else found.float())
     norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms))
     return norm

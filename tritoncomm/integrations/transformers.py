@@ -14,6 +14,7 @@ from tritoncomm.errors import ConfigurationError
 from tritoncomm.integrations import residuals as beside
 from tritoncomm.integrations.prepared import connect, has_peers, renew_methods
 from tritoncomm.optimizer import SparseOptimizer
+from tritoncomm.step import agree
 from tritoncomm.step.optimizer_list import parts_of
 from tritoncomm.step.saved.state import remove_marks
 from tritoncomm.step.torch_internals import variables_of_caller
@@ -104,8 +105,7 @@ def _disconnect(trainer: Any) -> None:
 
 def _trained_ids(trainer: Any) -> set[int]:
     """Return the ids of the parameters that the optimizer of ``trainer`` trains."""
-    groups = trainer.optimizer.param_groups
-    return {id(parameter) for group in groups for parameter in group["params"] if parameter.requires_grad}
+    return {id(each) for each, _ in agree.named_parameters(trainer.optimizer) if each.requires_grad}
 
 
 def _state_to_continue(before: SparseOptimizer | None, trainer: Any) -> dict[str, Any] | None:
@@ -153,8 +153,7 @@ def _with_limit(settings: dict[str, Any], trainer: Any) -> dict[str, Any]:
     limit = trainer.args.max_grad_norm
     if "max_grad_norm" in settings or limit is None or limit <= 0:
         return settings
-    groups = trainer.optimizer.param_groups
-    stepped = {id(parameter) for group in groups for parameter in group["params"]}
+    stepped = agree.parameter_ids(trainer.optimizer)
     whole = all(id(parameter) in stepped for parameter in trainer.model.parameters() if parameter.requires_grad)
     return settings | {"max_grad_norm": limit} if has_peers() and whole else settings
 

@@ -13,7 +13,12 @@ _members: ContextVar[Sequence[int] | None] = ContextVar("members", default=None)
 
 
 def global_ranks(group: dist.ProcessGroup | None) -> list[int]:
-    """Return the global ranks of ``group``, in its order. ``None`` is the default process group."""
+    """Return the global ranks of ``group``, in its order. ``None`` is the default process group.
+
+    Without process groups, there is rank 0.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return [0]
     return dist.get_process_group_ranks(group or dist.group.WORLD)
 
 

@@ -99,17 +99,16 @@ class OptimizerList(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the state of all optimizers."""
         hooks = StateHooks(self)
-        hooks.before_saving()
-        return hooks.after_saving(join([optimizer.state_dict() for optimizer in self.optimizers]))
+        hooks.run("state_dict_pre")
+        return hooks.changed("state_dict_post", join([optimizer.state_dict() for optimizer in self.optimizers]))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what :meth:`state_dict` returned."""
         hooks = StateHooks(self)
-        for optimizer, own in zip(
-            self.optimizers, split(hooks.before_loading(state_dict), self.optimizers), strict=True
-        ):
+        state_dict = hooks.changed("load_state_dict_pre", state_dict.copy())
+        for optimizer, own in zip(self.optimizers, split(state_dict, self.optimizers), strict=True):
             optimizer.load_state_dict(own)
-        hooks.after_loading()
+        hooks.run("load_state_dict_post")
 
 
 _explained: list[Callable[..., Any]] = []  # once there is a list

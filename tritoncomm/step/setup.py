@@ -69,7 +69,7 @@ class Setup:
         self.local: LocalSteps | None = None
         self.exchanged = optimizer
         if options.updates is not None:
-            self.local = LocalSteps(parts_of(optimizer), options, self.names, ignored, alone=alone)
+            self.local = LocalSteps(optimizer, options, self.names, ignored, alone=alone)
             self.local.check()
             self.exchanged = self.local.outer
         self.steps = OptimizerSteps(
@@ -128,7 +128,7 @@ class Setup:
     @property
     def new(self) -> list[torch.Tensor]:
         """Parameters that somebody has added to the optimizer since."""
-        return self.parameters.new if self.local is None else self.local.new
+        return self.parameters.new if self.local is None else self.local.known.new
 
     @property
     def vector(self) -> VectorExchange:

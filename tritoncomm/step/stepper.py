@@ -172,7 +172,7 @@ class Stepper:
     def _take_local_step(self, local_steps: LocalSteps) -> None:
         """Let the optimizers that exchange updates step by this worker's gradients."""
         setup = self.setup
-        if setup.steps.alone and local_steps.are_outdated:  # a single worker trains what it is given
+        if setup.steps.alone and local_steps.known.are_outdated:  # a single worker trains what it is given
             local_steps.add_new_parameters()
         scale, found = self._scale, self.state.found_in_unscale if self._found is None else self._found
         local_steps.take(setup.optimizer, scale, found)

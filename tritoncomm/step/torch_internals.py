@@ -10,8 +10,9 @@ import inspect
 import sys
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from functools import wraps
+from types import FrameType
 from typing import Any
 
 import torch
@@ -170,47 +171,29 @@ class StateHooks:
     A method of torch, and of many other optimizers, runs them itself. In the context, there are none.
     """
 
-    _NAMES = (
-        "_optimizer_state_dict_pre_hooks",
-        "_optimizer_state_dict_post_hooks",
-        "_optimizer_load_state_dict_pre_hooks",
-        "_optimizer_load_state_dict_post_hooks",
-    )
-
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
-        self._held = [getattr(optimizer, name) for name in self._NAMES]
+        kinds = ("state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post")
+        self._held = {kind: getattr(optimizer, f"_optimizer_{kind}_hooks") for kind in kinds}
 
     def __enter__(self) -> None:
-        for name in self._NAMES:
-            setattr(self._optimizer, name, OrderedDict())
+        for kind in self._held:
+            setattr(self._optimizer, f"_optimizer_{kind}_hooks", OrderedDict())
 
     def __exit__(self, *_: object) -> None:
-        for name, hooks in zip(self._NAMES, self._held, strict=True):
-            setattr(self._optimizer, name, hooks)
+        for kind, hooks in self._held.items():
+            setattr(self._optimizer, f"_optimizer_{kind}_hooks", hooks)
 
-    def before_saving(self) -> None:
-        """Run the hooks before ``state_dict()``."""
-        for hook in list(self._held[0].values()):
+    def run(self, kind: str) -> None:
+        """Run the hooks of one ``kind``, such as ``"state_dict_pre"``."""
+        for hook in list(self._held[kind].values()):
             hook(self._optimizer)
 
-    def after_saving(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return ``state`` as the hooks after ``state_dict()`` leave it."""
-        return self._changed(self._held[1], state)
-
-    def before_loading(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return ``state`` as the hooks before ``load_state_dict()`` leave it."""
-        return self._changed(self._held[2], state.copy())
-
-    def after_loading(self) -> None:
-        """Run the hooks after ``load_state_dict()``."""
-        for hook in list(self._held[3].values()):
-            hook(self._optimizer)
-
-    def _changed(self, hooks: Mapping[int, Callable[..., Any]], state: dict[str, Any]) -> dict[str, Any]:
-        for hook in list(hooks.values()):
-            changed = hook(self._optimizer, state)
-            state = state if changed is None else changed
+    def changed(self, kind: str, state: dict[str, Any]) -> dict[str, Any]:
+        """Return ``state`` as the hooks of one ``kind`` leave it."""
+        for hook in list(self._held[kind].values()):
+            found = hook(self._optimizer, state)
+            state = state if found is None else found
         return state
 
 
@@ -293,20 +276,22 @@ def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
     vars(optimizer)["_opt_called"] = True
 
 
+def _callers() -> Iterator[FrameType]:
+    """Yield the frames of all functions that have called, the innermost first."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
 def is_for_checkpoint() -> bool:
     """Return True if ``torch.distributed.checkpoint`` asks for a state dict. It knows no other keys than a load has."""
-    frame = inspect.currentframe()
-    while frame is not None and frame.f_globals.get("__name__") != "torch.distributed.checkpoint.state_dict":
-        frame = frame.f_back
-    return frame is not None
+    return any(each.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict" for each in _callers())
 
 
 def variables_of_caller(kind: type) -> dict[str, Any] | None:
     """Return the variables of the innermost method of a ``kind`` that has called, or None if none has."""
-    frame = inspect.currentframe()
-    while frame is not None and not isinstance(frame.f_locals.get("self"), kind):
-        frame = frame.f_back
-    return None if frame is None else frame.f_locals
+    return next((each.f_locals for each in _callers() if isinstance(each.f_locals.get("self"), kind)), None)
 
 
 def creates_state(optimizer: torch.optim.Optimizer) -> bool:
@@ -319,7 +304,4 @@ def creates_state(optimizer: torch.optim.Optimizer) -> bool:
     if module is None or any(group.get("lr") is None or float(group["lr"]) != 0 for group in optimizer.param_groups):
         return False
     maker = module._init_optim_state.__code__  # noqa: SLF001
-    frame = inspect.currentframe()
-    while frame is not None and frame.f_code is not maker:
-        frame = frame.f_back
-    return frame is not None
+    return any(each.f_code is maker for each in _callers())

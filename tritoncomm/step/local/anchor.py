@@ -24,12 +24,6 @@ def rounded(anchor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     return anchor.to(parameter.dtype).to(anchor.dtype, copy=True)
 
 
-def flat(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a flat copy of ``tensor``, or of this rank's shard of a DTensor."""
-    return local(tensor.detach()).reshape(-1).clone()
-
-
 def write(tensor: torch.Tensor, values: torch.Tensor) -> None:
-    """Overwrite ``tensor``, or this rank's shard of a DTensor, with flat ``values``."""
-    own = local(tensor.detach())
-    own.copy_(values.view(own.shape))
+    """Overwrite ``tensor`` with ``values`` of the same shape. Of DTensors, this rank writes its shard."""
+    local(tensor.detach()).copy_(local(values.detach()))

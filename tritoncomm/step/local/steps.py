@@ -25,11 +25,13 @@ from tritoncomm.scheduler.ranks import own_rank
 from tritoncomm.step.agree import LOADED
 from tritoncomm.step.agree.number import number_of_text, numbers
 from tritoncomm.step.exchange.vector import listed
-from tritoncomm.step.local.anchor import anchor_of, delta_of, flat, write
+from tritoncomm.step.local.anchor import anchor_of, delta_of, write
 from tritoncomm.step.model.ignored import ignored_of, non_finite
 from tritoncomm.step.model.parameters import KnownParameters
+from tritoncomm.step.optimizer_list import parts_of
 from tritoncomm.step.rules.step import OptimizerSteps, gradients_of, limit_norm, norm_of
 from tritoncomm.step.settings import WrapOptions
+from tritoncomm.step.tensors.names import label
 from tritoncomm.step.tensors.shards import all_finite, like_parameter, local
 from tritoncomm.step.torch_internals import original_class, version_of
 
@@ -43,7 +45,7 @@ class LocalSteps:
     """The optimizers of this worker that step by themselves, and the anchor that all workers have in common.
 
     Args:
-        optimizers: The optimizers.
+        optimizer: The optimizer, or the list of them.
         options: The options of ``wrap``.
         names: Names of parameters by their ids, for those to which the optimizers give none.
         ignored: Ids of parameters that are this rank's own, see :mod:`tritoncomm.step.model.ignored`. Default: none.
@@ -51,8 +53,10 @@ class LocalSteps:
 
     Attributes:
         outer: The optimizer of the anchor. Its ``lr`` and ``momentum`` are those of the outer step.
-        parameters: The parameters of ``optimizers`` that require gradients, and are exchanged.
+        known: The parameters of ``optimizer``.
+        parameters: Those of them that require gradients, and are exchanged.
         anchors: The anchor of each of them, fp32 (fp64 of an fp64 parameter), with the same shape and sharding.
+        names: The name of the parameter of each anchor, by the id of the anchor.
         taken: Number of steps since the last exchange.
         is_pending: Whether an exchange was due, and has not been completed.
         total: Number of all steps of this worker, also of the runs that were loaded.
@@ -64,21 +68,21 @@ class LocalSteps:
 
     def __init__(
         self,
-        optimizers: Sequence[torch.optim.Optimizer],
+        optimizer: torch.optim.Optimizer,
         options: WrapOptions,
         names: Mapping[int, str],
         ignored: Collection[int] = (),
         *,
         alone: bool,
     ) -> None:
-        self._optimizers = list(optimizers)
+        self._optimizers = parts_of(optimizer)
         self._ignored, self._given_names = ignored, names
         self._options = options
         self._steps = OptimizerSteps(self._optimizers, alone=alone)
-        self._known = [KnownParameters(each, names, ignored) for each in optimizers]
+        self.known = KnownParameters(optimizer, names, ignored)
         self.parameters: list[torch.Tensor] = []
         self.anchors: list[torch.Tensor] = []
-        self._names: dict[int, str] = {}
+        self.names: dict[int, str] = {}
         self._extend()
         assert options.updates is not None
         rate, momentum = options.updates.outer_lr, options.updates.outer_momentum
@@ -92,8 +96,7 @@ class LocalSteps:
         self._later: tuple[Mapping[str, Any], Mapping[torch.Tensor, Any]] | None = (
             None  # states that the next use loads
         )
-        self._bad: dict[int, int] = {}  # numbers of NaN and Inf that the next exchange must be refused for
-        self._bad_ignored: dict[str, int] = {}  # the same of parameters that are not exchanged, by name
+        self._bad: dict[str, int] = {}  # numbers of NaN and Inf, by name, that the next exchange must be refused for
         self.fault = ""
         self._has_said = self._has_told_change = self._is_stale = self._is_broken = False
         self._swaps = 0  # contexts in which parameters are the anchor
@@ -104,21 +107,12 @@ class LocalSteps:
     def _extend(self) -> list[torch.Tensor]:
         """Make an anchor for each parameter that has none yet, and return the new ones."""
         held = {id(parameter) for parameter in self.parameters}
-        added = []
-        for known in self._known:
-            for parameter, name in known.trained:
-                if id(parameter) not in held:
-                    anchor = anchor_of(parameter)
-                    self.parameters.append(parameter)
-                    added.append(anchor)
-                    self._names[id(anchor)] = name
+        new = {parameter: name for parameter, name in self.known.trained if id(parameter) not in held}
+        added = [anchor_of(parameter) for parameter in new]
+        self.parameters += new
         self.anchors += added
+        self.names |= zip(map(id, added), new.values(), strict=True)
         return added
-
-    @property
-    def names(self) -> dict[int, str]:
-        """The name of the parameter of each anchor, by the id of the anchor."""
-        return self._names
 
     @property
     def owners(self) -> dict[int, torch.Tensor]:
@@ -139,10 +133,9 @@ class LocalSteps:
     def check(self) -> None:
         """Raise :class:`~tritoncomm.ConfigurationError` if the optimizers have parameters without anchor."""
         self._steps.check()
-        for known in self._known:
-            error = known.local_error()
-            if error is not None:
-                raise error
+        error = self.known.local_error()
+        if error is not None:
+            raise error
         self.check_not_averaged("step()")
 
     def check_not_averaged(self, action: str) -> None:
@@ -164,28 +157,14 @@ class LocalSteps:
                 " and ".join(original_class(each).__name__ for each in self._optimizers),
             )
 
-    @property
-    def are_outdated(self) -> bool:
-        """True if a parameter of the optimizers requires gradients now that did not, or was not there."""
-        return any(known.are_outdated for known in self._known)
-
-    @property
-    def new(self) -> list[torch.Tensor]:
-        """Parameters that somebody has added to the optimizers since."""
-        return [parameter for known in self._known for parameter in known.new]
-
     def add_new_parameters(self) -> None:
         """Make anchors for the parameters that were added to the optimizers."""
-        for known in self._known:
-            known.note()
-        added = self._extend()
-        if added:
-            self.outer.param_groups[0]["params"] += added
+        self.known.note()
+        self.outer.param_groups[0]["params"] += self._extend()
 
     def remove_new_parameters(self, count: int) -> None:
         """Forget all anchors but the first ``count``."""
-        for known in self._known:
-            known.note()
+        self.known.note()
         del self.parameters[count:], self.anchors[count:], self.outer.param_groups[0]["params"][count:]
 
     @torch.no_grad()
@@ -220,7 +199,7 @@ class LocalSteps:
         limit = self._options.max_grad_norm
         norm = torch.zeros(()) if limit is None else norm_of(trained)
         figure = math.nan if limit is None else float(norm)  # the host waits for a GPU once
-        if overflowed or not (math.isfinite(figure) or self._usable(gradients)):
+        if overflowed or not (math.isfinite(figure) or self._usable(trained)):
             self._count()
             return
         if limit is not None:
@@ -265,16 +244,14 @@ class LocalSteps:
 
     def _usable(self, gradients: Sequence[torch.Tensor]) -> bool:
         """Return True if the optimizers may step by ``gradients``. The ranks of a replica decide alike."""
-        if bool(norm_of(gradients_of(self._optimizers)).isfinite()) if self._has_shards else all_finite(gradients):
+        if bool(norm_of(gradients).isfinite()) if self._has_shards else all_finite([*map(local, gradients)]):
             return True
-        counts = [0 if p.grad is None else int((~local(p.grad).isfinite()).sum()) for p in self.parameters]
-        bad_ignored = non_finite(ignored_of(self._optimizers, self._ignored), self._given_names)
+        labels = {id(parameter): label(name, i, parameter) for i, (parameter, name) in enumerate(self.known.trained)}
+        bad = non_finite(self.parameters, labels)
+        bad |= non_finite(ignored_of(self._optimizers, self._ignored), self._given_names)
         if self._options.on_nonfinite == "raise":
-            self._bad = {position: count for position, count in enumerate(counts) if count}
-            self._bad_ignored = bad_ignored
+            self._bad = bad
             return False
-        bad = {self._names[id(anchor)]: count for anchor, count in zip(self.anchors, counts, strict=True) if count}
-        bad |= bad_ignored
         self._left_out += 1
         where = listed(bad) or "another shard"
         logger.warning("rank %d left out a local step: NaN or Inf in the gradients of %s", own_rank(), where)
@@ -302,15 +279,13 @@ class LocalSteps:
         if alone and self.is_plain:
             self.accept()
         deltas = self._deltas()
-        for position, count in self._bad.items():
-            deltas[position].view(-1)[:count] = torch.nan
         norms = torch.stack([delta.norm() for delta in deltas])
         figures = norms.tolist()  # the host waits for a GPU once
-        if not (self._bad or self._options.on_nonfinite == "raise" or all(map(math.isfinite, figures))):
+        if self._options.on_nonfinite != "raise" and not all(map(math.isfinite, figures)):
             self._drop_broken(deltas)
             norms = torch.stack([delta.norm() for delta in deltas])
-        self.delta_norm, self._bad = torch.linalg.vector_norm(norms), {}
-        self.fault, self._bad_ignored = listed(self._bad_ignored), {}
+        self.delta_norm = torch.linalg.vector_norm(norms)
+        self.fault, self._bad = listed(self._bad), {}
         for anchor, delta, norm in zip(self.anchors, deltas, figures, strict=True):
             # What this worker has not changed is like a parameter without gradient. Shards of it may differ in that.
             given = norm != 0 or self._has_shards or bool(delta.any())
@@ -374,13 +349,13 @@ class LocalSteps:
 
     def _go_to_anchor(self) -> None:
         for anchor, parameter in self._pairs():
-            local(parameter.detach()).copy_(local(anchor.detach()))
+            write(parameter, anchor)
 
     @torch.no_grad()
     def accept(self) -> None:
         """Let the anchor be the parameters of this worker."""
         for anchor, parameter in self._pairs():
-            local(anchor.detach()).copy_(local(parameter.detach()))
+            write(anchor, parameter)
         self._is_stale = False
         self._note_versions()
 
@@ -410,7 +385,7 @@ class LocalSteps:
                 "part of these steps. Before you load weights, call merge()",
                 self.taken,
             )
-        own = [local(parameter.detach()).clone() for parameter in self.parameters] if swaps else []
+        own = [parameter.detach().clone() for parameter in self.parameters] if swaps else []
         with torch.no_grad():
             if swaps:
                 self._go_to_anchor()
@@ -421,7 +396,7 @@ class LocalSteps:
             self._swaps -= 1
             with torch.no_grad():
                 for parameter, values in zip(self.parameters, own, strict=False):
-                    local(parameter.detach()).copy_(values)
+                    write(parameter, values)
 
     @contextmanager
     def without_momentum(self) -> Iterator[None]:
@@ -448,11 +423,11 @@ class LocalSteps:
         """Return this worker's state. Between two exchanges, it holds the parameters of this worker."""
         self._load_later()
         state, (group,) = self.outer.state, self.outer.param_groups
-        momentum = [flat(state[each].get("momentum_buffer", torch.zeros_like(each))) for each in self.anchors]
+        momentum = [state[each].get("momentum_buffer", torch.zeros_like(each)).clone() for each in self.anchors]
         return {
-            "anchors": [flat(anchor) for anchor in self.anchors],
+            "anchors": [anchor.detach().clone() for anchor in self.anchors],
             "momentum": momentum if group["momentum"] else [],
-            "parameters": [flat(parameter) for parameter in self.parameters] if self.taken else [],
+            "parameters": [parameter.detach().clone() for parameter in self.parameters] if self.taken else [],
             "taken": self.taken,
             "pending": self.is_pending,
             "total": self.total,
@@ -461,7 +436,7 @@ class LocalSteps:
 
     def check_loadable(self, state: Mapping[str, Any]) -> None:
         """Raise :class:`~tritoncomm.ConfigurationError` if :meth:`load` cannot load ``state``."""
-        if state["anchors"] and [each.numel() for each in state["anchors"]] != [
+        if state["anchors"] and [local(each).numel() for each in state["anchors"]] != [
             local(each).numel() for each in self.parameters
         ]:
             raise ConfigurationError("this checkpoint belongs to a model with other parameters")

@@ -14,8 +14,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -28,10 +27,7 @@ from tritoncomm.step.tensors.shards import local_shards
 from tritoncomm.step.torch_internals import steps_as
 from tritoncomm_kernels import AdamControl, AdamFlat, AdamStates
 
-_UNSUPPORTED = ("capturable", "differentiable")
 
-
-@dataclass(frozen=True)
 class StalenessAwareAdam(AwareStep):
     """Takes the step of a ``torch.optim.Adam`` or ``AdamW`` for the delivered coordinates only.
 
@@ -51,43 +47,27 @@ class StalenessAwareAdam(AwareStep):
     select among torch's loops and have no effect. Coupled weight decay is not added: ``.grad`` must contain it, see
     :func:`~tritoncomm.step.rules.step.coupled_decay`.
 
-    Attributes:
+    Args:
         optimizer: The Adam or AdamW optimizer.
         late: What ``wrap`` was given, with ``max_catch_up`` and ``max_relative_update``.
-        max_sqrt_staleness: A delivery after tau steps counts for at most this many times sqrt(tau) steps, at least 1.
-            Noise would have moved the coordinate by about sqrt(tau) steps.
     """
 
-    optimizer: torch.optim.Optimizer
-    late: Late
-    max_sqrt_staleness: float = 3.0
-    # Prepared updates, by the first parameter of each. They are used again while the tensors stay the same.
-    _flat: dict[int, AdamFlat] = field(default_factory=dict, init=False, repr=False, compare=False)
+    unsupported: ClassVar[tuple[str, ...]] = ("capturable", "differentiable")
 
     @staticmethod
     def fits(optimizer: torch.optim.Optimizer) -> bool:
         """Return True for ``Adam`` and ``AdamW``, and for subclasses that do not override ``step``."""
         return steps_as(optimizer, (torch.optim.Adam, torch.optim.AdamW))
 
-    def __post_init__(self) -> None:
-        if not self.max_sqrt_staleness >= 1:
-            raise ConfigurationError(f"max_sqrt_staleness={self.max_sqrt_staleness!r}: must be at least 1")
-        if any(float(group["eps"]) == 0 for group in self.optimizer.param_groups):
+    def __init__(self, optimizer: torch.optim.Optimizer, late: Late) -> None:
+        if any(float(group["eps"]) == 0 for group in optimizer.param_groups):
             raise ConfigurationError(
                 "eps=0: a delivered gradient of 0 would become 0 / 0 in the staleness-aware step; build the optimizer "
                 "with eps above 0, such as 1e-12, or pass late=False"
             )
-        self.check_options()
-
-    def check_options(self) -> None:
-        """Raise :class:`~tritoncomm.ConfigurationError` if the optimizer uses an option that is not supported."""
-        for group in self.optimizer.param_groups:
-            for option in _UNSUPPORTED:
-                if group.get(option):
-                    raise ConfigurationError(
-                        f"{option}=True is not supported by the staleness-aware step: "
-                        "build the optimizer without it, or pass late=False"
-                    )
+        super().__init__(optimizer, late)
+        # Prepared updates, by the first parameter of each. They are used again while the tensors stay the same.
+        self._flat: dict[int, AdamFlat] = {}
 
     @torch.no_grad()
     def step(self, delivered: Delivered) -> None:
@@ -138,9 +118,8 @@ class StalenessAwareAdam(AwareStep):
             learning_rate=learning_rate,
             betas=(beta1, beta2),
             epsilon=float(group["eps"]),
-            max_catch_up=self.late.limit(),
-            max_sqrt_staleness=self.max_sqrt_staleness,
-            max_relative_update=self.late.max_relative_update,
+            max_catch_up=self._late.limit(),
+            max_relative_update=self._late.max_relative_update,
             device=device,
             maximize=group["maximize"],
         )

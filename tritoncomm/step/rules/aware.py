@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import torch
 
+from tritoncomm.errors import ConfigurationError
 from tritoncomm.step.exchange.layout import Delivered
 from tritoncomm.step.settings import Late
 
@@ -32,22 +33,32 @@ class AwareStep(ABC):
 
     Attributes:
         optimizer: The optimizer.
+        unsupported: Options that the optimizer must not use.
         others: Names of optimizers outside torch to which the rule applies, for the table in the pages.
     """
 
     optimizer: torch.optim.Optimizer
+    unsupported: ClassVar[tuple[str, ...]] = ()
     others: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, optimizer: torch.optim.Optimizer, late: Late) -> None:
-        self.optimizer = optimizer
+        self.optimizer, self._late = optimizer, late
+        self.check_options()
 
     @staticmethod
     @abstractmethod
     def fits(optimizer: torch.optim.Optimizer) -> bool:
         """Return True if this replaces the step of ``optimizer``."""
 
-    def check_options(self) -> None:  # noqa: B027 - most optimizers have no option that is not supported
+    def check_options(self) -> None:
         """Raise :class:`~tritoncomm.ConfigurationError` if the optimizer uses an option that is not supported."""
+        for group in self.optimizer.param_groups:
+            for option in self.unsupported:
+                if group.get(option):
+                    raise ConfigurationError(
+                        f"{option}={group[option]!r} is not supported by the staleness-aware step: leave it out, or "
+                        "pass late=False"
+                    )
 
     def begin(self) -> None:  # noqa: B027 - most optimizers keep nothing for all of their parameters
         """Begin a step of the optimizer, before :meth:`step` of each of its flat vectors."""

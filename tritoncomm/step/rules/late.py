@@ -25,7 +25,7 @@ from tritoncomm_kernels.devices import is_asynchronous
 __all__ = ["LateRule"]
 
 _BITS = 24  # of the largest step count that fp32 holds
-_MAX_SQRT_STALENESS = 3.0  # as for Adam: noise would have moved a coordinate by about sqrt(tau) steps
+MAX_SQRT_STALENESS = 3.0  # as for Adam: noise would have moved a coordinate by about sqrt(tau) steps
 
 Held = dict[str, torch.Tensor]
 
@@ -59,11 +59,9 @@ class LateRule(AwareStep):
     is_proportional: ClassVar[bool] = False
 
     def __init__(self, optimizer: torch.optim.Optimizer, late: Late) -> None:
-        super().__init__(optimizer, late)
-        self._late = late
         if self.counts_in not in (None, "state", "group"):
             raise ConfigurationError(f"counts_in={self.counts_in!r}: must be 'state', 'group' or None")
-        self.check_options()
+        super().__init__(optimizer, late)
 
     @abstractmethod
     def advance(
@@ -150,7 +148,7 @@ class LateRule(AwareStep):
         tau = (steps - at["last"]).clamp_(min=1).float()
         held = {name: _wide(value) for name, value in at.items() if name not in ("parameter", "last")}
         direction, new = self.advance(group, held, given / tau, tau)
-        factor = tau if self.is_proportional else torch.minimum(tau, _MAX_SQRT_STALENESS * tau.sqrt())
+        factor = tau if self.is_proportional else torch.minimum(tau, MAX_SQRT_STALENESS * tau.sqrt())
         factor = factor.clamp(max=self._late.limit(is_proportional=self.is_proportional))
         counted = direction if chosen is None else torch.where(chosen, direction, 0.0)
         length = rate * _root_mean_square(factor * counted, numel)

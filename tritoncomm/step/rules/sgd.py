@@ -13,7 +13,6 @@ from typing import Any, ClassVar
 
 import torch
 
-from tritoncomm.errors import ConfigurationError
 from tritoncomm.step.rules.late import Held, LateRule
 from tritoncomm.step.torch_internals import steps_as
 
@@ -27,6 +26,7 @@ class LateSGD(LateRule):
 
     held: ClassVar[tuple[str, ...]] = ("momentum_buffer",)
     is_proportional: ClassVar[bool] = True
+    unsupported: ClassVar[tuple[str, ...]] = ("dampening", "differentiable")
 
     @staticmethod
     def fits(optimizer: torch.optim.Optimizer) -> bool:
@@ -37,16 +37,6 @@ class LateSGD(LateRule):
             and float(defaults["momentum"]) > 0
             and float(defaults["dampening"]) == 0
         )
-
-    def check_options(self) -> None:
-        """Raise :class:`~tritoncomm.ConfigurationError` for an option that is not supported."""
-        for group in self.optimizer.param_groups:
-            for option in ("dampening", "differentiable"):
-                if group[option]:
-                    raise ConfigurationError(
-                        f"{option}={group[option]!r} is not supported by the staleness-aware step: leave it out, or "
-                        "pass late=False"
-                    )
 
     def advance(
         self, group: Mapping[str, Any], held: Held, mean: torch.Tensor, tau: torch.Tensor

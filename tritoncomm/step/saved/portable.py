@@ -8,15 +8,14 @@ common is written once, what differs between them once a replica. The rest, whic
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from tritoncomm.errors import ConfigurationError
-from tritoncomm.scheduler.process_group import is_distributed
-from tritoncomm.scheduler.ranks import global_ranks
+from tritoncomm.scheduler.ranks import global_ranks, own_rank
 from tritoncomm.step.saved import state as exchange_state
 from tritoncomm.step.tensors.shards import like_parameter, local, mesh_ranks, place
 
@@ -29,7 +28,7 @@ _OF_REPLICA = "replica at rank"  # begins the key of the tensors of one
 # Names of tensors begin with a field, and the number of their parameter. These two are fields of the optimizer's state.
 _OWN, _STATE = "own", "state"
 _OF_LOCAL_STEPS = ("anchors", "momentum")
-_TENSOR, _FLAT = "the tensor", "the flat shard of the tensor"  # keys of the name of a tensor, in its place
+_TENSOR = "the tensor"  # key of the name of a tensor, in its place
 
 
 class Held(NamedTuple):
@@ -49,33 +48,30 @@ class Held(NamedTuple):
     def here(cls, parameters: Sequence[torch.Tensor], replicas: dist.ProcessGroup | None) -> Held:
         """Return what this rank holds. ``replicas`` are the ranks with the same shards of ``parameters``."""
         shards = sorted({place(parameter) for parameter in parameters})
-        if not is_distributed():
-            return cls(0, 1, shards)
-        return cls(dist.get_rank(replicas), dist.get_world_size(replicas), shards)
+        ranks = global_ranks(replicas)
+        return cls(ranks.index(own_rank()), len(ranks), shards)
 
     @property
     def key(self) -> str:
         """The key of what belongs to this rank alone."""
-        rank, size = (dist.get_rank(), dist.get_world_size()) if is_distributed() else (0, 1)
-        return f"rank {rank} of {size}, replica {self.replica} of {self.replicas} ({HINT})"
+        size = len(global_ranks(None))
+        return f"rank {own_rank()} of {size}, replica {self.replica} of {self.replicas} ({HINT})"
 
 
 def key_of_replica(parameters: Sequence[torch.Tensor]) -> str:
     """Return the key of the tensors of the replica of which this rank holds ``parameters``: by its lowest rank."""
-    first = min({dist.get_rank()}.union(*map(mesh_ranks, parameters))) if is_distributed() else 0
-    return f"{_OF_REPLICA} {first}"
+    return f"{_OF_REPLICA} {min({own_rank()}.union(*map(mesh_ranks, parameters)))}"
 
 
 def key_of_common(everybody: dist.ProcessGroup | None) -> str:
     """Return the key of the tensors of all replicas, by the lowest rank of ``everybody``: stages have their own."""
-    return f"{_COMMON} {min(global_ranks(everybody)) if is_distributed() else 0}"
+    return f"{_COMMON} {min(global_ranks(everybody))}"
 
 
 def split(
     state: Mapping[str, Any],
     inner: Mapping[int, Any],
     own: Collection[int],
-    parameters: Sequence[torch.Tensor],
     here: Held,
 ) -> tuple[dict[str, Any], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Return what belongs to this rank alone, the tensors of its replica, and those of all replicas, by name.
@@ -86,23 +82,15 @@ def split(
         state: What :func:`tritoncomm.step.saved.state.saved` has returned, not between two exchanges of updates.
         inner: States of parameters in the optimizer, by number.
         own: The numbers of parameters whose states differ between replicas.
-        parameters: The parameters that are exchanged. Anchors come first.
         here: What this rank holds of the model.
     """
     replica, common = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
-
-    def shaped(field: str, values: Iterable[torch.Tensor | None], tensors: dict[str, torch.Tensor]) -> list[Any]:
-        pairs = list(zip(parameters, values, strict=False))
-        named = {f"{field}.{n}": like_parameter(p, each) for n, (p, each) in enumerate(pairs) if each is not None}
-        tensors |= named
-        return [{_FLAT: f"{field}.{n}"} if f"{field}.{n}" in named else None for n in range(len(pairs))]
-
     rest: dict[str, Any] = {**state, "held": list(here)}
-    rest["residuals"] = shaped("residuals", state["residuals"], replica)
-    rest["last"] = shaped("last", state["last"], common)
+    rest["residuals"] = _taken_apart(state["residuals"], "residuals", replica)
+    rest["last"] = _taken_apart(state["last"], "last", common)
     if state["local"] is not None:
-        fields = {field: shaped(field, state["local"][field], common) for field in _OF_LOCAL_STEPS}
-        rest["local"] = {**state["local"], **fields}
+        of_local = {field: _taken_apart(state["local"][field], field, common) for field in _OF_LOCAL_STEPS}
+        rest["local"] = {**state["local"], **of_local}
     rest["inner"] = {
         number: _taken_apart(each, f"{_OWN}.{number}", replica)
         if number in own
@@ -129,8 +117,6 @@ def joined(value: Any, tensors: Tensors) -> Any:
     if isinstance(value, Mapping):
         if _TENSOR in value:
             return tensors[value[_TENSOR]]
-        if _FLAT in value:
-            return local(tensors[value[_FLAT]]).reshape(-1)
         return {key: joined(each, tensors) for key, each in value.items()}
     return type(value)(joined(each, tensors) for each in value) if isinstance(value, (list, tuple)) else value
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -12,21 +11,20 @@ import torch.distributed as dist
 
 from tritoncomm.algorithms import Recipe
 from tritoncomm.errors import ConfigurationError
-from tritoncomm.scheduler.process_group import is_distributed
-from tritoncomm.scheduler.ranks import speaks
+from tritoncomm.scheduler.ranks import global_ranks, own_rank, speaks
 from tritoncomm.step import agree
-from tritoncomm.step.agree.number import numbers
+from tritoncomm.step.agree.number import number_of_text, numbers
 from tritoncomm.step.exchange.feedback import ErrorFeedback
 from tritoncomm.step.exchange.machine import GradientExchange
 from tritoncomm.step.exchange.vector import VectorExchange
 from tritoncomm.step.local.steps import LocalSteps
 from tritoncomm.step.recipes import never_delays
-from tritoncomm.step.tensors.shards import bytes_of, local
+from tritoncomm.step.tensors.shards import like_parameter, local
 from tritoncomm.step.torch_internals import is_for_checkpoint
 
 logger = logging.getLogger("tritoncomm")
 
-SCHEMA = 10
+SCHEMA = 11
 _MARK = "tritoncomm"  # key in a parameter group
 State = Mapping[str, Any]  # what saved() returns, or a part of it
 _SHAPED = ("residuals", "last", "rms")  # its fields with an entry for each parameter
@@ -38,27 +36,22 @@ def with_checksum(**fields: Any) -> dict[str, Any]:
     return state | {"checksum": checksum(state)}
 
 
-def checksum(state: Mapping[str, Any]) -> str:
-    """Return a digest of all of ``state`` except its checksum. Of a DTensor, the local shard counts."""
-    digest = hashlib.blake2b(digest_size=16)
+def checksum(state: Mapping[str, Any]) -> int:
+    """Return a number of all of ``state`` except its checksum. Of a DTensor, the local shard counts."""
+    tensors = list[torch.Tensor]()
 
-    def feed(value: Any) -> None:
+    def outline(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
-            digest.update(f"{value.dtype}{tuple(value.shape)}".encode())
-            digest.update(bytes_of(value))
-        elif isinstance(value, Mapping):
-            for key in sorted(value, key=str):
-                digest.update(repr(key).encode())
-                feed(value[key])
-        elif isinstance(value, (list, tuple)):  # loading may turn one into the other
-            digest.update(f"[{len(value)}".encode())
-            for item in value:
-                feed(item)
-        else:
-            digest.update(repr(value).encode())
+            tensors.append(value)
+            return value.dtype, tuple(value.shape)
+        if isinstance(value, Mapping):
+            return [(key, outline(value[key])) for key in sorted(value, key=str)]
+        if isinstance(value, (list, tuple)):  # loading may turn one into the other
+            return [outline(each) for each in value]
+        return value
 
-    feed({key: value for key, value in state.items() if key != "checksum"})
-    return digest.hexdigest()
+    found = outline({key: value for key, value in state.items() if key != "checksum"})
+    return number_of_text(repr((found, numbers(tensors))))
 
 
 def check_schema(state: Mapping[str, Any]) -> None:
@@ -119,15 +112,24 @@ def _is_converted(state: State) -> bool:
 def saved(exchange: GradientExchange, local_steps: LocalSteps | None = None) -> dict[str, Any]:
     """Return this rank's state: residuals in the order of the parameters, and the state of each vector's method.
 
+    What belongs to the entries of a parameter has the shape and the sharding of the parameter.
+
     If updates are exchanged, the anchor and the parameters of this worker are a part of it.
     """
     first, held = exchange.vectors[0], _held(exchange, exchange.parameters)
+
+    def shaped(field: str) -> list[torch.Tensor | None]:
+        pairs = zip(exchange.parameters, held[field], strict=True)
+        return [None if each is None else like_parameter(parameter, each.clone()) for parameter, each in pairs]
+
     return with_checksum(
         rank=first.rank,
         world_size=first.world_size,
         recipe=_names(exchange),
         settings=_settings(exchange),
-        **{field: [None if each is None else each.clone() for each in held[field]] for field in _SHAPED},
+        residuals=shaped("residuals"),
+        last=shaped("last"),
+        rms=[None if each is None else each.clone() for each in held["rms"]],
         algorithm=held["algorithm"],
         steps=held["steps"],
         absent=exchange.presence.positions(exchange.parameters),
@@ -177,7 +179,7 @@ def loaded(exchange: GradientExchange, state: State, local_steps: LocalSteps | N
     _check_local(state, local_steps)
     lengths = [local(parameter).numel() for parameter in exchange.parameters]
     states = [state, *state["others"]] if is_converted else [state]
-    if any([len(each) for each in old["residuals"]] != lengths for old in states[is_converted:]):
+    if any([local(each).numel() for each in old["residuals"]] != lengths for old in states[is_converted:]):
         raise ConfigurationError("this checkpoint belongs to a model with other parameters")
     feedbacks = carry_over(exchange, states, state.get("share", 1.0))
     if is_converted:
@@ -229,7 +231,7 @@ def carry_over(new: GradientExchange, states: Sequence[State], share: float) -> 
         for position, residual in zip(own, vector.layout.parts(feedback.residual), strict=True):
             for values in (state["residuals"][position] for state in taken):
                 if values is not None:
-                    residual.add_(values.to(vector.device))
+                    residual.add_(local(values).reshape(-1).to(vector.device))
         feedback.residual.mul_(share)
         if common["algorithm"]:
             methods = [state["algorithm"][number] for state in taken if len(state["algorithm"]) == count]
@@ -248,7 +250,7 @@ def _carry_ages(vector: VectorExchange, feedback: ErrorFeedback, common: State, 
     assert ledger.last is not None
     for view, last in zip(vector.ages.of(ledger.last), (common["last"][each] for each in positions), strict=True):
         if last is not None:
-            view.copy_(last.view(view.shape))
+            view.copy_(local(last).view(view.shape))
     if rms and all(each is not None for each in rms):  # otherwise all are measured again
         ledger.rms = torch.stack([each.to(vector.device) for each in rms])
 
@@ -318,11 +320,12 @@ def for_this_rank(
         reset: Whether to set residuals to zero.
     """
     saved: Any = state_dict.get("tritoncomm") if isinstance(state_dict, dict) else None
-    rank, size = (dist.get_rank(replicas), dist.get_world_size(replicas)) if is_distributed() else (0, 1)
+    ranks = global_ranks(replicas)
+    rank, size = ranks.index(own_rank()), len(ranks)
     is_own, keeps = saved is None, False
     if saved is not None:
         check(saved)
-        keeps = not reset and any(bool(part.any()) for part in saved["residuals"])
+        keeps = not reset and any(bool(local(part).any()) for part in saved["residuals"])
         is_own = _is_converted(saved) or (not reset and (keeps or (saved["rank"], saved["world_size"]) == (rank, size)))
     told = agree.all_gather({"is own": is_own}, everybody)
     if saved is None or _is_converted(saved) or all(fields["is own"] for fields in told.values()):

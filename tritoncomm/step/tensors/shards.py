@@ -35,14 +35,6 @@ def _are_finite(figures: Sequence[torch.Tensor]) -> bool:
     return bool(torch.stack(list(figures)).isfinite().all())
 
 
-def bytes_of(tensor: Any) -> Any:
-    """Return the bytes of ``tensor``, or of this rank's shard of a DTensor, in the order of its elements."""
-    shard = local(tensor.detach()).to("cpu").contiguous()
-    # A contiguous tensor of one element may have any stride, and then cannot be viewed as bytes.
-    flat = shard.as_strided((shard.numel(),), (1,))
-    return flat.view(torch.uint8).numpy().data
-
-
 def has_bits(tensor: Any) -> bool:
     """Return True if the bits of ``tensor`` can be compared.
 
