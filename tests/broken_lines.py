@@ -918,14 +918,14 @@ BROKEN = [
     BrokenLine(
         "the state of another rank is loaded",
         "step/saved/state.py",
-        "check(state, rank=first.rank, world_size=first.world_size, recipe=_names(exchange))",
-        "check(state, recipe=_names(exchange))",
+        "check(state, rank=first.rank, world_size=first.world_size, recipe=_name(exchange))",
+        "check(state, recipe=_name(exchange))",
         "saved test_state_of_another_rank_or_method_is_refused",
     ),
     BrokenLine(
         "the state of another method is loaded",
         "step/saved/state.py",
-        "check(state, rank=first.rank, world_size=first.world_size, recipe=_names(exchange))",
+        "check(state, rank=first.rank, world_size=first.world_size, recipe=_name(exchange))",
         "check(state, rank=first.rank, world_size=first.world_size)",
         "saved test_state_of_another_rank_or_method_is_refused",
     ),

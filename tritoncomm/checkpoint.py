@@ -362,10 +362,9 @@ def _content(optimizer: SparseOptimizer, *, whole: bool = False) -> dict[str, An
     """Return what is saved of this rank: with ``whole``, the state of the optimizer, too."""
     setup, held, state = setup_of(optimizer), _held(optimizer), optimizer.state_dict()
     # Where updates are exchanged, states differ between replicas, and so do those of what is ignored.
-    is_own = [setup.local is not None or id(each) in setup.parameters.ignored for each in _parameters(optimizer)]
-    own = {number for number, differs in enumerate(is_own) if differs}
-    keys = exchange_state.keys_of(state)
-    states = {number: state["state"][key] for number, key in enumerate(keys) if key in state["state"]}
+    every = enumerate(map(id, _parameters(optimizer)))
+    own = {number for number, key in every if setup.local is not None or key in setup.parameters.ignored}
+    states = {n: state["state"][key] for n, key in enumerate(exchange_state.keys_of(state)) if key in state["state"]}
     inner = {number: each for number, each in states.items() if whole or number in own}
     parameters = setup.exchange.parameters
     rest, replica, common = split(state.pop("tritoncomm"), inner, own, held)

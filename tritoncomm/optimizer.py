@@ -178,7 +178,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         if setup.options.max_grad_norm is None:
             return figures
         norm = None if setup.steps.alone else setup.exchange.gradient_norm
-        own = setup.steps.grad_norm if setup.local is None else setup.local.grad_norm
+        own = setup.steps.grad_norm if setup.local is None else setup.local.steps.grad_norm
         return figures | {"grad_norm": own if norm is None else float(norm)}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

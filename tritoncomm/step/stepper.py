@@ -153,7 +153,7 @@ class Stepper:
         if creates_state(setup.optimizer):  # nothing may be exchanged, because other ranks may not take this step
             setup.steps.initialize_state()
             if setup.local is not None:
-                setup.local.initialize_state()
+                setup.local.steps.initialize_state()
             return loss
         if setup.local is None:
             self.exchange_and_apply()

@@ -232,11 +232,9 @@ def _label(group: Mapping[str, Any], position: int) -> str:
 
 def _numbers(value: object) -> object:
     match value:
-        case str():
-            return None
         case torch.Tensor():
             return float(value) if value.device.type == "cpu" and value.numel() == 1 else None
-        case float() | int() | Real():
+        case Real():
             return float(value)
         case list() | tuple():
             return tuple(map(_numbers, value))

@@ -53,6 +53,7 @@ class LocalSteps:
 
     Attributes:
         outer: The optimizer of the anchor. Its ``lr`` and ``momentum`` are those of the outer step.
+        steps: Their steps by this worker's gradients.
         known: The parameters of ``optimizer``.
         parameters: Those of them that require gradients, and are exchanged.
         anchors: The anchor of each of them, fp32 (fp64 of an fp64 parameter), with the same shape and sharding.
@@ -78,7 +79,7 @@ class LocalSteps:
         self._optimizers = parts_of(optimizer)
         self._ignored, self._given_names = ignored, names
         self._options = options
-        self._steps = OptimizerSteps(self._optimizers, alone=alone)
+        self.steps = OptimizerSteps(self._optimizers, alone=alone)
         self.known = KnownParameters(optimizer, names, ignored)
         self.parameters: list[torch.Tensor] = []
         self.anchors: list[torch.Tensor] = []
@@ -132,7 +133,7 @@ class LocalSteps:
 
     def check(self) -> None:
         """Raise :class:`~tritoncomm.ConfigurationError` if the optimizers have parameters without anchor."""
-        self._steps.check()
+        self.steps.check()
         error = self.known.local_error()
         if error is not None:
             raise error
@@ -142,10 +143,6 @@ class LocalSteps:
         """Raise :class:`RuntimeError` inside :meth:`averaged`, where parameters are not those of this worker."""
         if self._swaps:
             raise RuntimeError(f"{action} inside averaged(): leave the context first")
-
-    def initialize_state(self) -> None:
-        """Create the state of the optimizers by a step that changes no parameter."""
-        self._steps.initialize_state()
 
     def say_gradients_are_local(self) -> None:
         """Log once that nothing is averaged before a step."""
@@ -204,8 +201,8 @@ class LocalSteps:
             return
         if limit is not None:
             limit_norm(trained, norm, limit)
-            self._steps.grad_norm = figure
-        self._steps.step([], self._counted(), whole)
+            self.steps.grad_norm = figure
+        self.steps.step([], self._counted(), whole)
         self._note_versions()
 
     @contextmanager
@@ -256,11 +253,6 @@ class LocalSteps:
         where = listed(bad) or "another shard"
         logger.warning("rank %d left out a local step: NaN or Inf in the gradients of %s", own_rank(), where)
         return False
-
-    @property
-    def grad_norm(self) -> float:
-        """Norm of this worker's gradients in the last step, before they were clipped."""
-        return self._steps.grad_norm
 
     @torch.no_grad()
     def give(self, *, alone: bool) -> None:

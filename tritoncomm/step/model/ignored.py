@@ -8,7 +8,6 @@ other parameters change alike on all ranks.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -17,23 +16,6 @@ import torch
 
 from tritoncomm.step import agree
 from tritoncomm.step.tensors.shards import all_finite, local
-
-
-class AliveIds(Collection[int]):
-    """The ids of those ``tensors`` that still exist: the id of one that is gone may be given to another."""
-
-    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
-        self._tensors = {id(each): weakref.ref(each) for each in tensors}
-
-    def __contains__(self, number: object) -> bool:
-        reference = self._tensors.get(number)  # type: ignore[call-overload]
-        return reference is not None and reference() is not None
-
-    def __iter__(self) -> Iterator[int]:
-        return (number for number, reference in self._tensors.items() if reference() is not None)
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self) if self._tensors else 0
 
 
 def ignored_of(optimizers: Iterable[torch.optim.Optimizer], ignored: Collection[int]) -> list[torch.Tensor]:

@@ -21,7 +21,6 @@ from tritoncomm.scheduler.process_group import is_distributed
 from tritoncomm.scheduler.ranks import global_ranks, speaks
 from tritoncomm.step import agree
 from tritoncomm.step.agree.number import numbers
-from tritoncomm.step.model.ignored import AliveIds
 from tritoncomm.step.model.refuse import is_stepping, is_wrapped
 from tritoncomm.step.tensors.shards import has_bits
 from tritoncomm.step.torch_internals import (
@@ -80,8 +79,12 @@ def names_of(model: nn.Module | None) -> dict[int, str]:
 
 
 def ignored_ids(model: nn.Module | None) -> Collection[int]:
-    """Return the ids of the parameters and buffers that the DDP modules in ``model`` were told to ignore."""
-    return AliveIds(each for module in _ddp_of(model) for each in ignored_by(module))
+    """Return the ids of the parameters and buffers that the DDP modules in ``model`` were told to ignore.
+
+    These are the ids of those that still exist: the id of one that is gone may be given to another.
+    """
+    ignored = (each for module in _ddp_of(model) for each in ignored_by(module))
+    return weakref.WeakValueDictionary((id(each), each) for each in ignored)
 
 
 def rest_of(model: nn.Module | None, optimizer: torch.optim.Optimizer) -> tuple[Named, Named]:

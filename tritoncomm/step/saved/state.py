@@ -27,7 +27,7 @@ logger = logging.getLogger("tritoncomm")
 SCHEMA = 11
 _MARK = "tritoncomm"  # key in a parameter group
 State = Mapping[str, Any]  # what saved() returns, or a part of it
-_SHAPED = ("residuals", "last", "rms")  # its fields with an entry for each parameter
+_OF_PARAMETERS = ("residuals", "last", "rms")  # its fields with an entry for each parameter
 
 
 def with_checksum(**fields: Any) -> dict[str, Any]:
@@ -117,21 +117,13 @@ def saved(exchange: GradientExchange, local_steps: LocalSteps | None = None) -> 
     If updates are exchanged, the anchor and the parameters of this worker are a part of it.
     """
     first, held = exchange.vectors[0], _held(exchange, exchange.parameters)
-
-    def shaped(field: str) -> list[torch.Tensor | None]:
-        pairs = zip(exchange.parameters, held[field], strict=True)
-        return [None if each is None else like_parameter(parameter, each.clone()) for parameter, each in pairs]
-
     return with_checksum(
         rank=first.rank,
         world_size=first.world_size,
-        recipe=_names(exchange),
+        recipe=_name(exchange),
         settings=_settings(exchange),
-        residuals=shaped("residuals"),
-        last=shaped("last"),
-        rms=[None if each is None else each.clone() for each in held["rms"]],
-        algorithm=held["algorithm"],
-        steps=held["steps"],
+        **{field: [None if each is None else each.clone() for each in held.pop(field)] for field in _OF_PARAMETERS},
+        **held,
         absent=exchange.presence.positions(exchange.parameters),
         local=None if local_steps is None else local_steps.saved(),
     )
@@ -142,12 +134,13 @@ def _held(exchange: GradientExchange, parameters: Sequence[torch.Tensor]) -> dic
 
     Of a parameter that ``exchange`` does not have, they are None. So are ages without a rule for late gradients.
     """
-    found: dict[str, dict[torch.Tensor, torch.Tensor]] = {field: {} for field in _SHAPED}
+    found: dict[str, dict[torch.Tensor, torch.Tensor]] = {field: {} for field in _OF_PARAMETERS}
     for vector in exchange.vectors:
         ledger, own = vector.feedback.ledger, vector.layout.parameters
-        found["residuals"] |= vector.residuals_by_parameter()
+        found["residuals"] |= {p: like_parameter(p, each) for p, each in vector.residuals_by_parameter().items()}
         if ledger.last is not None:
-            found["last"] |= zip(own, (each.reshape(-1) for each in vector.ages.of(ledger.last)), strict=True)
+            ages = zip(own, vector.ages.of(ledger.last), strict=True)
+            found["last"] |= {p: like_parameter(p, each.reshape(-1)) for p, each in ages}
         if ledger.rms is not None:
             found["rms"] |= zip(own, ledger.rms.unbind(), strict=True)
     return {
@@ -157,9 +150,9 @@ def _held(exchange: GradientExchange, parameters: Sequence[torch.Tensor]) -> dic
     }
 
 
-def _names(exchange: GradientExchange) -> str:
-    """Return the names of the methods. Whether they run between nodes does not matter: residuals are alike."""
-    return " and ".join(dict.fromkeys(vector.recipe.layers[-1].name for vector in exchange.vectors))
+def _name(exchange: GradientExchange) -> str:
+    """Return the name of the method. Whether it runs between nodes does not matter: residuals are alike."""
+    return exchange.options.recipe.layers[-1].name
 
 
 def _settings(exchange: GradientExchange) -> str:
@@ -175,7 +168,7 @@ def loaded(exchange: GradientExchange, state: State, local_steps: LocalSteps | N
         ConfigurationError: The state is damaged, or belongs to another rank, world size, method or model.
     """
     first, is_converted = exchange.vectors[0], _is_converted(state)
-    check(state, rank=first.rank, world_size=first.world_size, recipe=_names(exchange))
+    check(state, rank=first.rank, world_size=first.world_size, recipe=_name(exchange))
     _check_local(state, local_steps)
     lengths = [local(parameter).numel() for parameter in exchange.parameters]
     states = [state, *state["others"]] if is_converted else [state]
@@ -408,7 +401,7 @@ def continued(new: GradientExchange, before: GradientExchange) -> GradientExchan
     """Return ``new`` with other parameters and the residuals, methods' states and counters of ``before``."""
     old = _held(before, new.parameters)
     if any(map(_has_tensors, old["algorithm"])):
-        logger.warning("the parameters have changed: the momentum of %s begins again", _names(before))
+        logger.warning("the parameters have changed: the momentum of %s begins again", _name(before))
     old["algorithm"] = [without_entries(method) for method in old["algorithm"]]
     new.restore(carry_over(new, [old], 1.0))
     sources = {
