@@ -114,8 +114,8 @@ class SparseOptimizer(torch.optim.Optimizer):
             setup.local.say_gradients_are_local()
             return
         stepper.synchronize()
-        if setup.exchange.delivered is not None:
-            stepper.state.late_backward.watch(setup.exchange.parameters)
+        if setup.exchange.pending.delivered is not None:
+            stepper.late_backward.watch(setup.exchange.parameters)
 
     def merge(self) -> None:
         """Exchange what local steps have changed now, on all ranks alike, however many there were.
@@ -256,7 +256,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         setup.exchange.restart()
         if saved is not None:
             exchange_state.resume(setup.exchange, feedbacks, saved, setup.local)
-        stepper.state.reset()
+        stepper.forget()
         hooks.after_loading()
 
     def reset_process_group(
@@ -291,7 +291,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         setup = self._tritoncomm.setup
         setup.exchange.check_complete()
         check_group("process_group", process_group)
-        if setup.has_shards:
+        if setup.exchange.all_shards is not None:
             raise ConfigurationError("a sharded model cannot change its groups: load a checkpoint in new processes")
         module = checked_module(model)
         return self._tritoncomm.continue_in(group_of(module, process_group), node_group, module)

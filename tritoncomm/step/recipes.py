@@ -213,11 +213,6 @@ def with_form(chosen: Recipe, device: torch.device | str, numel: int, workers: i
     return chosen.with_method(lambda inner: replace(inner, static=static))  # type: ignore[call-arg]
 
 
-def rounds(chosen: Recipe) -> bool:
-    """Return True if values are rounded on the wire, at least in some steps."""
-    return any(getattr(layer, "values", "fp32") != "fp32" for layer in chosen.layers)
-
-
 def without_encoding(chosen: Recipe) -> Recipe:
     """Return ``chosen`` with plain messages and fp32 values. No state depends on the format of messages."""
     plain = {"values": "fp32", "packed": False, "static": "auto"}

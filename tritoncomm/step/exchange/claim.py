@@ -139,7 +139,7 @@ class Claim(NamedTuple):
         )
 
     def _compared(self) -> dict[str, Any]:
-        names = {id(each): vector.name_of(each) for vector in self.vectors for each in vector.parameters}
+        names = {id(each): name for vector in self.vectors for each, name in vector.layout.named}
         return self.presence.fields(self.parameters, names) | option_numbers(self.optimizer)
 
 

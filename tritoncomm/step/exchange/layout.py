@@ -56,28 +56,6 @@ def split_by_size(
     )
 
 
-def strided_gradient(parameter: torch.Tensor, name: str) -> torch.Tensor | None:
-    """Return this rank's part of ``parameter.grad``, or None without a gradient. Errors call the parameter ``name``.
-
-    Raises:
-        ConfigurationError: The gradient is sparse.
-    """
-    gradient = parameter.grad
-    if gradient is None:
-        return None
-    if is_sparse(gradient):
-        raise ConfigurationError(sparse_error(name, gradient))
-    return local_gradient(parameter).detach()
-
-
-def sparse_error(name: str, gradient: torch.Tensor) -> str:
-    """Return the message for the sparse ``gradient`` of the parameter ``name``."""
-    return (
-        f"{name} has a gradient of layout {gradient.layout}: only dense gradients are supported, use "
-        "Embedding(sparse=False)"
-    )
-
-
 # The delivered entries of one parameter, of its local shard if it is a DTensor: ascending indices in the flattened
 # parameter (int64 [k]), and the mean there (fp32 [k]). Indices of None mean all, with all values of the parameter.
 ParameterEntries = tuple[torch.Tensor | None, torch.Tensor]
@@ -94,6 +72,7 @@ class BucketLayout:
 
     Attributes:
         parameters: See above.
+        labels: See above.
         bounds: Start of each parameter in the vector, followed by the length of the vector.
         places: Position of each parameter in :attr:`parameters`, by its id.
         numel: Length of the flat vector.
@@ -105,13 +84,13 @@ class BucketLayout:
 
     def __init__(self, parameters: Sequence[torch.Tensor], labels: Sequence[str] = ()) -> None:
         self.parameters = list(parameters)
-        self._labels = list(labels) or [label("", i, p) for i, p in enumerate(parameters)]
+        self.labels = list(labels) or [label("", i, p) for i, p in enumerate(parameters)]
         self.bounds = [0, *accumulate(local(p).numel() for p in self.parameters)]
         self.numel = self.bounds[-1]
         self.device = self.parameters[0].device if self.parameters else torch.device("cpu")
         self.places: dict[int, int] = {}
         devices: dict[torch.device, str] = {}
-        for place, (parameter, name) in enumerate(zip(self.parameters, self._labels, strict=True)):
+        for place, (parameter, name) in enumerate(zip(self.parameters, self.labels, strict=True)):
             devices.setdefault(parameter.device, name)
             if id(parameter) in self.places:
                 raise ConfigurationError(f"{name} is listed twice: pass each parameter to the optimizer once")
@@ -121,6 +100,11 @@ class BucketLayout:
         if len(devices) > 1:
             places = " and ".join(f"{name} on {device}" for device, name in devices.items())
             raise ConfigurationError(f"parameters are on several devices, {places}: use one optimizer per device")
+
+    @property
+    def named(self) -> list[tuple[torch.Tensor, str]]:
+        """The parameters, each with its label."""
+        return [*zip(self.parameters, self.labels, strict=True)]
 
     def shape(self, parameter: torch.Tensor) -> tuple[int, ...]:
         """Return the shape of ``parameter`` in this vector, which is that of the local shard of a DTensor."""
@@ -133,13 +117,16 @@ class BucketLayout:
         """
         parts: list[torch.Tensor] = []
         gradients: list[torch.Tensor] = []
-        for parameter, name, part in zip(self.parameters, self._labels, self.parts(flat), strict=True):
+        for parameter, name, part in zip(self.parameters, self.labels, self.parts(flat), strict=True):
             gradient = parameter.grad if parameter.requires_grad else None
             if gradient is None:
                 part.zero_()
             elif gradient.layout is not torch.strided:
                 if not sparse:
-                    raise ConfigurationError(sparse_error(name, gradient))
+                    raise ConfigurationError(
+                        f"{name} has a gradient of layout {gradient.layout}: only dense gradients are supported, use "
+                        "Embedding(sparse=False)"
+                    )
                 part.zero_().view(parameter.shape).add_(gradient.detach())
             else:
                 shard = gradient if type(gradient) in PLAIN else local_gradient(parameter)
@@ -150,10 +137,10 @@ class BucketLayout:
 
     def multiply(self, factor: float) -> None:
         """Multiply every ``.grad`` by ``factor``, in place."""
-        for parameter, name in zip(self.parameters, self._labels, strict=True):
-            gradient = parameter.grad if is_sparse(parameter.grad) else strided_gradient(parameter, name)
-            if gradient is not None:
-                gradient.mul_(factor)
+        for parameter in self.parameters:
+            if parameter.grad is not None:
+                is_strided = parameter.grad.layout is torch.strided
+                (local_gradient(parameter).detach() if is_strided else parameter.grad).mul_(factor)
 
     def overflow(self, mean: SparseVector) -> torch.Tensor | None:
         """Return whether a value of ``mean`` overflows in the dtype of its parameter (bool, 0-d). None if none can."""
@@ -238,11 +225,6 @@ def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
         torch._foreach_copy_(targets, sources)
 
 
-def is_sparse(gradient: torch.Tensor | None) -> bool:
-    """Return True if ``gradient`` has another layout than strided."""
-    return gradient is not None and gradient.layout != torch.strided
-
-
 def _writable(gradient: torch.Tensor, parameter: torch.Tensor) -> bool:
     """Return False if ``gradient`` is sparse, if its elements share memory, or if it is a partial sum of a DTensor."""
     if gradient.layout is not torch.strided:
@@ -316,8 +298,9 @@ def values_at(flat: torch.Tensor, mean: SparseVector) -> torch.Tensor:
     """Return ``flat`` at the coordinates of ``mean``. It is 0 at padding."""
     if mean.is_full:
         return flat
-    found = flat[mean.indices.long().clamp(min=0)]
-    return torch.where(mean.indices < 0, 0.0, found) if mean.is_padded else found
+    if mean.is_padded:
+        return torch.where(mean.indices < 0, 0.0, flat[mean.indices.clamp(min=0).long()])
+    return flat.index_select(0, mean.indices)
 
 
 def with_values(mean: SparseVector, values: torch.Tensor) -> SparseVector:
@@ -327,16 +310,6 @@ def with_values(mean: SparseVector, values: torch.Tensor) -> SparseVector:
     if mean.is_padded:
         return SparseVector.padded(Entries(mean.indices, values), mean.numel)
     return SparseVector(mean.indices, values, mean.numel)
-
-
-def scattered(means: list[Delivered], *, zeros: bool, left: Container[int] = ()) -> list[Delivered]:
-    """Replace every ``.grad`` by its mean. Return ``means``, with or without their entries of zero.
-
-    ``left`` are ids of parameters whose ``.grad`` becomes None.
-    """
-    for delivered in means:
-        delivered.layout.scatter(delivered.entries, left)
-    return means if zeros else [delivered.without_zeros() for delivered in means]
 
 
 def check_range(delivered: Sequence[Delivered]) -> None:
