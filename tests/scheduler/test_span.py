@@ -7,12 +7,12 @@ import time
 import pytest
 import torch
 from tritoncomm import TopkAllgather
+from tritoncomm.optimizer import figures_of
 from tritoncomm.planning.link import measure_link
 from tritoncomm.scheduler.meter import Meter
 from tritoncomm.scheduler.span import Span
 from tritoncomm.step.exchange.machine import GradientExchange
 from tritoncomm.step.exchange.vector import ExchangeOptions, VectorExchange
-from tritoncomm.step.figures import figures_of
 from tritoncomm.step.settings import WrapOptions
 
 from emulated_cuda import ranks, streams

@@ -18,16 +18,15 @@ from tritoncomm.scheduler.process_group import ProcessGroupScheduler, is_distrib
 from tritoncomm.scheduler.ranks import global_ranks, speaks
 from tritoncomm.scheduler.rounds import Pattern
 from tritoncomm.scheduler.span import Span
-from tritoncomm.scheduler.together import Running, run_together
-from tritoncomm.step import agree
+from tritoncomm.step.agree import UPDATES, UPDATES_ADVICE, differences, naming, option_numbers, worded
 from tritoncomm.step.agree.inspection import Inspection
+from tritoncomm.step.agree.number import number_of_text
 from tritoncomm.step.agree.replica import Replica
-from tritoncomm.step.exchange.claim import Claim, Presence, resting
-from tritoncomm.step.exchange.decay import add_decay, show_decay, with_decay
+from tritoncomm.step.exchange.claim import Presence, Vote, advice, lead, resting, vote
+from tritoncomm.step.exchange.decay import show_decay
 from tritoncomm.step.exchange.feedback import ErrorFeedback
-from tritoncomm.step.exchange.layout import check_range
-from tritoncomm.step.exchange.pending import TRANSITIONS, Part, Pending, State
-from tritoncomm.step.exchange.vector import ExchangeOptions, VectorExchange, clipped, listed
+from tritoncomm.step.exchange.pending import TRANSITIONS, Pending, State
+from tritoncomm.step.exchange.vector import ExchangeOptions, VectorExchange, clipped
 
 
 class GradientExchange:
@@ -352,46 +351,10 @@ class GradientExchange:
             if clipping is not None and self.all_shards is not None:  # the norm is that of all shards
                 self.all_shards.run(clipping, new_step=False)
                 clipping = None
-            for vector in vectors:
-                add_decay(vector, pending.decay, self.presence.waiting)
-            run_together([self._exchanging(each, clipping if each is vectors[0] else None) for each in vectors])
-            pending.parts.sort(key=lambda part: vectors.index(part.vector))
-            if pending.rejection is None:
-                for part in pending.parts:
-                    part.mean = with_decay(part.vector, part.sent, pending.decay)
-                pending.parts[0].span = span.end()
-                check_range([part.vector.delivered(part.mean) for part in pending.parts])
-        except NonFiniteError as error:
-            pending.rejection = error
+            pending.deliver(vectors, clipping, self.presence.waiting, span)
         except BaseException as error:
             self._fail(error)
             raise
-        if len(pending.parts) < len(vectors):
-            self._note_rejected(span)
-
-    def _note_rejected(self, span: Span) -> None:
-        """Note what is NaN or Inf on this rank, and measure the vectors without a mean, which took this ``span``."""
-        known = [part.vector for part in self.pending.parts]
-        first, *others = [vector for vector in self.vectors if vector not in known]
-        bad = {name: count for vector in self.vectors for name, count in vector.non_finite().items()}
-        self.pending.fault = self.pending.fault or listed(bad)
-        first.measure(None, span.end())
-        for vector in others:
-            vector.measure(None, None)
-
-    def _exchanging(self, vector: VectorExchange, first: Pattern[None] | None) -> Running[None]:
-        """Exchange ``vector``. See :meth:`VectorExchange.beginning`.
-
-        An error that rejects the step may be that of this rank alone. The others then go on to the next vector, and so
-        does this rank.
-        """
-        pending = self.pending
-        try:
-            mean = yield from vector.beginning(dense=pending.is_flush, first=first, waiting=self.presence.waiting)
-        except NonFiniteError as error:
-            pending.rejection = pending.rejection or error
-        else:
-            pending.parts.append(Part(vector, mean, mean))
 
     def _clip(self, limit: float) -> Pattern[None]:
         """Scale the gradients to this norm at most, see :func:`~tritoncomm.step.exchange.vector.clipped`."""
@@ -446,25 +409,67 @@ class GradientExchange:
 
         They then know the parameters without gradient. They tell each other if these may not be those of the last step.
         """
-        own = Claim(
-            vectors=self.vectors,
-            parameters=self.parameters,
-            optimizer=self.optimizer,
-            updates=self.updates,
-            is_stopped=self.state is State.STOPPED,
-            presence=self.presence,
-            replica=self.replica if self._is_compared else None,
-            steps=self.steps,
-            group=self.options.group,
-            shard=self.shard,
-            all_shards=self.all_shards,
-            rejects=self.pending.rejection is not None,
-        )
-        rejected, news = own.confirm()
-        if rejected:
+        scheduler, last, rejects = self._scheduler, self.vectors[-1], self.pending.rejection is not None
+        replica = self.replica if self._is_compared else None
+        total = Vote(int(rejects), int(self.presence.is_new))
+        if scheduler is not None and scheduler.world_size > 1:
+            schedulers = [vector.scheduler for vector in self.vectors if vector.scheduler is not None]
+            compared = None if replica is None or rejects else replica.digest()
+            places = [(each.step, each.stamp) for each in schedulers]
+            state = (self.presence.kinds(self.parameters), option_numbers(self.optimizer), compared)
+            claim = lead(scheduler.rank, scheduler.world_size) * number_of_text(repr(self._completed))
+            claim += lead(last.rank, last.world_size) * number_of_text(repr((self.shard, places, state)))
+            found = vote(total._replace(claim=claim), scheduler.device, [*dict.fromkeys((scheduler, *schedulers))])
+            total = last.run(found) if self.all_shards is None else self.all_shards.run(found)
+        if self.state is State.STOPPED or total.claim:
+            error = self._disagreement(replica, is_rejected=bool(total.rejects))
+            if error is not None:
+                raise error
+        if total.rejects:
             raise self._reject()
-        if news:
-            self.presence.agree(self.parameters, self.vectors[-1])
+        if replica is not None:
+            replica.agreed = self.steps
+        if total.raises:
+            self.presence.agree(self.parameters, last)
+
+    @property
+    def _scheduler(self) -> ProcessGroupScheduler | None:
+        """The scheduler of all ranks that confirm a step."""
+        return self.all_shards or self.vectors[-1].scheduler
+
+    @property
+    def _completed(self) -> object:
+        """The completed updates of this rank."""
+        return f"{self.updates}, and one that stopped" if self.state is State.STOPPED else self.updates
+
+    def _disagreement(self, replica: Replica | None, *, is_rejected: bool) -> ProtocolMismatchError | None:
+        """Return why ranks disagree. All ranks that confirm the step call this together.
+
+        If some have rejected a step in which the others compare replicas, they may differ in that alone. Return None.
+        """
+        scheduler, device, group, found = self._scheduler, self.vectors[0].device, self.everybody, dict[str, str]()
+        step = "the step" if scheduler is None else scheduler.last_step
+        if is_distributed():
+            found = differences({"last step": step, UPDATES: self._completed}, group, device)
+        if self.state is State.STOPPED or UPDATES in found:
+            reason = f"ranks differ: {worded(found)}" if found else "an update has stopped on all ranks"
+            return ProtocolMismatchError(f"{step} was rejected, because {reason}: {UPDATES_ADVICE}")
+        names = {id(each): name for vector in self.vectors for each, name in vector.layout.named}
+        compared = self.presence.fields(self.parameters, names) | option_numbers(self.optimizer)
+        found = found or differences(compared, group, device, self.shard)
+        reason = ""
+        if found:
+            reason = f"ranks differ: {worded(found)}. {advice(found)}"
+        elif replica is not None:
+            if is_rejected:
+                return None
+            reason = replica.difference(group, device, self.steps, self.shard)
+        if reason:
+            return ProtocolMismatchError(f"{step} was rejected, and nothing has changed, because {reason}")
+        return ProtocolMismatchError(
+            f"{step} was rejected: another rank finished another one. Step the same optimizers in the same order on "
+            "all ranks"
+        )
 
     def _reject(self) -> NonFiniteError:
         """Roll back, count the rejected step, and return an error that names ranks and parameters.
@@ -474,7 +479,7 @@ class GradientExchange:
         step = self.pending
         self._rollback()
         self.skipped += 1
-        return agree.naming(step.rejection, step.fault, self.everybody, self.vectors[0].device)
+        return naming(step.rejection, step.fault, self.everybody, self.vectors[0].device)
 
     def _ready(self, span: Span, scale: float | None = None) -> None:
         """Replace every ``.grad``, see :meth:`_write`. Other ranks may apply the step now. ``span`` ends with it."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -10,9 +10,12 @@ import torch
 
 from tritoncomm.errors import NonFiniteError
 from tritoncomm.primitives.sparse_vector import SparseVector
+from tritoncomm.scheduler.rounds import Pattern
 from tritoncomm.scheduler.span import Span
-from tritoncomm.step.exchange.layout import Delivered
-from tritoncomm.step.exchange.vector import VectorExchange
+from tritoncomm.scheduler.together import Running, run_together
+from tritoncomm.step.exchange.decay import add_decay, with_decay
+from tritoncomm.step.exchange.layout import Delivered, check_range
+from tritoncomm.step.exchange.vector import VectorExchange, listed
 from tritoncomm.step.torch_internals import version_of
 
 
@@ -107,3 +110,54 @@ class Pending:
     def are_changed(self, gradients: Sequence[torch.Tensor | None]) -> bool:
         """Return True if ``gradients`` have changed since :meth:`note_versions`."""
         return self.versions != [*map(version_of, gradients)]
+
+    def deliver(
+        self,
+        vectors: Sequence[VectorExchange],
+        clipping: Pattern[None] | None,
+        waiting: Collection[int],
+        span: Span,
+    ) -> None:
+        """Compute the mean of each ``vector.flat`` over ranks, or note why this rank rejects the step.
+
+        Args:
+            vectors: The flat vectors.
+            clipping: A pattern that runs before they are exchanged, if any.
+            waiting: Ids of parameters whose residual takes no part.
+            span: The time of the exchange, which ends here.
+        """
+        for vector in vectors:
+            add_decay(vector, self.decay, waiting)
+        run_together([self._exchanging(each, clipping if each is vectors[0] else None, waiting) for each in vectors])
+        if self.rejection is None:
+            self.parts.sort(key=lambda part: vectors.index(part.vector))
+            for part in self.parts:
+                part.mean = with_decay(part.vector, part.sent, self.decay)
+            self.parts[0].span = span.end()
+            try:
+                check_range([part.vector.delivered(part.mean) for part in self.parts])
+            except NonFiniteError as error:
+                self.rejection = error
+            return
+        bad = {name: count for vector in vectors for name, count in vector.non_finite().items()}
+        self.fault = self.fault or listed(bad)
+        known = [part.vector for part in self.parts]
+        first, *others = [vector for vector in vectors if vector not in known]
+        first.measure(None, span.end())
+        for vector in others:
+            vector.measure(None, None)
+
+    def _exchanging(
+        self, vector: VectorExchange, first: Pattern[None] | None, waiting: Collection[int]
+    ) -> Running[None]:
+        """Exchange ``vector``. See :meth:`VectorExchange.beginning`.
+
+        An error that rejects the step may be that of this rank alone. The others then go on to the next vector, and so
+        does this rank.
+        """
+        try:
+            mean = yield from vector.beginning(dense=self.is_flush, first=first, waiting=waiting)
+        except NonFiniteError as error:
+            self.rejection = self.rejection or error
+        else:
+            self.parts.append(Part(vector, mean, mean))
