@@ -115,7 +115,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         if setup.local is not None:
             setup.local.say_gradients_are_local()
             return
-        stepper.synchronize()
+        stepper.synchronize(hides_decay=True)
         if setup.exchange.pending.delivered is not None:
             stepper.late_backward.watch(setup.exchange.parameters)
 

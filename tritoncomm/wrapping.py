@@ -37,7 +37,6 @@ from tritoncomm.step.settings import (
     Late,
     Updates,
     WrapOptions,
-    check_dense_below,
     check_group,
     check_optimizer,
     check_trained,
@@ -181,14 +180,13 @@ def wrap(
         aware, how = late_of(late), updates_of(whole, updates, local_steps, chosen)
         if how is not None:
             chosen = resolve(how.algo or DEFAULT_UPDATES, None, 0, {})
-        check_dense_below(dense_below)
         options = WrapOptions(
             late=None if how is not None or never_delays(chosen) else aware,  # no sum of updates is too long
             updates=how,
             on_nonfinite=on_nonfinite,
             max_grad_norm=max_grad_norm,
             timeout=timeout,
-            dense_below=dense_below if how is None else 0,
+            dense_below=dense_below,
             small=small_format,
             local_steps=local_steps,
         )

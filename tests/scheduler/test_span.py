@@ -119,7 +119,7 @@ def test_the_link_is_measured_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_parts_of_an_exchange_of_several_vectors() -> None:
     """The parts of the time of vectors that are exchanged together add up to no more than the time that passed."""
     parameters = [torch.zeros(300_000, requires_grad=True) for _ in range(3)]
-    vectors = [VectorExchange([(each, "")], options(0.01)) for each in parameters]
+    vectors = [VectorExchange([(each, "weight")], options(0.01)) for each in parameters]
     exchange = GradientExchange(torch.optim.SGD(parameters), vectors)
     for _ in range(2):
         for parameter in parameters:

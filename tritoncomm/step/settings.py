@@ -138,6 +138,7 @@ class WrapOptions:
         one_of("on_nonfinite", self.on_nonfinite, NONFINITE_POLICIES)
         if self.max_grad_norm is not None and not (is_number(self.max_grad_norm) and self.max_grad_norm > 0):
             raise ConfigurationError(f"max_grad_norm={self.max_grad_norm!r}: must be a positive number, or None")
+        check_dense_below(self.dense_below)
         check_timeout(self.timeout)
 
     @property

@@ -19,6 +19,7 @@ from tritoncomm.scheduler.ranks import global_ranks
 from tritoncomm.step import agree
 from tritoncomm.step.agree.private_group import scheduler_of_all_shards
 from tritoncomm.step.agree.replica import Replica, let_differ
+from tritoncomm.step.exchange.layout import split_by_size
 from tritoncomm.step.exchange.machine import GradientExchange
 from tritoncomm.step.exchange.pending import State
 from tritoncomm.step.exchange.vector import ExchangeOptions, VectorExchange
@@ -231,13 +232,9 @@ class Setup:
         owners = {} if self.local is None else self.local.owners
         dense = dense_ids(self.optimizer)
         dense |= {anchor for anchor, owner in owners.items() if id(owner) in dense}
-        common = ExchangeOptions(
-            recipe=recipe,
-            wrap=options,
-            group=group,
-            dense=frozenset(dense),
-            flattened=all(parameter.dim() <= 1 for parameter in parameters),
-        )
+        dense_below = options.dense_below if options.updates is None else 0
+        _, small = split_by_size(parameters, dense_below, dense=dense)
+        common = ExchangeOptions(recipe=recipe, wrap=options, group=group, dense=frozenset(map(id, small)))
         vectors: list[VectorExchange] = []
         for part in parts_of(self.exchanged):
             held = agree.parameter_ids(part)
@@ -319,7 +316,6 @@ def _vectors(trained: Sequence[tuple[torch.Tensor, str]], options: ExchangeOptio
     Selection depends on the whole vector. Parameters that tensor parallelism replicates have a vector of their own, so
     that the ranks with copies of them select the same entries. Otherwise there is one vector.
     """
-    # A vector counts its own parameters. Errors count those of the optimizer.
     named = [(parameter, label(name, i, parameter)) for i, (parameter, name) in enumerate(trained)]
     groups = by_split([parameter for parameter, _ in trained]) or [[]]
     return [VectorExchange([named[i] for i in own], options) for own in groups]

@@ -119,7 +119,7 @@ class Stepper:
             self.withdraw()  # a hook has failed after the last step, and these gradients are those of the next
         untouched = not setup.is_synchronized  # nobody sees .grad before the rule
         if untouched:
-            self._synchronize()
+            self.synchronize(hides_decay=False)
         elif self._scale is not None and pending.scale is None:
             raise RuntimeError("synchronize() has averaged scaled gradients: call scaler.unscale_(optimizer) first")
         self._check_unchanged()
@@ -227,12 +227,9 @@ class Stepper:
         self.forget()
 
     @without_compile
-    def synchronize(self) -> None:
-        """Exchange. Somebody may look at ``.grad``, which then has no decay in it."""
-        self._synchronize(hides_decay=True)
-
     @torch.no_grad()
-    def _synchronize(self, *, hides_decay: bool = False) -> None:
+    def synchronize(self, *, hides_decay: bool) -> None:
+        """Exchange. With ``hides_decay``, somebody may look at ``.grad``, which has no decay in it before the step."""
         setup = self.setup
         if setup.steps.alone and setup.parameters.are_outdated:  # a single worker trains what it is given
             setup.note_new()

@@ -13,18 +13,14 @@ from tritoncomm.errors import ConfigurationError, NonFiniteError
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.step.exchange.feedback import Ages
 from tritoncomm.step.tensors.names import label
-from tritoncomm.step.tensors.shards import PLAIN, local, local_gradient, local_shards
+from tritoncomm.step.tensors.shards import PLAIN, like_parameter, local, local_gradient, local_shards
 from tritoncomm.step.torch_internals import gradient_dtype
 from tritoncomm_kernels import Entries, constant
 from tritoncomm_kernels.devices import is_asynchronous
 
 
 def split_by_size(
-    parameters: Sequence[torch.Tensor],
-    dense_below: int,
-    *,
-    flattened: bool | None = None,
-    dense: Container[int] = (),
+    parameters: Sequence[torch.Tensor], dense_below: int, *, dense: Container[int] = ()
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Split ``parameters`` into large ones, which are worth a sparse exchange, and small ones. The order is kept.
 
@@ -32,17 +28,14 @@ def split_by_size(
     weight of a norm.
 
     Args:
-        parameters: Parameters to split.
+        parameters: All parameters. If they are one-dimensional, like shards, the number of dimensions does not matter.
         dense_below: Number of elements. 0 makes no parameter small.
-        flattened: Whether the model has one-dimensional shards only. Then the number of dimensions does not matter.
-            None decides this from ``parameters``, which may be a part of the model.
         dense: Ids of parameters that count as small, whatever their size.
 
     Returns:
         The large parameters and the small parameters.
     """
-    if flattened is None:
-        flattened = all(parameter.dim() <= 1 for parameter in parameters)
+    flattened = all(parameter.dim() <= 1 for parameter in parameters)
 
     def is_small(parameter: torch.Tensor) -> bool:
         if id(parameter) in dense:
@@ -106,10 +99,6 @@ class BucketLayout:
         """The parameters, each with its label."""
         return [*zip(self.parameters, self.labels, strict=True)]
 
-    def shape(self, parameter: torch.Tensor) -> tuple[int, ...]:
-        """Return the shape of ``parameter`` in this vector, which is that of the local shard of a DTensor."""
-        return tuple(local(parameter).shape)
-
     def read_gradients(self, flat: torch.Tensor, *, sparse: bool = False) -> torch.Tensor:
         """Copy every ``.grad`` into ``flat`` (fp32 ``[numel]``) and return it. A missing gradient counts as zero.
 
@@ -147,7 +136,7 @@ class BucketLayout:
         half = [parameter.dtype == torch.float16 for parameter in self.parameters]
         if not any(half):
             return None
-        too_large = ~_fits_half(mean.values)
+        too_large = ~(mean.values.abs() <= torch.finfo(torch.float16).max)  # no other dtype has a smaller range
         if all(half):
             return too_large.any()
         bounds = constant(self.bounds, mean.values.device)
@@ -249,17 +238,7 @@ def _zeros(parameter: torch.Tensor) -> torch.Tensor:
     """Return zeros with the shape and sharding of ``parameter``, in the dtype of its gradients."""
     held = local(parameter)
     shard = torch.zeros_like(held, dtype=gradient_dtype(parameter) or held.dtype)
-    if not hasattr(parameter, "placements"):
-        return shard
-    from torch.distributed.tensor import DTensor  # noqa: PLC0415 - importing it takes a while
-
-    mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
-    return DTensor.from_local(shard, mesh, placements, shape=parameter.shape, stride=parameter.stride())
-
-
-def _fits_half(values: torch.Tensor) -> torch.Tensor:
-    """Return which of ``values`` (fp32) do not overflow in fp16, the only dtype with a smaller range than fp32."""
-    return values.abs() <= torch.finfo(torch.float16).max
+    return shard if held is parameter else like_parameter(parameter, shard)
 
 
 @dataclass(frozen=True)

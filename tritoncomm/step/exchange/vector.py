@@ -26,12 +26,11 @@ from tritoncomm.scheduler.simulated import SimulatedScheduler
 from tritoncomm.scheduler.span import Span
 from tritoncomm.scheduler.together import Running
 from tritoncomm.step.exchange.feedback import Ages, ErrorFeedback
-from tritoncomm.step.exchange.layout import BucketLayout, Delivered, split_by_size
+from tritoncomm.step.exchange.layout import BucketLayout, Delivered
 from tritoncomm.step.exchange.stages import Scale, Staged, StagedAlgorithm
 from tritoncomm.step.recipes import never_delays, with_form, without_encoding
 from tritoncomm.step.settings import WrapOptions, is_alone
-from tritoncomm.step.tensors.names import label
-from tritoncomm.step.tensors.shards import pieces
+from tritoncomm.step.tensors.shards import local, pieces
 from tritoncomm.step.torch_internals import is_interruption
 from tritoncomm_kernels import has_non_finite
 from tritoncomm_kernels.devices import is_asynchronous
@@ -47,8 +46,7 @@ class ExchangeOptions:
         recipe: The recipe of the exchange.
         wrap: The options of ``wrap``.
         group: Process group of the exchange. None is the default group.
-        dense: Ids of parameters that travel dense, whatever their size.
-        flattened: Whether the model has one-dimensional shards only. None decides this for each vector.
+        dense: Ids of the parameters that travel dense.
         epsilon: The number that the optimizer adds to the root of a second moment, if entries are selected by their
             update. None selects by the gradient.
         is_late: Whether the optimizer has a rule for late gradients.
@@ -58,7 +56,6 @@ class ExchangeOptions:
     wrap: WrapOptions
     group: dist.ProcessGroup | None = None
     dense: frozenset[int] = frozenset()
-    flattened: bool | None = None
     epsilon: float | None = None
     is_late: bool = False
 
@@ -80,8 +77,8 @@ class VectorExchange:
     :mod:`tritoncomm.step.saved.state`.
 
     Args:
-        parameters: Parameters whose gradients are exchanged, and their names. Of a DTensor, the local shard is
-            exchanged.
+        parameters: Parameters whose gradients are exchanged, and what messages call them. Of a DTensor, the local shard
+            is exchanged.
         options: Settings of the exchange.
 
     Attributes:
@@ -100,12 +97,10 @@ class VectorExchange:
 
     def __init__(self, parameters: Sequence[tuple[torch.Tensor, str]], options: ExchangeOptions) -> None:
         self.options = options
-        labels = {id(parameter): label(name, i, parameter) for i, (parameter, name) in enumerate(parameters)}
-        every, dense_below = [parameter for parameter, _ in parameters], options.wrap.dense_below
-        large, small = split_by_size(every, dense_below, flattened=options.flattened, dense=options.dense)
-        self.large = large
-        self.layout = BucketLayout([*large, *small], [labels[id(each)] for each in (*large, *small)])
-        self.dense_numel = self.layout.bounds[-1] - self.layout.bounds[len(large)]
+        ordered = sorted(parameters, key=lambda each: id(each[0]) in options.dense)
+        self.large = [parameter for parameter, _ in ordered if id(parameter) not in options.dense]
+        self.layout = BucketLayout([parameter for parameter, _ in ordered], [name for _, name in ordered])
+        self.dense_numel = self.layout.bounds[-1] - self.layout.bounds[len(self.large)]
         self.device = self.layout.device
         self.flat = torch.zeros(self.layout.numel, dtype=torch.float32, device=self.device)
         recipe, group = options.recipe, options.group
@@ -168,7 +163,7 @@ class VectorExchange:
             recipe=self.method,
             tail=self.dense_numel,
             small=options.wrap.small,
-            shapes=None if options.epsilon is None else tuple(map(self.layout.shape, self.large)),
+            shapes=None if options.epsilon is None else tuple(tuple(local(each).shape) for each in self.large),
             epsilon=options.epsilon or 0.0,
         )
         feedback = ErrorFeedback(whole.build(self.layout.numel, self.layout.bounds), self.device)
@@ -215,11 +210,11 @@ class VectorExchange:
         ``dense`` delivers all entries, whatever the recipe. ``first`` is a pattern that runs before that of the method.
         ``waiting`` are ids of parameters whose residual takes no part.
         """
-        self.gain = None
-        if self.options.wrap.matches_length and not (dense or self.is_bare):
-            first = self._measuring() if first is None else _after(first, self._measuring())
-        algorithm = Dense().build(self.layout.numel) if dense or self.is_bare else None
+        self.gain, delivers_all = None, dense or self.is_bare
+        algorithm = Dense().build(self.layout.numel) if delivers_all else None
         pattern = self.feedback.begin(self.flat, self.rank, self.world_size, algorithm, self._slices(waiting))
+        if self.options.wrap.matches_length and not delivers_all:
+            pattern = _after(self._measuring(), pattern)
         if first is not None:
             pattern = _after(first, pattern)
         try:
