@@ -114,13 +114,12 @@ class Presence:
 
         With ``leaves_none``, these take part, too.
         """
-        without = [
-            key
-            for each, key in zip(parameters, map(id, parameters), strict=True)
-            if each.grad is None or not each.requires_grad or key in resting
-        ]
-        self._missing = self.absent if leaves_none else frozenset(without)
-        self.waiting = _NONE if leaves_none else self._missing & self.absent
+        if leaves_none:
+            self._missing, self.waiting = self.absent, _NONE
+            return
+        left = (each for each in parameters if each.grad is None or not each.requires_grad or id(each) in resting)
+        self._missing = frozenset(map(id, left))
+        self.waiting = self._missing & self.absent
 
     @property
     def is_new(self) -> bool:
