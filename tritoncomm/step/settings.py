@@ -38,7 +38,6 @@ DEFAULT_SMALL = "8bit"
 DEFAULT_WARMUP = 16
 _MAX_CATCH_UP = 20.0  # of optimizers whose step is about as long as the learning rate
 DEFAULT_START = "2bit"
-SINGLE_WORKER_SELECTS = False  # only tests set it, to look at residuals in one process
 NONFINITE_POLICIES = ("skip", "raise")
 
 
@@ -245,7 +244,7 @@ def resolved_small(small: str | None) -> str:
 
 def is_alone(group: dist.ProcessGroup | None) -> bool:
     """Return True if the exchange in ``group`` has a single worker, which takes the optimizer's own steps."""
-    return not SINGLE_WORKER_SELECTS and not (is_distributed() and dist.get_world_size(group) > 1)
+    return not (is_distributed() and dist.get_world_size(group) > 1)
 
 
 def check_optimizer(

@@ -16,7 +16,7 @@ from tritoncomm.algorithms import Hierarchical, Recipe
 from tritoncomm.errors import ConfigMismatchError, ConfigurationError
 from tritoncomm.scheduler.process_group import is_distributed
 from tritoncomm.scheduler.ranks import global_ranks
-from tritoncomm.step import agree
+from tritoncomm.step import agree, settings
 from tritoncomm.step.agree.private_group import scheduler_of_all_shards
 from tritoncomm.step.agree.replica import Replica, let_differ
 from tritoncomm.step.exchange.layout import split_by_size
@@ -31,7 +31,7 @@ from tritoncomm.step.recipes import log_choice, with_warmup_and_nodes
 from tritoncomm.step.rules.choose import selects_by_update, takes_aware_step
 from tritoncomm.step.rules.step import OptimizerStep, OptimizerSteps
 from tritoncomm.step.saved import state as exchange_state
-from tritoncomm.step.settings import WrapOptions, check_optimizer, is_alone
+from tritoncomm.step.settings import WrapOptions, check_optimizer
 from tritoncomm.step.tensors.names import label
 from tritoncomm.step.tensors.shards import by_split, local, mesh_ranks
 from tritoncomm.step.torch_internals import original_class
@@ -73,7 +73,7 @@ class Setup:
     ) -> None:
         self.optimizer, self.recipe, self.options = optimizer, recipe, options
         self.names, ignored = names_of(model), ignored_ids(model)
-        alone = is_alone(process_group)
+        alone = settings.is_alone(process_group)
         self.local: LocalSteps | None = None
         self.exchanged = optimizer
         if options.updates is not None:
@@ -204,7 +204,7 @@ class Setup:
         with agree.propagate_errors(process_group, self.device):
             inner = self.recipe.recipe if isinstance(self.recipe, Hierarchical) else self.recipe
             recipe = with_warmup_and_nodes(inner, 0, node_group, process_group, self.options.small)
-            step.alone = is_alone(process_group)
+            step.alone = settings.is_alone(process_group)
             check_optimizer(self.optimizer, alone=step.alone)
             step.check()
             check_model(module, process_group)

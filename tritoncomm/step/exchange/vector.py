@@ -25,11 +25,12 @@ from tritoncomm.scheduler.rounds import AllGather, Pattern, Result
 from tritoncomm.scheduler.simulated import SimulatedScheduler
 from tritoncomm.scheduler.span import Span
 from tritoncomm.scheduler.together import Running
+from tritoncomm.step import settings
 from tritoncomm.step.exchange.feedback import Ages, ErrorFeedback
 from tritoncomm.step.exchange.layout import BucketLayout, Delivered
 from tritoncomm.step.exchange.stages import Scale, Staged, StagedAlgorithm
 from tritoncomm.step.recipes import never_delays, with_form, without_encoding
-from tritoncomm.step.settings import WrapOptions, is_alone
+from tritoncomm.step.settings import WrapOptions
 from tritoncomm.step.tensors.shards import local, pieces
 from tritoncomm.step.torch_internals import is_interruption
 from tritoncomm_kernels import has_non_finite
@@ -105,7 +106,7 @@ class VectorExchange:
         self.flat = torch.zeros(self.layout.numel, dtype=torch.float32, device=self.device)
         recipe, group = options.recipe, options.group
         self.rank, self.world_size = (dist.get_rank(group), dist.get_world_size(group)) if is_distributed() else (0, 1)
-        self.is_bare = is_alone(group)
+        self.is_bare = settings.is_alone(group)
         self.delays = not (self.is_bare or never_delays(recipe))
         recipe.check_world_size(self.world_size)  # before process groups are created for it
         self.method = with_form(recipe, self.device, self.layout.numel - self.dense_numel, self.world_size)
