@@ -408,6 +408,12 @@ class GradientExchange:
         """Return after all ranks have called this for the same step, and none has rejected it.
 
         They then know the parameters without gradient. They tell each other if these may not be those of the last step.
+        Without the wait, some ranks could apply a step that other ranks have lost.
+
+        Raises:
+            NonFiniteError: A rank has rejected the step. All ranks raise it.
+            ProtocolMismatchError: Ranks with the same shard differ, or have received a wrong message; or not all have
+                completed the same updates, or one has stopped. All ranks raise it, also if some have rejected the step.
         """
         scheduler, last, rejects = self._scheduler, self.vectors[-1], self.pending.rejection is not None
         replica = self.replica if self._is_compared else None
@@ -419,7 +425,8 @@ class GradientExchange:
             state = (self.presence.kinds(self.parameters), option_numbers(self.optimizer), compared)
             claim = lead(scheduler.rank, scheduler.world_size) * number_of_text(repr(self._completed))
             claim += lead(last.rank, last.world_size) * number_of_text(repr((self.shard, places, state)))
-            found = vote(total._replace(claim=claim), scheduler.device, [*dict.fromkeys((scheduler, *schedulers))])
+            own = Vote(total.rejects, total.raises, claim)
+            found = vote(own, scheduler.device, [*dict.fromkeys((scheduler, *schedulers))])
             total = last.run(found) if self.all_shards is None else self.all_shards.run(found)
         if self.state is State.STOPPED or total.claim:
             error = self._disagreement(replica, is_rejected=bool(total.rejects))
