@@ -137,8 +137,18 @@ class WrapOptions:
         one_of("on_nonfinite", self.on_nonfinite, NONFINITE_POLICIES)
         if self.max_grad_norm is not None and not (is_number(self.max_grad_norm) and self.max_grad_norm > 0):
             raise ConfigurationError(f"max_grad_norm={self.max_grad_norm!r}: must be a positive number, or None")
-        check_dense_below(self.dense_below)
-        check_timeout(self.timeout)
+        dense_below, timeout = self.dense_below, self.timeout
+        if isinstance(dense_below, bool) or not (isinstance(dense_below, int) and dense_below >= 0):
+            raise ConfigurationError(
+                f"dense_below={dense_below!r}: must be an int of at least 0; 0 sends no tensor dense"
+            )
+        if not (timeout is None or isinstance(timeout, timedelta)):
+            raise ConfigurationError(f"timeout={timeout!r}: give a datetime.timedelta, or None")
+        if timeout is not None and not timedelta(0) < timeout <= _LONGEST_TIMEOUT:
+            raise ConfigurationError(
+                f"timeout={timeout}: must be above 0 and at most {_LONGEST_TIMEOUT.days} days; None uses that of the "
+                "group"
+            )
 
     @property
     def matches_length(self) -> bool:
@@ -213,22 +223,6 @@ def check_group(name: str, group: object) -> None:
         raise ConfigurationError(
             f"{name}={group!r}: pass a process group, such as the result of torch.distributed.new_group() or of "
             "get_group() of a DeviceMesh, or None"
-        )
-
-
-def check_dense_below(dense_below: int) -> None:
-    """Raise :class:`~tritoncomm.ConfigurationError` unless ``dense_below`` is an int of at least 0."""
-    if isinstance(dense_below, bool) or not (isinstance(dense_below, int) and dense_below >= 0):
-        raise ConfigurationError(f"dense_below={dense_below!r}: must be an int of at least 0; 0 sends no tensor dense")
-
-
-def check_timeout(timeout: timedelta | None) -> None:
-    """Raise :class:`~tritoncomm.ConfigurationError` unless ``timeout`` is a positive ``timedelta``, or None."""
-    if not (timeout is None or isinstance(timeout, timedelta)):
-        raise ConfigurationError(f"timeout={timeout!r}: give a datetime.timedelta, or None")
-    if timeout is not None and not timedelta(0) < timeout <= _LONGEST_TIMEOUT:
-        raise ConfigurationError(
-            f"timeout={timeout}: must be above 0 and at most {_LONGEST_TIMEOUT.days} days; None uses that of the group"
         )
 
 
