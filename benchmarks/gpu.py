@@ -173,7 +173,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.devi
 
 def wrapped(device: torch.device) -> Figures:
     """A wrapped optimizer trains, and its metrics have times. A single worker selects and delivers as several do."""
-    step_options.SINGLE_WORKER_SELECTS = True
+    step_options.is_alone = lambda _: False
     model = network(nn.LayerNorm).to(device)
     optimizer = tritoncomm.wrap(torch.optim.AdamW(model.parameters()), density=DENSITY, warmup_steps=2, dense_below=0)
     before = bits(model.parameters())

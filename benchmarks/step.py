@@ -73,7 +73,7 @@ def wrapped(parameters: list[nn.Parameter], density: float, *, alone: bool) -> C
 
     With ``alone``, the single worker selects entries and keeps a residual. The seconds of the selection are subtracted.
     """
-    with mock.patch.object(options, "SINGLE_WORKER_SELECTS", alone):  # it is read here only
+    with mock.patch.object(options, "is_alone", return_value=not alone):  # it is read here only
         optimizer = tritoncomm.wrap(torch.optim.AdamW(parameters), density=density)
 
     def run() -> float:

@@ -51,7 +51,7 @@ def _sparse_from_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
 
     Values are not rounded unless a test asks for it, so that results are equal to the bit.
     """
-    monkeypatch.setattr(options, "SINGLE_WORKER_SELECTS", True)
+    monkeypatch.setattr(options, "is_alone", lambda _: False)
     monkeypatch.setattr(options, "DEFAULT_WARMUP", 0)
     monkeypatch.setattr(options, "DEFAULT_VALUES", "fp32")
     monkeypatch.setattr(options, "DEFAULT_SMALL", "fp32")

@@ -52,7 +52,7 @@ def test_one_worker_is_the_bare_optimizer(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, kind: type[torch.optim.Optimizer], fields: dict[str, Any]
 ) -> None:
     """With one worker, parameters and state equal those of the bare optimizer to the bit, whatever the density."""
-    monkeypatch.setattr(options, "SINGLE_WORKER_SELECTS", False)
+    monkeypatch.setattr(options, "is_alone", lambda _: True)
     plain, wrapped = net(dtype), net(dtype)
     bare = kind(plain.parameters(), **fields)
     optimizer = tritoncomm.wrap(kind(wrapped.parameters(), **fields), density=0.001, dense_below=0)
@@ -74,7 +74,7 @@ def test_one_worker_with_a_loss_scaler(
     monkeypatch: pytest.MonkeyPatch, kind: type[torch.optim.Optimizer], unscale: bool
 ) -> None:
     """One worker unscales gradients and skips overflows, like the bare optimizer."""
-    monkeypatch.setattr(options, "SINGLE_WORKER_SELECTS", False)
+    monkeypatch.setattr(options, "is_alone", lambda _: True)
     finals = []
     for wrapped in (False, True):
         model, scaler = net(), torch.amp.GradScaler("cpu", init_scale=256.0)
@@ -99,7 +99,7 @@ def test_one_worker_applies_a_loaded_residual_first(monkeypatch: pytest.MonkeyPa
     saved = optimizer.state_dict()
     residual = saved["tritoncomm"]["residuals"][1]  # after that of the unused parameter
     assert residual.any()
-    monkeypatch.setattr(options, "SINGLE_WORKER_SELECTS", False)
+    monkeypatch.setattr(options, "is_alone", lambda _: True)
     again = net()
     resumed = tritoncomm.wrap(torch.optim.SGD(again.parameters(), lr=1.0), density=0.1, dense_below=0)
     resumed.load_state_dict(saved)

@@ -13,7 +13,7 @@ from small_model import model, sparse_wrap
 
 def test_one_worker_accepts_what_its_optimizer_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """One worker exchanges nothing: sparse gradients and all options of Adam are as with the bare optimizer."""
-    monkeypatch.setattr(options, "SINGLE_WORKER_SELECTS", False)
+    monkeypatch.setattr(options, "is_alone", lambda _: True)
     torch.sparse.check_sparse_tensor_invariants.disable()  # explicitly, otherwise torch logs a warning
 
     def trained(kind: type[torch.optim.Optimizer], *, wrapped: bool, **fields: object) -> list[torch.Tensor]:
@@ -62,10 +62,10 @@ def test_one_worker_accepts_what_its_optimizer_does(monkeypatch: pytest.MonkeyPa
 
 def test_one_worker_of_several_rejects(monkeypatch: pytest.MonkeyPatch) -> None:
     """An optimizer that works with one worker only is rejected when it becomes one of several."""
-    monkeypatch.setattr(options, "SINGLE_WORKER_SELECTS", False)
+    monkeypatch.setattr(options, "is_alone", lambda _: True)
     adamw = sparse_wrap(torch.optim.AdamW(model().parameters(), capturable=True))
     sparse = sparse_wrap(torch.optim.SparseAdam(model().parameters()))
-    monkeypatch.setattr(options, "SINGLE_WORKER_SELECTS", True)  # as several workers
+    monkeypatch.setattr(options, "is_alone", lambda _: False)  # as several workers
     with pytest.raises(ConfigurationError, match="capturable=True is not supported"):
         adamw.reset_process_group()
     with pytest.raises(ConfigurationError, match="SparseAdam needs sparse gradients"):
@@ -74,7 +74,7 @@ def test_one_worker_of_several_rejects(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_one_worker_trains_what_is_unfrozen_or_added(monkeypatch: pytest.MonkeyPatch) -> None:
     """A parameter that is unfrozen, or added to the original optimizer, is trained as by the bare optimizer."""
-    monkeypatch.setattr(options, "SINGLE_WORKER_SELECTS", False)
+    monkeypatch.setattr(options, "is_alone", lambda _: True)
 
     def trained(*, wrapped: bool, scaled: bool) -> list[torch.Tensor]:
         net = model()

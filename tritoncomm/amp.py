@@ -35,7 +35,7 @@ class GradScaler(torch.amp.GradScaler):
             )
         super().unscale_(optimizer)
         found = torch.stack([*self._found_inf_per_device(optimizer).values()]).amax()
-        stepper_of(optimizer).state.found_in_unscale = found
+        stepper_of(optimizer).found_in_unscale = found
 
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         return self._with_entry(super()._check_inf_per_device(optimizer))

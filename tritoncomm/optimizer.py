@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cache
@@ -14,8 +15,9 @@ from torch import nn
 
 from tritoncomm.algorithms import Recipe
 from tritoncomm.errors import ConfigurationError
+from tritoncomm.scheduler.meter import of_all
 from tritoncomm.step import agree
-from tritoncomm.step.figures import figures_of
+from tritoncomm.step.exchange.machine import GradientExchange
 from tritoncomm.step.model import ignored
 from tritoncomm.step.model.module import checked_module, group_of
 from tritoncomm.step.model.refuse import checked_methods, guard, refuse
@@ -113,9 +115,9 @@ class SparseOptimizer(torch.optim.Optimizer):
         if setup.local is not None:
             setup.local.say_gradients_are_local()
             return
-        stepper.synchronize()
-        if setup.exchange.delivered is not None:
-            stepper.state.late_backward.watch(setup.exchange.parameters)
+        stepper.synchronize(hides_decay=True)
+        if setup.exchange.pending.delivered is not None:
+            stepper.late_backward.watch(setup.exchange.parameters)
 
     def merge(self) -> None:
         """Exchange what local steps have changed now, on all ranks alike, however many there were.
@@ -256,7 +258,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         setup.exchange.restart()
         if saved is not None:
             exchange_state.resume(setup.exchange, feedbacks, saved, setup.local)
-        stepper.state.reset()
+        stepper.forget()
         hooks.run("load_state_dict_post")
 
     def reset_process_group(
@@ -291,7 +293,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         setup = self._tritoncomm.setup
         setup.exchange.check_complete()
         check_group("process_group", process_group)
-        if setup.has_shards:
+        if setup.exchange.all_shards is not None:
             raise ConfigurationError("a sharded model cannot change its groups: load a checkpoint in new processes")
         module = checked_module(model)
         return self._tritoncomm.continue_in(group_of(module, process_group), node_group, module)
@@ -317,6 +319,32 @@ class SparseOptimizer(torch.optim.Optimizer):
 
     def __deepcopy__(self, _: Any) -> NoReturn:
         self.__reduce_ex__(4)
+
+
+def figures_of(exchange: GradientExchange) -> dict[str, float]:
+    """Return metrics of the last step and totals. Amounts are sums over the vectors, and ratios are maxima."""
+    vectors = exchange.vectors
+    numel = sum(vector.layout.numel for vector in vectors)
+    delivered = sum(vector.density_delivered() * vector.layout.numel for vector in vectors)
+    last = of_all([vector.last for vector in vectors])
+    return last | {
+        "seconds_apply": max(0.0, last.get("seconds_apply", 0.0)),
+        "density": exchange.options.recipe.density,
+        "density_delivered": delivered / max(numel, 1),
+        "steps": float(exchange.steps),
+        "skipped_steps": float(exchange.skipped),
+        "bytes_sent_total": float(exchange.total.sent.bytes),
+        "bytes_received_total": float(exchange.total.received.bytes),
+        "longest_wait": _longest_wait(exchange),
+        "residual_norm": math.hypot(*(vector.residual_norm for vector in vectors)),
+    }
+
+
+def _longest_wait(exchange: GradientExchange) -> float:
+    """Return the steps since the oldest last delivery of an entry, 0.0 if no optimizer knows it."""
+    ledgers = [vector.feedback.ledger for vector in exchange.vectors]
+    found = [each.last.min() for each in ledgers if each.last is not None and each.last.numel()]
+    return float(exchange.steps - torch.stack(found).min()) if found else 0.0
 
 
 def sparse(optimizer: torch.optim.Optimizer, setup: Setup) -> SparseOptimizer:

@@ -15,7 +15,7 @@ from tritoncomm.algorithms import Hierarchical, Recipe
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.optimizer import SparseOptimizer, check_free, sparse
 from tritoncomm.scheduler.process_group import is_distributed
-from tritoncomm.step import agree
+from tritoncomm.step import agree, settings
 from tritoncomm.step.agree.private_group import numbered_groups
 from tritoncomm.step.model.module import (
     check_held,
@@ -40,7 +40,6 @@ from tritoncomm.step.settings import (
     check_group,
     check_optimizer,
     check_trained,
-    is_alone,
     late_of,
     resolved_small,
 )
@@ -165,7 +164,7 @@ def wrap(
         names = names_of(model)
         whole = whole_of(optimizer, names)
         for each in listed:
-            check_optimizer(each, alone=is_alone(group), names=names)
+            check_optimizer(each, alone=settings.is_alone(group), names=names)
         check_free([whole, *listed])
         if not isinstance(broadcast_parameters, bool):
             raise ConfigurationError(f"broadcast_parameters={broadcast_parameters!r}: must be True or False")
@@ -195,7 +194,7 @@ def wrap(
         tell_effects(whole, options, chosen, given, group)
         for each in listed:
             chosen.check_optimizer(each)
-            check_trained(each, names, alone=is_alone(group), ignored=ignored_ids(model))
+            check_trained(each, names, alone=settings.is_alone(group), ignored=ignored_ids(model))
     if is_distributed():
         told: dict[str, Any] = {"model": None if model is None else type(model).__name__}
         if isinstance(chosen, Hierarchical):

@@ -325,7 +325,7 @@ def test_mismatches(rank, world_size, kind, said):
         elif odd:
             vector = optimizer._tritoncomm.setup.vector
             options = dataclasses.replace(vector.options, recipe=tritoncomm.TopkAllgather(density=0.2000001))
-            optimizer._tritoncomm.setup.exchange.vectors = [VectorExchange(vector.parameters, vector.names, options)]
+            optimizer._tritoncomm.setup.exchange.vectors = [VectorExchange(vector.layout.named, options)]
             optimizer._tritoncomm.setup.vector.scheduler.set_exchange_id(1)  # as if all ranks had agreed on it
         action = optimizer.step
     error_text = str(error_of(action, ProtocolMismatchError, within=15))

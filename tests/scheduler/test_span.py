@@ -7,12 +7,13 @@ import time
 import pytest
 import torch
 from tritoncomm import TopkAllgather
+from tritoncomm.optimizer import figures_of
 from tritoncomm.planning.link import measure_link
 from tritoncomm.scheduler.meter import Meter
 from tritoncomm.scheduler.span import Span
 from tritoncomm.step.exchange.machine import GradientExchange
 from tritoncomm.step.exchange.vector import ExchangeOptions, VectorExchange
-from tritoncomm.step.figures import figures_of
+from tritoncomm.step.settings import WrapOptions
 
 from emulated_cuda import ranks, streams
 from emulated_cuda.device import current_gpu, to_gpu
@@ -58,6 +59,15 @@ def test_a_span_is_of_its_stream() -> None:
         assert span.is_known
 
 
+def options(density: float) -> ExchangeOptions:
+    """Settings without limits, by which no tensor travels dense."""
+    wrap = WrapOptions(
+        late=None, updates=None, on_nonfinite="skip", max_grad_norm=None, timeout=None, dense_below=0, small="fp32",
+        local_steps=1,
+    )  # fmt: skip
+    return ExchangeOptions(recipe=TopkAllgather(density=density), wrap=wrap)
+
+
 def test_times_are_of_the_device_of_the_exchange() -> None:
     """It need not be the current one, on whose stream nothing of the exchange runs."""
     with ranks.alone() as gpu:
@@ -76,9 +86,8 @@ def test_metrics_are_those_of_the_step_before(monkeypatch: pytest.MonkeyPatch) -
     def main(rank: int) -> list[dict[str, float]]:
         parameter = to_gpu(torch.zeros(40)).requires_grad_()
         optimizer = torch.optim.SGD([torch.zeros(1)])
-        exchange = GradientExchange(optimizer, ExchangeOptions(recipe=TopkAllgather(density=0.25)))
-        vector = VectorExchange([parameter], ["weight"], exchange.options)
-        exchange.vectors = [vector]
+        vector = VectorExchange([(parameter, "weight")], options(0.25))
+        exchange = GradientExchange(optimizer, [vector])
         found = []
         for step in range(3):
             parameter.grad = to_gpu(torch.randn(40, generator=torch.Generator().manual_seed(10 * step + rank)))
@@ -110,9 +119,8 @@ def test_the_link_is_measured_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_parts_of_an_exchange_of_several_vectors() -> None:
     """The parts of the time of vectors that are exchanged together add up to no more than the time that passed."""
     parameters = [torch.zeros(300_000, requires_grad=True) for _ in range(3)]
-    options = ExchangeOptions(recipe=TopkAllgather(density=0.01), single_worker_selects=True)
-    exchange = GradientExchange(torch.optim.SGD(parameters), options)
-    exchange.vectors = [VectorExchange([each], [""], exchange.options) for each in parameters]
+    vectors = [VectorExchange([(each, "weight")], options(0.01)) for each in parameters]
+    exchange = GradientExchange(torch.optim.SGD(parameters), vectors)
     for _ in range(2):
         for parameter in parameters:
             parameter.grad = torch.randn(300_000, generator=torch.Generator().manual_seed(0))

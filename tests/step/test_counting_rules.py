@@ -132,7 +132,7 @@ def test_a_late_delivery_of_a_rule_that_counts() -> None:
 @pytest.mark.parametrize("kind", [LateAdan, LateAdanOfStates])
 def test_steps_count_again_after_a_load(kind: type[LateAdan], monkeypatch: pytest.MonkeyPatch) -> None:
     """A checkpoint that is loaded again and again repeats the same steps, and each counts."""
-    monkeypatch.setattr(settings, "SINGLE_WORKER_SELECTS", True)
+    monkeypatch.setattr(settings, "is_alone", lambda _: False)
     monkeypatch.setattr(choose, "RULES", [kind])
     (parameter,) = parameters()[:1]
     optimizer = tritoncomm.wrap(Adan([parameter], counts_in=kind.counts_in), density=1.0, warmup_steps=0)

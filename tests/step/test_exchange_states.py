@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from tritoncomm import PeerLostError, SparseOptimizer
-from tritoncomm.step.exchange.machine import TRANSITIONS, State
+from tritoncomm.step.exchange.pending import TRANSITIONS, State
 
 from emulated_cuda import ranks
 from small_model import backward, model, sgd, sparse_wrap

@@ -81,7 +81,7 @@ class SparseDDPStrategy(DDPStrategy):
         if optimizer.is_synchronized:
             return
         scaler = getattr(self.precision_plugin, "scaler", None)
-        if scaler is not None and stepper_of(optimizer).state.found_in_unscale is None:
+        if scaler is not None and stepper_of(optimizer).found_in_unscale is None:
             scaler.unscale_(optimizer)
         optimizer.synchronize()
 

@@ -99,11 +99,8 @@ def default_fields(algo: str, given: Mapping[str, Any]) -> dict[str, Any]:
     The result is empty if the user has ``given`` the format of values, or plain messages.
     """
     sends_entries = algo in algorithms() and {"values", "packed"} <= set(field_names(algo))
-    return (
-        {}
-        if not sends_entries or "values" in given or given.get("packed") is False
-        else {"values": defaults.DEFAULT_VALUES}
-    )
+    is_open = "values" not in given and given.get("packed") is not False
+    return {"values": defaults.DEFAULT_VALUES} if sends_entries and is_open else {}
 
 
 def start_values(small: str) -> str:
@@ -213,26 +210,16 @@ def with_form(chosen: Recipe, device: torch.device | str, numel: int, workers: i
     return chosen.with_method(lambda inner: replace(inner, static=static))  # type: ignore[call-arg]
 
 
-def rounds(chosen: Recipe) -> bool:
-    """Return True if values are rounded on the wire, at least in some steps."""
-    return any(getattr(layer, "values", "fp32") != "fp32" for layer in chosen.layers)
-
-
 def without_encoding(chosen: Recipe) -> Recipe:
     """Return ``chosen`` with plain messages and fp32 values. No state depends on the format of messages."""
     plain = {"values": "fp32", "packed": False, "static": "auto"}
 
-    def change(method: Recipe) -> Recipe:
-        names = {field.name for field in dataclasses.fields(method)}
-        return replace(method, **{name: value for name, value in plain.items() if name in names})  # type: ignore[arg-type]
-
     def exact(layer: Recipe) -> Recipe:
-        if not isinstance(layer, WrapperRecipe):
-            return change(layer)
-        inner = exact(layer.recipe)
-        if isinstance(layer, Warmup):
-            return replace(layer, recipe=inner, values="fp32")
-        return replace(layer, recipe=inner)
+        names = {field.name for field in dataclasses.fields(layer)}
+        changed: dict[str, Any] = {name: value for name, value in plain.items() if name in names}
+        if isinstance(layer, WrapperRecipe):
+            changed["recipe"] = exact(layer.recipe)
+        return replace(layer, **changed)
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the recipe has warned when the user made it

@@ -38,7 +38,6 @@ DEFAULT_SMALL = "8bit"
 DEFAULT_WARMUP = 16
 _MAX_CATCH_UP = 20.0  # of optimizers whose step is about as long as the learning rate
 DEFAULT_START = "2bit"
-SINGLE_WORKER_SELECTS = False  # only tests set it, to look at residuals in one process
 NONFINITE_POLICIES = ("skip", "raise")
 
 
@@ -138,8 +137,18 @@ class WrapOptions:
         one_of("on_nonfinite", self.on_nonfinite, NONFINITE_POLICIES)
         if self.max_grad_norm is not None and not (is_number(self.max_grad_norm) and self.max_grad_norm > 0):
             raise ConfigurationError(f"max_grad_norm={self.max_grad_norm!r}: must be a positive number, or None")
-        check_dense_below(self.dense_below)
-        check_timeout(self.timeout)
+        dense_below, timeout = self.dense_below, self.timeout
+        if isinstance(dense_below, bool) or not (isinstance(dense_below, int) and dense_below >= 0):
+            raise ConfigurationError(
+                f"dense_below={dense_below!r}: must be an int of at least 0; 0 sends no tensor dense"
+            )
+        if not (timeout is None or isinstance(timeout, timedelta)):
+            raise ConfigurationError(f"timeout={timeout!r}: give a datetime.timedelta, or None")
+        if timeout is not None and not timedelta(0) < timeout <= _LONGEST_TIMEOUT:
+            raise ConfigurationError(
+                f"timeout={timeout}: must be above 0 and at most {_LONGEST_TIMEOUT.days} days; None uses that of the "
+                "group"
+            )
 
     @property
     def matches_length(self) -> bool:
@@ -217,22 +226,6 @@ def check_group(name: str, group: object) -> None:
         )
 
 
-def check_dense_below(dense_below: int) -> None:
-    """Raise :class:`~tritoncomm.ConfigurationError` unless ``dense_below`` is an int of at least 0."""
-    if isinstance(dense_below, bool) or not (isinstance(dense_below, int) and dense_below >= 0):
-        raise ConfigurationError(f"dense_below={dense_below!r}: must be an int of at least 0; 0 sends no tensor dense")
-
-
-def check_timeout(timeout: timedelta | None) -> None:
-    """Raise :class:`~tritoncomm.ConfigurationError` unless ``timeout`` is a positive ``timedelta``, or None."""
-    if not (timeout is None or isinstance(timeout, timedelta)):
-        raise ConfigurationError(f"timeout={timeout!r}: give a datetime.timedelta, or None")
-    if timeout is not None and not timedelta(0) < timeout <= _LONGEST_TIMEOUT:
-        raise ConfigurationError(
-            f"timeout={timeout}: must be above 0 and at most {_LONGEST_TIMEOUT.days} days; None uses that of the group"
-        )
-
-
 def resolved_small(small: str | None) -> str:
     """Return the format of small tensors. None is :data:`DEFAULT_SMALL`.
 
@@ -245,7 +238,7 @@ def resolved_small(small: str | None) -> str:
 
 def is_alone(group: dist.ProcessGroup | None) -> bool:
     """Return True if the exchange in ``group`` has a single worker, which takes the optimizer's own steps."""
-    return not SINGLE_WORKER_SELECTS and not (is_distributed() and dist.get_world_size(group) > 1)
+    return not (is_distributed() and dist.get_world_size(group) > 1)
 
 
 def check_optimizer(

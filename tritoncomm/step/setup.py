@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,22 +13,28 @@ import torch.distributed as dist
 from torch import nn
 
 from tritoncomm.algorithms import Hierarchical, Recipe
-from tritoncomm.errors import ConfigMismatchError
+from tritoncomm.errors import ConfigMismatchError, ConfigurationError
 from tritoncomm.scheduler.process_group import is_distributed
-from tritoncomm.step import agree
+from tritoncomm.scheduler.ranks import global_ranks
+from tritoncomm.step import agree, settings
+from tritoncomm.step.agree.private_group import scheduler_of_all_shards
 from tritoncomm.step.agree.replica import Replica, let_differ
-from tritoncomm.step.exchange.machine import GradientExchange, State
-from tritoncomm.step.exchange.vector import VectorExchange
+from tritoncomm.step.exchange.layout import split_by_size
+from tritoncomm.step.exchange.machine import GradientExchange
+from tritoncomm.step.exchange.pending import State
+from tritoncomm.step.exchange.vector import ExchangeOptions, VectorExchange
 from tritoncomm.step.local.steps import LocalSteps
 from tritoncomm.step.model.module import check_model, ignored_ids, keep_gradients_local, names_of, rest_of
 from tritoncomm.step.model.parameters import KnownParameters
 from tritoncomm.step.optimizer_list import parts_of
 from tritoncomm.step.recipes import log_choice, with_warmup_and_nodes
+from tritoncomm.step.rules.choose import selects_by_update, takes_aware_step
 from tritoncomm.step.rules.step import OptimizerSteps
 from tritoncomm.step.saved import state as exchange_state
-from tritoncomm.step.settings import WrapOptions, check_optimizer, is_alone
+from tritoncomm.step.settings import WrapOptions, check_optimizer
+from tritoncomm.step.tensors.names import label
+from tritoncomm.step.tensors.shards import by_split, local, mesh_ranks
 from tritoncomm.step.torch_internals import original_class
-from tritoncomm.step.vectors import dense_ids, exchange_of
 
 logger = logging.getLogger("tritoncomm")
 
@@ -65,7 +73,7 @@ class Setup:
     ) -> None:
         self.optimizer, self.recipe, self.options = optimizer, recipe, options
         self.names, ignored = names_of(model), ignored_ids(model)
-        alone = is_alone(process_group)
+        alone = settings.is_alone(process_group)
         self.local: LocalSteps | None = None
         self.exchanged = optimizer
         if options.updates is not None:
@@ -94,7 +102,8 @@ class Setup:
     def _log(self) -> None:
         """Log what is exchanged."""
         if is_distributed():
-            first, parts = self.exchange.vectors[0], [vector.part for vector in self.exchange.vectors]
+            first, vectors = self.exchange.vectors[0], self.exchange.vectors
+            parts = [(vector.feedback.algorithm, vector.dense_numel) for vector in vectors]
             log_choice(self.recipe, first.rank, first.world_size, parts)
         elif int(os.environ.get("WORLD_SIZE", "1")) > 1:
             logger.warning("WORLD_SIZE is set, but torch.distributed is not initialized: nothing will be exchanged")
@@ -107,18 +116,12 @@ class Setup:
     @property
     def everybody(self) -> dist.ProcessGroup | None:
         """The ranks that must change alike: those of the exchange, or those of all shards."""
-        all_shards = self.exchange.all_shards
-        return self.process_group if all_shards is None else all_shards.group
+        return self.exchange.everybody
 
     @property
     def device(self) -> torch.device | None:
         """The device of the parameters."""
         return agree.device_of(self.optimizer)
-
-    @property
-    def has_shards(self) -> bool:
-        """True if shards of DTensors are exchanged, within several groups of ranks."""
-        return self.exchange.all_shards is not None
 
     @property
     def is_synchronized(self) -> bool:
@@ -190,7 +193,7 @@ class Setup:
         with agree.propagate_errors(process_group, self.device):
             inner = self.recipe.recipe if isinstance(self.recipe, Hierarchical) else self.recipe
             recipe = with_warmup_and_nodes(inner, 0, node_group, process_group, self.options.small)
-            step.alone = is_alone(process_group)
+            step.alone = settings.is_alone(process_group)
             check_optimizer(self.optimizer, alone=step.alone)
             step.check()
             check_model(module, process_group)
@@ -213,21 +216,31 @@ class Setup:
     def _build(self, group: dist.ProcessGroup | None, before: GradientExchange | None) -> GradientExchange:
         """Return an exchange of the gradients of all parameters that require them, in place of ``before``."""
         self.parameters.note()
-        trained = self.parameters.trained
+        trained, recipe, options = self.parameters.trained, self.recipe, self.options
+        parameters = [parameter for parameter, _ in trained]
+        owners = {} if self.local is None else self.local.owners
         dense = dense_ids(self.optimizer)
-        if self.local is not None:
-            dense |= {anchor for anchor, owner in self.local.owners.items() if id(owner) in dense}
-        exchange = exchange_of(
-            self.exchanged,
-            self.recipe,
-            trained,
-            self.options,
-            group,
-            dense=dense,
-            before=before,
+        dense |= {anchor for anchor, owner in owners.items() if id(owner) in dense}
+        dense_below = (
+            options.dense_below if options.updates is None else 0
+        )  # updates of small tensors travel like others
+        _, small = split_by_size(parameters, dense_below, dense=dense)
+        common = ExchangeOptions(recipe=recipe, wrap=options, group=group, dense=frozenset(map(id, small)))
+        vectors: list[VectorExchange] = []
+        for part in parts_of(self.exchanged):
+            held = agree.parameter_ids(part)
+            own = [(parameter, name) for parameter, name in trained if id(parameter) in held]
+            if own or not trained:
+                epsilon = _epsilon(part) if selects_by_update(part, recipe, options.late) else None
+                is_late = takes_aware_step(part, options.late)
+                vectors += _vectors(own, replace(common, epsilon=epsilon, is_late=is_late))
+        all_shards = None
+        if check_shards(trained, group):
+            device = local(parameters[0]).device
+            all_shards = (before and before.all_shards) or scheduler_of_all_shards(recipe.name, options.timeout, device)
+        exchange = GradientExchange(
+            self.exchanged, vectors, parameters=parameters, owners=owners, all_shards=all_shards
         )
-        if self.local is not None:
-            exchange.owners = self.local.owners
         held = agree.parameter_ids(self.optimizer)  # a group may have been added, of parameters that were not held
         others = [(parameter, name) for parameter, name in self._others if id(parameter) not in held]
         if self.options.local_steps > 1 and self.local is not None:
@@ -263,5 +276,62 @@ class Setup:
         self.exchange.check_complete()
         if self.local is not None:
             self.local.check_not_averaged(action)
-        if self.is_synchronized and self.exchange.delivered is not None:
+        if self.is_synchronized and self.exchange.pending.delivered is not None:
             raise RuntimeError(f"the exchanged gradients have not been used yet: call step() before {action}")
+
+
+def _epsilon(optimizer: torch.optim.Optimizer) -> float:
+    """Return the smallest ``eps`` of the parameter groups that is a number. Adafactor has two."""
+    found = [group.get("eps") for group in optimizer.param_groups]
+    return min((float(each) for each in found if isinstance(each, (int, float, torch.Tensor))), default=0.0)
+
+
+def dense_ids(optimizer: torch.optim.Optimizer) -> set[int]:
+    """Return the ids of the parameters whose group says ``dense=True``.
+
+    Raises:
+        ConfigurationError: A group says something else than True or False.
+    """
+    found: set[int] = set()
+    for group in optimizer.param_groups:
+        chosen = group.get("dense", False)
+        if not isinstance(chosen, bool):
+            raise ConfigurationError(f"a parameter group has dense={chosen!r}: it must be True or False")
+        found.update(map(id, group["params"]) if chosen else ())
+    return found
+
+
+def _vectors(trained: Sequence[tuple[torch.Tensor, str]], options: ExchangeOptions) -> list[VectorExchange]:
+    """Return the flat vectors of the parameters ``trained``, each given with its name.
+
+    Selection depends on the whole vector. Parameters that tensor parallelism replicates have a vector of their own, so
+    that the ranks with copies of them select the same entries. Otherwise there is one vector.
+    """
+    named = [(parameter, label(name, i, parameter)) for i, (parameter, name) in enumerate(trained)]
+    groups = by_split([parameter for parameter, _ in trained]) or [[]]
+    return [VectorExchange([named[i] for i in own], options) for own in groups]
+
+
+def check_shards(trained: Sequence[tuple[torch.Tensor, str]], group: dist.ProcessGroup | None) -> bool:
+    """Return whether any parameter is a DTensor, whose shard is exchanged with the ranks of ``group``.
+
+    ``trained`` are the parameters, each given with its name.
+
+    Raises:
+        ConfigurationError: Ranks of ``group`` hold other shards, or average the gradient already.
+    """
+    found = False
+    for position, (parameter, name) in enumerate(trained):
+        if not hasattr(parameter, "device_mesh"):
+            continue
+        found = True
+        mesh = mesh_ranks(parameter)
+        ranks = set(global_ranks(group))
+        if mesh & ranks != {dist.get_rank()}:
+            raise ConfigurationError(
+                f"{label(name, position, parameter)} is a DTensor over ranks {sorted(mesh)}, and the exchange is over "
+                f"ranks {sorted(ranks)}: pass process_group=, the ranks that hold the same shard "
+                '(mesh["replicate"].get_group()), and apply fully_shard() or parallelize_module() with the other '
+                "dimensions of the mesh; with a single copy of the model there is nothing to exchange"
+            )
+    return found

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,87 +16,18 @@ from tritoncomm.scheduler.process_group import is_distributed
 from tritoncomm.scheduler.ranks import own_rank
 from tritoncomm.scheduler.span import profiled
 from tritoncomm.step import agree
-from tritoncomm.step.exchange.machine import State
+from tritoncomm.step.exchange.pending import Pending, State
 from tritoncomm.step.exchange.vector import listed
 from tritoncomm.step.local.steps import LocalSteps
 from tritoncomm.step.model import ignored
 from tritoncomm.step.model.misuse import LateBackward, LocalClipping
 from tritoncomm.step.rules.step import coupled_decay
 from tritoncomm.step.setup import Setup
-from tritoncomm.step.torch_internals import creates_state, version_of, without_compile
+from tritoncomm.step.torch_internals import creates_state, without_compile
 
 __all__ = ["Stepper"]
 
 logger = logging.getLogger("tritoncomm")
-
-
-@dataclass
-class StepState:
-    """What a wrapped optimizer knows of the gradients that it has averaged, until it takes its step.
-
-    Attributes:
-        written: The ``.grad`` of each parameter after the exchange, to detect gradients that are replaced.
-        scale: Loss scale by which the averaged gradients were divided. None without a scaler that has not unscaled.
-        found_in_unscale: Overflow flag of ``tritoncomm.amp.GradScaler`` on this rank after ``unscale_``. None
-            without such a call.
-        versions: Version of each ``.grad`` when a step began after the exchange, or failed before its update, to detect
-            a further backward pass.
-        is_taken: Whether the step has been taken, and a hook has failed after it.
-        late_backward: Notices a backward pass after ``synchronize()``.
-        scale_warning_logged: Whether the warning about different loss scales has been logged.
-    """
-
-    written: list[torch.Tensor | None] = field(default_factory=list)
-    scale: torch.Tensor | None = None
-    found_in_unscale: torch.Tensor | None = None
-    versions: list[int] = field(default_factory=list)
-    is_taken: bool = False
-    late_backward: LateBackward = field(default_factory=LateBackward)
-    scale_warning_logged: bool = False
-
-    def reset(self) -> None:
-        """Forget the last exchange, which has been used or is not needed."""
-        self.written, self.scale, self.found_in_unscale, self.versions = [], None, None, []
-        self.is_taken = False
-        self.late_backward.forget()
-
-    def note_versions(self, gradients: Iterable[torch.Tensor | None]) -> None:
-        """Note what ``gradients`` hold. They may not change from the beginning of a step to its update."""
-        self.versions = self.versions or [version_of(gradient) for gradient in gradients]
-
-    def is_changed(self, gradients: Sequence[torch.Tensor | None]) -> bool:
-        """Return True if ``gradients`` are others than those of a step that has been taken."""
-        return self._are_others(gradients) or self.versions != [version_of(gradient) for gradient in gradients]
-
-    def _are_others(self, gradients: Sequence[torch.Tensor | None]) -> bool:
-        return [*map(id, gradients)] != [*map(id, self.written)]
-
-    def check_unchanged(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Raise if ``gradients`` are not what was averaged, except for changes between synchronize() and step()."""
-        # A signal at the end of synchronize() leaves nothing written.
-        if self.written and self._are_others(gradients):
-            raise RuntimeError("gradients were replaced after synchronize(): call step() or zero_grad() in between")
-        if self.versions and self.versions != [version_of(gradient) for gradient in gradients]:
-            raise RuntimeError(
-                "gradients have changed since step() failed, or in a closure after synchronize(): call step() before "
-                "the next backward pass, or optimizer.zero_grad() on all ranks, which discards what was averaged"
-            )
-        self.late_backward.check(gradients)
-
-    def warn_about_scale(self, found: torch.Tensor | None) -> None:
-        """Log once that a step was skipped although the scaler of this rank found no overflow and keeps its scale.
-
-        ``found`` is the overflow flag of a ``GradScaler``, if there is one.
-        """
-        if found is None or bool(found) or self.scale_warning_logged:
-            return
-        self.scale_warning_logged = True
-        logger.warning(
-            "rank %d: the step was skipped because of an overflow that this rank's GradScaler did not find. It keeps "
-            "its scale. With tritoncomm.amp.GradScaler, all scales stay equal. A schedule that waits for steps that "
-            "are not skipped needs that",
-            own_rank(),
-        )
 
 
 class Stepper:
@@ -111,16 +40,18 @@ class Stepper:
         setup: See above.
         all_skipped: Whether all ranks have skipped the last step, because of a NaN, an Inf or an overflow in gradients.
         keeps_scales_equal: Whether a scaler reads ``all_skipped``, so that scales stay equal and no warning is due.
-        state: What is known of averaged gradients, until they are applied.
+        found_in_unscale: Overflow flag of ``tritoncomm.amp.GradScaler`` on this rank after ``unscale_``. None
+            without such a call.
+        late_backward: Notices a backward pass after ``synchronize()``.
         unguard: Lets optimizers of a list, and those inside, step by themselves again.
     """
 
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
-        self.all_skipped = self.keeps_scales_equal = False
-        self.state = StepState()
+        self.all_skipped = self.keeps_scales_equal = self._has_warned = False
+        self.found_in_unscale: torch.Tensor | None = None
         self.unguard: Callable[[], Any] = lambda: None
-        self._clipping = LocalClipping()
+        self.late_backward, self._clipping = LateBackward(), LocalClipping()
         # What a GradScaler has set: its scale, if it has not unscaled the gradients, and its overflow flag.
         self._scale: torch.Tensor | None = None
         self._found: torch.Tensor | None = None
@@ -147,7 +78,7 @@ class Stepper:
         setup, loss, self.all_skipped = self.setup, None, False
         if closure is not None:
             if setup.is_synchronized:  # the closure may not change them
-                self.state.note_versions(setup.exchange.gradients)
+                setup.exchange.pending.note_versions(setup.exchange.gradients)
             with torch.enable_grad():
                 loss = closure()
         if creates_state(setup.optimizer):  # nothing may be exchanged, because other ranks may not take this step
@@ -174,33 +105,64 @@ class Stepper:
         setup = self.setup
         if setup.steps.alone and local_steps.known.are_outdated:  # a single worker trains what it is given
             local_steps.add_new_parameters()
-        scale, found = self._scale, self.state.found_in_unscale if self._found is None else self._found
-        local_steps.take(setup.optimizer, scale, found)
+        local_steps.take(setup.optimizer, self._scale, self._overflow)
         # The loss scale, and an overflow of this rank, are no matter of the exchange.
-        self._scale = self._found = self.state.found_in_unscale = None
-        if not local_steps.is_due:
-            self.state.reset()
+        self._scale = self._found = self.found_in_unscale = None
+
+    @property
+    def _overflow(self) -> torch.Tensor | None:
+        """The overflow flag of a ``GradScaler``. None without one."""
+        return self.found_in_unscale if self._found is None else self._found
 
     def exchange_and_apply(self) -> None:
         """Exchange, unless that was done, and apply the mean."""
-        setup, scale, found = self.setup, self._scale, self._found
-        if self.state.is_taken and self.state.is_changed(setup.exchange.gradients):
+        setup, pending = self.setup, self.setup.exchange.pending
+        if pending.is_taken and (pending.are_others(now := setup.exchange.gradients) or pending.are_changed(now)):
             self.withdraw()  # a hook has failed after the last step, and these gradients are those of the next
-        exchange, untouched = setup.exchange, not setup.is_synchronized  # nobody sees .grad before the rule
+        untouched = not setup.is_synchronized  # nobody sees .grad before the rule
         if untouched:
-            self._synchronize()
-            exchange = setup.exchange
-        elif scale is not None and self.state.scale is None:
+            self.synchronize(hides_decay=False)
+        elif self._scale is not None and pending.scale is None:
             raise RuntimeError("synchronize() has averaged scaled gradients: call scaler.unscale_(optimizer) first")
-        self.state.check_unchanged(exchange.gradients)
-        if exchange.delivered is None:
-            exchange.discard()
+        self._check_unchanged()
+        if setup.exchange.pending.delivered is None:
+            setup.exchange.discard()
             self.all_skipped = setup.local is None
-            if not self.keeps_scales_equal:
-                self.state.warn_about_scale(found)
+            self._warn_about_scale()
         else:
             self._apply(untouched=untouched)
-        self.state.reset()
+        self.forget()
+
+    def _check_unchanged(self) -> None:
+        """Raise if gradients are not what was averaged, except for changes between synchronize() and step()."""
+        pending, gradients = self.setup.exchange.pending, self.setup.exchange.gradients
+        # A signal at the end of synchronize() leaves no gradients.
+        if pending.gradients and pending.are_others(gradients):
+            raise RuntimeError("gradients were replaced after synchronize(): call step() or zero_grad() in between")
+        if pending.versions and pending.are_changed(gradients):
+            raise RuntimeError(
+                "gradients have changed since step() failed, or in a closure after synchronize(): call step() before "
+                "the next backward pass, or optimizer.zero_grad() on all ranks, which discards what was averaged"
+            )
+        self.late_backward.check(gradients)
+
+    def _warn_about_scale(self) -> None:
+        """Log once that a step was skipped although the scaler of this rank found no overflow and keeps its scale."""
+        found = self._found
+        if self.keeps_scales_equal or found is None or bool(found) or self._has_warned:
+            return
+        self._has_warned = True
+        logger.warning(
+            "rank %d: the step was skipped because of an overflow that this rank's GradScaler did not find. It keeps "
+            "its scale. With tritoncomm.amp.GradScaler, all scales stay equal. A schedule that waits for steps that "
+            "are not skipped needs that",
+            own_rank(),
+        )
+
+    def forget(self) -> None:
+        """Forget what was noticed about the last exchange, which has been used or is not needed."""
+        self.found_in_unscale = None
+        self.late_backward.forget()
 
     @without_compile
     @torch.no_grad()
@@ -230,24 +192,25 @@ class Stepper:
     def _apply(self, *, untouched: bool) -> None:
         """Take the optimizer's step over what is delivered. If a hook of the user fails before it, nothing is lost."""
         setup, exchange = self.setup, self.setup.exchange
-        setup.steps.alone = all(vector.is_bare for vector in exchange.vectors)
-        delivered, steps = exchange.delivered or [], exchange.steps
-        clip = setup.local is None and not exchange.is_flush  # updates are not clipped
+        pending, steps = exchange.pending, exchange.steps
+        clip = setup.local is None and not pending.is_flush  # updates are not clipped
         # Hooks of the user have run around the local steps.
         hooked = setup.optimizer if setup.local is None else None
         update = exchange.update() if setup.local is None else self._settling(setup.local)
         try:
-            setup.steps.step(delivered, update, hooked, clip=clip, untouched=untouched, decayed=setup.decays_in_vector)
+            setup.steps.step(
+                pending.delivered or [], update, hooked, clip=clip, untouched=untouched, decayed=setup.decays_in_vector
+            )
         except Exception:
             if exchange.steps > steps:  # a hook after the update: a repeated call does not take the step again
                 exchange.skip()
-                self.state.is_taken = True
+                exchange.pending = Pending(pending.scale, gradients=exchange.gradients, is_taken=True)
             raise
 
     @contextmanager
     def _settling(self, local_steps: LocalSteps) -> Iterator[None]:
         exchange = self.setup.exchange
-        gains = {id(each): vector.gain for vector in exchange.vectors for each in vector.parameters}
+        gains = {id(each): vector.gain for vector in exchange.vectors for each in vector.layout.parameters}
         with exchange.update(), local_steps.settling(gains):
             yield
 
@@ -256,46 +219,35 @@ class Stepper:
         if not isinstance(error, Exception):
             self.setup.exchange.stop()
         elif self.setup.is_synchronized:
-            self.state.note_versions(self.setup.exchange.gradients)
+            self.setup.exchange.pending.note_versions(self.setup.exchange.gradients)
 
     def withdraw(self) -> None:
         """Throw away averaged gradients that no step has used."""
         if self.setup.local is not None:
             self.setup.local.withdraw()
         self.setup.exchange.discard()
-        self.state.reset()
+        self.forget()
 
     @without_compile
-    def synchronize(self) -> None:
-        """Exchange. Somebody may look at ``.grad``, which then has no decay in it."""
-        self._synchronize(hides_decay=True)
-
     @torch.no_grad()
-    def _synchronize(self, *, hides_decay: bool = False) -> None:
+    def synchronize(self, *, hides_decay: bool) -> None:
+        """Exchange. With ``hides_decay``, somebody may look at ``.grad``, which has no decay in it before the step."""
         setup = self.setup
         if setup.steps.alone and setup.parameters.are_outdated:  # a single worker trains what it is given
             setup.note_new()
-        exchange, scale = setup.exchange, self._scale
-        found = self.state.found_in_unscale if self._found is None else self._found
-        own = setup.steps.ignored
-        # Once, when the step is to be applied: here, or where this rank catches up with the others.
-        self._prepare_own = partial(ignored.prepare, own, scale)
+        exchange, scale, found, own = setup.exchange, self._scale, self._overflow, setup.steps.ignored
+        decay = coupled_decay(setup.exchanged) if setup.decays_in_vector else {}
+        step = Pending(scale, decay, hides_decay, fault=self._fault(found, own))
+        look = None if setup.local is not None or setup.steps.alone else self._clipping.look
         try:
-            exchange.exchange(
-                local_error=setup.parameters.local_error(),
-                scale=1.0 if scale is None else float(scale),
-                fault=self._fault(found, own),
-                decay=coupled_decay(setup.exchanged) if setup.decays_in_vector else {},
-                hides_decay=hides_decay,
-                look=None if setup.local is not None or setup.steps.alone else self._clipping.look,
-            )
-            self._prepare_own()
+            exchange.exchange(step, local_error=setup.parameters.local_error(), look=look)
+            ignored.prepare(own, scale)  # once, when the step is to be applied: here, or where this rank catches up
         except NonFiniteError as error:
             if setup.options.on_nonfinite == "raise" and found is None:
                 raise
             logger.log(logging.INFO if found is not None else logging.WARNING, "step skipped on all ranks: %s", error)
             exchange.skip()
-        self.state.written, self.state.scale = exchange.gradients, scale
+        exchange.pending.gradients, exchange.pending.scale = exchange.gradients, scale
 
     def _fault(self, found: torch.Tensor | None, own: Sequence[torch.Tensor]) -> str:
         """Return what is NaN or Inf on this rank beside the gradients that are exchanged, or an empty text.
@@ -320,8 +272,7 @@ class Stepper:
         setup.exchange.flush()
         for parameter in setup.steps.ignored:
             parameter.grad = None
-        self._prepare_own = partial(ignored.prepare, (), None)
-        self.state.written = setup.exchange.gradients
+        setup.exchange.pending.gradients = setup.exchange.gradients
         try:
             with nullcontext() if setup.local is None else setup.local.without_momentum():
                 self._apply(untouched=False)
@@ -345,8 +296,8 @@ class Stepper:
             if caught_up:
                 exchange.presence.set(exchange.parameters, told[max(told)])
                 exchange.catch_up()
-                self._prepare_own()
+                ignored.prepare(self.setup.steps.ignored, exchange.pending.scale)
                 self._apply(untouched=False)
-        self.state.reset()
+        self.forget()
         self.setup.continue_in(process_group, node_group, module, caught_up=len(told) > 1)
         return caught_up

@@ -7,14 +7,10 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 
-from tritoncomm.errors import ProtocolMismatchError
-from tritoncomm.scheduler.process_group import ProcessGroupScheduler, is_distributed, take_suspects
+from tritoncomm.scheduler.process_group import ProcessGroupScheduler, take_suspects
 from tritoncomm.scheduler.rounds import AllReduce, Pattern
-from tritoncomm.step.agree import LOADED, UPDATES, UPDATES_ADVICE, differences, option_numbers, worded
-from tritoncomm.step.agree.number import number_of_text
-from tritoncomm.step.agree.replica import Replica
+from tritoncomm.step.agree import LOADED
 from tritoncomm.step.agree.setup import labelled
 from tritoncomm.step.exchange.vector import VectorExchange
 from tritoncomm_kernels.devices import is_asynchronous
@@ -40,107 +36,11 @@ _SAME_OPTIONS = (
 _HALF = 32  # bits
 
 
-class Claim(NamedTuple):
-    """What this rank says of a step.
-
-    Attributes:
-        vectors: The vectors of the step.
-        parameters: The parameters of all vectors, in an order that is the same on all ranks.
-        optimizer: The optimizer that steps by the exchange. Numbers among its options must be equal.
-        updates: The completed updates of this rank.
-        is_stopped: Whether an error has stopped an update.
-        presence: Which parameters had no gradient on any rank, as far as is known.
-        replica: What is compared in this step beside. None in most steps.
-        steps: Number of applied steps.
-        group: The ranks with the same shard.
-        shard: A number of this shard.
-        all_shards: Scheduler of the ranks of all shards. None if the model has no shards.
-        rejects: Whether this rank has rejected the step. It then has no mean, and compares no ``replica``.
-    """
-
-    vectors: Sequence[VectorExchange]
-    parameters: Sequence[torch.Tensor]
-    optimizer: torch.optim.Optimizer
-    updates: int
-    is_stopped: bool
-    presence: Presence
-    replica: Replica | None
-    steps: int
-    group: dist.ProcessGroup | None
-    shard: int
-    all_shards: ProcessGroupScheduler | None
-    rejects: bool
-
-    @property
-    def _scheduler(self) -> ProcessGroupScheduler | None:
-        """The scheduler of all ranks that confirm the step."""
-        return self.all_shards or self.vectors[-1].scheduler
-
-    def confirm(self) -> tuple[bool, bool]:
-        """Return when all ranks have called this for the same step.
-
-        The answers are whether any rank has rejected the step, and whether any has gradients of other parameters than
-        in the last step. Without the wait, some ranks could apply a step that other ranks have lost.
-
-        Raises:
-            ProtocolMismatchError: Ranks with the same shard differ, or have received a wrong message; or not all have
-                completed the same updates, or one has stopped. All ranks raise it, also if some have rejected the step.
-        """
-        scheduler, last = self._scheduler, self.vectors[-1]
-        total = Vote(int(self.rejects), int(self.presence.is_new))
-        if scheduler is not None and scheduler.world_size > 1:
-            schedulers = [vector.scheduler for vector in self.vectors if vector.scheduler is not None]
-            compared = None if self.replica is None or self.rejects else self.replica.digest()
-            places = [(each.step, each.stamp) for each in schedulers]
-            state = (self.presence.kinds(self.parameters), option_numbers(self.optimizer), compared)
-            claim = lead(scheduler.rank, scheduler.world_size) * number_of_text(repr(self._updates))
-            claim += lead(last.rank, last.world_size) * number_of_text(repr((self.shard, places, state)))
-            found = vote(total._replace(claim=claim), scheduler.device, [*dict.fromkeys((scheduler, *schedulers))])
-            total = last.run(found) if self.all_shards is None else self.all_shards.run(found)
-        if self.is_stopped or total.claim:
-            error = self._error(is_rejected=bool(total.rejects))
-            if error is not None:
-                raise error
-        if self.replica is not None and not total.rejects:
-            self.replica.agreed = self.steps
-        return bool(total.rejects), bool(total.raises)
-
-    @property
-    def _updates(self) -> object:
-        return f"{self.updates}, and one that stopped" if self.is_stopped else self.updates
-
-    def _error(self, *, is_rejected: bool) -> ProtocolMismatchError | None:
-        """Return why ranks disagree. All ranks that confirm the step call this together.
-
-        If some have rejected a step in which the others compare replicas, they may differ in that alone. Return None.
-        """
-        scheduler, device = self._scheduler, self.vectors[0].device
-        step = "the step" if scheduler is None else scheduler.last_step
-        group, found = self.group if self.all_shards is None else self.all_shards.group, dict[str, str]()
-        if is_distributed():
-            found = differences({"last step": step, UPDATES: self._updates}, group, device)
-        if self.is_stopped or UPDATES in found:
-            reason = f"ranks differ: {worded(found)}" if found else "an update has stopped on all ranks"
-            return ProtocolMismatchError(f"{step} was rejected, because {reason}: {UPDATES_ADVICE}")
-        found = found or differences(self._compared(), group, device, self.shard)
-        reason = ""
-        if found:
-            advice = (text for begin, text in _ADVICE.items() if any(name.startswith(begin) for name in found))
-            reason = f"ranks differ: {worded(found)}. {next(advice, _SAME_OPTIONS)}"
-        elif self.replica is not None:
-            if is_rejected:
-                return None
-            reason = self.replica.difference(group, device, self.steps, self.shard)
-        if reason:
-            return ProtocolMismatchError(f"{step} was rejected, and nothing has changed, because {reason}")
-        return ProtocolMismatchError(
-            f"{step} was rejected: another rank finished another one. Step the same optimizers in the same order on "
-            "all ranks"
-        )
-
-    def _compared(self) -> dict[str, Any]:
-        names = {id(each): vector.name_of(each) for vector in self.vectors for each in vector.parameters}
-        return self.presence.fields(self.parameters, names) | option_numbers(self.optimizer)
+def advice(found: Collection[str]) -> str:
+    """Return what to do if fields with the names ``found`` differ between ranks."""
+    return next(
+        (text for begin, text in _ADVICE.items() if any(name.startswith(begin) for name in found)), _SAME_OPTIONS
+    )
 
 
 class Vote(NamedTuple):
@@ -214,13 +114,12 @@ class Presence:
 
         With ``leaves_none``, these take part, too.
         """
-        without = [
-            key
-            for each, key in zip(parameters, map(id, parameters), strict=True)
-            if each.grad is None or not each.requires_grad or key in resting
-        ]
-        self._missing = self.absent if leaves_none else frozenset(without)
-        self.waiting = _NONE if leaves_none else self._missing & self.absent
+        if leaves_none:
+            self._missing, self.waiting = self.absent, _NONE
+            return
+        left = (each for each in parameters if each.grad is None or not each.requires_grad or id(each) in resting)
+        self._missing = frozenset(map(id, left))
+        self.waiting = self._missing & self.absent
 
     @property
     def is_new(self) -> bool:

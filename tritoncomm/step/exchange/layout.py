@@ -13,18 +13,14 @@ from tritoncomm.errors import ConfigurationError, NonFiniteError
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.step.exchange.feedback import Ages
 from tritoncomm.step.tensors.names import label
-from tritoncomm.step.tensors.shards import PLAIN, local, local_gradient, local_shards
+from tritoncomm.step.tensors.shards import PLAIN, like_parameter, local, local_gradient, local_shards
 from tritoncomm.step.torch_internals import gradient_dtype
 from tritoncomm_kernels import Entries, constant
 from tritoncomm_kernels.devices import is_asynchronous
 
 
 def split_by_size(
-    parameters: Sequence[torch.Tensor],
-    dense_below: int,
-    *,
-    flattened: bool | None = None,
-    dense: Container[int] = (),
+    parameters: Sequence[torch.Tensor], dense_below: int, *, dense: Container[int] = ()
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Split ``parameters`` into large ones, which are worth a sparse exchange, and small ones. The order is kept.
 
@@ -32,17 +28,14 @@ def split_by_size(
     weight of a norm.
 
     Args:
-        parameters: Parameters to split.
+        parameters: All parameters. If they are one-dimensional, like shards, the number of dimensions does not matter.
         dense_below: Number of elements. 0 makes no parameter small.
-        flattened: Whether the model has one-dimensional shards only. Then the number of dimensions does not matter.
-            None decides this from ``parameters``, which may be a part of the model.
         dense: Ids of parameters that count as small, whatever their size.
 
     Returns:
         The large parameters and the small parameters.
     """
-    if flattened is None:
-        flattened = all(parameter.dim() <= 1 for parameter in parameters)
+    flattened = all(parameter.dim() <= 1 for parameter in parameters)
 
     def is_small(parameter: torch.Tensor) -> bool:
         if id(parameter) in dense:
@@ -53,28 +46,6 @@ def split_by_size(
     return (
         [parameter for parameter, holds in zip(parameters, small, strict=True) if not holds],
         [parameter for parameter, holds in zip(parameters, small, strict=True) if holds],
-    )
-
-
-def strided_gradient(parameter: torch.Tensor, name: str) -> torch.Tensor | None:
-    """Return this rank's part of ``parameter.grad``, or None without a gradient. Errors call the parameter ``name``.
-
-    Raises:
-        ConfigurationError: The gradient is sparse.
-    """
-    gradient = parameter.grad
-    if gradient is None:
-        return None
-    if is_sparse(gradient):
-        raise ConfigurationError(sparse_error(name, gradient))
-    return local_gradient(parameter).detach()
-
-
-def sparse_error(name: str, gradient: torch.Tensor) -> str:
-    """Return the message for the sparse ``gradient`` of the parameter ``name``."""
-    return (
-        f"{name} has a gradient of layout {gradient.layout}: only dense gradients are supported, use "
-        "Embedding(sparse=False)"
     )
 
 
@@ -94,6 +65,7 @@ class BucketLayout:
 
     Attributes:
         parameters: See above.
+        labels: See above.
         bounds: Start of each parameter in the vector, followed by the length of the vector.
         places: Position of each parameter in :attr:`parameters`, by its id.
         numel: Length of the flat vector.
@@ -105,13 +77,13 @@ class BucketLayout:
 
     def __init__(self, parameters: Sequence[torch.Tensor], labels: Sequence[str] = ()) -> None:
         self.parameters = list(parameters)
-        self._labels = list(labels) or [label("", i, p) for i, p in enumerate(parameters)]
+        self.labels = list(labels) or [label("", i, p) for i, p in enumerate(parameters)]
         self.bounds = [0, *accumulate(local(p).numel() for p in self.parameters)]
         self.numel = self.bounds[-1]
         self.device = self.parameters[0].device if self.parameters else torch.device("cpu")
         self.places: dict[int, int] = {}
         devices: dict[torch.device, str] = {}
-        for place, (parameter, name) in enumerate(zip(self.parameters, self._labels, strict=True)):
+        for place, (parameter, name) in enumerate(zip(self.parameters, self.labels, strict=True)):
             devices.setdefault(parameter.device, name)
             if id(parameter) in self.places:
                 raise ConfigurationError(f"{name} is listed twice: pass each parameter to the optimizer once")
@@ -122,9 +94,10 @@ class BucketLayout:
             places = " and ".join(f"{name} on {device}" for device, name in devices.items())
             raise ConfigurationError(f"parameters are on several devices, {places}: use one optimizer per device")
 
-    def shape(self, parameter: torch.Tensor) -> tuple[int, ...]:
-        """Return the shape of ``parameter`` in this vector, which is that of the local shard of a DTensor."""
-        return tuple(local(parameter).shape)
+    @property
+    def named(self) -> list[tuple[torch.Tensor, str]]:
+        """The parameters, each with its label."""
+        return [*zip(self.parameters, self.labels, strict=True)]
 
     def read_gradients(self, flat: torch.Tensor, *, sparse: bool = False) -> torch.Tensor:
         """Copy every ``.grad`` into ``flat`` (fp32 ``[numel]``) and return it. A missing gradient counts as zero.
@@ -133,13 +106,16 @@ class BucketLayout:
         """
         parts: list[torch.Tensor] = []
         gradients: list[torch.Tensor] = []
-        for parameter, name, part in zip(self.parameters, self._labels, self.parts(flat), strict=True):
+        for parameter, name, part in zip(self.parameters, self.labels, self.parts(flat), strict=True):
             gradient = parameter.grad if parameter.requires_grad else None
             if gradient is None:
                 part.zero_()
             elif gradient.layout is not torch.strided:
                 if not sparse:
-                    raise ConfigurationError(sparse_error(name, gradient))
+                    raise ConfigurationError(
+                        f"{name} has a gradient of layout {gradient.layout}: only dense gradients are supported, use "
+                        "Embedding(sparse=False)"
+                    )
                 part.zero_().view(parameter.shape).add_(gradient.detach())
             else:
                 shard = gradient if type(gradient) in PLAIN else local_gradient(parameter)
@@ -150,17 +126,17 @@ class BucketLayout:
 
     def multiply(self, factor: float) -> None:
         """Multiply every ``.grad`` by ``factor``, in place."""
-        for parameter, name in zip(self.parameters, self._labels, strict=True):
-            gradient = parameter.grad if is_sparse(parameter.grad) else strided_gradient(parameter, name)
-            if gradient is not None:
-                gradient.mul_(factor)
+        for parameter in self.parameters:
+            if parameter.grad is not None:
+                is_strided = parameter.grad.layout is torch.strided
+                (local_gradient(parameter).detach() if is_strided else parameter.grad).mul_(factor)
 
     def overflow(self, mean: SparseVector) -> torch.Tensor | None:
         """Return whether a value of ``mean`` overflows in the dtype of its parameter (bool, 0-d). None if none can."""
         half = [parameter.dtype == torch.float16 for parameter in self.parameters]
         if not any(half):
             return None
-        too_large = ~_fits_half(mean.values)
+        too_large = ~(mean.values.abs() <= torch.finfo(torch.float16).max)  # no other dtype has a smaller range
         if all(half):
             return too_large.any()
         bounds = constant(self.bounds, mean.values.device)
@@ -238,11 +214,6 @@ def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
         torch._foreach_copy_(targets, sources)
 
 
-def is_sparse(gradient: torch.Tensor | None) -> bool:
-    """Return True if ``gradient`` has another layout than strided."""
-    return gradient is not None and gradient.layout != torch.strided
-
-
 def _writable(gradient: torch.Tensor, parameter: torch.Tensor) -> bool:
     """Return False if ``gradient`` is sparse, if its elements share memory, or if it is a partial sum of a DTensor."""
     if gradient.layout is not torch.strided:
@@ -267,17 +238,7 @@ def _zeros(parameter: torch.Tensor) -> torch.Tensor:
     """Return zeros with the shape and sharding of ``parameter``, in the dtype of its gradients."""
     held = local(parameter)
     shard = torch.zeros_like(held, dtype=gradient_dtype(parameter) or held.dtype)
-    if not hasattr(parameter, "placements"):
-        return shard
-    from torch.distributed.tensor import DTensor  # noqa: PLC0415 - importing it takes a while
-
-    mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
-    return DTensor.from_local(shard, mesh, placements, shape=parameter.shape, stride=parameter.stride())
-
-
-def _fits_half(values: torch.Tensor) -> torch.Tensor:
-    """Return which of ``values`` (fp32) do not overflow in fp16, the only dtype with a smaller range than fp32."""
-    return values.abs() <= torch.finfo(torch.float16).max
+    return shard if held is parameter else like_parameter(parameter, shard)
 
 
 @dataclass(frozen=True)
@@ -316,8 +277,9 @@ def values_at(flat: torch.Tensor, mean: SparseVector) -> torch.Tensor:
     """Return ``flat`` at the coordinates of ``mean``. It is 0 at padding."""
     if mean.is_full:
         return flat
-    found = flat[mean.indices.long().clamp(min=0)]
-    return torch.where(mean.indices < 0, 0.0, found) if mean.is_padded else found
+    if mean.is_padded:
+        return torch.where(mean.indices < 0, 0.0, flat[mean.indices.clamp(min=0).long()])
+    return flat.index_select(0, mean.indices)
 
 
 def with_values(mean: SparseVector, values: torch.Tensor) -> SparseVector:
@@ -327,16 +289,6 @@ def with_values(mean: SparseVector, values: torch.Tensor) -> SparseVector:
     if mean.is_padded:
         return SparseVector.padded(Entries(mean.indices, values), mean.numel)
     return SparseVector(mean.indices, values, mean.numel)
-
-
-def scattered(means: list[Delivered], *, zeros: bool, left: Container[int] = ()) -> list[Delivered]:
-    """Replace every ``.grad`` by its mean. Return ``means``, with or without their entries of zero.
-
-    ``left`` are ids of parameters whose ``.grad`` becomes None.
-    """
-    for delivered in means:
-        delivered.layout.scatter(delivered.entries, left)
-    return means if zeros else [delivered.without_zeros() for delivered in means]
 
 
 def check_range(delivered: Sequence[Delivered]) -> None:

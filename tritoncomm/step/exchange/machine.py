@@ -1,86 +1,32 @@
-"""The life cycle of one optimizer step: its five states, and the exchange of gradients between them."""
+"""The life cycle of one optimizer step: the exchange of gradients between its states."""
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from enum import Enum
-from functools import partial
 from types import MappingProxyType
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from tritoncomm.algorithms import Recipe
 from tritoncomm.errors import ConfigurationError, NonFiniteError, ProtocolMismatchError, TritoncommError
-from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.scheduler.meter import Meter
 from tritoncomm.scheduler.process_group import ProcessGroupScheduler, is_distributed
 from tritoncomm.scheduler.ranks import global_ranks, speaks
 from tritoncomm.scheduler.rounds import Pattern
 from tritoncomm.scheduler.span import Span
-from tritoncomm.scheduler.together import run_together
-from tritoncomm.step import agree
+from tritoncomm.step.agree import UPDATES, UPDATES_ADVICE, differences, naming, option_numbers, worded
 from tritoncomm.step.agree.inspection import Inspection
+from tritoncomm.step.agree.number import number_of_text
 from tritoncomm.step.agree.replica import Replica
-from tritoncomm.step.exchange.claim import Claim, Presence, resting
-from tritoncomm.step.exchange.decay import add_decay, show_decay, with_decay
+from tritoncomm.step.exchange.claim import Presence, Vote, advice, lead, resting, vote
+from tritoncomm.step.exchange.decay import show_decay
 from tritoncomm.step.exchange.feedback import ErrorFeedback
-from tritoncomm.step.exchange.layout import Delivered, check_range, scattered
-from tritoncomm.step.exchange.limit import clipped
-from tritoncomm.step.exchange.vector import ExchangeOptions, VectorExchange, listed, noting, raise_first, write_means
-
-logger = logging.getLogger("tritoncomm")
-
-
-class State(Enum):
-    """How far a step is. Residuals and methods change between READY and IDLE, when the step is applied."""
-
-    IDLE = "nothing is under way"
-    MEANS = "gradients are being exchanged"
-    READY = "all ranks have the mean, which may be applied once"
-    SUSPENDED = "this rank has the mean, and some ranks may have applied it"
-    STOPPED = "an update of the parameters has begun, and is not complete"
-
-
-# The state that follows each event. An event that a state does not list is an error in this library.
-TRANSITIONS = {
-    State.IDLE: {"exchange": State.MEANS, "skip": State.READY, "restart": State.IDLE},
-    State.MEANS: {
-        "confirm": State.READY,
-        "reject": State.IDLE,  # a NaN, an overflow or an error on any rank
-        "lose": State.SUSPENDED,  # a rank was lost or stopped in the confirmation
-        "stop": State.STOPPED,  # a signal came after the confirmation
-    },
-    # Other ranks apply the step, so a signal before the update stops it like one within the update.
-    State.READY: {"update": State.STOPPED, "stop": State.STOPPED, "discard": State.IDLE},
-    State.SUSPENDED: {"exchange": State.MEANS, "catch up": State.READY, "discard": State.IDLE},
-    # A stopped rank takes part in exchanges, so that the other ranks hear of it and reject them.
-    State.STOPPED: {
-        "updated": State.IDLE,
-        "restart": State.IDLE,
-        "exchange": State.STOPPED,
-        "reject": State.STOPPED,
-        "lose": State.STOPPED,
-    },
-}
-
-
-class _Begun(NamedTuple):
-    """A vector whose mean is known, and not applied yet, and the time of its exchange.
-
-    ``sent`` is what was exchanged, and ``mean`` contains the decay. Of vectors that are exchanged together, the first
-    has the time of all.
-    """
-
-    vector: VectorExchange
-    sent: SparseVector
-    mean: SparseVector
-    span: Span | None
+from tritoncomm.step.exchange.pending import TRANSITIONS, Pending, State
+from tritoncomm.step.exchange.vector import ExchangeOptions, VectorExchange, clipped
 
 
 class GradientExchange:
@@ -91,18 +37,20 @@ class GradientExchange:
 
     Args:
         optimizer: The optimizer.
-        options: Settings of the vectors.
+        vectors: The flat vectors, in the order in which they are exchanged.
+        parameters: Their parameters in the order of the optimizer. Default: the order of the vectors.
+        owners: The parameter of each anchor, by the id of the anchor. Default: none is an anchor.
         all_shards: Scheduler of a group that is larger than the group of the exchange, for models that are sharded. A
             step is confirmed only if no rank of this larger group has rejected it. Default: None.
 
     Attributes:
+        vectors: See above.
+        parameters: See above.
+        owners: See above.
         all_shards: See above.
         replica: What must be equal on all ranks with the same shard, and is compared every 100 updates, and early.
         state: How far the present step is.
-        vectors: The flat vectors, in the order in which they are exchanged.
-        trained: Their parameters in the order of the optimizer. Empty if that is the order of the vectors.
-        delivered: The means of a step that is READY. None if it was skipped, and in other states.
-        is_flush: Whether the last step was a flush.
+        pending: The present step.
         presence: Which parameters have a gradient on any rank.
         inspection: Notices gradients that somebody else averages, when replicas are compared.
         steps: Number of applied steps, also of the runs that were loaded.
@@ -111,55 +59,44 @@ class GradientExchange:
         total: Traffic of all steps.
         gradient_norm: Norm of the mean of the last gradients before they were clipped, if they were to be (fp64
             ``[]``). None before.
-        owners: The parameter of each anchor, by the id of the anchor.
     """
 
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        options: ExchangeOptions,
+        vectors: Sequence[VectorExchange],
         *,
+        parameters: Sequence[torch.Tensor] = (),
+        owners: Mapping[int, torch.Tensor] = MappingProxyType({}),
         all_shards: ProcessGroupScheduler | None = None,
     ) -> None:
-        self.optimizer = optimizer
-        self.options = options
-        self.state = State.IDLE
-        self.vectors: list[VectorExchange] = []
-        self.trained: list[torch.Tensor] = []
-        self.delivered: list[Delivered] | None = None
-        self.is_flush = False
+        self.optimizer, self.vectors, self.owners, self.all_shards = optimizer, list(vectors), owners, all_shards
+        self.parameters = list(parameters) or [each for vector in vectors for each in vector.layout.parameters]
+        self.state, self.pending = State.IDLE, Pending()
         self.steps = self.updates = self.skipped = 0
         self.total = Meter()
         self.gradient_norm: torch.Tensor | None = None
-        self.all_shards = all_shards
-        self.owners: Mapping[int, torch.Tensor] = {}
         self.presence, self.inspection = Presence(), Inspection()
-        self._decay: Mapping[int, float] = {}
-        self._hidden: Mapping[int, float] = {}  # what of it every .grad gets when the step is applied
         self.replica = Replica(optimizer)
         self._distributed = is_distributed()
-        self._begun: list[_Begun] = []
-        self._rejected: NonFiniteError | None = None
-        self._at_fault = ""  # NaN and Inf values of this rank in this step
-        self._leaves_none = False  # whether this step is one of all parameters, also of those without gradient
 
     def _move(self, event: str) -> None:
         self.state = TRANSITIONS[self.state][event]
 
     @property
-    def parameters(self) -> list[torch.Tensor]:
-        """The parameters of all vectors, in the order of :attr:`trained`."""
-        return self.trained or [parameter for vector in self.vectors for parameter in vector.parameters]
+    def options(self) -> ExchangeOptions:
+        """The settings that all vectors have in common."""
+        return self.vectors[-1].options
+
+    @property
+    def everybody(self) -> dist.ProcessGroup | None:
+        """The ranks that must change alike: those of the exchange, or those of all shards."""
+        return self.options.group if self.all_shards is None else self.all_shards.group
 
     @property
     def shard(self) -> int:
         """A number of this rank's shard of the model, equal on the ranks that hold the same shard."""
         return 0 if self.all_shards is None else global_ranks(self.options.group)[0]
-
-    @property
-    def shards(self) -> int:
-        """Number of shards of the model."""
-        return 1 if self.all_shards is None else self.all_shards.world_size // self.vectors[0].world_size
 
     @property
     def _is_compared(self) -> bool:
@@ -171,7 +108,7 @@ class GradientExchange:
         if any(self.owners.get(id(each), each).grad is not None for each in self.parameters):
             return False
         is_absent = all(id(parameter) in self.presence.absent for parameter in self.parameters)
-        return is_absent or not any(bool(step.sent.values.any()) for step in self._begun)
+        return is_absent or not any(bool(step.sent.values.any()) for step in self.pending.parts)
 
     @property
     def gradients(self) -> list[torch.Tensor | None]:
@@ -184,12 +121,11 @@ class GradientExchange:
         All ranks of ``group`` call this. New vectors have no residual yet. If this raises, nothing has changed.
         """
         vectors = [
-            VectorExchange(old.parameters, old.names, replace(old.options, recipe=recipe, group=group))
-            for old in self.vectors
+            VectorExchange(old.layout.named, replace(old.options, recipe=recipe, group=group)) for old in self.vectors
         ]
         for vector in vectors:
             vector.agree_on_exchange_id()
-        self.options, self.vectors = vectors[-1].options, vectors
+        self.vectors = vectors
 
     def restore(self, feedbacks: Sequence[ErrorFeedback]) -> None:
         """Continue with the residual and method state ``feedbacks`` of each vector."""
@@ -211,12 +147,9 @@ class GradientExchange:
 
     def exchange(
         self,
+        step: Pending | None = None,
         *,
         local_error: ConfigurationError | None = None,
-        scale: float = 1.0,
-        fault: str = "",
-        decay: Mapping[int, float] = MappingProxyType({}),
-        hides_decay: bool = False,
         look: Callable[[Sequence[torch.Tensor]], None] | None = None,
     ) -> None:
         """Replace every ``.grad`` by the mean over ranks. The state is then READY.
@@ -225,12 +158,9 @@ class GradientExchange:
         step.
 
         Args:
+            step: What is known of the step: the scale, the decay, and what is NaN or Inf on this rank beside the
+                gradients, which rejects it. Default: nothing.
             local_error: Why this rank's gradients cannot be exchanged. This rank raises it after the exchange.
-            scale: Loss scale. Gradients are divided by it, and the mean is not multiplied by it.
-            fault: What is NaN or Inf on this rank beside the gradients, for the error. The step is then rejected.
-                Default: nothing.
-            decay: The share of each parameter (by id) that is added to the mean of its gradient.
-            hides_decay: Whether ``.grad`` gets this share when the step is applied, because somebody clips it before.
             look: Called on the first rank with its gradients, flat, unless they are shards. Default: None.
 
         Raises:
@@ -243,19 +173,20 @@ class GradientExchange:
         """
         if not self._distributed and is_distributed():
             raise ConfigurationError("torch.distributed was initialized after wrap(): initialize it before")
-        vectors = self.vectors
+        vectors, step = self.vectors, step or Pending()
         span = Span(vectors[0].device)
-        self._begin()
         # A single worker that has a residual of earlier exchanges applies all of it, and is then the bare optimizer.
-        self._leaves_none = any(vector.is_bare and not vector.keeps_gradient() for vector in vectors)
+        step.leaves_none = any(vector.is_bare and not vector.keeps_gradient() for vector in vectors)
+        self._begin(step)
         rests = resting(self.optimizer) if vectors[-1].delays else frozenset[int]()
-        self.presence.begin(self.parameters, leaves_none=self._leaves_none, resting=rests)
-        self._decay, self._hidden = decay, decay if hides_decay else {}
+        self.presence.begin(self.parameters, leaves_none=step.leaves_none, resting=rests)
         try:
+            scale = 1.0 if step.scale is None else float(step.scale)
             local_error = self._read(scale, rests, look) or local_error
-            if local_error is not None or fault:
-                self._spoil(str(local_error or fault))
-            kept = [vector.keeps_gradient() for vector in vectors]
+            step.fault = str(local_error or step.fault)
+            if step.fault:  # this rank takes part with NaN
+                for vector in vectors:
+                    vector.flat.fill_(math.nan)
             self._deliver()
             if self._is_compared:  # also if this rank rejects the step: the others may not know yet
                 self._inspect()
@@ -270,12 +201,8 @@ class GradientExchange:
         except NonFiniteError as error:
             raise (local_error or error) from None
         if vectors[0].world_size > 1 and not rests and self._finds_nothing():
-            everybody = self.options.group if self.all_shards is None else self.all_shards.group
-            self.presence.warn_once(self.steps + 1, speaks=speaks(everybody))
-        self._ready(lambda means: write_means(vectors, means, kept, scale, self._left))
-        whole = span.end()
-        for vector, sent, *_ in self._begun:
-            vector.measure(sent, whole if vector is vectors[0] else None)
+            self.presence.warn_once(self.steps + 1, speaks=speaks(self.everybody))
+        self._ready(span, scale)
 
     def _read(
         self, scale: float, rests: Collection[int], look: Callable[[Sequence[torch.Tensor]], None] | None
@@ -289,7 +216,7 @@ class GradientExchange:
     def _inspect(self) -> None:
         """Look whether somebody else averages the gradients of this rank."""
         first = self.vectors[0]
-        named = [(self.owners.get(id(p), p), each.name_of(p)) for each in self.vectors for p in each.parameters]
+        named = [(self.owners.get(id(p), p), name) for each in self.vectors for p, name in each.layout.named]
         self.inspection.run(self.options.group, named, self.steps + 1, first.equal_on_all_ranks, first.device)
 
     def flush(self) -> None:
@@ -297,16 +224,14 @@ class GradientExchange:
 
         The means have no entries of zero. For errors see :meth:`exchange`.
         """
-        self._begin()
-        self.is_flush = self._leaves_none = True
+        span = Span(self.vectors[0].device)
+        self._begin(Pending(is_flush=True, leaves_none=True))
         self.presence.begin(self.parameters, leaves_none=True)
         for vector in self.vectors:
             vector.flat.zero_()
-        self._deliver(dense=True)
+        self._deliver()
         self._finish()
-        for vector, sent, _, span in self._begun:
-            vector.measure(sent, span)
-        self._ready(lambda means: scattered(means, zeros=False))
+        self._ready(span)
 
     def skip(self) -> None:
         """Let the next step apply nothing, because this one was rejected on all ranks, or is applied already."""
@@ -319,8 +244,8 @@ class GradientExchange:
         An error or a signal in the body leaves the state STOPPED: parameters may be partly updated.
         """
         self._move("update")
-        for vector, _, mean, _ in self._begun:
-            show_decay(vector, mean, self._hidden, self._left)
+        for part in self.pending.parts if self.pending.hides_decay else ():
+            show_decay(part.vector, part.mean, self.pending.decay, self._left)
         self._commit()
         for vector in self.vectors:
             vector.ages.open(vector.feedback.ledger, self.steps + 1)
@@ -341,14 +266,14 @@ class GradientExchange:
             self._commit()
 
     def _commit(self) -> None:
-        for vector, *_ in self._begun:
-            vector.commit(self._left)
-        self._begun, self.delivered = [], None
+        for part in self.pending.parts:
+            part.vector.commit(self._left)
+        self.pending = Pending()
 
     def discard(self) -> None:
         """Throw the means of a step that is READY away, because nobody uses them. Nothing has changed."""
         if self.state is State.READY:
-            self.skipped += bool(self._begun)
+            self.skipped += bool(self.pending.parts)
             self._drop()
             self._move("discard")
 
@@ -369,8 +294,8 @@ class GradientExchange:
 
     def catch_up(self) -> None:
         """Make a step READY that is SUSPENDED, because other ranks have applied it."""
-        means, self._hidden = [step.vector.delivered(step.mean) for step in self._begun], {}
-        self.delivered = scattered(means, zeros=not self.is_flush, left=self._left)
+        self.pending.hides_decay = False
+        self._write()
         self._move("catch up")
 
     def restart(self) -> None:
@@ -390,28 +315,21 @@ class GradientExchange:
     @property
     def _left(self) -> frozenset[int]:
         """The ids of the parameters that the present step leaves alone."""
-        return frozenset() if self._leaves_none else self.presence.absent
+        return frozenset() if self.pending.leaves_none else self.presence.absent
 
-    def _begin(self) -> None:
-        """Begin a step."""
+    def _begin(self, step: Pending) -> None:
+        """Begin ``step``."""
         if self.state is State.READY:
             raise RuntimeError("gradients were exchanged already: call step() or zero_grad() first")
         self.check_group()  # raises if it has failed, and a suspended step is kept
         if self.state is State.MEANS:  # a signal came between the confirmation and the next line
             self.stop()
         self._drop()
-        self._rejected, self._at_fault, self.is_flush, self._leaves_none = None, "", False, False
-        self._decay = self._hidden = {}
+        self.pending = step
         self._move("exchange")
 
-    def _spoil(self, reason: str) -> None:
-        """Let this rank take part with NaN, because of ``reason``."""
-        self._at_fault = reason
-        for vector in self.vectors:
-            vector.flat.fill_(math.nan)
-
-    def _deliver(self, *, dense: bool = False) -> None:
-        """Compute the mean of each ``vector.flat`` over ranks, of all entries if ``dense`` is set.
+    def _deliver(self) -> None:
+        """Compute the mean of each ``vector.flat`` over ranks, of all entries in a flush.
 
         In ordinary steps of a static form, the host waits for a GPU as often for all vectors as for one. If a rank has
         a NaN or Inf, or a sum overflows, this rank rejects the step in :meth:`_finish`.
@@ -419,49 +337,29 @@ class GradientExchange:
         Raises:
             ExchangeError: A peer was lost, or a wait timed out.
         """
-        vectors = self.vectors
+        vectors, pending = self.vectors, self.pending
         schedulers = [vector.scheduler for vector in vectors if vector.scheduler is not None]
         for scheduler in schedulers:
             scheduler.run_beside(schedulers[0])
         for vector in vectors:
             vector.meter = Meter()  # also of one that does not begin, because another one fails before
-        limit = None if dense or vectors[0].is_bare else self.options.max_gradient_norm
-        clipping = None if limit is None else self._clip(limit)
-        means: dict[VectorExchange, SparseVector] = {}
-        rejections: list[NonFiniteError] = []
+        options = self.options.wrap
+        clips = not (pending.is_flush or vectors[0].is_bare or options.updates)  # updates are not clipped
+        clipping = self._clip(options.max_grad_norm) if clips and options.max_grad_norm is not None else None
         span = Span(vectors[0].device)
         try:
             if clipping is not None and self.all_shards is not None:  # the norm is that of all shards
                 self.all_shards.run(clipping, new_step=False)
                 clipping = None
-            try:
-                one, *others = vectors
-                begin = partial(noting, means=means, rejections=rejections, dense=dense, waiting=self.presence.waiting)
-                for vector in vectors:
-                    add_decay(vector, self._decay, self.presence.waiting)
-                run_together([begin(one, first=clipping), *map(begin, others)])
-            finally:
-                self._begun = [_Begun(vector, *2 * (means[vector],), None) for vector in vectors if vector in means]
-            raise_first(rejections)
-            self._begun = [step._replace(mean=with_decay(step.vector, step.sent, self._decay)) for step in self._begun]
-            self._begun[0] = self._begun[0]._replace(span=span.end())
-            check_range([step.vector.delivered(step.mean) for step in self._begun])
-        except NonFiniteError as error:
-            rejected = [vector for vector in vectors if vector not in means]
-            if rejected:
-                bad = {name: count for vector in vectors for name, count in vector.non_finite().items()}
-                self._at_fault = self._at_fault or listed(bad)
-            for vector in rejected:
-                vector.measure(None, span.end() if vector is rejected[0] else None)
-            self._rejected = error
+            pending.deliver(vectors, clipping, self.presence.waiting, span)
         except BaseException as error:
             self._fail(error)
             raise
 
     def _clip(self, limit: float) -> Pattern[None]:
-        """Scale the gradients to this norm at most, see :func:`~tritoncomm.step.exchange.limit.clipped`."""
-        size = self.vectors[0].world_size
-        self.gradient_norm = yield from clipped(self.vectors, limit, self.shard, self.shards, size)
+        """Scale the gradients to this norm at most, see :func:`~tritoncomm.step.exchange.vector.clipped`."""
+        shards = 1 if self.all_shards is None else self.all_shards.world_size // self.vectors[0].world_size
+        self.gradient_norm = yield from clipped(self.vectors, limit, self.shard, shards)
 
     def _fail(self, error: BaseException) -> None:
         """Roll back, and report ``error`` to the ranks that may wait for this one and do not raise it themselves."""
@@ -478,16 +376,16 @@ class GradientExchange:
         """Let the step be rejected. Residuals, methods and gradients have not changed."""
         if self.state is State.IDLE:
             return
-        for vector, *_, span in self._begun:
-            vector.measure(None, span)
+        for part in self.pending.parts:
+            part.vector.measure(None, part.span)
         self._drop()
         self._move("reject")
 
     def _drop(self) -> None:
         """Forget the means of a step that was not applied."""
-        for vector, *_ in self._begun:
-            vector.feedback.rollback()
-        self._begun, self.delivered = [], None
+        for part in self.pending.parts:
+            part.vector.feedback.rollback()
+        self.pending = Pending()
 
     def _finish(self) -> None:
         """Return when all ranks have confirmed the step. If one has rejected it, roll back.
@@ -503,57 +401,118 @@ class GradientExchange:
             if self.state is not State.IDLE:  # it was rejected
                 self._move("lose")
             raise
-        for vector, *_ in self._begun:
-            self.total.count("all", vector.meter.sent, vector.meter.received)
+        for part in self.pending.parts:
+            self.total.count("all", part.vector.meter.sent, part.vector.meter.received)
 
     def _confirm(self) -> None:
         """Return after all ranks have called this for the same step, and none has rejected it.
 
         They then know the parameters without gradient. They tell each other if these may not be those of the last step.
+        Without the wait, some ranks could apply a step that other ranks have lost.
+
+        Raises:
+            NonFiniteError: A rank has rejected the step. All ranks raise it.
+            ProtocolMismatchError: Ranks with the same shard differ, or have received a wrong message; or not all have
+                completed the same updates, or one has stopped. All ranks raise it, also if some have rejected the step.
         """
-        own = Claim(
-            vectors=self.vectors,
-            parameters=self.parameters,
-            optimizer=self.optimizer,
-            updates=self.updates,
-            is_stopped=self.state is State.STOPPED,
-            presence=self.presence,
-            replica=self.replica if self._is_compared else None,
-            steps=self.steps,
-            group=self.options.group,
-            shard=self.shard,
-            all_shards=self.all_shards,
-            rejects=self._rejected is not None,
-        )
-        rejected, news = own.confirm()
-        if rejected:
+        scheduler, last, rejects = self._scheduler, self.vectors[-1], self.pending.rejection is not None
+        replica = self.replica if self._is_compared else None
+        total = Vote(int(rejects), int(self.presence.is_new))
+        if scheduler is not None and scheduler.world_size > 1:
+            schedulers = [vector.scheduler for vector in self.vectors if vector.scheduler is not None]
+            compared = None if replica is None or rejects else replica.digest()
+            places = [(each.step, each.stamp) for each in schedulers]
+            state = (self.presence.kinds(self.parameters), option_numbers(self.optimizer), compared)
+            claim = lead(scheduler.rank, scheduler.world_size) * number_of_text(repr(self._completed))
+            claim += lead(last.rank, last.world_size) * number_of_text(repr((self.shard, places, state)))
+            own = Vote(total.rejects, total.raises, claim)
+            found = vote(own, scheduler.device, [*dict.fromkeys((scheduler, *schedulers))])
+            total = last.run(found) if self.all_shards is None else self.all_shards.run(found)
+        if self.state is State.STOPPED or total.claim:
+            error = self._disagreement(replica, is_rejected=bool(total.rejects))
+            if error is not None:
+                raise error
+        if total.rejects:
             raise self._reject()
-        if news:
-            self.presence.agree(self.parameters, self.vectors[-1])
+        if replica is not None:
+            replica.agreed = self.steps
+        if total.raises:
+            self.presence.agree(self.parameters, last)
+
+    @property
+    def _scheduler(self) -> ProcessGroupScheduler | None:
+        """The scheduler of all ranks that confirm a step."""
+        return self.all_shards or self.vectors[-1].scheduler
+
+    @property
+    def _completed(self) -> object:
+        """The completed updates of this rank."""
+        return f"{self.updates}, and one that stopped" if self.state is State.STOPPED else self.updates
+
+    def _disagreement(self, replica: Replica | None, *, is_rejected: bool) -> ProtocolMismatchError | None:
+        """Return why ranks disagree. All ranks that confirm the step call this together.
+
+        If some have rejected a step in which the others compare replicas, they may differ in that alone. Return None.
+        """
+        scheduler, device, group, found = self._scheduler, self.vectors[0].device, self.everybody, dict[str, str]()
+        step = "the step" if scheduler is None else scheduler.last_step
+        if is_distributed():
+            found = differences({"last step": step, UPDATES: self._completed}, group, device)
+        if self.state is State.STOPPED or UPDATES in found:
+            reason = f"ranks differ: {worded(found)}" if found else "an update has stopped on all ranks"
+            return ProtocolMismatchError(f"{step} was rejected, because {reason}: {UPDATES_ADVICE}")
+        names = {id(each): name for vector in self.vectors for each, name in vector.layout.named}
+        compared = self.presence.fields(self.parameters, names) | option_numbers(self.optimizer)
+        found = found or differences(compared, group, device, self.shard)
+        reason = ""
+        if found:
+            reason = f"ranks differ: {worded(found)}. {advice(found)}"
+        elif replica is not None:
+            if is_rejected:
+                return None
+            reason = replica.difference(group, device, self.steps, self.shard)
+        if reason:
+            return ProtocolMismatchError(f"{step} was rejected, and nothing has changed, because {reason}")
+        return ProtocolMismatchError(
+            f"{step} was rejected: another rank finished another one. Step the same optimizers in the same order on "
+            "all ranks"
+        )
 
     def _reject(self) -> NonFiniteError:
         """Roll back, count the rejected step, and return an error that names ranks and parameters.
 
         All ranks of the exchange, or of all shards, call this together.
         """
+        step = self.pending
         self._rollback()
         self.skipped += 1
-        group, device = self.options.group, self.vectors[0].device
-        if self.all_shards is not None:
-            group, device = self.all_shards.group, self.all_shards.device
-        return agree.naming(self._rejected, self._at_fault, group, device)
+        return naming(step.rejection, step.fault, self.everybody, self.vectors[0].device)
 
-    def _ready(self, write: Callable[[list[Delivered]], list[Delivered]]) -> None:
-        """Let ``write`` replace every ``.grad`` by the means, and return them. Other ranks may apply the step now.
-
-        Where the decay is hidden, ``.grad`` shows what was exchanged.
-        """
-        means = [step.vector.delivered(step.mean) for step in self._begun]
-        shown = [step.vector.delivered(step.sent) for step in self._begun] if self._hidden else means
+    def _ready(self, span: Span, scale: float | None = None) -> None:
+        """Replace every ``.grad``, see :meth:`_write`. Other ranks may apply the step now. ``span`` ends with it."""
         try:
-            written = write(shown)
-            self.delivered = means if self._hidden else written
+            self._write(scale)
         except BaseException:
             self.stop()
             raise
         self._move("confirm")
+        whole = span.end()
+        for part in self.pending.parts:
+            part.vector.measure(part.sent, whole if part.vector is self.vectors[0] else None)
+
+    def _write(self, scale: float | None = None) -> None:
+        """Replace every ``.grad`` by its mean. A hidden decay is left out.
+
+        Where a single worker keeps its gradients, they are divided by ``scale``. None keeps none.
+        """
+        step = self.pending
+        means = [part.vector.delivered(part.mean) for part in step.parts]
+        shown = [part.vector.delivered(part.sent) for part in step.parts] if step.hides_decay else means
+        for part, each in zip(step.parts, shown, strict=True):
+            if each.is_flat:  # only the GPU knows the number of entries of each parameter
+                each.layout.scatter_flat(part.vector.write(each.mean), self._left)
+            elif scale is None or not part.vector.keeps_gradient():
+                each.layout.scatter(each.entries, self._left)
+            elif scale != 1.0:
+                each.layout.multiply(1.0 / scale)
+        step.delivered = [each.without_zeros() for each in means] if step.is_flush else means

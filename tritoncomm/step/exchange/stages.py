@@ -32,6 +32,7 @@ from tritoncomm.primitives.verdict import REJECTED, Verdict
 from tritoncomm.scheduler import cost
 from tritoncomm.scheduler.cost import Forecast, both
 from tritoncomm.scheduler.rounds import AllReduce, Pattern, read
+from tritoncomm.step.exchange.layout import values_at, with_values
 from tritoncomm_kernels import Entries
 from tritoncomm_kernels.formats import FORMATS, SMALL_FORMATS, Format
 
@@ -160,7 +161,7 @@ class StagedAlgorithm(WrapperAlgorithm):
             scaled = acc.scaled(divisors)
             mean = yield from self.inner.reduce(scaled, rank, world_size)
             acc.unscale_from(scaled, divisors)
-            mean = _times(mean, divisors)
+            mean = with_values(mean, mean.values * values_at(divisors, mean))
         self.report = self.inner.report
         if self.scale is not None and (yield from self.scale.follow(mean, divisors, acc.device)):
             self.inner.invalidate_thresholds()
@@ -181,14 +182,7 @@ class StagedAlgorithm(WrapperAlgorithm):
             collective, width = self.inner.is_static, self.inner.carriers(world_size).width
             return (
                 yield from quantized_mean(
-                    values,
-                    rank,
-                    world_size,
-                    fmt=fmt,
-                    phase=phase,
-                    verdict=verdict,
-                    collective=collective,
-                    width=width,
+                    values, rank, world_size, fmt=fmt, phase=phase, verdict=verdict, collective=collective, width=width
                 )
             )
         if world_size > 1:
@@ -386,15 +380,6 @@ def _moment(state: Mapping[str, Any]) -> Moment | None:
         return None
     used = None if content["used"] is None else tuple(content["used"])
     return Moment(int(content["steps"]), content["rows"], content["columns"], used)
-
-
-def _times(mean: SparseVector, scale: torch.Tensor) -> SparseVector:
-    if mean.is_full:
-        return SparseVector.full(mean.values * scale)
-    if mean.is_padded:  # the value of padding is 0, whatever its scale
-        values = mean.values * scale[mean.indices.clamp(min=0).long()]
-        return SparseVector.padded(Entries(mean.indices, values), mean.numel)
-    return SparseVector(mean.indices, mean.values * scale.index_select(0, mean.indices), mean.numel)
 
 
 def _behind(head: SparseVector, tail: torch.Tensor) -> SparseVector:

@@ -1,21 +1,23 @@
-"""One flat vector of gradients: its residual, its method with the stages around it, and who sends its messages."""
+"""One flat vector of gradients: its residual, its method with the stages around it, and who sends its messages.
+
+The norm of several of them is limited together.
+"""
 
 from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Collection, Container, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from tritoncomm.algorithms import Algorithm, Dense, Recipe
-from tritoncomm.errors import ConfigurationError, NonFiniteError
-from tritoncomm.primitives.mean_norm import gain_of_mean, random_signs, sketch
+from tritoncomm.algorithms import Dense, Recipe
+from tritoncomm.errors import ConfigurationError
+from tritoncomm.primitives.mean_norm import gain_of_mean, norm_of_mean, random_signs, sketch
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.scheduler.meter import Meter
 from tritoncomm.scheduler.process_group import ProcessGroupScheduler, is_distributed
@@ -23,11 +25,13 @@ from tritoncomm.scheduler.rounds import AllGather, Pattern, Result
 from tritoncomm.scheduler.simulated import SimulatedScheduler
 from tritoncomm.scheduler.span import Span
 from tritoncomm.scheduler.together import Running
+from tritoncomm.step import settings
 from tritoncomm.step.exchange.feedback import Ages, ErrorFeedback
-from tritoncomm.step.exchange.layout import BucketLayout, Delivered, split_by_size
+from tritoncomm.step.exchange.layout import BucketLayout, Delivered
 from tritoncomm.step.exchange.stages import Scale, Staged, StagedAlgorithm
-from tritoncomm.step.recipes import never_delays, rounds, with_form, without_encoding
-from tritoncomm.step.tensors.names import label
+from tritoncomm.step.recipes import never_delays, with_form, without_encoding
+from tritoncomm.step.settings import WrapOptions
+from tritoncomm.step.tensors.shards import local, pieces
 from tritoncomm.step.torch_internals import is_interruption
 from tritoncomm_kernels import has_non_finite
 from tritoncomm_kernels.devices import is_asynchronous
@@ -37,41 +41,24 @@ _NAMED = 5  # parameters that a text about NaN and Inf names
 
 @dataclass(frozen=True, kw_only=True)
 class ExchangeOptions:
-    """The settings that all flat vectors of an optimizer share.
+    """The settings of a flat vector.
 
     Attributes:
         recipe: The recipe of the exchange.
+        wrap: The options of ``wrap``.
         group: Process group of the exchange. None is the default group.
-        timeout: Maximum time of each wait for a peer. None uses the time-out of the process group.
-        dense_below: Number of elements below which a tensor is small. See
-            :func:`~tritoncomm.step.exchange.layout.split_by_size`.
-        small: Format in which small tensors travel, ``"fp32"`` or ``"8bit"``. See
-            :class:`~tritoncomm.step.exchange.stages.Staged`.
-        dense: Ids of parameters that travel dense, whatever their size.
-        flattened: Whether the model has one-dimensional shards only. None decides this for each vector.
-        max_gradient_norm: Maximum norm of the mean of the gradients of all vectors, before they are added to the
-            residual. None does not limit it.
-        by_update: Whether to select large entries by their update.
-        epsilon: The number that the optimizer adds to the root of a second moment.
-        single_worker_selects: Whether a single worker selects entries and keeps a residual, as in simulation. If False,
-            it delivers every entry.
+        dense: Ids of the parameters that travel dense.
+        epsilon: The number that the optimizer adds to the root of a second moment, if entries are selected by their
+            update. None selects by the gradient.
         is_late: Whether the optimizer has a rule for late gradients.
-        matches_length: Whether to estimate how much shorter the mean of the vectors of all ranks is than they are.
     """
 
     recipe: Recipe
+    wrap: WrapOptions
     group: dist.ProcessGroup | None = None
-    timeout: timedelta | None = None
-    dense_below: int = 0
-    small: str = "fp32"
     dense: frozenset[int] = frozenset()
-    flattened: bool | None = None
-    max_gradient_norm: float | None = None
-    by_update: bool = False
-    epsilon: float = 0.0
-    single_worker_selects: bool = False
+    epsilon: float | None = None
     is_late: bool = False
-    matches_length: bool = False
 
 
 class _Times(NamedTuple):
@@ -91,47 +78,45 @@ class VectorExchange:
     :mod:`tritoncomm.step.saved.state`.
 
     Args:
-        parameters: Parameters whose gradients are exchanged. Of a DTensor, the local shard is exchanged.
-        names: Names of the parameters, for messages.
+        parameters: Parameters whose gradients are exchanged, and what messages call them. Of a DTensor, the local shard
+            is exchanged.
         options: Settings of the exchange.
 
     Attributes:
         layout: Position of each parameter in the flat vector.
+        large: The parameters that are not sent dense. They are the first ones of the vector.
         device: Device of the exchange.
         flat: The flat vector, fp32 ``[numel]``.
         feedback: The residual, and the algorithm with its state.
         ages: How late the entries are.
         dense_numel: Number of elements that are sent dense.
         delays: Whether the recipe delivers entries with a delay.
-        waiting: The steps that each parameter has waited for a delivery.
+        is_bare: Whether a single worker delivers every entry. The method's state waits until there are several workers.
         meter: Traffic and waiting time of the last step.
         last: Metrics of the last step. ``seconds_apply`` has a meaning only in the sum over all vectors.
     """
 
-    def __init__(self, parameters: Sequence[torch.Tensor], names: Sequence[str], options: ExchangeOptions) -> None:
+    def __init__(self, parameters: Sequence[tuple[torch.Tensor, str]], options: ExchangeOptions) -> None:
         self.options = options
-        self.parameters = list(parameters)
-        self.names = list(names)
-        every = enumerate(zip(parameters, names, strict=True))
-        self._labels = {id(parameter): label(name, i, parameter) for i, (parameter, name) in every}
-        large, small = split_by_size(parameters, options.dense_below, flattened=options.flattened, dense=options.dense)
-        self.large = large
-        self.layout = BucketLayout([*large, *small], [self.name_of(each) for each in (*large, *small)])
-        self.dense_numel = self.layout.bounds[-1] - self.layout.bounds[len(large)]
+        ordered = sorted(parameters, key=lambda each: id(each[0]) in options.dense)
+        self.large = [parameter for parameter, _ in ordered if id(parameter) not in options.dense]
+        self.layout = BucketLayout([parameter for parameter, _ in ordered], [name for _, name in ordered])
+        self.dense_numel = self.layout.bounds[-1] - self.layout.bounds[len(self.large)]
         self.device = self.layout.device
         self.flat = torch.zeros(self.layout.numel, dtype=torch.float32, device=self.device)
         recipe, group = options.recipe, options.group
         self.rank, self.world_size = (dist.get_rank(group), dist.get_world_size(group)) if is_distributed() else (0, 1)
+        self.is_bare = settings.is_alone(group)
         self.delays = not (self.is_bare or never_delays(recipe))
         recipe.check_world_size(self.world_size)  # before process groups are created for it
         self.method = with_form(recipe, self.device, self.layout.numel - self.dense_numel, self.world_size)
         self.scheduler: ProcessGroupScheduler | None = None
         if is_distributed():
-            shapes = [(name, tuple(p.shape)) for p, name in zip(self.parameters, self.names, strict=True)]
-            stamp = f"{recipe.name} {self.method!r} {self.dense_numel} values dense in {options.small} {shapes}"
+            shapes = [(name, tuple(p.shape)) for p, name in self.layout.named]
+            stamp = f"{recipe.name} {self.method!r} {self.dense_numel} values dense in {options.wrap.small} {shapes}"
             subgroups = recipe.subgroups(self.world_size)
             self.scheduler = ProcessGroupScheduler(
-                group, options.timeout, self.device, stamp, subgroups, is_interruption=is_interruption
+                group, options.wrap.timeout, self.device, stamp, subgroups, is_interruption=is_interruption
             )
         self.feedback = self.new_feedback()
         self.ages = Ages(self.layout.parameters, self.layout.bounds)
@@ -143,11 +128,6 @@ class VectorExchange:
         self._last_mean: SparseVector | None = None
         self._latest = self._before = _Times(self.meter, [], None)
         self.measure(None, None)
-
-    @property
-    def is_bare(self) -> bool:
-        """True if a single worker delivers every entry. The method's state waits until there are several workers."""
-        return self.world_size == 1 and not self.options.single_worker_selects
 
     def keeps_gradient(self) -> bool:
         """Return True if the mean is the gradient itself: a single worker has no residual."""
@@ -166,16 +146,6 @@ class VectorExchange:
         return f"{without_encoding(self.recipe)!r}, {self.dense_numel} values dense"
 
     @property
-    def part(self) -> tuple[Algorithm, int]:
-        """The algorithm and the number of values that are sent dense, for ``log_choice``."""
-        return self.feedback.algorithm, self.dense_numel
-
-    @property
-    def rounds(self) -> bool:
-        """True if values are rounded on the wire, at least in some steps, so that a mean is not exact."""
-        return rounds(self.recipe) or (self.options.small != "fp32" and self.dense_numel > 0)
-
-    @property
     def scale(self) -> Scale | None:
         """The scale by which entries are compared. None if they are compared by their gradient."""
         algorithm = self.feedback.algorithm
@@ -190,13 +160,12 @@ class VectorExchange:
     def new_feedback(self) -> ErrorFeedback:
         """Return an error feedback without residual for this vector."""
         options = self.options
-        shapes = tuple(self.layout.shape(parameter) for parameter in self.large) if options.by_update else None
         whole = Staged(
             recipe=self.method,
             tail=self.dense_numel,
-            small=options.small,
-            shapes=shapes,
-            epsilon=options.epsilon,
+            small=options.wrap.small,
+            shapes=None if options.epsilon is None else tuple(tuple(local(each).shape) for each in self.large),
+            epsilon=options.epsilon or 0.0,
         )
         feedback = ErrorFeedback(whole.build(self.layout.numel, self.layout.bounds), self.device)
         if options.is_late and not self.is_bare:  # a single worker takes the optimizer's own steps
@@ -229,7 +198,7 @@ class VectorExchange:
         with the same shard, and always the same: signs are those of it and of the names of the parameters.
         """
         if self._signs is None:
-            seed = () if place is None else (zlib.crc32(f"{place} {self.names}".encode()),)
+            seed = () if place is None else (zlib.crc32(f"{place} {self.layout.labels}".encode()),)
             self._signs = random_signs(self.flat.numel(), self.flat.device, *seed)
         return sketch(self.flat, self._signs)
 
@@ -242,11 +211,11 @@ class VectorExchange:
         ``dense`` delivers all entries, whatever the recipe. ``first`` is a pattern that runs before that of the method.
         ``waiting`` are ids of parameters whose residual takes no part.
         """
-        self.gain = None
-        if self.options.matches_length and not (dense or self.is_bare):
-            first = self._measuring() if first is None else _after(first, self._measuring())
-        algorithm = Dense().build(self.layout.numel) if dense or self.is_bare else None
+        self.gain, delivers_all = None, dense or self.is_bare
+        algorithm = Dense().build(self.layout.numel) if delivers_all else None
         pattern = self.feedback.begin(self.flat, self.rank, self.world_size, algorithm, self._slices(waiting))
+        if self.options.wrap.matches_length and not delivers_all:
+            pattern = _after(self._measuring(), pattern)
         if first is not None:
             pattern = _after(first, pattern)
         try:
@@ -277,14 +246,12 @@ class VectorExchange:
             there, equal = torch.stack([figures != 0, same]).tolist()
             return there, equal
 
-        if self.scheduler is None:
-            return (figures != 0).tolist(), [True] * len(figures)
+        assert self.scheduler is not None  # there are several ranks
         return self.scheduler.run(gathering(), new_step=False)
 
     def run(self, pattern: Pattern[Result]) -> Result:
-        """Run a pattern that belongs to the step that was exchanged last, and count its traffic."""
-        if self.scheduler is None:
-            return SimulatedScheduler(1).run([pattern])[0]
+        """Run a pattern that belongs to the step that was exchanged last, by several ranks, and count its traffic."""
+        assert self.scheduler is not None
         result = self.scheduler.run(pattern, new_step=False)
         self.meter.add(self.scheduler.meter)
         return result
@@ -321,21 +288,16 @@ class VectorExchange:
         return mean.write_to(self.flat, workspace=self.feedback.workspace)
 
     def residuals_by_parameter(self) -> dict[torch.Tensor, torch.Tensor]:
-        """Return flat views of this rank's residual by parameter, in the order of :attr:`parameters`."""
-        parts = dict(zip(self.layout.parameters, self.layout.parts(self.feedback.residual), strict=True))
-        return {parameter: parts[parameter] for parameter in self.parameters}
+        """Return flat views of this rank's residual by parameter."""
+        return dict(zip(self.layout.parameters, self.layout.parts(self.feedback.residual), strict=True))
 
     def non_finite(self) -> dict[str, int]:
         """Return the number of NaN or Inf values in :attr:`flat` of each parameter that has any, by name."""
         if not has_non_finite(self.flat):
             return {}
-        parts = zip(self.layout.parameters, self.layout.parts(self.flat), strict=True)
-        counts = {self.name_of(parameter): int((~part.isfinite()).sum()) for parameter, part in parts}
+        parts = zip(self.layout.labels, self.layout.parts(self.flat), strict=True)
+        counts = {name: int((~part.isfinite()).sum()) for name, part in parts}
         return {name: count for name, count in counts.items() if count}
-
-    def name_of(self, parameter: torch.Tensor) -> str:
-        """Return the name of ``parameter`` for messages, or its number and shape if it has none."""
-        return self._labels[id(parameter)]
 
     def density_delivered(self) -> float:
         """Return the share of coordinates that the last step delivered, 0.0 if it was rejected."""
@@ -370,51 +332,40 @@ class VectorExchange:
         }
 
 
-def write_means(
-    vectors: Sequence[VectorExchange],
-    means: list[Delivered],
-    kept: Sequence[bool],
-    scale: float,
-    left: Container[int],
-) -> list[Delivered]:
-    """Write the ``means`` into every ``.grad``, and return them. What is ``kept`` is the mean, except for ``scale``.
+def clipped(vectors: Sequence[VectorExchange], limit: float, shard: int, shards: int) -> Pattern[torch.Tensor]:
+    """Scale each ``vector.flat``, so that the norm of the mean of all of them is at most ``limit``.
 
-    The ``.grad`` of parameters with an id in ``left`` becomes None.
+    The norm is an estimate, equal on all ranks (:mod:`tritoncomm.primitives.mean_norm`). It is returned, fp64 ``[]``.
+    The pattern reads nothing on the host, so :func:`~tritoncomm.scheduler.together.run_together` does not begin with
+    another vector before all are scaled.
+
+    Tensor parallelism keeps copies of some parameters, which are in vectors of their own. They count once: the sketch
+    of each of n copies is divided by the root of n.
+
+    Args:
+        vectors: All flat vectors of this rank.
+        limit: The largest norm.
+        shard: Number of this rank's shard of the model, equal on the ranks that hold the same shard.
+        shards: Number of shards.
     """
-    for vector, delivered, keeps in zip(vectors, means, kept, strict=True):
-        if delivered.is_flat:  # only the GPU knows the number of entries of each parameter
-            delivered.layout.scatter_flat(vector.write(delivered.mean), left)
-        elif not keeps:
-            delivered.layout.scatter(delivered.entries, left)
-        elif scale != 1.0:
-            delivered.layout.multiply(1.0 / scale)
-    return means
+    is_whole = len(vectors) == 1 and shard == 0
+    total, *others = [
+        vector.sketch(None if is_whole else f"{shard}, vector {number}") / _copies(vector, shards) ** 0.5
+        for number, vector in enumerate(vectors)
+    ]
+    for other in others:
+        total += other
+    norm = yield from norm_of_mean(total, vectors[0].world_size)
+    # A NaN or Inf stays where it is, so that the error names its rank and parameter.
+    factor = torch.where(norm.isfinite() & (norm > limit), limit / norm, 1.0).float()
+    for vector in vectors:
+        vector.flat.mul_(factor)
+    return norm
 
 
-def noting(
-    vector: VectorExchange,
-    means: dict[VectorExchange, SparseVector],
-    rejections: list[NonFiniteError],
-    *,
-    dense: bool,
-    first: Pattern[None] | None = None,
-    waiting: Collection[int] = (),
-) -> Running[None]:
-    """Exchange ``vector``, and add its mean to ``means``. See :meth:`VectorExchange.beginning`.
-
-    An error that rejects the step is added to ``rejections``. It may be that of this rank alone. The others then go on
-    to the next vector, and so does this rank.
-    """
-    try:
-        means[vector] = yield from vector.beginning(dense=dense, first=first, waiting=waiting)
-    except NonFiniteError as error:
-        rejections.append(error)
-
-
-def raise_first(rejections: Sequence[NonFiniteError]) -> None:
-    """Raise the first of ``rejections``, if there is one."""
-    for error in rejections:
-        raise error
+def _copies(vector: VectorExchange, shards: int) -> int:
+    """Return the number of ranks with other shards of the model, this one included, that hold copies of ``vector``."""
+    return shards // pieces(vector.layout.parameters[0]) if vector.layout.parameters else 1
 
 
 def _after(first: Pattern[Any], second: Pattern[Result]) -> Pattern[Result]:
