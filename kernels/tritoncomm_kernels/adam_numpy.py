@@ -229,7 +229,7 @@ class _Step:
         """
         last, first, second, *maxima = states
         tau = np.maximum(self._clock - last.read(pieces, np.int32), 1)
-        last.write(pieces, np.full_like(tau, self._clock))
+        last.write(pieces, np.array([self._clock]).repeat(tau.size))
         waited = tau.astype(self.wide)
         mean = delivered / waited
         if self._control.maximize:
@@ -269,7 +269,7 @@ class _Step:
         if longest == 1:
             return [row[1] for row in _table(bits, betas, self.wide)]
         if bits not in self._of_bits:
-            self._of_bits[bits] = np.stack(self._forgetting(np.arange(1 << bits), _table(bits, betas, self.wide)))
+            self._of_bits[bits] = np.array(self._forgetting(np.arange(1 << bits), _table(bits, betas, self.wide)))
         return list(self._of_bits[bits].take(tau.astype(np.int64), axis=1, mode="wrap"))
 
     def _forgetting(self, tau: _Array, rows: list[_Array]) -> list[_Array]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import closing
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
@@ -71,7 +70,7 @@ def carried(
     if not carriers:
         other = yield from small
         return (yield from large), other
-    with closing(large), closing(small):
+    try:
         rider, posted = _Rider(small, carriers), dict[Any, Parted]()
         phases = tuple(carriers.values())
         yield from rider.alone(*phases)
@@ -94,6 +93,9 @@ def carried(
             elif parted is not None:
                 reply, own = parted(reply)
                 rider.answer(own)
+    finally:
+        large.close()
+        small.close()
 
 
 def _joint(large: Op, small: Op | None) -> tuple[Op, Parted | None]:

@@ -258,9 +258,8 @@ def gather_regions(
         message = torch.cat([message, least.reshape(1).view(torch.int32)]) if message.numel() else message
     words = [layout.words + extra if layout.words else 0 for layout in layouts]
     blocks = yield from bruck_all_gather(message, words, rank, world_size, phase=phase)
-    parts = [
-        sent._replace(values=quotients(sent.values, regions.divisor))
-    ] * world_size  # the own one needs no decoding
+    own = Entries(sent.indices, quotients(sent.values, regions.divisor))
+    parts = [own] * world_size  # the own one needs no decoding
     for source, (layout, part) in enumerate(zip(layouts, blocks, strict=True)):
         if source != rank:
             parts[source] = layout.decode(part[: layout.words])

@@ -279,7 +279,7 @@ class Step:
     def rest(self, gathered: Gathered) -> Entries:
         """Return what rounding has cut off from the sums of this rank that are in the result."""
         before = before_rounding(gathered.own, gathered.sent)
-        return gathered.sent._replace(values=before - gathered.sent.values)
+        return Entries(gathered.sent.indices, before - gathered.sent.values)
 
     def count_rounding(self, entries: Entries, sent: Entries) -> None:
         """Count what rounding takes from ``entries``, of which ``sent`` was sent. Exact lengths only."""

@@ -10,8 +10,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
-from typing import NamedTuple
+from functools import cached_property, lru_cache
 
 import torch
 
@@ -157,16 +156,16 @@ class Section:
             return torch.nn.functional.pad(indices, (0, self.words - indices.numel()), value=_PADDING), entries
         sent = rounded_quotients(entries.values, self.divisor) if self.rounds else entries.values
         delivered = sent * self.divisor if self.rounds else sent
-        return pack_padded(entries.indices, sent, self.words), entries._replace(values=delivered)
+        return pack_padded(entries.indices, sent, self.words), Entries(entries.indices, delivered)
 
     def decode(self, section: torch.Tensor) -> Entries:
         """Return the entries of a received ``section`` (int32 ``[words]``), with values divided by ``divisor``.
 
         Raises :class:`ProtocolMismatchError` if they do not ascend inside the range, or the section is malformed.
         """
-        if section.numel() != self.words:
+        if section.shape[0] != self.words:
             raise ProtocolMismatchError(
-                f"received {section.numel()} words for the section [{self.low}, {self.high}), expected {self.words}"
+                f"received {section.shape[0]} words for the section [{self.low}, {self.high}), expected {self.words}"
             )
         if self.is_packed:
             try:
@@ -188,13 +187,14 @@ class Section:
         return entries._replace(values=quotients(entries.values, self.divisor))
 
 
-class Encoding(NamedTuple):
+@dataclass(frozen=True)
+class Encoding:
     """How a method sends entries: the format of ``values``, and whether they are ``packed``. See :class:`Section`."""
 
     values: str = "fp32"
     packed: bool | str = False
 
-    @property
+    @cached_property
     def rounds(self) -> bool:
         """True if values are rounded."""
         return self.values not in ("fp32", NO_VALUES)

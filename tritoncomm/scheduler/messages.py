@@ -132,7 +132,7 @@ class Messages:
 
     def _post_on_host(
         self, payloads: Mapping[int, torch.Tensor], receives: Mapping[int, int], frame: wire.Frame
-    ) -> tuple[dict[int, _Arrival], list[tuple[int, Any]], list[torch.Tensor]]:
+    ) -> tuple[dict[int, _Arrival], list[tuple[int, Any]], dict[int, torch.Tensor]]:
         """Return what is to arrive by peer, and the works and tensors of what is sent.
 
         These are the calls that isend() and irecv() make, without their time. gloo accepts messages that are shorter
@@ -153,7 +153,7 @@ class Messages:
                 framed[key] = wire.framed(payload, frame)
             sends += self._send(group, box, peer, framed[key])
         # Messages are kept until the wait, because the backend reads them in the background.
-        return arrivals, sends, list(framed.values())
+        return arrivals, sends, framed
 
     def _receive(self, group: Any, box: _Mailbox, peer: int, words: int, wanted: int) -> _Arrival:
         """Return the next message of ``peer``, with ``words`` words. Post ``wanted`` receives: also those that follow.
@@ -165,7 +165,7 @@ class Messages:
             buffer = torch.empty(cost.HEADER_WORDS + _FIRST_PART_WORDS, dtype=torch.int32, device=self._device)
             number = box.posted[peer] + 1
             try:
-                work = group.recv([buffer], peer, _first_tag(number))
+                work = group.recv([buffer], peer, _FIRST_TAGS + number % _FIRST_TAGS)
             except RuntimeError as error:  # the connection is closed, but this message may have arrived before
                 is_here = failure_report.is_lost(error) and bool(ahead) and failure_report.has_arrived(ahead[0].work)
                 if not is_here:
@@ -188,14 +188,14 @@ class Messages:
         number, end = box.sent[peer], cost.HEADER_WORDS + _FIRST_PART_WORDS
         works: list[tuple[int, Any]] = []
         self._started.append((message, works))
-        works.append((peer, group.send([message[:end]], peer, _first_tag(number))))
+        works.append((peer, group.send([message[:end]], peer, _FIRST_TAGS + number % _FIRST_TAGS)))
         if message.shape[0] > end:
             tag = _second_tag(number, message.shape[0] - cost.HEADER_WORDS)
             works.append((peer, group.send([message[end:]], peer, tag)))
         return works
 
     def _wait_on_host(
-        self, frame: wire.Frame, arrivals: dict[int, _Arrival], sends: list[tuple[int, Any]], _: list[torch.Tensor]
+        self, frame: wire.Frame, arrivals: dict[int, _Arrival], sends: list[tuple[int, Any]], _: dict[int, torch.Tensor]
     ) -> Inbox:
         """Wait for each work exactly once, as gloo counts the waits.
 
@@ -297,10 +297,6 @@ def _mailbox(group: Any) -> _Mailbox:
     if found is None:
         found = _mailboxes[group] = _Mailbox()
     return found
-
-
-def _first_tag(number: int) -> int:
-    return _FIRST_TAGS + number % _FIRST_TAGS
 
 
 def _second_tag(number: int, words: int) -> int:

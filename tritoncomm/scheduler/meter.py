@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -17,7 +18,7 @@ class Meter:
     that were not known yet when they were added. See :meth:`settle`.
     """
 
-    seconds: dict[str, float] = field(default_factory=dict)
+    seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     sent_by_phase: dict[str, Traffic] = field(default_factory=dict)
     received_by_phase: dict[str, Traffic] = field(default_factory=dict)
     spans: list[tuple[str, Span]] = field(default_factory=list)
@@ -38,12 +39,12 @@ class Meter:
 
     def wait(self, phase: str, seconds: float) -> None:
         """Add ``seconds`` of waiting for the network in ``phase``."""
-        self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
+        self.seconds[phase] += seconds
 
     def time(self, phase: str, span: Span) -> None:
         """Add the time of ``span``, which has ended, to the waiting time in ``phase``."""
         if span.is_known:
-            self.seconds[phase] = self.seconds.get(phase, 0.0) + span.seconds
+            self.seconds[phase] += span.seconds
         else:
             self.spans.append((phase, span))
 

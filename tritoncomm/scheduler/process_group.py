@@ -33,7 +33,7 @@ from tritoncomm.scheduler.rounds import (
     round_of,
     traffic,
 )
-from tritoncomm.scheduler.span import Span, profiled
+from tritoncomm.scheduler.span import Span
 from tritoncomm.scheduler.together import Running, run_together
 
 # The highest exchange id in each group, by the group's name; and the subgroups, by id of the group and members.
@@ -144,6 +144,7 @@ class ProcessGroupScheduler:
         meter: The traffic and the waiting time of the last pattern.
         step: The number of exchanges that have started.
         stamp: Hash of the text and of the id that :meth:`agree_on_exchange_id` finds. None before.
+        watcher: What watches the exchanges on a GPU, in subgroups too. None on a CPU, and in a group of one rank.
     """
 
     def __init__(
@@ -174,7 +175,9 @@ class ProcessGroupScheduler:
         self._is_interruption = is_interruption
         self._parent = parent
         self._inside: _Place | None = None  # where the scheduler of a subgroup has failed
-        self._watcher = watcher.of(group, self.device, timeout, is_interruption) if parent is None else None
+        self.watcher: watcher.Watcher | None = (
+            watcher.of(group, self.device, timeout, is_interruption) if parent is None else parent.watcher
+        )
         self._subgroups: dict[tuple[int, ...], ProcessGroupScheduler] = {}
         for ranks in subgroups:
             if list(ranks) != sorted(set(ranks)):  # torch sorts the ranks of a group, and messages would go astray
@@ -186,13 +189,8 @@ class ProcessGroupScheduler:
             if self.rank in ranks:
                 text = f"{stamp} among {ranks}"
                 self._subgroups[ranks] = ProcessGroupScheduler(subgroup, timeout, device, text, parent=self)
-                if self._watcher is not None and subgroup is not None:
-                    self._watcher.groups.append(subgroup)
-
-    @property
-    def watcher(self) -> watcher.Watcher | None:
-        """What watches the exchanges on a GPU, in subgroups too. None on a CPU, and in a group of one rank."""
-        return self._watcher if self._parent is None else self._parent.watcher
+                if self.watcher is not None and subgroup is not None:
+                    self.watcher.groups.append(subgroup)
 
     def check(self) -> None:
         """Raise the error of an earlier failed exchange, if any. Every further exchange in the group would fail too."""
@@ -240,7 +238,8 @@ class ProcessGroupScheduler:
         """
         if self.watcher is not None and other.watcher is not None and self.watcher is not other.watcher:
             other.watcher.groups += [group for group in self.watcher.groups if group not in other.watcher.groups]
-            self._watcher = other.watcher
+            for each in (self, *self._subgroups.values()):
+                each.watcher = other.watcher
 
     def take_suspects(self) -> Iterator[torch.Tensor]:
         """Yield the numbers of wrong words in headers since the last call, of this group and its subgroups."""
@@ -325,10 +324,9 @@ class ProcessGroupScheduler:
         self._number += 1
         if self.watcher is not None:
             self.watcher.progress()
-        span = Span(self.device)
+        span = Span(self.device, op.phase)
         try:
-            with profiled(op.phase):
-                return self._reply_to(op)
+            return self._reply_to(op)
         except (RuntimeError, ValueError) as error:
             if self._parent is not None:
                 self._parent.note_place(self._place(op))
@@ -337,8 +335,9 @@ class ProcessGroupScheduler:
                 raise
             raise self._failed(op, error) from error
         finally:
+            span.end()
             if not isinstance(op, InSubgroup):  # a subgroup has counted its own time
-                self.meter.time(op.phase, span.end())
+                self.meter.time(op.phase, span)
 
     def _reply_to(self, op: Op) -> Any:
         match op:

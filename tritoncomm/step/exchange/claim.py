@@ -95,7 +95,8 @@ class Claim(NamedTuple):
             state = (self.presence.kinds(self.parameters), option_numbers(self.optimizer), compared)
             claim = lead(scheduler.rank, scheduler.world_size) * number_of_text(repr(self._updates))
             claim += lead(last.rank, last.world_size) * number_of_text(repr((self.shard, places, state)))
-            found = vote(total._replace(claim=claim), scheduler.device, [*dict.fromkeys((scheduler, *schedulers))])
+            total = Vote(total.rejects, total.raises, claim)
+            found = vote(total, scheduler.device, [*dict.fromkeys((scheduler, *schedulers))])
             total = last.run(found) if self.all_shards is None else self.all_shards.run(found)
         if self.is_stopped or total.claim:
             error = self._error(is_rejected=bool(total.rejects))
