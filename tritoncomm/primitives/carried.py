@@ -109,7 +109,7 @@ def _joint(large: Op, small: Op | None) -> tuple[Op, Parted | None]:
             for peer, words in inbox.items():
                 cut = one.receives.get(peer, 0)
                 for half, part in zip(halves, (words[:cut], words[cut:]), strict=True):
-                    if part.numel():
+                    if part.shape[0]:
                         half[peer] = part
             return halves
 
@@ -130,7 +130,7 @@ def _joined(one: Mapping[int, torch.Tensor], other: Mapping[int, torch.Tensor]) 
 
 
 def _added(one: Mapping[int, int], other: Mapping[int, int]) -> dict[int, int]:
-    return {peer: one.get(peer, 0) + other.get(peer, 0) for peer in (*one, *other)}
+    return {**one, **other, **{peer: one[peer] + other[peer] for peer in one.keys() & other.keys()}}
 
 
 def with_carried(large: Forecast, small: Mapping[str, Flow], carriers: Mapping[str, str], *, framed: bool) -> Forecast:

@@ -98,7 +98,8 @@ class Messages:
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device, timeout: timedelta | None) -> None:
         self._given_group = group
         self._device = device
-        self._timeout = timeout
+        # NCCL would poll. The watcher has the time-out.
+        self._limit = () if timeout is None or is_asynchronous(device) else (timeout,)
         self.rank = dist.get_rank(group)
         self._global_ranks = global_ranks(group)
         self.world_size = len(self._global_ranks)
@@ -122,22 +123,10 @@ class Messages:
 
         ``sends`` and ``receives`` are those of a :class:`~tritoncomm.scheduler.rounds.Round`.
         """
-        post = self._post_on_host if self.checks_on_arrival else self._post_on_device
-        return frame, *post(sends, receives, frame)
-
-    def wait(self, token: Any) -> Inbox:
-        """Wait for messages that were posted, and return what has arrived. ``token`` is what :meth:`post` returned."""
-        wait = self._wait_on_host if self.checks_on_arrival else self._wait_on_device
-        return wait(*token)
-
-    def _post_on_host(
-        self, payloads: Mapping[int, torch.Tensor], receives: Mapping[int, int], frame: wire.Frame
-    ) -> tuple[dict[int, _Arrival], list[tuple[int, Any]], dict[int, torch.Tensor]]:
-        """Return what is to arrive by peer, and the works and tensors of what is sent.
-
-        These are the calls that isend() and irecv() make, without their time. gloo accepts messages that are shorter
-        than their buffers. It aborts the process when one is longer.
-        """
+        if not self.checks_on_arrival:
+            return frame, *self._post_on_device(sends, receives, frame)
+        # These are the calls that isend() and irecv() make, without their time. gloo accepts messages that are shorter
+        # than their buffers. It aborts the process when one is longer.
         self._started = []  # kept if one of them fails, because the backend may use the tensors of the others
         group = self.group
         box = _mailbox(group)
@@ -145,15 +134,49 @@ class Messages:
         is_watched = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]  # noqa: SLF001
         wanted = 1 + _AHEAD if self.uses_gloo and not is_watched else 1
         arrivals = {peer: self._receive(group, box, peer, words, wanted) for peer, words in receives.items()}
-        sends: list[tuple[int, Any]] = []
+        works: list[tuple[int, Any]] = []
         framed: dict[int, torch.Tensor] = {}  # several peers may get the same payload
-        for peer, payload in payloads.items():
+        for peer, payload in sends.items():
             key = id(payload)
             if key not in framed:
                 framed[key] = wire.framed(payload, frame)
-            sends += self._send(group, box, peer, framed[key])
+            works += self._send(group, box, peer, framed[key])
         # Messages are kept until the wait, because the backend reads them in the background.
-        return arrivals, sends, framed
+        return frame, arrivals, works, framed
+
+    def wait(self, token: Any) -> Inbox:
+        """Wait for messages that were posted, and return what has arrived. ``token`` is what :meth:`post` returned.
+
+        On a CPU, this waits for each work exactly once, as gloo counts the waits. First parts come first: the second
+        part of a message of the wrong length never arrives.
+        """
+        if not self.checks_on_arrival:
+            return self._wait_on_device(*token)
+        frame, arrivals, sends, _ = token
+        firsts, rests, totals, inbox = [], [], {}, {}
+        for peer, arrival in arrivals.items():
+            if arrival.first_work is not None:
+                firsts.append((peer, arrival.first_work))
+            if arrival.rest_work is not None:
+                rests.append((peer, arrival.rest_work))
+        left = [*firsts, *rests, *sends]
+        for peer, arrival in arrivals.items():
+            if arrival.first_work is not None:
+                self._wait_for_next(left)
+            header = arrival.first[: cost.HEADER_WORDS]
+            try:
+                totals[peer] = wire.check_frame(header, frame, arrival.words)
+            except ProtocolMismatchError as error:
+                raise self._from(peer, error) from error
+        while left:
+            self._wait_for_next(left)
+        for peer, arrival in arrivals.items():
+            inbox[peer] = arrival.whole()
+            try:
+                wire.check_payload(inbox[peer], totals[peer])
+            except ProtocolMismatchError as error:
+                raise self._from(peer, error) from error
+        return inbox
 
     def _receive(self, group: Any, box: _Mailbox, peer: int, words: int, wanted: int) -> _Arrival:
         """Return the next message of ``peer``, with ``words`` words. Post ``wanted`` receives: also those that follow.
@@ -193,38 +216,6 @@ class Messages:
             tag = _second_tag(number, message.shape[0] - cost.HEADER_WORDS)
             works.append((peer, group.send([message[end:]], peer, tag)))
         return works
-
-    def _wait_on_host(
-        self, frame: wire.Frame, arrivals: dict[int, _Arrival], sends: list[tuple[int, Any]], _: dict[int, torch.Tensor]
-    ) -> Inbox:
-        """Wait for each work exactly once, as gloo counts the waits.
-
-        First parts come first: the second part of a message of the wrong length never arrives.
-        """
-        firsts, rests, totals, inbox = [], [], {}, {}
-        for peer, arrival in arrivals.items():
-            if arrival.first_work is not None:
-                firsts.append((peer, arrival.first_work))
-            if arrival.rest_work is not None:
-                rests.append((peer, arrival.rest_work))
-        left = [*firsts, *rests, *sends]
-        for peer, arrival in arrivals.items():
-            if arrival.first_work is not None:
-                self._wait_for_next(left)
-            header = arrival.first[: cost.HEADER_WORDS]
-            try:
-                totals[peer] = wire.check_frame(header, frame, arrival.words)
-            except ProtocolMismatchError as error:
-                raise self._from(peer, error) from error
-        while left:
-            self._wait_for_next(left)
-        for peer, arrival in arrivals.items():
-            inbox[peer] = arrival.whole()
-            try:
-                wire.check_payload(inbox[peer], totals[peer])
-            except ProtocolMismatchError as error:
-                raise self._from(peer, error) from error
-        return inbox
 
     def _post_on_device(
         self, sends: Mapping[int, torch.Tensor], receives: Mapping[int, int], frame: wire.Frame
@@ -272,10 +263,7 @@ class Messages:
 
     def wait_for(self, work: Any) -> None:
         """Wait for ``work``, an operation of torch, at most until the time-out."""
-        if self._timeout is None or is_asynchronous(self._device):  # NCCL would poll. The watcher has the time-out
-            work.wait()
-        else:
-            work.wait(self._timeout)
+        work.wait(*self._limit)
 
     def _wait_for_next(self, left: list[tuple[int, Any]]) -> None:
         """Wait for the first work that is ``left``, and remove it. If that fails, note which others had not arrived.
@@ -284,7 +272,7 @@ class Messages:
         """
         (peer, work), *others = left
         try:
-            self.wait_for(work)
+            work.wait(*self._limit)
         except RuntimeError:
             late = {peer, *(other for other, work in others if not failure_report.has_arrived(work))}
             self.waiting = [self._global_ranks[each] for each in sorted(late)]

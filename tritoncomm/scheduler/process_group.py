@@ -20,6 +20,8 @@ from tritoncomm.scheduler.new_group import needs_all_ranks, new_group
 from tritoncomm.scheduler.ranks import global_ranks, name_of, resume
 from tritoncomm.scheduler.rounds import (
     AllGather,
+    AllReduce,
+    AllToAll,
     Collective,
     InSubgroup,
     Op,
@@ -294,7 +296,7 @@ class ProcessGroupScheduler:
                 op = resume(pattern.send, None, self.ranks)
                 while True:
                     try:
-                        reply = (yield from self._read(op)) if isinstance(op, Read) else self._perform(op)
+                        reply = (yield from self._read(op)) if type(op) is Read else self._perform(op)
                     except NonFiniteError as error:  # from a subgroup: the pattern reports it to the other subgroups
                         op = resume(pattern.throw, error, self.ranks)
                     else:
@@ -336,7 +338,7 @@ class ProcessGroupScheduler:
             raise self._failed(op, error) from error
         finally:
             span.end()
-            if not isinstance(op, InSubgroup):  # a subgroup has counted its own time
+            if type(op) is not InSubgroup:  # a subgroup has counted its own time
                 self.meter.time(op.phase, span)
 
     def _reply_to(self, op: Op) -> Any:
@@ -349,9 +351,10 @@ class ProcessGroupScheduler:
                 return self._messages.wait(op.ticket.token)
             case InSubgroup():
                 return self._run_in_subgroup(op)
-            case _:
-                assert not isinstance(op, Read), "running() yields it"
+            case AllReduce() | AllToAll() | AllGather():
                 return self._collective(op)
+            case Read():
+                raise AssertionError("running() yields it")
 
     def _run_in_subgroup(self, op: InSubgroup) -> Any:
         group = self._subgroups[op.ranks]
