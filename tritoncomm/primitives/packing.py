@@ -51,8 +51,8 @@ def pack_padded(indices: torch.Tensor, values: torch.Tensor, words: int) -> torc
     """
     message = indices.new_full((words,), _PADDING)
     pairs = message.view(2, -1)
-    pairs[0, : indices.numel()] = indices
-    pairs[1, : indices.numel()] = values.view(torch.int32)
+    pairs[0, : indices.shape[0]] = indices
+    pairs[1, : indices.shape[0]] = values.view(torch.int32)
     return message
 
 
@@ -147,8 +147,8 @@ class Section:
         Also returns the entries that the receiver will get, multiplied by ``divisor``. They are a part of the given
         entries (:meth:`sendable`), with rounded values. The difference belongs into the sender's residual.
         """
-        if indices.numel() > self.room:
-            raise ValueError(f"{indices.numel()} entries do not fit into a section with room={self.room}")
+        if indices.shape[0] > self.room:
+            raise ValueError(f"{indices.shape[0]} entries do not fit into a section with room={self.room}")
         if self.is_packed:
             return write_one(self.layout, self.low, indices, values, divisor=self.divisor)
         entries = self.sendable(Entries(indices, values))
@@ -265,7 +265,7 @@ class Sections:
         self.is_plain = not (encoding.packed or encoding.rounds)
         if not self.is_plain:
             self.sections = [encoding.section(*bounds, divisor=divisor) for bounds in ranges]
-            self.words = sum(section.words for section in self.sections)
+            self.words = sum([section.words for section in self.sections])
         elif ranges:
             self.words = 2 * sum(min(room, high - low) for low, high, room in ranges)
 

@@ -160,22 +160,18 @@ class Messages:
             if arrival.rest_work is not None:
                 rests.append((peer, arrival.rest_work))
         left = [*firsts, *rests, *sends]
-        for peer, arrival in arrivals.items():
-            if arrival.first_work is not None:
+        try:
+            for peer, arrival in arrivals.items():
+                if arrival.first_work is not None:
+                    self._wait_for_next(left)
+                totals[peer] = wire.check_frame(arrival.first[: cost.HEADER_WORDS], frame, arrival.words)
+            while left:
                 self._wait_for_next(left)
-            header = arrival.first[: cost.HEADER_WORDS]
-            try:
-                totals[peer] = wire.check_frame(header, frame, arrival.words)
-            except ProtocolMismatchError as error:
-                raise self._from(peer, error) from error
-        while left:
-            self._wait_for_next(left)
-        for peer, arrival in arrivals.items():
-            inbox[peer] = arrival.whole()
-            try:
+            for peer, arrival in arrivals.items():
+                inbox[peer] = arrival.whole()
                 wire.check_payload(inbox[peer], totals[peer])
-            except ProtocolMismatchError as error:
-                raise self._from(peer, error) from error
+        except ProtocolMismatchError as error:
+            raise self._from(peer, error) from error
         return inbox
 
     def _receive(self, group: Any, box: _Mailbox, peer: int, words: int, wanted: int) -> _Arrival:

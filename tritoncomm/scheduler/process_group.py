@@ -17,12 +17,9 @@ from tritoncomm.scheduler.failure_report import IsInterruption
 from tritoncomm.scheduler.messages import Messages
 from tritoncomm.scheduler.meter import Meter
 from tritoncomm.scheduler.new_group import needs_all_ranks, new_group
-from tritoncomm.scheduler.ranks import global_ranks, name_of, resume
+from tritoncomm.scheduler.ranks import global_ranks, members, name_of
 from tritoncomm.scheduler.rounds import (
     AllGather,
-    AllReduce,
-    AllToAll,
-    Collective,
     InSubgroup,
     Op,
     Pattern,
@@ -289,18 +286,18 @@ class ProcessGroupScheduler:
         if new_step:
             self.step += 1
             self._number = 0
-        reply: Any = None
         op: Op = _START
+        before = members.set(self.ranks)
         try:
             with self.watcher or nullcontext():
-                op = resume(pattern.send, None, self.ranks)
+                op = pattern.send(None)
                 while True:
                     try:
                         reply = (yield from self._read(op)) if type(op) is Read else self._perform(op)
                     except NonFiniteError as error:  # from a subgroup: the pattern reports it to the other subgroups
-                        op = resume(pattern.throw, error, self.ranks)
+                        op = pattern.throw(error)
                     else:
-                        op = resume(pattern.send, reply, self.ranks)
+                        op = pattern.send(reply)
         except StopIteration as stop:
             result: Result = stop.value
             return result
@@ -315,9 +312,11 @@ class ProcessGroupScheduler:
             raise failure from error
         finally:
             pattern.close()
+            members.reset(before)
 
     def _read(self, op: Read) -> Running[Any]:
         content = yield op.tensor
+        members.set(self.ranks)  # another run may have ended in the meantime
         if self.watcher is not None:
             self.watcher.check()
         return content
@@ -351,10 +350,11 @@ class ProcessGroupScheduler:
                 return self._messages.wait(op.ticket.token)
             case InSubgroup():
                 return self._run_in_subgroup(op)
-            case AllReduce() | AllToAll() | AllGather():
-                return self._collective(op)
             case Read():
                 raise AssertionError("running() yields it")
+        result = group_collectives.perform(op, self._messages, self._frame(op.phase))
+        self.meter.count(op.phase, *traffic(op, self.world_size))
+        return result
 
     def _run_in_subgroup(self, op: InSubgroup) -> Any:
         group = self._subgroups[op.ranks]
@@ -399,11 +399,6 @@ class ProcessGroupScheduler:
         token = self._messages.post(round_.sends, round_.receives, self._frame(round_.phase))
         self.meter.count(round_.phase, *traffic(round_, self.world_size))
         return token
-
-    def _collective(self, op: Collective) -> torch.Tensor:
-        result = group_collectives.perform(op, self._messages, self._frame(op.phase))
-        self.meter.count(op.phase, *traffic(op, self.world_size))
-        return result
 
     def _frame(self, phase: str) -> wire.Frame:
         assert self.stamp is not None
