@@ -187,7 +187,7 @@ def decays(
     if bits is None:
         bits = int(tau.max()).bit_length() if tau.numel() else 0
     for bit in range(bits):
-        used = ((tau >> bit) & 1).bool()
+        used = (tau >> bit) & 1 != 0
         # 1 - b^(s+t) = (1 - b^s) + b^s (1 - b^t) adds positive terms only, so nothing cancels.
         complement = torch.where(used, complement + power * complements[bit], complement)
         power = torch.where(used, power * powers[bit], power)

@@ -72,7 +72,7 @@ class _Column:
     def read(self, pieces: list[_Piece], dtype: _Type) -> _Array:
         """Return a chunk of entries in ``dtype``."""
         values = np.empty(pieces[-1][1].stop, self._arrays[0].dtype)
-        if isinstance(pieces[0][2], slice):  # and so are all others
+        if type(pieces[0][2]) is slice:  # and so are all others
             for number, span, where in pieces:
                 values[span] = self._arrays[number][where]
         else:  # the indices are inside: "wrap" does not change them, and is the fastest mode
@@ -188,7 +188,7 @@ class AdamArrays:
         moves, waited, votes = np.empty(size, step.wide), np.empty(size, step.wide), np.empty(size, np.int64)
         for span, pieces in chunks:
             moves[span], waited[span], votes[span] = step.advance(self._states, pieces, part.delivered[span])
-        if (waited != 1).any():  # otherwise every entry is delivered in every step
+        if np.logical_or.reduce(waited != 1):  # otherwise every entry is delivered in every step
             own = slice(part.numbers.start, part.numbers.stop)
             rms = np.array([float(held) for held in self._rms[own]], step.wide)
             moves = step.catch_up_moves(moves, waited, votes, part.bounds, self._sizes[own], rms)
@@ -262,7 +262,7 @@ class _Step:
 
         Unless every delivery is of one step, the results of :meth:`_forgetting` follow.
         """
-        longest, betas = int(tau.max()), self._control.betas
+        longest, betas = int(np.maximum.reduce(tau)), self._control.betas
         if longest >= _LOOKED_UP:
             return self._forgetting(tau, _compute_of_delay(tau, betas, self.wide))
         bits = longest.bit_length()

@@ -121,7 +121,7 @@ def mark(
     if span is not None:
         check_vector("span", span, dtypes=(torch.int32,), numel=2, like=out)
     _check_marks(out, marks)
-    if out.numel() == 0:
+    if not out.shape[0]:
         marks.bits.zero_()
         marks.counts.zero_()
     elif triton_runs(out):
@@ -215,7 +215,7 @@ def select_keys(
     On a CPU, sparse lists of ``terms`` can be added to what is compared and returned, list by list. Their indices are
     ascending and unique. The vector itself stays as it is. With terms there is no ``divisor``.
     """
-    if out.numel() == 0:
+    if not out.shape[0]:
         return Entries(out.new_empty(0, dtype=torch.int32), out.new_empty(0))
     if not terms and triton_runs(out):
         return _scan_triton(residual, gradient, out, key, divisor, workspace if workspace is not None else Workspace())

@@ -29,13 +29,8 @@ _FIRST_PART_WORDS = 1 << 12
 _AHEAD = 2
 
 
-@dataclass
-class _FirstPart:
-    """A posted receive of the first part of message ``number`` of a peer, whatever its length."""
-
-    number: int
-    buffer: torch.Tensor
-    work: Any
+# A posted receive of the first part of a message of a peer, whatever its length: its number, its buffer and its work.
+_FirstPart = tuple[int, torch.Tensor, Any]
 
 
 @dataclass
@@ -129,7 +124,7 @@ class Messages:
         # than their buffers. It aborts the process when one is longer.
         self._started = []  # kept if one of them fails, because the backend may use the tensors of the others
         group = self.group
-        box = _mailbox(group)
+        box = _mailboxes.get(group) or _mailboxes.setdefault(group, _Mailbox())
         # A profiler wants to be told of the end of an operation, and must not be gone by then.
         is_watched = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]  # noqa: SLF001
         wanted = 1 + _AHEAD if self.uses_gloo and not is_watched else 1
@@ -186,20 +181,20 @@ class Messages:
             try:
                 work = group.recv([buffer], peer, _FIRST_TAGS + number % _FIRST_TAGS)
             except RuntimeError as error:  # the connection is closed, but this message may have arrived before
-                is_here = failure_report.is_lost(error) and bool(ahead) and failure_report.has_arrived(ahead[0].work)
+                is_here = failure_report.is_lost(error) and bool(ahead) and failure_report.has_arrived(ahead[0][2])
                 if not is_here:
                     raise
                 break
             box.posted[peer] = number
-            ahead.append(_FirstPart(number, buffer, work))
-        first = ahead.popleft()
-        self._started.append(first)
+            ahead.append((number, buffer, work))
+        self._started.append(ahead[0])
+        number, first, work = ahead.popleft()
         payload, rest_work = None, None
         if words > _FIRST_PART_WORDS:
             payload = torch.empty(words, dtype=torch.int32, device=self._device)
-            rest_work = group.recv([payload[_FIRST_PART_WORDS:]], peer, _second_tag(first.number, words))
+            rest_work = group.recv([payload[_FIRST_PART_WORDS:]], peer, _second_tag(number, words))
             self._started.append((payload, rest_work))
-        return _Arrival(words, first.buffer, payload, None if is_here else first.work, rest_work)
+        return _Arrival(words, first, payload, None if is_here else work, rest_work)
 
     def _send(self, group: Any, box: _Mailbox, peer: int, message: torch.Tensor) -> list[tuple[int, Any]]:
         """Start to send ``message`` in one part or two. Return ``peer`` and the work of each."""
@@ -274,13 +269,6 @@ class Messages:
             self.waiting = [self._global_ranks[each] for each in sorted(late)]
             raise
         left[:] = others
-
-
-def _mailbox(group: Any) -> _Mailbox:
-    found = _mailboxes.get(group)
-    if found is None:
-        found = _mailboxes[group] = _Mailbox()
-    return found
 
 
 def _second_tag(number: int, words: int) -> int:

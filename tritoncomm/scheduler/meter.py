@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from tritoncomm.scheduler.cost import Traffic, total
 from tritoncomm.scheduler.span import Span
@@ -18,7 +19,7 @@ class Meter:
     that were not known yet when they were added. See :meth:`settle`.
     """
 
-    seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    seconds: defaultdict[str, float] = field(default_factory=partial(defaultdict, float))
     sent_by_phase: dict[str, Traffic] = field(default_factory=dict)
     received_by_phase: dict[str, Traffic] = field(default_factory=dict)
     spans: list[tuple[str, Span]] = field(default_factory=list)

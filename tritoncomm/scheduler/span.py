@@ -38,7 +38,7 @@ class Span:
         self._device = device
         self._started = time.perf_counter()
         self._end: Any = None
-        self._start = devices.timed_event(device) if devices.is_asynchronous(device) else None
+        self._start = devices.timed_event(device) if device.type != "cpu" and devices.is_asynchronous(device) else None
 
     def end(self) -> Span:
         """End the span, and return it."""
