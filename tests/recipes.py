@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import cache
 from types import MappingProxyType
 from typing import TypeVar
@@ -43,7 +43,7 @@ SHORT = {"repartition_every": 3, "reevaluate_every": 4}
 @cache
 def _always_packed(kind: type[IndexRecipe]) -> type[IndexRecipe]:
     def encoding(self: IndexRecipe) -> Encoding:
-        return kind.encoding.fget(self)._replace(packed="always")
+        return replace(kind.encoding.fget(self), packed="always")
 
     def reduced(self: IndexRecipe) -> tuple[object, ...]:  # pickle does not find the class by its name
         return always_packed, (_as(kind, self),)

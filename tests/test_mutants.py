@@ -195,16 +195,16 @@ class ScalesByOwnResidual(StagedAlgorithm):
 class ForgetsItsError(StagedAlgorithm):
     """Loses what quantization cuts off."""
 
-    def _tail_mean(self, values, rank, world_size, verdict):
-        mean, left = yield from super()._tail_mean(values, rank, world_size, verdict)
+    def _tail_mean(self, values, rank, world_size, width, verdict):
+        mean, left = yield from super()._tail_mean(values, rank, world_size, width, verdict)
         return mean, torch.zeros_like(left)
 
 
 class KeepsItsErrorTwice(StagedAlgorithm):
     """Keeps the error of a sender in the residual of the owner as well."""
 
-    def _tail_mean(self, values, rank, world_size, verdict):
-        mean, left = yield from super()._tail_mean(values, rank, world_size, verdict)
+    def _tail_mean(self, values, rank, world_size, width, verdict):
+        mean, left = yield from super()._tail_mean(values, rank, world_size, width, verdict)
         everybody = yield AllGather("small-errors", left)
         length = -(-len(left) // world_size)
         own = slice(rank * length, (rank + 1) * length)
@@ -216,7 +216,7 @@ class KeepsItsErrorTwice(StagedAlgorithm):
 class QuantizesItsSum(StagedAlgorithm):
     """Quantizes the sum instead of the mean, which every rank then divides and rounds."""
 
-    def _tail_mean(self, values, rank, world_size, verdict):
+    def _tail_mean(self, values, rank, world_size, width, verdict):
         sums = yield AllReduce("small tensors", values)
         sent = self.quantized(sums, world_size)
         return sent, sums - world_size * sent if rank == 0 else torch.zeros_like(values)

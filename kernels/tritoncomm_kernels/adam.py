@@ -151,7 +151,7 @@ class AdamControl:
         one. Entries that are 0, or have a moment of 0, do not count. Language models have q below 1/4 in nearly all
         steps. 3 sqrt(n) are three standard deviations, so that a tensor with few entries is not steady by chance.
         """
-        correct1, correct2 = (1 - beta**steps for beta in betas)
+        correct1, correct2 = 1 - betas[0] ** steps, 1 - betas[1] ** steps
         scalars = Scalars(
             steps=steps,
             clock=steps if clock is None else clock,
@@ -187,7 +187,7 @@ def decays(
     if bits is None:
         bits = int(tau.max()).bit_length() if tau.numel() else 0
     for bit in range(bits):
-        used = ((tau >> bit) & 1).bool()
+        used = (tau >> bit) & 1 != 0
         # 1 - b^(s+t) = (1 - b^s) + b^s (1 - b^t) adds positive terms only, so nothing cancels.
         complement = torch.where(used, complement + power * complements[bit], complement)
         power = torch.where(used, power * powers[bit], power)

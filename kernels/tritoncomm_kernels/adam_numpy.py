@@ -55,24 +55,24 @@ class _Column:
         self._tensors = tensors
         self.flats = list(map(_flat, tensors))
         self._arrays = list(map(_raw, self.flats))
-        self._copied = [i for i, flat in enumerate(self.flats) if flat.data_ptr() != tensors[i].data_ptr()]
+        self.copied = [i for i, flat in enumerate(self.flats) if flat.data_ptr() != tensors[i].data_ptr()]
         self._is_half = bool(tensors) and tensors[0].dtype in _HALF
 
     def load(self) -> None:
         """Read what is copied."""
-        for i in self._copied:
+        for i in self.copied:
             self.flats[i] = _flat(self._tensors[i])
             self._arrays[i] = _raw(self.flats[i])
 
     def store(self) -> None:
         """Write it back."""
-        for i in self._copied:
+        for i in self.copied:
             self._tensors[i].copy_(self.flats[i].view(self._tensors[i].shape))
 
     def read(self, pieces: list[_Piece], dtype: _Type) -> _Array:
         """Return a chunk of entries in ``dtype``."""
         values = np.empty(pieces[-1][1].stop, self._arrays[0].dtype)
-        if isinstance(pieces[0][2], slice):  # and so are all others
+        if type(pieces[0][2]) is slice:  # and so are all others
             for number, span, where in pieces:
                 values[span] = self._arrays[number][where]
         else:  # the indices are inside: "wrap" does not change them, and is the fastest mode
@@ -140,6 +140,7 @@ class AdamArrays:
     def __init__(self, columns: list[list[torch.Tensor]], starts: list[int]) -> None:
         parameters, first, second, last, self._rms, *maximum = columns
         self._parameters, *self._states = (_Column(held) for held in (parameters, last, first, second, *maximum))
+        self._copied = [column for column in (self._parameters, *self._states) if column.copied]
         self._sizes, self._dtype = list(map(torch.Tensor.numel, parameters)), parameters[0].dtype
         self._starts = np.array(starts, np.int32)
         self._ends = self._starts + np.array(self._sizes, np.int32)
@@ -153,14 +154,13 @@ class AdamArrays:
     ) -> None:
         """See :meth:`AdamFlat.update`."""
         step = _Step(control, np.float64 if self._dtype == torch.float64 else np.float32)
-        columns = [self._parameters, *self._states]
-        for column in columns:
+        for column in self._copied:
             column.load()
         given = _rounded(values.cpu(), self._dtype).numpy()
         with np.errstate(all="ignore"):
             for part in self._parts(None if indices is None else indices.cpu().numpy(), given):
                 self._update_part(part, step, keep)
-        for column in columns:
+        for column in self._copied:
             column.store()
 
     def _parts(self, listed: _Array | None, given: _Array) -> Iterator[_Part]:
@@ -168,7 +168,7 @@ class AdamArrays:
         lows: _Array = self._starts
         highs: _Array = self._ends
         if listed is not None:
-            entries = listed[: np.count_nonzero(listed >= 0)]  # padding is at the end
+            entries = listed[listed >= 0]  # without padding
             lows, highs = entries.searchsorted(lows), entries.searchsorted(highs)
         counts = (highs - lows).tolist()
         for span in consecutive(counts, _PART):
@@ -188,7 +188,7 @@ class AdamArrays:
         moves, waited, votes = np.empty(size, step.wide), np.empty(size, step.wide), np.empty(size, np.int64)
         for span, pieces in chunks:
             moves[span], waited[span], votes[span] = step.advance(self._states, pieces, part.delivered[span])
-        if (waited != 1).any():  # otherwise every entry is delivered in every step
+        if np.logical_or.reduce(waited != 1):  # otherwise every entry is delivered in every step
             own = slice(part.numbers.start, part.numbers.stop)
             rms = np.array([float(held) for held in self._rms[own]], step.wide)
             moves = step.catch_up_moves(moves, waited, votes, part.bounds, self._sizes[own], rms)
@@ -229,7 +229,7 @@ class _Step:
         """
         last, first, second, *maxima = states
         tau = np.maximum(self._clock - last.read(pieces, np.int32), 1)
-        last.write(pieces, np.full_like(tau, self._clock))
+        last.write(pieces, np.array([self._clock]).repeat(tau.size))
         waited = tau.astype(self.wide)
         mean = delivered / waited
         if self._control.maximize:
@@ -262,14 +262,14 @@ class _Step:
 
         Unless every delivery is of one step, the results of :meth:`_forgetting` follow.
         """
-        longest, betas = int(tau.max()), self._control.betas
+        longest, betas = int(np.maximum.reduce(tau)), self._control.betas
         if longest >= _LOOKED_UP:
             return self._forgetting(tau, _compute_of_delay(tau, betas, self.wide))
         bits = longest.bit_length()
         if longest == 1:
             return [row[1] for row in _table(bits, betas, self.wide)]
         if bits not in self._of_bits:
-            self._of_bits[bits] = np.stack(self._forgetting(np.arange(1 << bits), _table(bits, betas, self.wide)))
+            self._of_bits[bits] = np.array(self._forgetting(np.arange(1 << bits), _table(bits, betas, self.wide)))
         return list(self._of_bits[bits].take(tau.astype(np.int64), axis=1, mode="wrap"))
 
     def _forgetting(self, tau: _Array, rows: list[_Array]) -> list[_Array]:
@@ -314,14 +314,13 @@ class _Step:
         starts = [bounds[i] for i in some]
         totals = np.add.reduceat(distance.astype(np.int64), starts)
         length = np.sqrt(totals.astype(self.wide) / np.array([sizes[i] for i in some], self.wide))
-        reach = np.full_like(length, np.inf)
         if self.scalars.change != np.inf:
             reach = self.scalars.change * rms[some]
             reach = np.where(reach > FINE, reach, self.wide(FINE))  # at least one learning rate, also if it is NaN
-        for i in (length > reach).nonzero()[0]:
-            own = factors[bounds[some[i]] : bounds[some[i] + 1]]
-            own *= reach[i] / length[i]
-            np.maximum(own, 1, out=own)
+            for i in (length > reach).nonzero()[0]:
+                own = factors[bounds[some[i]] : bounds[some[i] + 1]]
+                own *= reach[i] / length[i]
+                np.maximum(own, 1, out=own)
         steady = _steadiness(np.add.reduceat(votes, starts), self.wide)
         far = np.minimum(tau, self.scalars.steady, out=tau)
         counts = [bounds[i + 1] - bounds[i] for i in some]

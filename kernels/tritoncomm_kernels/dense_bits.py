@@ -17,6 +17,7 @@ kernel, and none waits for the host.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -28,7 +29,6 @@ from tritoncomm_kernels.checks import check_vector
 from tritoncomm_kernels.dispatch import kernel, triton_runs
 from tritoncomm_kernels.formats import DENSE_FORMATS, Format
 from tritoncomm_kernels.quantize import codes_of_cells, scale_bits
-from tritoncomm_kernels.workspace import Workspace
 
 BLOCK = 64
 LIMIT = 2.0**104  # a scale of this size marks its block as not finite, so that no sum over ranks overflows
@@ -39,6 +39,7 @@ _CHUNK = 1 << 18
 NAN_BITS = 0x7FC00000
 _NAMES = DENSE_FORMATS[1:]  # without fp32
 _BITS_OF_CODE = np.left_shift(1, np.arange(8)).astype(np.uint8)[:, None]
+_OCTETS = 256 * np.arange(8)[:, None]  # where the rows of a plane begin in a table of octets
 _ROW_BITS = 16  # of the number of a row in a table of levels: 2 MB at most, which stay in a cache
 
 
@@ -70,13 +71,13 @@ def round_parts(values: torch.Tensor, parts: int, part: int, fmt: Format) -> tor
         messages = values.new_empty((parts, words(length, fmt)), dtype=torch.int32)
         kernel("dense_bits_triton").round_parts(values, messages, part, length, fmt)
         return messages
-    message, scratch, numel = _Fields.empty(parts * length, fmt, values.device), Workspace(), values.shape[0]
+    message, numel = _Fields.empty(parts * length, fmt), values.shape[0]
     for start, stop in _chunks((0, min(numel, part * length)), ((part + 1) * length, numel)):
         chunk = values[start:stop]
         blocks = _in_blocks(chunk)
-        codes, scales = _encoded(blocks, stop - start, fmt, 1, scratch)
+        codes, scales = _encoded(blocks, stop - start, fmt, 1)
         message.write(start, codes, scales)
-        blocks.addcmul_(_levels(codes, fmt, torch.float32, scratch), scales[:, None], value=-1)
+        blocks.addcmul_(_levels(codes, fmt, torch.float32), scales[:, None], value=-1)
         if stop % BLOCK:
             chunk.copy_(blocks.view(-1)[: stop - start])
     return message.rows(parts)
@@ -97,24 +98,21 @@ def round_mean(messages: torch.Tensor, values: torch.Tensor, part: int, fmt: For
         block = messages.new_empty(messages.shape[1])
         kernel("dense_bits_triton").round_mean(messages.contiguous(), values, block, part, length, fmt)
         return block
-    own, message = values[part * length : (part + 1) * length], _Fields.empty(length, fmt, values.device)
-    scratch = Workspace()
+    own, message = values[part * length : (part + 1) * length], _Fields.empty(length, fmt)
     received = _Fields.of(messages, length, fmt)
     for start, stop in _chunks((0, own.shape[0]), size=_CHUNK // 2):  # fp64
         chunk = own[start:stop]
         blocks = _in_blocks(chunk)
-        total = scratch.buffer("total", blocks.numel(), torch.float64, blocks.device).view_as(blocks).zero_()
+        total = torch.zeros(blocks.shape, dtype=torch.float64)
         for row in range(parts):
             if row == part:
                 total += blocks
             else:
-                total.addcmul_(*received.part(row * length + start, blocks.shape[0]).decoded(torch.float64, scratch))
+                total.addcmul_(*received.decoded(row * length + start, blocks.shape[0], torch.float64))
         total.view(-1)[stop - start :] = 0.0  # a code for a place behind the last value is no zero
-        mean = scratch.buffer("mean", blocks.numel(), torch.float32, blocks.device).view_as(blocks)
-        torch.div(mean.copy_(total), parts, out=mean)
-        codes, scales = _encoded(mean, stop - start, fmt, parts, scratch)
+        codes, scales = _encoded(total.float() / parts, stop - start, fmt, parts)
         message.write(start, codes, scales)
-        total.addcmul_(_levels(codes, fmt, torch.float64, scratch), scales[:, None].double(), value=-parts)
+        total.addcmul_(_levels(codes, fmt, torch.float64), scales[:, None].double(), value=-parts)
         chunk.copy_(total.view(-1)[: stop - start])
     return message.rows(1)[0]
 
@@ -127,21 +125,16 @@ def read_parts(messages: torch.Tensor, numel: int, fmt: Format) -> torch.Tensor:
     """
     length = part_length(numel, messages.shape[0])
     _check(numel, fmt)
-    if messages.device.type == "cpu":
-        values = torch.from_numpy(np.empty(numel, np.float32))  # asks for large pages: 100 MB take 5 ms, not 39
-    else:
-        values = torch.empty(numel, dtype=torch.float32, device=messages.device)
     if triton_runs(messages):
+        values = messages.new_empty(numel, dtype=torch.float32)
         kernel("dense_bits_triton").read_parts(messages.contiguous(), values, length, fmt)
         return values
-    fields, scratch = _Fields.of(messages, length, fmt), Workspace()
-    for start, stop in _chunks((0, numel)):
-        part, whole = fields.part(start, -(-(stop - start) // BLOCK)), not stop % BLOCK
-        levels, scales = part.decoded(torch.float32, scratch, values[start:stop] if whole else None)
-        levels *= scales
-        if not whole:
-            values[start:stop] = levels.view(-1)[: stop - start]
-    return values
+    fields, count = _Fields.of(messages, length, fmt), -(-numel // BLOCK)
+    blocks = torch.from_numpy(np.empty((count, BLOCK), np.float32))  # asks for large pages: 100 MB take 5 ms, not 39
+    for start, stop in _chunks((0, count * BLOCK)):
+        own = slice(start // BLOCK, stop // BLOCK)
+        torch.mul(*fields.decoded(start, own.stop - own.start, torch.float32), out=blocks[own])
+    return blocks.view(-1)[:numel]
 
 
 def scales_of(messages: torch.Tensor, numel: int, fmt: Format) -> torch.Tensor:
@@ -160,8 +153,8 @@ class _Lookup(NamedTuple):
     above the top level.
 
     Codes are read several at a time: their bits together are the number of a row of ``levels`` (``[rows, codes]``, by
-    dtype). Of an octet of the first plane, ``spread`` (uint16 ``[256, numbers]``) is what it adds to these numbers.
-    What other planes add is shifted by their number. ``level`` (``[codes]``, by dtype) is that of a single code.
+    dtype). Of an octet of a plane, ``spread`` (uint16 ``[256 * planes, numbers]``) is what it adds to these numbers.
+    ``level`` (``[codes]``, by dtype) is that of a single code.
     """
 
     codes: NDArray[np.uint8]
@@ -179,25 +172,26 @@ def lookup(fmt: Format) -> _Lookup:
     at_once = next(count for count in (8, 4, 2, 1) if count * fmt.bits <= _ROW_BITS)
     shifts = fmt.bits * np.arange(at_once)
     octets = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
-    spread = (octets.reshape(256, -1, at_once).astype(np.int64) << shifts).sum(2).astype(np.uint16)
+    first = (octets.reshape(256, -1, at_once).astype(np.int64) << shifts).sum(2)
+    spread = np.concatenate([first << plane for plane in range(fmt.bits)]).astype(np.uint16)
     codes = np.arange(1 << (fmt.bits * at_once))[:, None] >> shifts & ((1 << fmt.bits) - 1)
     every = np.concatenate([levels, -levels])
     rows, level = ({torch.float32: each.astype(np.float32), torch.float64: each} for each in (every[codes], every))
     return _Lookup(codes_of_cells(levels), cover, spread, rows, level)
 
 
-class _Fields(NamedTuple):
-    """The ``codes`` (int32 ``[groups, bits]``) and the ``scales`` (fp32 ``[blocks]``) of a range of values."""
+@dataclass(frozen=True)
+class _Fields:
+    """The ``codes`` (int32 ``[groups, bits]``) and ``scales`` (fp32 ``[blocks]``) of a range of values, on a CPU."""
 
     codes: torch.Tensor
     scales: torch.Tensor
     fmt: Format
 
     @classmethod
-    def empty(cls, numel: int, fmt: Format, device: torch.device) -> _Fields:
+    def empty(cls, numel: int, fmt: Format) -> _Fields:
         """Return fields with zeros for ``numel`` values, a multiple of ``BLOCK``."""
-        codes = torch.zeros(numel // _GROUP, fmt.bits, dtype=torch.int32, device=device)
-        return cls(codes, torch.zeros(numel // BLOCK, dtype=torch.float32, device=device), fmt)
+        return cls(torch.zeros(numel // _GROUP, fmt.bits, dtype=torch.int32), torch.zeros(numel // BLOCK), fmt)
 
     @classmethod
     def of(cls, messages: torch.Tensor, length: int, fmt: Format) -> _Fields:
@@ -205,40 +199,29 @@ class _Fields(NamedTuple):
         codes = messages[:, : code_words(length, fmt)].reshape(-1, fmt.bits)
         return cls(codes, _scales(messages, length, fmt).view(-1), fmt)
 
-    def part(self, start: int, blocks: int) -> _Fields:
-        """Return the fields of ``blocks`` blocks, of which the first begins at value ``start``."""
-        group, block = start // _GROUP, start // BLOCK
-        codes = self.codes[group : group + blocks * BLOCK // _GROUP]
-        return _Fields(codes, self.scales[block : block + blocks], self.fmt)
-
     def write(self, start: int, codes: NDArray[np.uint8], scales: torch.Tensor) -> None:
         """Overwrite the fields from value ``start`` on. ``codes`` are those of the values, in order."""
-        part = self.part(start, scales.shape[0])
-        planes = np.packbits(codes & _BITS_OF_CODE[: self.fmt.bits], axis=1, bitorder="little")
-        part.codes.copy_(torch.from_numpy(planes.view(np.int32).T))
-        part.scales.copy_(scales)
+        group, block = start // _GROUP, start // BLOCK
+        planes = np.packbits(codes & _BITS_OF_CODE[: self.fmt.bits], axis=1, bitorder="little").view(np.int32)
+        self.codes[group : group + planes.shape[1]] = torch.from_numpy(planes.T)
+        self.scales[block : block + scales.shape[0]] = scales
 
-    def decoded(
-        self, dtype: torch.dtype, scratch: Workspace, out: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def decoded(self, start: int, blocks: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the levels in units of their scales (``[blocks, BLOCK]``), and the scales (``[blocks, 1]``).
 
-        The levels are written to ``out`` (``[values]``), or to scratch memory.
+        The first block begins at value ``start``.
         """
-        tables = lookup(self.fmt)
-        octets = self.codes.t().contiguous().view(torch.uint8).numpy()  # of each plane
-        numbers = tables.spread.take(octets[0], axis=0, mode="wrap")
-        for bit in range(1, self.fmt.bits):
-            numbers |= tables.spread.take(octets[bit], axis=0, mode="wrap") << np.uint16(bit)
-        if out is None:
-            out = scratch.buffer("levels", _GROUP * self.codes.shape[0], dtype, self.codes.device)
-        levels, rows = out, tables.levels[dtype]
-        rows.take(numbers.reshape(-1), axis=0, out=levels.view(-1, rows.shape[1]).numpy(), mode="wrap")
-        return levels.view(-1, BLOCK), self.scales[:, None].to(dtype)
+        tables, group, block = lookup(self.fmt), start // _GROUP, start // BLOCK
+        codes = self.codes[group : group + blocks * BLOCK // _GROUP]
+        octets = codes.t().contiguous().view(torch.uint8).numpy()  # of each plane
+        added = tables.spread.take(octets + _OCTETS[: self.fmt.bits], axis=0, mode="wrap")
+        numbers = np.bitwise_or.reduce(added).reshape(-1)
+        levels = torch.from_numpy(tables.levels[dtype].take(numbers, axis=0, mode="wrap")).view(-1, BLOCK)
+        return levels, self.scales[block : block + blocks, None].to(dtype)
 
     def rows(self, parts: int) -> torch.Tensor:
         """Return the messages (int32 ``[parts, words]``) of equal parts."""
-        halves = (self.scales.view(torch.int32) >> 16).to(torch.int16).view(parts, -1)
+        halves = self.scales.view(torch.int16)[1::2].view(parts, -1)  # the upper ones: a scale is a bf16 number
         if halves.shape[1] % 2:
             halves = torch.nn.functional.pad(halves, (0, 1))
         return torch.cat([self.codes.view(parts, -1), halves.contiguous().view(torch.int32)], dim=1)
@@ -246,19 +229,17 @@ class _Fields(NamedTuple):
 
 def _scales(messages: torch.Tensor, length: int, fmt: Format) -> torch.Tensor:
     halves = messages[:, code_words(length, fmt) :].contiguous().view(torch.int16)[:, : length // BLOCK]
-    scales = (halves.to(torch.int32) << 16).view(torch.float32)
+    scales = halves.view(torch.bfloat16).float()
     return torch.where((scales >= 0) & (scales <= 2 * LIMIT), scales, torch.nan)  # rounding up may reach twice it
 
 
-def _encoded(
-    blocks: torch.Tensor, count: int, fmt: Format, divisor: int, scratch: Workspace
-) -> tuple[NDArray[np.uint8], torch.Tensor]:
+def _encoded(blocks: torch.Tensor, count: int, fmt: Format, divisor: int) -> tuple[NDArray[np.uint8], torch.Tensor]:
     """Return codes (uint8 ``[values]``) and scales (fp32 ``[blocks]``) of ``blocks`` (``[blocks, BLOCK]``).
 
     The first ``count`` numbers are values, the others are zeros. Products of levels and ``divisor`` are exact in fp32.
     """
-    ratios = scratch.buffer("ratios", blocks.shape[0] * BLOCK, torch.float32, blocks.device).view_as(blocks)
-    scales = _chosen_scales(torch.abs(blocks, out=ratios), count, fmt, divisor)
+    ratios = blocks.abs()
+    scales = _chosen_scales(ratios, count, fmt, divisor)
     if fmt.bits == 1:
         return np.signbit(blocks.numpy()).reshape(-1).view(np.uint8), scales
     torch.div(blocks, torch.where(scales == 0, 1.0, scales)[:, None], out=ratios)
@@ -267,11 +248,9 @@ def _encoded(
     return codes, scales
 
 
-def _levels(codes: NDArray[np.uint8], fmt: Format, dtype: torch.dtype, scratch: Workspace) -> torch.Tensor:
-    """Return the levels of ``codes`` in units of their scales (``[blocks, BLOCK]``), in scratch memory."""
-    levels = scratch.buffer("levels", codes.size, dtype, torch.device("cpu"))
-    lookup(fmt).level[dtype].take(codes, out=levels.numpy(), mode="wrap")
-    return levels.view(-1, BLOCK)
+def _levels(codes: NDArray[np.uint8], fmt: Format, dtype: torch.dtype) -> torch.Tensor:
+    """Return the levels of ``codes`` in units of their scales (``[blocks, BLOCK]``)."""
+    return torch.from_numpy(lookup(fmt).level[dtype].take(codes, mode="wrap")).view(-1, BLOCK)
 
 
 def _chosen_scales(magnitudes: torch.Tensor, count: int, fmt: Format, divisor: int) -> torch.Tensor:
@@ -295,7 +274,7 @@ def _chosen_scales(magnitudes: torch.Tensor, count: int, fmt: Format, divisor: i
 def _in_blocks(values: torch.Tensor) -> torch.Tensor:
     """Return ``values`` (``[m]``) as ``[blocks, BLOCK]``, with zeros behind the last one."""
     missing = -values.shape[0] % BLOCK
-    return (torch.nn.functional.pad(values, (0, missing)) if missing else values).view(-1, BLOCK)
+    return (torch.cat([values, values.new_zeros(missing)]) if missing else values).view(-1, BLOCK)
 
 
 def _chunks(*ranges: tuple[int, int], size: int | None = None) -> Iterator[tuple[int, int]]:

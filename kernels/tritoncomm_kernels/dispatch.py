@@ -16,16 +16,16 @@ VARIABLE = "TRITONCOMM_KERNELS"
 CHOICES = ("auto", "triton")
 OLDEST_TRITON = (3, 6)
 MAX_ROWS = 65535  # limit of the second dimension of a CUDA grid
+choice = os.environ.get(VARIABLE) or "auto"
+"""The value of the environment variable ``TRITONCOMM_KERNELS`` when this module was imported."""
 
 
 def triton_runs(tensor: torch.Tensor) -> bool:
     """Return True if operations on ``tensor`` launch a Triton kernel, which those on a GPU do.
 
-    Kernels also run on CPU tensors, in Triton's interpreter, if the environment variable ``TRITONCOMM_KERNELS`` is
-    ``triton``. It is read at every call, and ``auto`` is the default. Raises ``ValueError`` for any other value, and
-    ``RuntimeError`` if a kernel is needed and cannot run.
+    Kernels also run on CPU tensors, in Triton's interpreter, if :data:`choice` is ``triton``. ``auto`` is the default.
+    Raises ``ValueError`` for any other value, and ``RuntimeError`` if a kernel is needed and cannot run.
     """
-    choice = os.environ.get(VARIABLE) or "auto"
     if choice not in CHOICES:
         raise ValueError(f"{VARIABLE}={choice!r}: set it to one of {', '.join(CHOICES)}")
     on_gpu = devices.runs_triton(tensor)

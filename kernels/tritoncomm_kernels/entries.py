@@ -236,30 +236,17 @@ def merge(lists: Sequence[SparseList], numel: int, *, workspace: Workspace | Non
 
 def common_positions(sought: torch.Tensor, among: torch.Tensor) -> torch.Tensor:
     """Return the positions in ``sought`` of the elements that are also in ``among``. Both are ascending and unique."""
-    return positions(find(sought, among)[0])
-
-
-def find(sought: torch.Tensor, among: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return which elements of ``sought`` are in ``among`` (bool ``[m]``), and where there (int64 ``[m]``).
-
-    Both are ascending and unique. The position of an element that is not there means nothing, but is inside ``among``
-    unless that is empty. Nothing waits for a GPU.
-    """
     length, others = sought.shape[0], among.shape[0]
-    if not others:
-        return torch.zeros_like(sought, dtype=torch.bool), torch.zeros_like(sought, dtype=torch.int64)
     if sought.device.type != "cpu" or _MUCH_LONGER * length <= others:
+        if not others:
+            return torch.zeros(0, dtype=torch.int64, device=sought.device)
         where = torch.searchsorted(among, sought).clamp_(max=others - 1)
-        return among[where] == sought, where
+        return positions(among[where] == sought)
     if torch.equal(sought, among):
-        return torch.ones_like(sought, dtype=torch.bool), torch.arange(length)
+        return torch.arange(length)
     # A stable sort of two ascending lists is one merge. Of two equal indices, the sought one comes first.
     ascending, order = _merged([sought, among])
-    pairs = (ascending[1:] == ascending[:-1]).nonzero()[0]
-    found, places = np.zeros(length, dtype=np.bool_), np.zeros(length, dtype=np.int64)
-    found[order[pairs]] = True
-    places[order[pairs]] = order[pairs + 1] - length
-    return torch.from_numpy(found), torch.from_numpy(places)
+    return torch.from_numpy(order[:-1][ascending[1:] == ascending[:-1]])
 
 
 def _merged(lists: Sequence[torch.Tensor]) -> tuple[Integers, npt.NDArray[np.intp]]:

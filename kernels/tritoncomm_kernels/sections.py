@@ -141,7 +141,7 @@ def write_sendable(
     ``divisor`` without rounding, or ``values`` as they are if they are not rounded or not written. Tensors are on a
     CPU.
     """
-    assert indices.numel() <= layout.room
+    assert indices.shape[0] <= layout.room
     words = np.zeros(layout.words, np.int32)
     if not layout.room:
         return torch.from_numpy(words), Entries(indices, values)
@@ -241,7 +241,7 @@ def _read_indices(layout: Layout, words: NDArray[np.int32], count: int) -> tuple
             offsets[part] |= numbers[0]
         if layout.quantized:
             codes[part] = numbers[-1]
-    if count and not (offsets[-1] < layout.span and np.count_nonzero(offsets[1:] > offsets[:-1]) == count - 1):
+    if count and not (offsets[-1] < layout.span and np.logical_and.reduce(offsets[1:] > offsets[:-1])):
         raise ValueError(_DESCENDING)
     return offsets, codes
 

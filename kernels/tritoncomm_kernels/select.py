@@ -88,12 +88,10 @@ def threshold_key(threshold: float) -> int:
     The key of a positive threshold is its bits. The key of any other number is 1, because zeros are never selected.
     A NaN threshold selects only NaNs.
     """
-    if math.isnan(threshold):
-        return NAN_KEY
-    if threshold <= 0:
-        return 1
+    if not threshold > 0:
+        return NAN_KEY if math.isnan(threshold) else 1
     try:
-        return max(1, int.from_bytes(_FLOAT.pack(threshold), "little"))
+        return int.from_bytes(_FLOAT.pack(threshold), "little") or 1
     except OverflowError:  # rounded to fp32, it is infinity
         return _INFINITY
 
@@ -123,7 +121,7 @@ def mark(
     if span is not None:
         check_vector("span", span, dtypes=(torch.int32,), numel=2, like=out)
     _check_marks(out, marks)
-    if out.numel() == 0:
+    if not out.shape[0]:
         marks.bits.zero_()
         marks.counts.zero_()
     elif triton_runs(out):
@@ -217,7 +215,7 @@ def select_keys(
     On a CPU, sparse lists of ``terms`` can be added to what is compared and returned, list by list. Their indices are
     ascending and unique. The vector itself stays as it is. With terms there is no ``divisor``.
     """
-    if out.numel() == 0:
+    if not out.shape[0]:
         return Entries(out.new_empty(0, dtype=torch.int32), out.new_empty(0))
     if not terms and triton_runs(out):
         return _scan_triton(residual, gradient, out, key, divisor, workspace if workspace is not None else Workspace())
@@ -266,11 +264,8 @@ def _scan_host(
 ) -> Entries:
     """Chunk loop in numpy, whose calls, comparisons and nonzero() measured faster than torch's."""
     floats = out.numpy()
-    chunk = min(HOST_CHUNK, floats.size)
     add_chunk = _host_addition(floats, residual, gradient) if gradient is not None else None
-    reaches, scratch = np.empty(chunk, dtype=np.bool_), np.empty(chunk, dtype=np.bool_)
     divisors = None if divisor is None else divisor.numpy()
-    quotients = np.empty(0 if divisor is None else chunk, dtype=np.float32)
     in_chunks = [_chunks_of(*listed, floats.size) for listed in terms]
     indices, values, few = [], [], True
     with np.errstate(over="ignore", invalid="ignore"):  # the caller checks the sums
@@ -279,10 +274,9 @@ def _scan_host(
                 add_chunk(slice(start, start + HOST_CHUNK))
             part = floats[start : start + HOST_CHUNK]
             if divisors is not None:
-                part = np.divide(part, divisors[start : start + HOST_CHUNK], out=quotients[: part.size])
+                part = part / divisors[start : start + HOST_CHUNK]
             overwritten = [_add_terms(part, *next(chunks)) for chunks in in_chunks]
-            flags = _reaching(part, key, reaches[: part.size], scratch[: part.size])
-            found = true_positions(flags, few=few)
+            found = true_positions(_reaching(part, key), few=few)
             few = _FEW_IN * found.size < part.size  # in the next chunk
             values.append(part.take(found))
             indices.append(np.add(found, start, dtype=np.int32, casting="unsafe"))
@@ -328,15 +322,14 @@ def _host_addition(floats: Floats, residual: torch.Tensor, gradient: torch.Tenso
     return lambda part: np.add(terms[0][part], terms[1][part], out=floats[part])
 
 
-def _reaching(part: Floats, key: int, out: Flags, scratch: Flags) -> Flags:
-    """Return in ``out`` which magnitudes of ``part`` have at least ``key``. NaN has, up to :data:`NAN_KEY`."""
+def _reaching(part: Floats, key: int) -> Flags:
+    """Return which magnitudes of ``part`` have at least ``key``. NaN has, up to :data:`NAN_KEY`."""
     if _SMALLEST_NORMAL <= key <= _INFINITY:  # two comparisons cost less than masking out the sign
         threshold = np.int32(key).view(np.float32)
         # Both are true for large negative numbers, and both are false for large positive ones and for NaN.
-        np.equal(np.less(part, threshold, out=out), np.less_equal(part, -threshold, out=scratch), out=out)
-    else:  # denormals may count as zeros in comparisons of floats (torch.set_flush_denormal)
-        np.greater_equal(np.bitwise_and(part.view(np.int32), MAGNITUDE_MASK), key, out=out)
-    return out
+        return (part < threshold) == (part <= -threshold)  # type: ignore[no-any-return]
+    # Denormals may count as zeros in comparisons of floats (torch.set_flush_denormal).
+    return (part.view(np.int32) & MAGNITUDE_MASK) >= key
 
 
 def positions(mask: torch.Tensor) -> torch.Tensor:

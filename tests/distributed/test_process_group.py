@@ -336,11 +336,11 @@ def test_receives_are_ahead(rank, world_size):
 
     schedulers[0].run(message(1))
     box = messages._mailboxes[dist.group.WORLD]
-    for number, size in enumerate((5000, 3, 4999, 1)):
-        posted = [each.number for each in box.ahead[peer]]
+    for turn, size in enumerate((5000, 3, 4999, 1)):
+        posted = [number for number, *_ in box.ahead[peer]]
         assert posted == [box.posted[peer] - 1, box.posted[peer]]
-        assert torch.equal(schedulers[number % 2].run(message(size)), words[:size])
-        assert posted[0] not in [each.number for each in box.ahead[peer]]
+        assert torch.equal(schedulers[turn % 2].run(message(size)), words[:size])
+        assert posted[0] not in [number for number, *_ in box.ahead[peer]]
     assert box.sent[peer] == box.posted[peer] - 2
     if rank == 1:
 

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from depth import DEEP
 from ptx.beside import GPU
 from ptx.launch import EXECUTOR, ORDERS, VARIABLE, Poisoned
-from tritoncomm_kernels import Entries, Workspace
+from tritoncomm_kernels import Entries, Workspace, dispatch
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 COMPARED = os.environ.get(VARIABLE) == GPU  # launches on a GPU with the executor
@@ -201,8 +201,7 @@ def key_to_reach(limit: float) -> int:
 @contextmanager
 def kernels_from(choice: str) -> Iterator[None]:
     """Let tensors on a CPU take the reference (``auto``) or the kernel (``triton``). New memory is filled."""
-    before = os.environ.get("TRITONCOMM_KERNELS")
-    os.environ["TRITONCOMM_KERNELS"] = choice
+    before, dispatch.choice = dispatch.choice, choice
     try:
         with (
             new_memory_filled(),
@@ -210,10 +209,7 @@ def kernels_from(choice: str) -> Iterator[None]:
         ):  # the interpreter computes with numpy, which warns of overflow
             yield
     finally:
-        if before is None:
-            del os.environ["TRITONCOMM_KERNELS"]
-        else:
-            os.environ["TRITONCOMM_KERNELS"] = before
+        dispatch.choice = before
 
 
 def routes(device: str) -> list[tuple[str, str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Callable
@@ -30,13 +31,14 @@ def test_kernels_are_reached_through_dispatch_alone() -> None:
 
 def test_cpu_tensors_take_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     """By default, CPU tensors use the reference."""
-    monkeypatch.delenv("TRITONCOMM_KERNELS", raising=False)
+    assert dispatch.choice == os.environ.get("TRITONCOMM_KERNELS", "auto")
+    monkeypatch.setattr(dispatch, "choice", "auto")
     assert not dispatch.triton_runs(X)
 
 
 def test_force_needs_a_gpu_or_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     """The error names both fixes."""
-    monkeypatch.setenv("TRITONCOMM_KERNELS", "triton")
+    monkeypatch.setattr(dispatch, "choice", "triton")
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(RuntimeError, match=r"tensor is on cpu: move it to a GPU, set TRITON_INTERPRET=1"):
         kernels.select(X, 1.0)
@@ -51,17 +53,17 @@ def test_kernels_need_triton(monkeypatch: pytest.MonkeyPatch, found: str | None,
     module = SimpleNamespace(__version__=found) if found else None  # None makes the import fail
     monkeypatch.setitem(sys.modules, "triton", module)
     monkeypatch.setattr(dispatch, "_installed", dispatch._installed.__wrapped__)
-    monkeypatch.setenv("TRITONCOMM_KERNELS", "auto" if on_gpu else "triton")
+    monkeypatch.setattr(dispatch, "choice", "auto" if on_gpu else "triton")
     tensor = SimpleNamespace(device=torch.device("cuda", 0), is_cuda=True) if on_gpu else X
     with pytest.raises(RuntimeError, match=rf"Triton {said}.* need Triton 3\.6 or newer, which comes with torch 2\.11"):
         dispatch.triton_runs(tensor)
-    monkeypatch.setenv("TRITONCOMM_KERNELS", "auto")
+    monkeypatch.setattr(dispatch, "choice", "auto")
     assert not dispatch.triton_runs(X)
 
 
 def test_unknown_choice_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """The error lists the valid choices."""
-    monkeypatch.setenv("TRITONCOMM_KERNELS", "cuda")
+    monkeypatch.setattr(dispatch, "choice", "cuda")
     with pytest.raises(ValueError, match=r"TRITONCOMM_KERNELS='cuda': set it to one of auto, triton"):
         kernels.select(X, 1.0)
 

@@ -233,7 +233,7 @@ def test_a_fast_exchange_does_not_ask_the_store() -> None:
     def main(rank: int) -> list[int]:
         scheduler = ProcessGroupScheduler(None, LATE, "cuda", "test")
         asked: list[int] = []
-        with scheduler._watcher as own:
+        with scheduler.watcher as own:
             own._ask = lambda: asked.append(rank)
             own._since = time.monotonic() + 60.0  # keeps the thread from looking
             own.poll()
@@ -320,7 +320,7 @@ def test_a_wait_of_an_earlier_exchange_is_a_wait() -> None:
     """Without a read of the host, the exchange before may still wait for a rank. Its time counts in the next one."""
 
     def main(rank: int) -> list[bool]:
-        first, second = (ProcessGroupScheduler(None, SOON, "cuda", "test")._watcher for _ in range(2))
+        first, second = (ProcessGroupScheduler(None, SOON, "cuda", "test").watcher for _ in range(2))
         with first:
             current_gpu().keep_busy(60.0)  # a collective without the others
         return [waits(first, 2.0), waits(second, 2.0)]
@@ -334,7 +334,7 @@ def test_queued_work_has_a_limit() -> None:
 
     def main(rank: int) -> list[bool]:
         current_gpu().keep_busy(1e4)
-        own = ProcessGroupScheduler(None, SOON, "cuda", "test")._watcher
+        own = ProcessGroupScheduler(None, SOON, "cuda", "test").watcher
         within = waits(own, 590.0)
         both.wait()  # the rank that gives up tells the other
         return [within, waits(own, 610.0)]
@@ -367,7 +367,7 @@ def test_a_store_that_does_not_answer() -> None:
         ranks.meet()
         if rank == VICTIM:
             raise ranks.Died
-        scheduler._watcher._store = SilentStore(released)
+        scheduler.watcher._store = SilentStore(released)
         started = time.monotonic()
         with pytest.raises(ExchangeTimeoutError):
             scheduler.run(scheduler._next_exchange_id())
@@ -382,7 +382,7 @@ def test_a_report_from_before_is_ignored() -> None:
     """A default group that was initialized again may have the same name and the same store."""
 
     def main(rank: int) -> float:
-        ProcessGroupScheduler(None, LATE, "cuda", "test")._watcher._tell(ValueError("a failure in an earlier group"))
+        ProcessGroupScheduler(None, LATE, "cuda", "test").watcher._tell(ValueError("a failure in an earlier group"))
         dist.barrier()
         watcher._stale.pop(dist.group.WORLD)  # as if the group was another one
         scheduler = ProcessGroupScheduler(None, LATE, "cuda", "test")
@@ -474,6 +474,6 @@ def test_the_cpu_has_no_watcher(tmp_path) -> None:
     """gloo ends its waits itself."""
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
-        assert ProcessGroupScheduler(None, SOON)._watcher is None
+        assert ProcessGroupScheduler(None, SOON).watcher is None
     finally:
         dist.destroy_process_group()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -40,11 +42,11 @@ def test_frame_mismatches_are_rejected() -> None:
     with pytest.raises(ProtocolMismatchError, match="corrupt"):
         wire.check_payload(payload ^ torch.tensor([0, 0, 1 << 30, 0, 0], dtype=torch.int32), total)
     for other, words, named in (
-        (frame._replace(step=8), 5, "expected step 8, .* received step 7, .* the same method"),
-        (frame._replace(number=4), 5, "round 4, .* received step 7, round 3"),
-        (frame._replace(phase="balance"), 5, "phase 'balance', .* phase 'gather'"),
-        (frame._replace(phase="gather of something long"), 5, "phase 'gather of something long', .* phase 'gather'"),
-        (frame._replace(stamp=wire.stamp("spardl of 100")), 5, "a different method or settings"),
+        (replace(frame, step=8), 5, "expected step 8, .* received step 7, .* the same method"),
+        (replace(frame, number=4), 5, "round 4, .* received step 7, round 3"),
+        (replace(frame, phase="balance"), 5, "phase 'balance', .* phase 'gather'"),
+        (replace(frame, phase="gather of something long"), 5, "phase 'gather of something long', .* phase 'gather'"),
+        (replace(frame, stamp=wire.stamp("spardl of 100")), 5, "a different method or settings"),
         (frame, 4, "4 words; .* 5 words"),
     ):
         with pytest.raises(ProtocolMismatchError, match=named):

@@ -156,7 +156,7 @@ class OkTopkAlgorithm(BudgetedAlgorithm):
             "reevaluated": float(reevaluate),
             "repartitioned": float(repartition),
             "region_imbalance": max(loads) * world_size / max(1, sum(loads)),
-            "candidates": float(sum(row.candidates for row in rows)),
+            "candidates": float(sum([row.candidates for row in rows])),
         }
         self.state = self.rules.after(state, rows, own, reevaluate=reevaluate, exactly=exactly, is_fixed=self.static)
         return step.vector(result)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -122,17 +122,18 @@ class Rules:
             threshold = min(edges) if own.found else state.global_threshold
             again = own.found == 0
         else:
-            lowered, wanted = self.lowered(state.global_threshold), sum(row.candidates for row in rows)
+            lowered, wanted = self.lowered(state.global_threshold), sum([row.candidates for row in rows])
             # The smallest of more than k sums is not the k-th one.
             is_known = own.found == self.k if self.encoding.rounds else own.found >= self.k
             kth = self._mean_edge(rows, edges, lowered) if by_owner else min(edges) if is_known else 0.0
             threshold = self.following(lowered, wanted, kth)
-            again = self.drifted(sum(row.reaching for row in rows))
-        return replace(
-            state,
+            again = self.drifted(sum([row.reaching for row in rows]))
+        return OkTopkState(
             step=state.step + 1,
+            world_size=state.world_size,
             local_threshold=self.local_after(state, own.selected, own.kth, exactly=exactly),
             global_threshold=threshold,
+            cuts=state.cuts,
             force_reevaluate=again,
             force_repartition=self.skewed([row.load for row in rows]),
         )

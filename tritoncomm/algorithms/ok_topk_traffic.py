@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tritoncomm.algorithms.ok_topk_rules import Figures
 from tritoncomm.primitives import distributed_topk
@@ -133,7 +133,7 @@ class Caps:
         if span is not None:
             return self.encoding.row_words(span, room)
         packed = "always" if self.encoding.rounds else self.encoding.packed  # see Rows
-        return self.encoding._replace(packed=packed).words_at_most(self.numel, room, 1)
+        return replace(self.encoding, packed=packed).words_at_most(self.numel, room, 1)
 
     def _words(self, entries: int, sections: int) -> int:
         return self.encoding.words_at_most(self.numel, entries, sections)

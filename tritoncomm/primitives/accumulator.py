@@ -119,9 +119,10 @@ class Accumulator:
         sum of theirs.
         """
         self._added = True
+        self.selected = 0
         for part in parts:
             self.spans += part.spans
-        self.selected = sum(part.selected for part in parts)
+            self.selected += part.selected
 
     def dense(self) -> torch.Tensor:
         """Return the whole sum, fp32 ``[n]``. Callers must not write to it."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import closing
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
@@ -71,7 +70,7 @@ def carried(
     if not carriers:
         other = yield from small
         return (yield from large), other
-    with closing(large), closing(small):
+    try:
         rider, posted = _Rider(small, carriers), dict[Any, Parted]()
         phases = tuple(carriers.values())
         yield from rider.alone(*phases)
@@ -94,6 +93,9 @@ def carried(
             elif parted is not None:
                 reply, own = parted(reply)
                 rider.answer(own)
+    finally:
+        large.close()
+        small.close()
 
 
 def _joint(large: Op, small: Op | None) -> tuple[Op, Parted | None]:
@@ -107,7 +109,7 @@ def _joint(large: Op, small: Op | None) -> tuple[Op, Parted | None]:
             for peer, words in inbox.items():
                 cut = one.receives.get(peer, 0)
                 for half, part in zip(halves, (words[:cut], words[cut:]), strict=True):
-                    if part.numel():
+                    if part.shape[0]:
                         half[peer] = part
             return halves
 
@@ -128,7 +130,7 @@ def _joined(one: Mapping[int, torch.Tensor], other: Mapping[int, torch.Tensor]) 
 
 
 def _added(one: Mapping[int, int], other: Mapping[int, int]) -> dict[int, int]:
-    return {peer: one.get(peer, 0) + other.get(peer, 0) for peer in (*one, *other)}
+    return {**one, **other, **{peer: one[peer] + other[peer] for peer in one.keys() & other.keys()}}
 
 
 def with_carried(large: Forecast, small: Mapping[str, Flow], carriers: Mapping[str, str], *, framed: bool) -> Forecast:

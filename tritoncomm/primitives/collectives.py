@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -25,16 +25,17 @@ OVERFLOW = "hold a sum of finite gradients that overflows"
 NON_FINITE = -1  # sent in place of a count, so that a NaN or Inf is reported without an extra message
 
 
-def rotation(rank: int, world_size: int, width: int) -> Iterator[list[tuple[int, int]]]:
-    """Yield the peers of each bucket of the destination rotation, as lists of (destination, source) pairs.
+def rotation(rank: int, world_size: int, width: int) -> list[list[tuple[int, int]]]:
+    """Return the peers of each bucket of the destination rotation, as lists of (destination, source) pairs.
 
     In rotation step s, rank r sends to (r + s) mod P and receives from (r - s) mod P. No rank is the destination of two
     senders in one step. Step 0 is the local copy. The first bucket therefore holds ``width - 1`` peers, and later ones
     hold ``width`` (Ok-Topk, section "split and reduce").
     """
-    for first in range(0, world_size, width):
-        steps = range(max(first, 1), min(first + width, world_size))
-        yield [((rank + s) % world_size, (rank - s) % world_size) for s in steps]
+    return [
+        [((rank + s) % world_size, (rank - s) % world_size) for s in range(world_size)[first or 1 : first + width]]
+        for first in range(0, world_size, width)
+    ]
 
 
 def rotate(
@@ -258,9 +259,8 @@ def gather_regions(
         message = torch.cat([message, least.reshape(1).view(torch.int32)]) if message.numel() else message
     words = [layout.words + extra if layout.words else 0 for layout in layouts]
     blocks = yield from bruck_all_gather(message, words, rank, world_size, phase=phase)
-    parts = [
-        sent._replace(values=quotients(sent.values, regions.divisor))
-    ] * world_size  # the own one needs no decoding
+    own = Entries(sent.indices, quotients(sent.values, regions.divisor))
+    parts = [own] * world_size  # the own one needs no decoding
     for source, (layout, part) in enumerate(zip(layouts, blocks, strict=True)):
         if source != rank:
             parts[source] = layout.decode(part[: layout.words])

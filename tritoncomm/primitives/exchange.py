@@ -160,8 +160,9 @@ class Step:
                 sends[p], delivered[p] = encoding.encode(cuts[p], cuts[p + 1], part)
         counts = [part.indices.shape[0] for part in delivered]
         incoming = yield from share_counts(counts, self.is_finite, device, limit=high - low)
+        load = sum(incoming)
         arriving = {p: encoding.section(low, high, count) for p, count in enumerate(incoming) if p != rank}
-        region = RegionSums(low, high, sum(incoming), device, held)
+        region = RegionSums(low, high, load, device, held)
 
         def add(arrived: Inbox) -> None:
             region.add([arriving[source].decode(message) for source, message in arrived.items()])
@@ -176,7 +177,7 @@ class Step:
         def fits(found: Entries) -> Entries:
             return encoding.section(low, high, found.indices.shape[0], divisor=self.divisor).sendable(found)
 
-        return ListedSums(region, sum(incoming), sent, fits, self._check_own_sums, held)
+        return ListedSums(region, load, sent, fits, self._check_own_sums, held)
 
     def gather_parts(
         self, phase: str, entries: Entries, ranges: Ranges, rooms: Sequence[int], order: Sequence[int], ring: Ring
@@ -279,7 +280,7 @@ class Step:
     def rest(self, gathered: Gathered) -> Entries:
         """Return what rounding has cut off from the sums of this rank that are in the result."""
         before = before_rounding(gathered.own, gathered.sent)
-        return gathered.sent._replace(values=before - gathered.sent.values)
+        return Entries(gathered.sent.indices, before - gathered.sent.values)
 
     def count_rounding(self, entries: Entries, sent: Entries) -> None:
         """Count what rounding takes from ``entries``, of which ``sent`` was sent. Exact lengths only."""

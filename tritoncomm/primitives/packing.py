@@ -10,8 +10,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
-from typing import NamedTuple
+from functools import cached_property, lru_cache
 
 import torch
 
@@ -52,8 +51,8 @@ def pack_padded(indices: torch.Tensor, values: torch.Tensor, words: int) -> torc
     """
     message = indices.new_full((words,), _PADDING)
     pairs = message.view(2, -1)
-    pairs[0, : indices.numel()] = indices
-    pairs[1, : indices.numel()] = values.view(torch.int32)
+    pairs[0, : indices.shape[0]] = indices
+    pairs[1, : indices.shape[0]] = values.view(torch.int32)
     return message
 
 
@@ -148,8 +147,8 @@ class Section:
         Also returns the entries that the receiver will get, multiplied by ``divisor``. They are a part of the given
         entries (:meth:`sendable`), with rounded values. The difference belongs into the sender's residual.
         """
-        if indices.numel() > self.room:
-            raise ValueError(f"{indices.numel()} entries do not fit into a section with room={self.room}")
+        if indices.shape[0] > self.room:
+            raise ValueError(f"{indices.shape[0]} entries do not fit into a section with room={self.room}")
         if self.is_packed:
             return write_one(self.layout, self.low, indices, values, divisor=self.divisor)
         entries = self.sendable(Entries(indices, values))
@@ -157,16 +156,16 @@ class Section:
             return torch.nn.functional.pad(indices, (0, self.words - indices.numel()), value=_PADDING), entries
         sent = rounded_quotients(entries.values, self.divisor) if self.rounds else entries.values
         delivered = sent * self.divisor if self.rounds else sent
-        return pack_padded(entries.indices, sent, self.words), entries._replace(values=delivered)
+        return pack_padded(entries.indices, sent, self.words), Entries(entries.indices, delivered)
 
     def decode(self, section: torch.Tensor) -> Entries:
         """Return the entries of a received ``section`` (int32 ``[words]``), with values divided by ``divisor``.
 
         Raises :class:`ProtocolMismatchError` if they do not ascend inside the range, or the section is malformed.
         """
-        if section.numel() != self.words:
+        if section.shape[0] != self.words:
             raise ProtocolMismatchError(
-                f"received {section.numel()} words for the section [{self.low}, {self.high}), expected {self.words}"
+                f"received {section.shape[0]} words for the section [{self.low}, {self.high}), expected {self.words}"
             )
         if self.is_packed:
             try:
@@ -188,13 +187,14 @@ class Section:
         return entries._replace(values=quotients(entries.values, self.divisor))
 
 
-class Encoding(NamedTuple):
+@dataclass(frozen=True)
+class Encoding:
     """How a method sends entries: the format of ``values``, and whether they are ``packed``. See :class:`Section`."""
 
     values: str = "fp32"
     packed: bool | str = False
 
-    @property
+    @cached_property
     def rounds(self) -> bool:
         """True if values are rounded."""
         return self.values not in ("fp32", NO_VALUES)
@@ -265,7 +265,7 @@ class Sections:
         self.is_plain = not (encoding.packed or encoding.rounds)
         if not self.is_plain:
             self.sections = [encoding.section(*bounds, divisor=divisor) for bounds in ranges]
-            self.words = sum(section.words for section in self.sections)
+            self.words = sum([section.words for section in self.sections])
         elif ranges:
             self.words = 2 * sum(min(room, high - low) for low, high, room in ranges)
 

@@ -19,7 +19,7 @@ from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.primitives.verdict import Verdict
 from tritoncomm.scheduler import cost
 from tritoncomm.scheduler.cost import Flow, both
-from tritoncomm.scheduler.rounds import AllGather, AllToAll, Inbox, Pattern
+from tritoncomm.scheduler.rounds import AllGather, AllToAll, Pattern
 from tritoncomm_kernels import Entries, dense_bits
 from tritoncomm_kernels.formats import Format
 
@@ -51,7 +51,7 @@ def quantized_mean(
     All ranks raise :class:`~tritoncomm.NonFiniteError` if any rank holds a NaN or Inf. Values that are too large for
     the format count as such. With a ``verdict``, this is reported there instead, and nothing waits for a GPU.
     """
-    if world_size == 1 or not values.numel():
+    if world_size == 1 or not values.shape[0]:
         return _checked(values.clone(), verdict), torch.zeros_like(values)
     left = values.clone()
     messages = kernels.round_parts(left, world_size, rank, fmt)
@@ -60,7 +60,7 @@ def quantized_mean(
         return kernels.round_mean(arrived, left, rank, fmt)
 
     blocks = yield from _both_ways(messages, average, rank, world_size, phase, collective, width)
-    mean = kernels.read_parts(blocks, values.numel(), fmt)
+    mean = kernels.read_parts(blocks, values.shape[0], fmt)
     return _checked(mean, verdict), left
 
 
@@ -89,13 +89,9 @@ def _both_ways(
 def _scattered(messages: torch.Tensor, rank: int, world_size: int, width: int, phase: str) -> Pattern[torch.Tensor]:
     """Send row r of ``messages`` to rank r. Return the row from each rank, by rank."""
     arrived = {rank: messages[rank]}
-
-    def keep(inbox: Inbox) -> None:
-        arrived.update(inbox)
-
     peers = [peer for peer in range(world_size) if peer != rank]
     sends, receives = {peer: messages[peer] for peer in peers}, dict.fromkeys(peers, messages.shape[1])
-    yield from rotate(sends, receives, keep, rank, world_size, width=width, phase=phase)
+    yield from rotate(sends, receives, arrived.update, rank, world_size, width=width, phase=phase)
     return torch.stack([arrived[source] for source in range(world_size)])
 
 

@@ -52,7 +52,7 @@ class RegionSums:
         if self._merged is None:
             self._merged = kernels.merge(self._lists, self._high, workspace=self._workspace)
         reaching = kernels.select(self._merged.values, threshold, workspace=self._workspace)
-        return reaching._replace(indices=self._merged.indices[reaching.indices.long()])
+        return Entries(self._merged.indices[reaching.indices.long()], reaching.values)
 
 
 class OwnedSums(ABC):

@@ -51,6 +51,8 @@ def among(kept: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
 
 def before_rounding(entries: Entries, sent: Entries) -> torch.Tensor:
     """Return the values (fp32 ``[m]``) that the ``sent`` entries have in ``entries``."""
+    if sent.indices is entries.indices:  # all of them were sent
+        return entries.values
     return entries.values[kernels.common_positions(entries.indices, sent.indices)]
 
 

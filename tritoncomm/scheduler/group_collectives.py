@@ -74,13 +74,13 @@ def _gathered(words: torch.Tensor, messages: Messages, frame: wire.Frame) -> lis
     This is the algorithm of Bruck et al., "Efficient Algorithms for All-to-All Communications in Multiport
     Message-Passing Systems", for :data:`RADIX` - 1 ports.
     """
-    rank, world_size, size = messages.rank, messages.world_size, words.numel()
+    rank, world_size, size = messages.rank, messages.world_size, words.shape[0]
     held = [words]  # by distance: of this rank, of the next one, ...
     while (have := len(held)) < world_size:
-        counts = {hop: min(have, world_size - hop) for hop in range(have, min(RADIX * have, world_size), have)}
-        sends = {(rank - hop) % world_size: torch.cat(held[:count]) for hop, count in counts.items()}
-        receives = {(rank + hop) % world_size: count * size for hop, count in counts.items()}
+        hops = range(have, min(RADIX * have, world_size), have)
+        sends = {(rank - hop) % world_size: torch.cat(held[: world_size - hop]) for hop in hops}
+        receives = {(rank + hop) % world_size: min(have, world_size - hop) * size for hop in hops}
         arrived = messages.wait(messages.post(sends, receives, frame))
-        for hop, count in counts.items():
-            held += arrived[(rank + hop) % world_size].chunk(count)
+        for hop in hops:
+            held += arrived[(rank + hop) % world_size].view(-1, size).unbind()
     return [held[(peer - rank) % world_size] for peer in range(world_size)]

@@ -29,13 +29,8 @@ _FIRST_PART_WORDS = 1 << 12
 _AHEAD = 2
 
 
-@dataclass
-class _FirstPart:
-    """A posted receive of the first part of message ``number`` of a peer, whatever its length."""
-
-    number: int
-    buffer: torch.Tensor
-    work: Any
+# A posted receive of the first part of a message of a peer, whatever its length: its number, its buffer and its work.
+_FirstPart = tuple[int, torch.Tensor, Any]
 
 
 @dataclass
@@ -98,7 +93,8 @@ class Messages:
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device, timeout: timedelta | None) -> None:
         self._given_group = group
         self._device = device
-        self._timeout = timeout
+        # NCCL would poll. The watcher has the time-out.
+        self._limit = () if timeout is None or is_asynchronous(device) else (timeout,)
         self.rank = dist.get_rank(group)
         self._global_ranks = global_ranks(group)
         self.world_size = len(self._global_ranks)
@@ -122,38 +118,56 @@ class Messages:
 
         ``sends`` and ``receives`` are those of a :class:`~tritoncomm.scheduler.rounds.Round`.
         """
-        post = self._post_on_host if self.checks_on_arrival else self._post_on_device
-        return frame, *post(sends, receives, frame)
-
-    def wait(self, token: Any) -> Inbox:
-        """Wait for messages that were posted, and return what has arrived. ``token`` is what :meth:`post` returned."""
-        wait = self._wait_on_host if self.checks_on_arrival else self._wait_on_device
-        return wait(*token)
-
-    def _post_on_host(
-        self, payloads: Mapping[int, torch.Tensor], receives: Mapping[int, int], frame: wire.Frame
-    ) -> tuple[dict[int, _Arrival], list[tuple[int, Any]], list[torch.Tensor]]:
-        """Return what is to arrive by peer, and the works and tensors of what is sent.
-
-        These are the calls that isend() and irecv() make, without their time. gloo accepts messages that are shorter
-        than their buffers. It aborts the process when one is longer.
-        """
+        if not self.checks_on_arrival:
+            return frame, *self._post_on_device(sends, receives, frame)
+        # These are the calls that isend() and irecv() make, without their time. gloo accepts messages that are shorter
+        # than their buffers. It aborts the process when one is longer.
         self._started = []  # kept if one of them fails, because the backend may use the tensors of the others
         group = self.group
-        box = _mailbox(group)
+        box = _mailboxes.get(group) or _mailboxes.setdefault(group, _Mailbox())
         # A profiler wants to be told of the end of an operation, and must not be gone by then.
         is_watched = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]  # noqa: SLF001
         wanted = 1 + _AHEAD if self.uses_gloo and not is_watched else 1
         arrivals = {peer: self._receive(group, box, peer, words, wanted) for peer, words in receives.items()}
-        sends: list[tuple[int, Any]] = []
+        works: list[tuple[int, Any]] = []
         framed: dict[int, torch.Tensor] = {}  # several peers may get the same payload
-        for peer, payload in payloads.items():
+        for peer, payload in sends.items():
             key = id(payload)
             if key not in framed:
                 framed[key] = wire.framed(payload, frame)
-            sends += self._send(group, box, peer, framed[key])
+            works += self._send(group, box, peer, framed[key])
         # Messages are kept until the wait, because the backend reads them in the background.
-        return arrivals, sends, list(framed.values())
+        return frame, arrivals, works, framed
+
+    def wait(self, token: Any) -> Inbox:
+        """Wait for messages that were posted, and return what has arrived. ``token`` is what :meth:`post` returned.
+
+        On a CPU, this waits for each work exactly once, as gloo counts the waits. First parts come first: the second
+        part of a message of the wrong length never arrives.
+        """
+        if not self.checks_on_arrival:
+            return self._wait_on_device(*token)
+        frame, arrivals, sends, _ = token
+        firsts, rests, totals, inbox = [], [], {}, {}
+        for peer, arrival in arrivals.items():
+            if arrival.first_work is not None:
+                firsts.append((peer, arrival.first_work))
+            if arrival.rest_work is not None:
+                rests.append((peer, arrival.rest_work))
+        left = [*firsts, *rests, *sends]
+        try:
+            for peer, arrival in arrivals.items():
+                if arrival.first_work is not None:
+                    self._wait_for_next(left)
+                totals[peer] = wire.check_frame(arrival.first[: cost.HEADER_WORDS], frame, arrival.words)
+            while left:
+                self._wait_for_next(left)
+            for peer, arrival in arrivals.items():
+                inbox[peer] = arrival.whole()
+                wire.check_payload(inbox[peer], totals[peer])
+        except ProtocolMismatchError as error:
+            raise self._from(peer, error) from error
+        return inbox
 
     def _receive(self, group: Any, box: _Mailbox, peer: int, words: int, wanted: int) -> _Arrival:
         """Return the next message of ``peer``, with ``words`` words. Post ``wanted`` receives: also those that follow.
@@ -165,22 +179,22 @@ class Messages:
             buffer = torch.empty(cost.HEADER_WORDS + _FIRST_PART_WORDS, dtype=torch.int32, device=self._device)
             number = box.posted[peer] + 1
             try:
-                work = group.recv([buffer], peer, _first_tag(number))
+                work = group.recv([buffer], peer, _FIRST_TAGS + number % _FIRST_TAGS)
             except RuntimeError as error:  # the connection is closed, but this message may have arrived before
-                is_here = failure_report.is_lost(error) and bool(ahead) and failure_report.has_arrived(ahead[0].work)
+                is_here = failure_report.is_lost(error) and bool(ahead) and failure_report.has_arrived(ahead[0][2])
                 if not is_here:
                     raise
                 break
             box.posted[peer] = number
-            ahead.append(_FirstPart(number, buffer, work))
-        first = ahead.popleft()
-        self._started.append(first)
+            ahead.append((number, buffer, work))
+        self._started.append(ahead[0])
+        number, first, work = ahead.popleft()
         payload, rest_work = None, None
         if words > _FIRST_PART_WORDS:
             payload = torch.empty(words, dtype=torch.int32, device=self._device)
-            rest_work = group.recv([payload[_FIRST_PART_WORDS:]], peer, _second_tag(first.number, words))
+            rest_work = group.recv([payload[_FIRST_PART_WORDS:]], peer, _second_tag(number, words))
             self._started.append((payload, rest_work))
-        return _Arrival(words, first.buffer, payload, None if is_here else first.work, rest_work)
+        return _Arrival(words, first, payload, None if is_here else work, rest_work)
 
     def _send(self, group: Any, box: _Mailbox, peer: int, message: torch.Tensor) -> list[tuple[int, Any]]:
         """Start to send ``message`` in one part or two. Return ``peer`` and the work of each."""
@@ -188,43 +202,11 @@ class Messages:
         number, end = box.sent[peer], cost.HEADER_WORDS + _FIRST_PART_WORDS
         works: list[tuple[int, Any]] = []
         self._started.append((message, works))
-        works.append((peer, group.send([message[:end]], peer, _first_tag(number))))
+        works.append((peer, group.send([message[:end]], peer, _FIRST_TAGS + number % _FIRST_TAGS)))
         if message.shape[0] > end:
             tag = _second_tag(number, message.shape[0] - cost.HEADER_WORDS)
             works.append((peer, group.send([message[end:]], peer, tag)))
         return works
-
-    def _wait_on_host(
-        self, frame: wire.Frame, arrivals: dict[int, _Arrival], sends: list[tuple[int, Any]], _: list[torch.Tensor]
-    ) -> Inbox:
-        """Wait for each work exactly once, as gloo counts the waits.
-
-        First parts come first: the second part of a message of the wrong length never arrives.
-        """
-        firsts, rests, totals, inbox = [], [], {}, {}
-        for peer, arrival in arrivals.items():
-            if arrival.first_work is not None:
-                firsts.append((peer, arrival.first_work))
-            if arrival.rest_work is not None:
-                rests.append((peer, arrival.rest_work))
-        left = [*firsts, *rests, *sends]
-        for peer, arrival in arrivals.items():
-            if arrival.first_work is not None:
-                self._wait_for_next(left)
-            header = arrival.first[: cost.HEADER_WORDS]
-            try:
-                totals[peer] = wire.check_frame(header, frame, arrival.words)
-            except ProtocolMismatchError as error:
-                raise self._from(peer, error) from error
-        while left:
-            self._wait_for_next(left)
-        for peer, arrival in arrivals.items():
-            inbox[peer] = arrival.whole()
-            try:
-                wire.check_payload(inbox[peer], totals[peer])
-            except ProtocolMismatchError as error:
-                raise self._from(peer, error) from error
-        return inbox
 
     def _post_on_device(
         self, sends: Mapping[int, torch.Tensor], receives: Mapping[int, int], frame: wire.Frame
@@ -272,10 +254,7 @@ class Messages:
 
     def wait_for(self, work: Any) -> None:
         """Wait for ``work``, an operation of torch, at most until the time-out."""
-        if self._timeout is None or is_asynchronous(self._device):  # NCCL would poll. The watcher has the time-out
-            work.wait()
-        else:
-            work.wait(self._timeout)
+        work.wait(*self._limit)
 
     def _wait_for_next(self, left: list[tuple[int, Any]]) -> None:
         """Wait for the first work that is ``left``, and remove it. If that fails, note which others had not arrived.
@@ -284,23 +263,12 @@ class Messages:
         """
         (peer, work), *others = left
         try:
-            self.wait_for(work)
+            work.wait(*self._limit)
         except RuntimeError:
             late = {peer, *(other for other, work in others if not failure_report.has_arrived(work))}
             self.waiting = [self._global_ranks[each] for each in sorted(late)]
             raise
         left[:] = others
-
-
-def _mailbox(group: Any) -> _Mailbox:
-    found = _mailboxes.get(group)
-    if found is None:
-        found = _mailboxes[group] = _Mailbox()
-    return found
-
-
-def _first_tag(number: int) -> int:
-    return _FIRST_TAGS + number % _FIRST_TAGS
 
 
 def _second_tag(number: int, words: int) -> int:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from tritoncomm.scheduler.cost import Traffic, total
 from tritoncomm.scheduler.span import Span
@@ -17,7 +19,7 @@ class Meter:
     that were not known yet when they were added. See :meth:`settle`.
     """
 
-    seconds: dict[str, float] = field(default_factory=dict)
+    seconds: defaultdict[str, float] = field(default_factory=partial(defaultdict, float))
     sent_by_phase: dict[str, Traffic] = field(default_factory=dict)
     received_by_phase: dict[str, Traffic] = field(default_factory=dict)
     spans: list[tuple[str, Span]] = field(default_factory=list)
@@ -38,12 +40,12 @@ class Meter:
 
     def wait(self, phase: str, seconds: float) -> None:
         """Add ``seconds`` of waiting for the network in ``phase``."""
-        self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
+        self.seconds[phase] += seconds
 
     def time(self, phase: str, span: Span) -> None:
         """Add the time of ``span``, which has ended, to the waiting time in ``phase``."""
         if span.is_known:
-            self.seconds[phase] = self.seconds.get(phase, 0.0) + span.seconds
+            self.seconds[phase] += span.seconds
         else:
             self.spans.append((phase, span))
 

@@ -17,10 +17,9 @@ from tritoncomm.scheduler.failure_report import IsInterruption
 from tritoncomm.scheduler.messages import Messages
 from tritoncomm.scheduler.meter import Meter
 from tritoncomm.scheduler.new_group import needs_all_ranks, new_group
-from tritoncomm.scheduler.ranks import global_ranks, name_of, resume
+from tritoncomm.scheduler.ranks import global_ranks, members, name_of
 from tritoncomm.scheduler.rounds import (
     AllGather,
-    Collective,
     InSubgroup,
     Op,
     Pattern,
@@ -33,7 +32,7 @@ from tritoncomm.scheduler.rounds import (
     round_of,
     traffic,
 )
-from tritoncomm.scheduler.span import Span, profiled
+from tritoncomm.scheduler.span import Span
 from tritoncomm.scheduler.together import Running, run_together
 
 # The highest exchange id in each group, by the group's name; and the subgroups, by id of the group and members.
@@ -144,6 +143,7 @@ class ProcessGroupScheduler:
         meter: The traffic and the waiting time of the last pattern.
         step: The number of exchanges that have started.
         stamp: Hash of the text and of the id that :meth:`agree_on_exchange_id` finds. None before.
+        watcher: What watches the exchanges on a GPU, in subgroups too. None on a CPU, and in a group of one rank.
     """
 
     def __init__(
@@ -174,7 +174,9 @@ class ProcessGroupScheduler:
         self._is_interruption = is_interruption
         self._parent = parent
         self._inside: _Place | None = None  # where the scheduler of a subgroup has failed
-        self._watcher = watcher.of(group, self.device, timeout, is_interruption) if parent is None else None
+        self.watcher: watcher.Watcher | None = (
+            watcher.of(group, self.device, timeout, is_interruption) if parent is None else parent.watcher
+        )
         self._subgroups: dict[tuple[int, ...], ProcessGroupScheduler] = {}
         for ranks in subgroups:
             if list(ranks) != sorted(set(ranks)):  # torch sorts the ranks of a group, and messages would go astray
@@ -186,13 +188,8 @@ class ProcessGroupScheduler:
             if self.rank in ranks:
                 text = f"{stamp} among {ranks}"
                 self._subgroups[ranks] = ProcessGroupScheduler(subgroup, timeout, device, text, parent=self)
-                if self._watcher is not None and subgroup is not None:
-                    self._watcher.groups.append(subgroup)
-
-    @property
-    def watcher(self) -> watcher.Watcher | None:
-        """What watches the exchanges on a GPU, in subgroups too. None on a CPU, and in a group of one rank."""
-        return self._watcher if self._parent is None else self._parent.watcher
+                if self.watcher is not None and subgroup is not None:
+                    self.watcher.groups.append(subgroup)
 
     def check(self) -> None:
         """Raise the error of an earlier failed exchange, if any. Every further exchange in the group would fail too."""
@@ -240,7 +237,8 @@ class ProcessGroupScheduler:
         """
         if self.watcher is not None and other.watcher is not None and self.watcher is not other.watcher:
             other.watcher.groups += [group for group in self.watcher.groups if group not in other.watcher.groups]
-            self._watcher = other.watcher
+            for each in (self, *self._subgroups.values()):
+                each.watcher = other.watcher
 
     def take_suspects(self) -> Iterator[torch.Tensor]:
         """Yield the numbers of wrong words in headers since the last call, of this group and its subgroups."""
@@ -288,18 +286,18 @@ class ProcessGroupScheduler:
         if new_step:
             self.step += 1
             self._number = 0
-        reply: Any = None
         op: Op = _START
+        before = members.set(self.ranks)
         try:
             with self.watcher or nullcontext():
-                op = resume(pattern.send, None, self.ranks)
+                op = pattern.send(None)
                 while True:
                     try:
-                        reply = (yield from self._read(op)) if isinstance(op, Read) else self._perform(op)
+                        reply = (yield from self._read(op)) if type(op) is Read else self._perform(op)
                     except NonFiniteError as error:  # from a subgroup: the pattern reports it to the other subgroups
-                        op = resume(pattern.throw, error, self.ranks)
+                        op = pattern.throw(error)
                     else:
-                        op = resume(pattern.send, reply, self.ranks)
+                        op = pattern.send(reply)
         except StopIteration as stop:
             result: Result = stop.value
             return result
@@ -314,9 +312,11 @@ class ProcessGroupScheduler:
             raise failure from error
         finally:
             pattern.close()
+            members.reset(before)
 
     def _read(self, op: Read) -> Running[Any]:
         content = yield op.tensor
+        members.set(self.ranks)  # another run may have ended in the meantime
         if self.watcher is not None:
             self.watcher.check()
         return content
@@ -325,10 +325,9 @@ class ProcessGroupScheduler:
         self._number += 1
         if self.watcher is not None:
             self.watcher.progress()
-        span = Span(self.device)
+        span = Span(self.device, op.phase)
         try:
-            with profiled(op.phase):
-                return self._reply_to(op)
+            return self._reply_to(op)
         except (RuntimeError, ValueError) as error:
             if self._parent is not None:
                 self._parent.note_place(self._place(op))
@@ -337,8 +336,9 @@ class ProcessGroupScheduler:
                 raise
             raise self._failed(op, error) from error
         finally:
-            if not isinstance(op, InSubgroup):  # a subgroup has counted its own time
-                self.meter.time(op.phase, span.end())
+            span.end()
+            if type(op) is not InSubgroup:  # a subgroup has counted its own time
+                self.meter.time(op.phase, span)
 
     def _reply_to(self, op: Op) -> Any:
         match op:
@@ -350,9 +350,11 @@ class ProcessGroupScheduler:
                 return self._messages.wait(op.ticket.token)
             case InSubgroup():
                 return self._run_in_subgroup(op)
-            case _:
-                assert not isinstance(op, Read), "running() yields it"
-                return self._collective(op)
+            case Read():
+                raise AssertionError("running() yields it")
+        result = group_collectives.perform(op, self._messages, self._frame(op.phase))
+        self.meter.count(op.phase, *traffic(op, self.world_size))
+        return result
 
     def _run_in_subgroup(self, op: InSubgroup) -> Any:
         group = self._subgroups[op.ranks]
@@ -397,11 +399,6 @@ class ProcessGroupScheduler:
         token = self._messages.post(round_.sends, round_.receives, self._frame(round_.phase))
         self.meter.count(round_.phase, *traffic(round_, self.world_size))
         return token
-
-    def _collective(self, op: Collective) -> torch.Tensor:
-        result = group_collectives.perform(op, self._messages, self._frame(op.phase))
-        self.meter.count(op.phase, *traffic(op, self.world_size))
-        return result
 
     def _frame(self, phase: str) -> wire.Frame:
         assert self.stamp is not None

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextvars import ContextVar
-from typing import Any
 
 import torch.distributed as dist
 
-# The global ranks of the group of the pattern that runs. None in a simulation.
-_members: ContextVar[Sequence[int] | None] = ContextVar("members", default=None)
+members: ContextVar[Sequence[int] | None] = ContextVar("members", default=None)
+"""The global ranks of the group of the pattern that runs, for :func:`named`. None in a simulation."""
 
 
 def global_ranks(group: dist.ProcessGroup | None) -> list[int]:
@@ -44,14 +43,5 @@ def named(numbers: Iterable[int]) -> list[int]:
 
     A pattern knows no process group. It calls this for what its errors say.
     """
-    members = _members.get()
-    return [number if members is None else members[number] for number in numbers]
-
-
-def resume(step: Callable[[Any], Any], value: Any, members: Sequence[int]) -> Any:
-    """Return ``step(value)`` of a pattern of the group with the global ranks ``members``, for :func:`named`."""
-    token = _members.set(members)
-    try:
-        return step(value)
-    finally:
-        _members.reset(token)
+    held = members.get()
+    return [number if held is None else held[number] for number in numbers]

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 
 from tritoncomm.scheduler import cost
-from tritoncomm.scheduler.cost import Flow
+from tritoncomm.scheduler.cost import Traffic
 
 Result = TypeVar("Result")
 Inbox = dict[int, torch.Tensor]
@@ -138,7 +138,7 @@ def round_of(op: Op) -> Round:
     return op if isinstance(op, Round) else Round(op.phase, {}, {})
 
 
-def traffic(op: Round | Collective, world_size: int) -> Flow:
+def traffic(op: Round | Collective, world_size: int) -> tuple[Traffic, Traffic]:
     """Return what a rank sends and receives in ``op``.
 
     The headers of messages count. Those of collectives, and what else a transport adds, do not.
@@ -146,13 +146,14 @@ def traffic(op: Round | Collective, world_size: int) -> Flow:
     match op:
         case Round():
             sent, received = map(torch.numel, op.sends.values()), op.receives.values()
-            return Flow(cost.messages(len(op.sends), sum(sent)), cost.messages(len(op.receives), sum(received)))
+            return cost.messages(len(op.sends), sum(sent)), cost.messages(len(op.receives), sum(received))
         case AllReduce():
-            return cost.both(cost.all_reduce(op.tensor.numel(), op.tensor.itemsize, world_size))
+            each = cost.all_reduce(op.tensor.numel(), op.tensor.itemsize, world_size)
         case AllToAll():
-            return cost.both(cost.all_to_all(op.tensor.numel() // world_size, op.tensor.itemsize, world_size))
+            each = cost.all_to_all(op.tensor.numel() // world_size, op.tensor.itemsize, world_size)
         case AllGather():
-            return cost.both(cost.all_gather(op.tensor.numel(), op.tensor.itemsize, world_size))
+            each = cost.all_gather(op.tensor.numel(), op.tensor.itemsize, world_size)
+    return each, each
 
 
 def read(phase: str, tensor: torch.Tensor) -> Pattern[Any]:

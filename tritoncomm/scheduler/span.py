@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -12,11 +11,11 @@ from torch.profiler import record_function
 from tritoncomm_kernels import devices
 
 
-def profiled(name: str) -> AbstractContextManager[object]:
-    """Return a context that is an event with this ``name`` for a profiler, if there is any."""
+def profiled(name: str) -> record_function | None:
+    """Return a context that is an event with this ``name`` for a profiler, or None if there is no profiler."""
     # record_function() takes its time also if nothing records.
     is_recorded = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]  # noqa: SLF001
-    return record_function(name) if is_recorded else nullcontext()
+    return record_function(name) if is_recorded else None
 
 
 class Span:
@@ -28,14 +27,18 @@ class Span:
 
     Args:
         device: The device.
+        name: The span is also an event with this name for a profiler, if there is any. An empty name means none.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, name: str = "") -> None:
+        self._event = profiled(name) if name else None
+        if self._event is not None:
+            self._event.__enter__()  # type: ignore[no-untyped-call]
         self._known: float | None = None
         self._device = device
         self._started = time.perf_counter()
         self._end: Any = None
-        self._start = devices.timed_event(device) if devices.is_asynchronous(device) else None
+        self._start = devices.timed_event(device) if device.type != "cpu" and devices.is_asynchronous(device) else None
 
     def end(self) -> Span:
         """End the span, and return it."""
@@ -43,6 +46,8 @@ class Span:
             self._known = time.perf_counter() - self._started
         else:
             self._end = devices.timed_event(self._device)
+        if self._event is not None:
+            self._event.__exit__(None, None, None)
         return self
 
     @property

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import zlib
+from dataclasses import dataclass
 from functools import cache
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,7 +17,8 @@ _PHASE_BYTES = 8
 _CHECKSUM = 6  # position of the checksum in a header
 
 
-class Frame(NamedTuple):
+@dataclass(frozen=True)
+class Frame:
     """The place of a message in the exchange: step, round and phase. Its header is made from these.
 
     ``number`` is the number of the round within the step. ``stamp`` is a hash of everything that must be equal at both
@@ -59,7 +60,7 @@ def framed(payload: torch.Tensor, frame: Frame) -> torch.Tensor:
             f"phase {frame.phase!r} sends a tensor of shape {tuple(payload.shape)} and dtype {payload.dtype}: "
             "a message must be one-dimensional int32"
         )
-    header = torch.tensor(frame.header(payload.numel(), _sum(payload)), dtype=torch.int32)
+    header = torch.tensor(frame.header(payload.shape[0], _sum(payload)), dtype=torch.int32)
     return torch.cat([header, payload])
 
 

@@ -64,7 +64,7 @@ class Stepper:
         scaler: dict[str, Any] = {name: held.pop(name) for name in ("grad_scale", "found_inf") if name in held}
         self._scale, self._found = scaler.get("grad_scale"), scaler.get("found_inf")
         try:
-            with profiled(f"Optimizer.step#{type(self.setup.optimizer).__name__}.step"):
+            with profiled(f"Optimizer.step#{type(self.setup.optimizer).__name__}.step") or nullcontext():
                 loss = self._step(closure)
         except BaseException as error:
             self.note_failure(error)

@@ -221,8 +221,7 @@ def option_numbers(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """
     names = sorted(getattr(optimizer, "options", getattr(optimizer, "defaults", ())))
     groups = [(each, _label(each, position)) for position, each in enumerate(optimizer.param_groups)]
-    given = [(f"{name} of {text}", each.get(name)) for each, text in groups for name in names]
-    return {name: None if value is None else _numbers(value) for name, value in given}
+    return {f"{name} of {text}": _numbers(each[name]) for each, text in groups for name in names if name in each}
 
 
 def _label(group: Mapping[str, Any], position: int) -> str:
@@ -234,8 +233,8 @@ def _numbers(value: object) -> object:
     match value:
         case torch.Tensor():
             return float(value) if value.device.type == "cpu" and value.numel() == 1 else None
-        case Real():
-            return float(value)
         case list() | tuple():
             return tuple(map(_numbers, value))
+        case float() | int() | Real():
+            return float(value)
     return None

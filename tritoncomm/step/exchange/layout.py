@@ -104,9 +104,8 @@ class BucketLayout:
 
         So does that of a parameter that was frozen. ``sparse``: accept sparse gradients.
         """
-        parts: list[torch.Tensor] = []
-        gradients: list[torch.Tensor] = []
-        for parameter, name, part in zip(self.parameters, self.labels, self.parts(flat), strict=True):
+        parts, shards = self.parts(flat), dict[int, torch.Tensor]()
+        for place, (parameter, name, part) in enumerate(zip(self.parameters, self.labels, parts, strict=True)):
             gradient = parameter.grad if parameter.requires_grad else None
             if gradient is None:
                 part.zero_()
@@ -119,9 +118,8 @@ class BucketLayout:
                 part.zero_().view(parameter.shape).add_(gradient.detach())
             else:
                 shard = gradient if type(gradient) in PLAIN else local_gradient(parameter)
-                parts.append(part.view(shard.shape))
-                gradients.append(shard.detach() if shard.requires_grad else shard)
-        copy_all(parts, gradients)
+                shards[place] = shard.detach() if shard.requires_grad else shard
+        copy_all([parts[place].view(shard.shape) for place, shard in shards.items()], [*shards.values()])
         return flat
 
     def multiply(self, factor: float) -> None:
@@ -148,36 +146,33 @@ class BucketLayout:
 
         The ``.grad`` of a parameter that was frozen, or whose id is in ``left``, becomes None.
         """
-        places, held = self._writable_gradients(left)
-        zeros = [gradient for place, gradient in zip(places, held, strict=True) if delivered[place][0] is not None]
+        held = self._writable_gradients(left)
+        zeros = [gradient for place, gradient in held if delivered[place][0] is not None]
         if zeros:
             torch._foreach_zero_(zeros)
-        for place, gradient in zip(places, held, strict=True):
+        for place, gradient in held:
             _write(delivered[place], gradient)
 
     def scatter_flat(self, flat: torch.Tensor, left: Container[int] = ()) -> None:
         """Do the same as :meth:`scatter` from the dense vector ``flat`` (fp32 ``[numel]``), in one call."""
-        places, held = self._writable_gradients(left)
-        parts = self.parts(flat)
-        copy_all(held, [parts[place].view(each.shape) for place, each in zip(places, held, strict=True)])
+        held, parts = self._writable_gradients(left), self.parts(flat)
+        copy_all([each for _, each in held], [parts[place].view(each.shape) for place, each in held])
 
-    def _writable_gradients(self, left: Container[int]) -> tuple[list[int], list[torch.Tensor]]:
-        """Return the shards of every ``.grad`` that gets a mean, and the places of their parameters.
+    def _writable_gradients(self, left: Container[int]) -> list[tuple[int, torch.Tensor]]:
+        """Return the places of the parameters whose ``.grad`` gets a mean, each with the shard of its ``.grad``.
 
         Missing ones are created. The ``.grad`` of a parameter that was frozen, or whose id is in ``left``, becomes
         None.
         """
-        places: list[int] = []
-        held: list[torch.Tensor] = []
+        held: dict[int, torch.Tensor] = {}
         for (key, place), parameter in zip(self.places.items(), self.parameters, strict=True):
             if not parameter.requires_grad or key in left:
                 parameter.grad = None
                 continue
             if parameter.grad is None or not _writable(parameter.grad, parameter):
                 parameter.grad = _zeros(parameter)
-            places.append(place)
-            held.append(parameter.grad.detach() if parameter.grad.requires_grad else parameter.grad)
-        return places, local_shards(held)
+            held[place] = parameter.grad.detach() if parameter.grad.requires_grad else parameter.grad
+        return [*zip(held, local_shards([*held.values()]), strict=True)]
 
     def parts(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Return the view of ``flat`` that belongs to each parameter."""

@@ -128,7 +128,8 @@ class StagedAlgorithm(WrapperAlgorithm):
             return (yield from self._reduce_head(acc, rank, world_size))
         self.inner.prepare(acc, world_size)
         head, small = acc.split(self.inner.numel)
-        carriers, tail = self.inner.carriers(world_size), self._reduce_tail(small, rank, world_size)
+        carriers = self.inner.carriers(world_size)
+        tail = self._reduce_tail(small, rank, world_size, carriers.width)
         head_pattern = self._reduce_head(head, rank, world_size)
         mean, (dense, left) = yield from carried(head_pattern, tail, _riding(carriers))
         small.clear_all()
@@ -144,10 +145,10 @@ class StagedAlgorithm(WrapperAlgorithm):
         return SparseVector(torch.cat([mean.indices, places]), values, self.numel)
 
     def _reduce_tail(
-        self, small: Accumulator, rank: int, world_size: int
+        self, small: Accumulator, rank: int, world_size: int, width: int
     ) -> Pattern[tuple[torch.Tensor, torch.Tensor | None]]:
         """Return the update of the tail, and its residual if there is one, before the head's exchange has ended."""
-        mean, left = yield from self._tail_mean(small.dense(), rank, world_size, small.verdict)
+        mean, left = yield from self._tail_mean(small.dense(), rank, world_size, width, small.verdict)
         dense = self.inner.dense_update(mean)
         if dense is not mean:
             self._check(dense, small.verdict)
@@ -174,12 +175,12 @@ class StagedAlgorithm(WrapperAlgorithm):
         return None if warmup is not None and warmup.is_dense and not warmup.quantizes else self.fmt
 
     def _tail_mean(
-        self, values: torch.Tensor, rank: int, world_size: int, verdict: Verdict | None
+        self, values: torch.Tensor, rank: int, world_size: int, width: int, verdict: Verdict | None
     ) -> Pattern[tuple[torch.Tensor, torch.Tensor | None]]:
         """Return the mean over ranks of ``values`` (fp32 ``[tail]``), and the residual if there is one."""
         fmt, phase = self._fmt, _QUANTIZED_PHASE
         if fmt is not None:
-            collective, width = self.inner.is_static, self.inner.carriers(world_size).width
+            collective = self.inner.is_static
             return (
                 yield from quantized_mean(
                     values, rank, world_size, fmt=fmt, phase=phase, verdict=verdict, collective=collective, width=width

@@ -48,18 +48,18 @@ def _values(gradient: torch.Tensor) -> torch.Tensor:
     return gradient if gradient.layout is torch.strided else gradient.coalesce().values()
 
 
-@torch.no_grad()
 def prepare(parameters: Iterable[torch.Tensor], scale: torch.Tensor | None) -> None:
     """Divide the gradients of ``parameters`` by the loss ``scale``, if any."""
     if scale is None:
         return
-    for parameter in parameters:
-        if parameter.grad is None:
-            continue
-        if parameter.grad.layout is not torch.strided:
-            parameter.grad = parameter.grad.coalesce()  # only then can values be changed in place
-        values = _values(local(parameter.grad))
-        values.div_(scale.to(values.device))
+    with torch.no_grad():
+        for parameter in parameters:
+            if parameter.grad is None:
+                continue
+            if parameter.grad.layout is not torch.strided:
+                parameter.grad = parameter.grad.coalesce()  # only then can values be changed in place
+            values = _values(local(parameter.grad))
+            values.div_(scale.to(values.device))
 
 
 @contextmanager
