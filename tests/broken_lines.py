@@ -473,8 +473,8 @@ BROKEN = [
     BrokenLine(
         "workers may exchange after other numbers of steps",
         "step/local/steps.py",
-        "self.outer.param_groups[0][_TAKEN] = self.taken",
-        "self.outer.param_groups[0][_TAKEN] = 0",
+        "group[_TAKEN] = self.taken",
+        "group[_TAKEN] = 0",
         "local test_other_numbers_of_steps_are_refused",
     ),
     BrokenLine(
@@ -536,14 +536,14 @@ BROKEN = [
     BrokenLine(
         "rounding to bf16 counts as a change",
         "step/local/anchor.py",
-        "return rounded(anchor, parameter).sub_(parameter)",
+        "return anchor.to(parameter.dtype).to(anchor.dtype, copy=True).sub_(parameter)",
         "return anchor - parameter",
         "local test_small_means_add_up_in_half_precision",
     ),
     BrokenLine(
         "a single worker steps through the common parameters",
         "step/local/steps.py",
-        "if alone and self.is_plain:",
+        "if alone and goes_to_mean:",
         "if False:",
         "local test_single_worker_takes_the_steps_of_its_optimizer",
     ),

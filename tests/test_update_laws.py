@@ -10,7 +10,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from tritoncomm import Dense, algorithms
-from tritoncomm.step.local import anchor as anchors
+from tritoncomm.step.local import steps
 from tritoncomm.step.local.steps import LocalSteps
 
 import laws
@@ -155,7 +155,7 @@ def keeps_in_parameters(patch: pytest.MonkeyPatch) -> None:
 
 def delta_of_whole_anchor(patch: pytest.MonkeyPatch) -> None:
     """Take what was changed against the anchor with all its bits, so that rounding counts as progress."""
-    patch.setattr(anchors, "rounded", lambda anchor, parameter: anchor.clone())
+    patch.setattr(steps, "delta_of", torch.sub)
 
 
 def momentum_of_a_failed_exchange(patch: pytest.MonkeyPatch) -> None:

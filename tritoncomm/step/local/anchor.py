@@ -15,13 +15,11 @@ def anchor_of(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def delta_of(anchor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """Return what was changed of ``parameter`` since it was the ``anchor``, in the dtype of the anchor."""
-    return rounded(anchor, parameter).sub_(parameter)
+    """Return what was changed of ``parameter`` since it was the ``anchor``, in the dtype of the anchor.
 
-
-def rounded(anchor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """Return ``anchor`` with the precision of ``parameter``, as a new tensor with the dtype of the anchor."""
-    return anchor.to(parameter.dtype).to(anchor.dtype, copy=True)
+    The anchor counts with the precision of the parameter.
+    """
+    return anchor.to(parameter.dtype).to(anchor.dtype, copy=True).sub_(parameter)
 
 
 def write(tensor: torch.Tensor, values: torch.Tensor) -> None:

@@ -94,9 +94,8 @@ class LocalSteps:
         self.taken = self.total = self.dropped = self.here = self._left_out = 0
         self.is_pending = False
         self.delta_norm = torch.zeros(())
-        self._later: tuple[Mapping[str, Any], Mapping[torch.Tensor, Any]] | None = (
-            None  # states that the next use loads
-        )
+        # States that the next use loads.
+        self._later: tuple[Mapping[str, Any], Mapping[torch.Tensor, Any]] | None = None
         self._bad: dict[str, int] = {}  # numbers of NaN and Inf, by name, that the next exchange must be refused for
         self.fault = ""
         self._has_said = self._has_told_change = self._is_stale = self._is_broken = False
@@ -124,12 +123,6 @@ class LocalSteps:
     def is_due(self) -> bool:
         """True if the next thing to do is an exchange."""
         return self.taken >= self._options.local_steps
-
-    @property
-    def is_plain(self) -> bool:
-        """True if the outer step goes to the mean of the parameters."""
-        (group,) = self.outer.param_groups
-        return float(group["lr"]) == 1.0 and group["momentum"] == 0
 
     def check(self) -> None:
         """Raise :class:`~tritoncomm.ConfigurationError` if the optimizers have parameters without anchor."""
@@ -267,8 +260,10 @@ class LocalSteps:
                 the new anchor, to the bit.
         """
         self._load_later()
-        self.outer.param_groups[0][_TAKEN] = self.taken
-        if alone and self.is_plain:
+        (group,) = self.outer.param_groups
+        group[_TAKEN] = self.taken
+        goes_to_mean = float(group["lr"]) == 1.0 and group["momentum"] == 0
+        if alone and goes_to_mean:
             self.accept()
         deltas = self._deltas()
         norms = torch.stack([delta.norm() for delta in deltas])
