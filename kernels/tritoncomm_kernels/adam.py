@@ -170,6 +170,17 @@ class AdamControl:
         return cls(on_device, betas, maximize)
 
 
+def decay(parameters: list[torch.Tensor], keep: float) -> None:
+    """Multiply all ``parameters`` by ``keep``, in place."""
+    if keep == 1:
+        return
+    if parameters[0].dtype == torch.float16:
+        for parameter in parameters:  # _foreach_mul_ would round the factor to fp16, too, on the CPU
+            parameter.mul_(keep)
+    else:
+        torch._foreach_mul_(parameters, keep)
+
+
 def decays(
     tau: torch.Tensor,
     powers: torch.Tensor | Sequence[float],

@@ -8,7 +8,7 @@ from typing import ClassVar, NamedTuple
 
 import torch
 
-from tritoncomm_kernels.adam import AdamControl, AdamStates, beta_tables
+from tritoncomm_kernels.adam import AdamControl, AdamStates, beta_tables, decay
 from tritoncomm_kernels.adam_numpy import AdamArrays
 from tritoncomm_kernels.checks import GRADIENT_DTYPES, INDEX_LIMIT, channels_last, check_vector
 from tritoncomm_kernels.dispatch import kernel, triton_runs
@@ -108,7 +108,7 @@ class AdamFlat:
     ) -> None:
         positions, device = self._kinds[kind], self.parameters[0].device
         own = [self.parameters[i] for i in positions]
-        _decay(own, keep)
+        decay(own, keep)
         lanes = self._starts[positions[-1]] + self._sizes[positions[-1]] if indices is None else indices.numel()
         if not lanes:
             return
@@ -145,11 +145,6 @@ class _Kind(NamedTuple):
     dtypes: tuple[torch.dtype, ...]
     fits: bool
 
-    @property
-    def wide(self) -> torch.dtype:
-        """The dtype in which they are computed."""
-        return torch.promote_types(self.dtypes[0], torch.float32)
-
 
 def _kinds(columns: Sequence[Sequence[torch.Tensor]]) -> dict[_Kind, list[int]]:
     """Return the positions of the parameters of each kind. ``columns`` are parameters, then the fields of states."""
@@ -175,14 +170,3 @@ def _kinds(columns: Sequence[Sequence[torch.Tensor]]) -> dict[_Kind, list[int]]:
         fits = ordered and len({*dtypes}) == 1 and parameter.dtype in GRADIENT_DTYPES
         found.setdefault(_Kind(dtypes, fits), []).append(position)
     return found
-
-
-def _decay(parameters: list[torch.Tensor], keep: float) -> None:
-    """Multiply all ``parameters`` by ``keep``, in place."""
-    if keep == 1:
-        return
-    if parameters[0].dtype == torch.float16:
-        for parameter in parameters:  # _foreach_mul_ would round the factor to fp16, too, on the CPU
-            parameter.mul_(keep)
-    else:
-        torch._foreach_mul_(parameters, keep)

@@ -28,6 +28,7 @@ from tritoncomm_kernels.adam import (
     AdamControl,
     Scalars,
     beta_tables,
+    decay,
     decays,
 )
 from tritoncomm_kernels.rms import consecutive
@@ -193,13 +194,7 @@ class AdamArrays:
             rms = np.array([float(held) for held in self._rms[own]], step.wide)
             moves = step.catch_up_moves(moves, waited, votes, part.bounds, self._sizes[own], rms)
         moves *= step.scalars.rate
-        if keep != 1:
-            flats = self._parameters.flats[part.numbers.start : part.numbers.stop]
-            if self._dtype == torch.float16:
-                for flat in flats:  # _foreach_mul_ would round the factor to fp16, too
-                    flat.mul_(keep)
-            else:
-                torch._foreach_mul_(flats, keep)
+        decay(self._parameters.flats[part.numbers.start : part.numbers.stop], keep)
         for span, pieces in chunks:
             held = self._parameters.read(pieces, step.wide)
             self._parameters.write(pieces, np.subtract(held, moves[span], held))
