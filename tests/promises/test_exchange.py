@@ -250,6 +250,62 @@ def test_group_with_a_rate_of_zero_keeps_its_residual(rank, world_size):
 
 
 @ranks(2)
+@pytest.mark.parametrize("kind", ["frozen", "rate of zero"])
+@pytest.mark.parametrize("alone", [False, True])
+def test_flush_leaves_the_residual_of_what_rests(rank, world_size, kind, alone):
+    """Nobody would apply it: it waits, also on a worker that goes on alone and applies all other residuals."""
+    p, q = weight(16), weight(16)
+    optimizer = sparse(sgd([{"params": [p]}, {"params": [q]}]), density=1 / 16)
+    take(optimizer, [p, q], rank, range(2), world_size)
+    whole = total(16, range(2), world_size), total(16, range(100, 102), world_size)
+    q.requires_grad_(kind != "frozen")
+    optimizer.param_groups[1]["lr"] = 1.0 if kind == "frozen" else 0.0
+    before = flat([q])
+    if alone:
+        optimizer.reset_process_group([dist.new_group([each]) for each in range(world_size)][rank])
+        p.grad = torch.zeros(16)
+        optimizer.step()
+    else:
+        optimizer.flush()
+        assert torch.equal(flat([p]), -whole[0])
+    assert torch.equal(flat([q]), before)
+    q.requires_grad_()
+    optimizer.param_groups[1]["lr"] = 1.0
+    optimizer.flush()
+    found = world_size * mean(flat([q])) - before if alone else flat([q])  # alone, each worker applies its share
+    assert torch.equal(found, -whole[1])
+
+
+@ranks(2)
+def test_gradients_at_a_rate_of_zero_are_not_applied_later(rank, world_size):
+    """What rounding has left of them is dropped with them, and what it had left before waits."""
+    p, q = weight(16), weight(16)
+    optimizer = sparse(sgd([{"params": [p]}, {"params": [q]}]), algo="quantized", updates=False)
+    take(optimizer, [p, q], rank, range(2), world_size)
+    optimizer.param_groups[1]["lr"] = 0.0
+    for _ in range(3):
+        p.grad, q.grad = torch.zeros(16), 100 * gradient(16, rank, 5, world_size)
+        optimizer.step()
+    optimizer.param_groups[1]["lr"] = 1.0
+    optimizer.flush()
+    torch.testing.assert_close(flat([q]), -total(16, range(100, 102), world_size), rtol=1e-4, atol=1e-3)
+
+
+@ranks(2)
+def test_frozen_parameter_stays_in_the_exchange_when_a_group_is_added(rank, world_size):
+    """It keeps its residual, and trains when it is no longer frozen."""
+    p, q = weight(16), weight(16)
+    optimizer = sparse(sgd([p]), density=1 / 16)
+    take(optimizer, [p], rank, range(2), world_size)
+    p.requires_grad_(False)
+    optimizer.add_param_group({"params": [q]})
+    p.requires_grad_()
+    take(optimizer, [p, q], rank, range(2, 4), world_size)
+    optimizer.flush()
+    assert torch.equal(flat([p]), -total(16, range(4), world_size))
+
+
+@ranks(2)
 @pytest.mark.parametrize("maximize", [False, True])
 def test_coupled_decay_reaches_coordinates_without_gradient(rank, world_size, maximize):
     """Weight decay that is a part of the gradient shrinks what is never delivered about as far as in a dense run."""

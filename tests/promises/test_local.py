@@ -106,6 +106,9 @@ def test_average_is_shown_and_taken_back(rank, world_size):
         with pytest.raises(RuntimeError, match="averaged"):
             optimizer.merge()
     assert torch.equal(flat([p]), own)
+    with log_lines() as lines, optimizer.averaged():  # to evaluate, and again to save
+        assert equal_on_all_ranks([p])
+    assert not lines
 
 
 @ranks(2)

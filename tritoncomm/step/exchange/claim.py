@@ -82,7 +82,7 @@ def vote(own: Vote, device: torch.device, schedulers: Sequence[ProcessGroupSched
 _NONE: frozenset[int] = frozenset()
 
 
-def resting(optimizer: torch.optim.Optimizer) -> frozenset[int]:
+def without_rate(optimizer: torch.optim.Optimizer) -> frozenset[int]:
     """Return the ids of parameters whose group has a learning rate of 0, while that of another group is not.
 
     They are frozen by their rate, which all ranks compare. What is delivered to them would be lost to the others.
@@ -98,28 +98,31 @@ class Presence:
 
     Attributes:
         absent: Those without gradient on any rank in the last confirmed step. They are equal on all ranks.
-        waiting: Those to which this rank contributes nothing in this step, not even its residual. It has no gradient of
-            them, and no rank had one in the step before. What nobody uses would otherwise be selected in every step.
-            When another rank has a gradient again, the residual of this one waits for one step more.
+        waiting: Those whose residual takes no part in this step on this rank: the ``resting`` ones, and those of which
+            it has no gradient, and no rank had one in the step before. What nobody uses would otherwise be selected in
+            every step. When another rank has a gradient again, the residual of this one waits for one step more.
+        resting: Those whose residual is afterwards what it was before, because nothing would apply it. They are frozen,
+            or have a learning rate of 0, which all ranks have in common.
     """
 
     def __init__(self) -> None:
-        self.absent = self.waiting = self._missing = _NONE
+        self.absent = self.waiting = self.resting = self._missing = _NONE
         self._has_warned = False
 
-    def begin(
-        self, parameters: Sequence[torch.Tensor], *, leaves_none: bool = False, resting: Collection[int] = ()
-    ) -> None:
-        """Begin a step of ``parameters``, of which some have no ``.grad``, were frozen, or are ``resting`` (ids).
+    def begin(self, parameters: Sequence[torch.Tensor], unrated: Collection[int], *, delays: bool) -> None:
+        """Begin a step of ``parameters``, of which some have no ``.grad``, were frozen, or are ``unrated`` (ids).
 
-        With ``leaves_none``, these take part, too.
+        The gradients of the latter are averaged only if none is delivered with a delay.
         """
-        if leaves_none:
-            self._missing, self.waiting = self.absent, _NONE
-            return
-        left = (each for each in parameters if each.grad is None or not each.requires_grad or id(each) in resting)
-        self._missing = frozenset(map(id, left))
-        self.waiting = self._missing & self.absent
+        left = (each for each in parameters if each.grad is None or not each.requires_grad)
+        self._missing = frozenset(map(id, left)).union(unrated if delays else ())
+        self.resting = _NONE if delays else frozenset(unrated)
+        self.waiting = self._missing & self.absent | self.resting
+
+    def begin_all(self, parameters: Sequence[torch.Tensor], unrated: Collection[int]) -> None:
+        """Begin a step that delivers all residuals, also of those of ``parameters`` that have no gradient."""
+        self.resting = frozenset(id(each) for each in parameters if not each.requires_grad).union(unrated)
+        self._missing, self.waiting = self.absent, self.resting
 
     @property
     def is_new(self) -> bool:

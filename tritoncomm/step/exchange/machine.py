@@ -22,7 +22,7 @@ from tritoncomm.step.agree import UPDATES, UPDATES_ADVICE, differences, naming, 
 from tritoncomm.step.agree.inspection import Inspection
 from tritoncomm.step.agree.number import number_of_text
 from tritoncomm.step.agree.replica import Replica
-from tritoncomm.step.exchange.claim import Presence, Vote, advice, lead, resting, vote
+from tritoncomm.step.exchange.claim import Presence, Vote, advice, lead, vote, without_rate
 from tritoncomm.step.exchange.decay import show_decay
 from tritoncomm.step.exchange.feedback import ErrorFeedback
 from tritoncomm.step.exchange.pending import TRANSITIONS, Pending, State
@@ -178,8 +178,12 @@ class GradientExchange:
         # A single worker that has a residual of earlier exchanges applies all of it, and is then the bare optimizer.
         step.leaves_none = any(vector.is_bare and not vector.keeps_gradient() for vector in vectors)
         self._begin(step)
-        rests = resting(self.optimizer) if vectors[-1].delays else frozenset[int]()
-        self.presence.begin(self.parameters, leaves_none=step.leaves_none, resting=rests)
+        unrated, delays = without_rate(self.optimizer), vectors[-1].delays
+        if step.leaves_none:
+            self.presence.begin_all(self.parameters, unrated)
+        else:
+            self.presence.begin(self.parameters, unrated, delays=delays)
+        rests = unrated if delays else frozenset[int]()
         try:
             scale = 1.0 if step.scale is None else float(step.scale)
             local_error = self._read(scale, rests, look) or local_error
@@ -226,7 +230,7 @@ class GradientExchange:
         """
         span = Span(self.vectors[0].device)
         self._begin(Pending(is_flush=True, leaves_none=True))
-        self.presence.begin(self.parameters, leaves_none=True)
+        self.presence.begin_all(self.parameters, without_rate(self.optimizer))
         for vector in self.vectors:
             vector.flat.zero_()
         self._deliver()
@@ -267,7 +271,7 @@ class GradientExchange:
 
     def _commit(self) -> None:
         for part in self.pending.parts:
-            part.vector.commit(self._left)
+            part.vector.commit(self._left | self.presence.resting)
         self.pending = Pending()
 
     def discard(self) -> None:
@@ -314,7 +318,9 @@ class GradientExchange:
 
     @property
     def _left(self) -> frozenset[int]:
-        """The ids of the parameters that the present step leaves alone."""
+        """The ids of the parameters that get no gradient in the present step."""
+        if self.pending.is_flush:
+            return self.presence.resting
         return frozenset() if self.pending.leaves_none else self.presence.absent
 
     def _begin(self, step: Pending) -> None:

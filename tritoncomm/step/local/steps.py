@@ -384,6 +384,8 @@ class LocalSteps:
             with torch.no_grad():
                 for parameter, values in zip(self.parameters, own, strict=False):
                     write(parameter, values)
+            if swaps:
+                self._note_versions()
 
     @contextmanager
     def without_momentum(self) -> Iterator[None]:

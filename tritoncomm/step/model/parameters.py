@@ -22,8 +22,8 @@ class KnownParameters:
 
     Attributes:
         ignored: See above.
-        trained: The others that require gradients, each with its name, in the order of the optimizer. Unnamed ones have
-            the name ``""``.
+        trained: The others that require gradients, or did at an earlier :meth:`note`, each with its name, in the order
+            of the optimizer. Unnamed ones have the name ``""``.
     """
 
     def __init__(
@@ -32,13 +32,16 @@ class KnownParameters:
         self._optimizer = optimizer
         self._names = dict(names)
         self.ignored = ignored
+        self.trained: list[tuple[torch.Tensor, str]] = []
         self.note()
 
     def note(self) -> None:
-        """Take the present parameters of the optimizer for known."""
+        """Take the present parameters of the optimizer for known. One that was trained before may be frozen now."""
+        before = {id(parameter) for parameter, _ in self.trained}
         self._known = agree.parameter_ids(self._optimizer)
-        self._frozen = [parameter for parameter, _ in self.common if not parameter.requires_grad]
-        self.trained = [(parameter, name) for parameter, name in self.common if parameter.requires_grad]
+        self.trained = [(each, name) for each, name in self.common if each.requires_grad or id(each) in before]
+        trained = {id(parameter) for parameter, _ in self.trained}
+        self._frozen = [parameter for parameter, _ in self.common if id(parameter) not in trained]
 
     @property
     def common(self) -> list[tuple[torch.Tensor, str]]:
