@@ -191,7 +191,8 @@ class _Fields:
     @classmethod
     def empty(cls, numel: int, fmt: Format) -> _Fields:
         """Return fields with zeros for ``numel`` values, a multiple of ``BLOCK``."""
-        return cls(torch.zeros(numel // _GROUP, fmt.bits, dtype=torch.int32), torch.zeros(numel // BLOCK), fmt)
+        codes = torch.zeros(numel // _GROUP, fmt.bits, dtype=torch.int32)
+        return cls(codes, torch.zeros(numel // BLOCK, dtype=torch.float32), fmt)
 
     @classmethod
     def of(cls, messages: torch.Tensor, length: int, fmt: Format) -> _Fields:
