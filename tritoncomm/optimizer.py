@@ -156,6 +156,7 @@ class SparseOptimizer(torch.optim.Optimizer):
     def flush(self) -> None:
         """Exchange the residuals of all ranks dense, and step by their mean. Residuals are zero afterwards.
 
+        Those of frozen parameters wait, and those of groups with a learning rate of 0 while another group has one.
         Use it before the last evaluation, or before a checkpoint without residuals. All ranks must call it. The present
         gradients are discarded.
         """

@@ -415,3 +415,15 @@ def test_bare_state_leaves_the_residual(rank, world_size):
     optimizer.flush()
     parts = [gradient(64, other, step, world_size) for other in range(world_size) for step in range(3)]
     assert torch.equal(flat([p]), -torch.stack(parts).sum(0) / world_size)
+
+
+@ranks(2)
+def test_what_was_frozen_otherwise_is_named_as_a_cause(rank, world_size, tmp_path):
+    """A run that freezes a parameter after wrap() cannot be loaded by a script that freezes it before."""
+    p, q = weight(16), weight(16)
+    optimizer = sparse(sgd([p, q]))
+    q.requires_grad_(False)
+    checkpoint.save(optimizer, tmp_path)
+    again = sparse(sgd([p, q]))
+    with pytest.raises(ERRORS, match="frozen at wrap"):
+        checkpoint.load(again, tmp_path)

@@ -31,7 +31,7 @@ from tritoncomm.step.model.parameters import KnownParameters
 from tritoncomm.step.optimizer_list import parts_of
 from tritoncomm.step.rules.step import OptimizerSteps, gradients_of, limit_norm, norm_of
 from tritoncomm.step.settings import WrapOptions
-from tritoncomm.step.tensors.names import label
+from tritoncomm.step.tensors.names import OTHER_PARAMETERS, label
 from tritoncomm.step.tensors.shards import all_finite, like_parameter, local
 from tritoncomm.step.torch_internals import original_class, version_of
 
@@ -428,7 +428,7 @@ class LocalSteps:
         if state["anchors"] and [local(each).numel() for each in state["anchors"]] != [
             local(each).numel() for each in self.parameters
         ]:
-            raise ConfigurationError("this checkpoint belongs to a model with other parameters")
+            raise ConfigurationError(OTHER_PARAMETERS)
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Any]) -> None:

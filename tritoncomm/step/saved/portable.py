@@ -17,6 +17,7 @@ import torch.distributed as dist
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.scheduler.ranks import global_ranks, own_rank
 from tritoncomm.step.saved import state as exchange_state
+from tritoncomm.step.tensors.names import OTHER_PARAMETERS
 from tritoncomm.step.tensors.shards import like_parameter, local, mesh_ranks, place
 
 Tensors = Mapping[str, torch.Tensor]
@@ -220,7 +221,7 @@ def _room_for(name: str, stored: Any, parameters: Sequence[torch.Tensor]) -> tor
     field, digits, *_ = name.split(".")
     number, size, dtype = int(digits), stored.size, stored.properties.dtype
     if number >= len(parameters) or (size != parameters[number].shape and field not in (_OWN, _STATE)):
-        raise ConfigurationError("this checkpoint belongs to a model with other parameters")
+        raise ConfigurationError(OTHER_PARAMETERS)
     parameter: Any = parameters[number]
     if hasattr(parameter, "device_mesh") and size == parameter.shape:
         return like_parameter(parameter, torch.zeros(local(parameter).numel(), dtype=dtype))

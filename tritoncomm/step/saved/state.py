@@ -19,6 +19,7 @@ from tritoncomm.step.exchange.machine import GradientExchange
 from tritoncomm.step.exchange.vector import VectorExchange
 from tritoncomm.step.local.steps import LocalSteps
 from tritoncomm.step.recipes import never_delays
+from tritoncomm.step.tensors.names import OTHER_PARAMETERS
 from tritoncomm.step.tensors.shards import like_parameter, local
 from tritoncomm.step.torch_internals import is_for_checkpoint
 
@@ -173,7 +174,7 @@ def loaded(exchange: GradientExchange, state: State, local_steps: LocalSteps | N
     lengths = [local(parameter).numel() for parameter in exchange.parameters]
     states = [state, *state["others"]] if is_converted else [state]
     if any([local(each).numel() for each in old["residuals"]] != lengths for old in states[is_converted:]):
-        raise ConfigurationError("this checkpoint belongs to a model with other parameters")
+        raise ConfigurationError(OTHER_PARAMETERS)
     feedbacks = carry_over(exchange, states, state.get("share", 1.0))
     if is_converted:
         return feedbacks

@@ -7,6 +7,12 @@ from collections.abc import Mapping
 import torch
 from torch.nn.parameter import is_lazy
 
+# Why a checkpoint cannot be loaded.
+OTHER_PARAMETERS = (
+    "this checkpoint belongs to a model with other parameters, or others were frozen at wrap(): freeze before wrap() "
+    "what was frozen before it in the run that saved, and the rest afterwards"
+)
+
 
 def label(name: str, position: int, parameter: torch.Tensor) -> str:
     """Return ``name``, or the ``position`` and the shape of ``parameter`` if that is empty."""
