@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from tritoncomm import OkTopk, Recipe, SparDL, TopkAllgather
 from tritoncomm.primitives.accumulator import Accumulator
-from tritoncomm.scheduler import wire
+from tritoncomm.scheduler import group_collectives, wire
 from tritoncomm.scheduler.messages import Messages
 from tritoncomm.scheduler.process_group import ProcessGroupScheduler
 from tritoncomm.scheduler.rounds import AllGather, AllReduce
@@ -65,12 +65,12 @@ def test_cpu_tensor_in_a_message_is_found(static: bool, monkeypatch: pytest.Monk
 
 def test_cpu_tensor_in_a_collective_is_found(recipe: OkTopk, monkeypatch: pytest.MonkeyPatch) -> None:
     """A collective on host memory is refused."""
-    collective = ProcessGroupScheduler._collective
+    perform = group_collectives.perform
 
-    def on_host(self: ProcessGroupScheduler, op: AllGather | AllReduce) -> torch.Tensor:
-        return collective(self, type(op)(op.phase, values_of(op.tensor)))
+    def on_host(op: AllGather | AllReduce, *rest: Any) -> torch.Tensor:
+        return perform(type(op)(op.phase, values_of(op.tensor)), *rest)
 
-    monkeypatch.setattr(ProcessGroupScheduler, "_collective", on_host)
+    monkeypatch.setattr(group_collectives, "perform", on_host)
     assert "No backend type associated with device type cpu" in str(_cause(lambda: _exchange(recipe)))
 
 

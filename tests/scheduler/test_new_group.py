@@ -35,6 +35,7 @@ class World:
             ranks=list(range(WORLD_SIZE)),
         )
         monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD=self.group))
+        monkeypatch.setattr(dist, "is_initialized", lambda: True)
         monkeypatch.setattr(dist, "get_rank", lambda group=None: (group or self.group).ranks.index(self.rank))
         monkeypatch.setattr(dist, "get_world_size", lambda group=None: len((group or self.group).ranks))
         monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: group.ranks)
