@@ -149,7 +149,7 @@ BROKEN = [
     BrokenLine(
         "a parameter without gradient takes part in a step",
         "step/exchange/machine.py",
-        "return frozenset() if self.pending.leaves_none else self.presence.absent",
+        "return self.presence.absent",
         "return frozenset()",
         "exchange test_parameter_without_gradient_anywhere_is_left_alone",
     ),
@@ -351,16 +351,16 @@ BROKEN = [
     ),
     BrokenLine(
         "flush() deletes the residual of what is frozen",
-        "step/exchange/claim.py",
-        "frozenset(id(each) for each in parameters if not each.requires_grad).union(unrated)",
-        "frozenset(unrated)",
+        "step/exchange/machine.py",
+        "if not owner.requires_grad or id(owner) in unrated)",
+        "if id(owner) in unrated)",
         "exchange test_flush_leaves_the_residual_of_what_rests",
     ),
     BrokenLine(
         "flush() deletes the residual of a group with a rate of zero",
-        "step/exchange/claim.py",
-        "frozenset(id(each) for each in parameters if not each.requires_grad).union(unrated)",
-        "frozenset(id(each) for each in parameters if not each.requires_grad)",
+        "step/exchange/machine.py",
+        "if not owner.requires_grad or id(owner) in unrated)",
+        "if not owner.requires_grad)",
         "exchange test_flush_leaves_the_residual_of_what_rests",
     ),
     BrokenLine(
@@ -602,6 +602,13 @@ BROKEN = [
         "            if swaps:\n                self._note_versions()",
         "            pass",
         "local test_average_is_shown_and_taken_back",
+    ),
+    BrokenLine(
+        "a frozen parameter of which workers exchange updates moves on shards",
+        "step/local/steps.py",
+        "(self._has_shards and id(anchor) not in still)",
+        "self._has_shards",
+        "model test_frozen_shards_do_not_move_by_updates",
     ),
     # agree: what ranks must have in common
     BrokenLine(
@@ -1195,6 +1202,13 @@ BROKEN = [
         "                checkpoints.load(optimizer, beside.folder_of(self.lightning_module.trainer.ckpt_path, number))",
         "                pass",
         "trainers test_lightning_trains_clips_and_resumes",
+    ),
+    BrokenLine(
+        "a callback of Transformers does not know what later ones ask for",
+        "integrations/transformers.py",
+        "handler.callbacks = [*(each for each in handler.callbacks if each is not self), self]",
+        "pass",
+        "trainers test_workers_are_equal_where_a_later_callback_saves",
     ),
     # end
 ]

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import tritoncomm
-from kit import equal_on_all_ranks, everywhere, flat, gradient, log_lines, mean, sgd, sparse, weight
+from kit import equal_on_all_ranks, everywhere, flat, gradient, log_lines, mean, sgd, sparse, take, weight
 from torch import nn
 from tritoncomm import ConfigurationError, NonFiniteError, ProtocolMismatchError
 
@@ -109,6 +109,31 @@ def test_average_is_shown_and_taken_back(rank, world_size):
     with log_lines() as lines, optimizer.averaged():  # to evaluate, and again to save
         assert equal_on_all_ranks([p])
     assert not lines
+
+
+@ranks(2)
+@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize("kind", ["frozen", "rate of zero"])
+def test_flush_leaves_the_residual_of_what_rests(rank, world_size, kind, steps):
+    """The parameter itself is frozen or has no rate, not what the workers have in common: it does not move."""
+    p, q = weight(64), weight(64)
+    optimizer = tritoncomm.wrap(sgd([{"params": [p]}, {"params": [q]}]), updates=True, local_steps=steps)
+    take(optimizer, [p, q], rank, range(3), world_size)
+    q.requires_grad_(kind != "frozen")
+    optimizer.param_groups[1]["lr"] = 1.0 if kind == "frozen" else 0.0
+    q.grad, before = None, flat([q])
+    take(optimizer, [p], rank, range(3, 6), world_size)
+    assert torch.equal(flat([q]), before)
+    optimizer.flush()
+    assert torch.equal(flat([q]), before)
+    q.requires_grad_()
+    optimizer.param_groups[1]["lr"] = 1.0
+    optimizer.flush()
+    assert equal_on_all_ranks([p, q])
+    assert not torch.equal(flat([q]), before)
+    if steps == 3:  # otherwise a mean update is lengthened
+        whole = [gradient(64, each, 100 + step, world_size) for step in range(3) for each in range(world_size)]
+        torch.testing.assert_close(flat([q]), -torch.stack(whole).sum(0) / world_size, rtol=1e-4, atol=1e-2)
 
 
 @ranks(2)

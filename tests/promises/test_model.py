@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+import tritoncomm
 from kit import equal_on_all_ranks, everywhere, flat, gradient, mean, sgd, sparse, weight
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
@@ -130,6 +131,31 @@ def test_shards_train_as_the_plain_module(rank, world_size):
     loss_of(model, rank).backward()
     optimizer.step()
     assert torch.allclose(whole(model), expected, atol=1e-5)
+    assert equal_on_all_ranks([whole(model)])
+
+
+@ranks(4)
+@pytest.mark.parametrize("kind", ["frozen", "rate of zero"])
+def test_frozen_shards_do_not_move_by_updates(rank, world_size, kind):
+    """What is left of a parameter's updates waits, on all shards, while it is frozen or has no rate."""
+    model, mesh = sharded()
+    inner = torch.optim.AdamW([{"params": model[0].parameters()}, {"params": model[2].parameters()}], lr=0.01)
+    optimizer = tritoncomm.wrap(inner, model=model, process_group=mesh["replicate"].get_group(), local_steps=2)
+
+    def train(steps: range) -> None:
+        for step in steps:
+            optimizer.zero_grad()
+            loss_of(model, rank, step).backward()
+            optimizer.step()
+
+    train(range(4))
+    model[2].requires_grad_(kind != "frozen")
+    optimizer.param_groups[1]["lr"] = 0.01 if kind == "frozen" else 0.0
+    before, other = whole(model[2]), whole(model[0])
+    train(range(4, 8))
+    optimizer.flush()
+    assert torch.equal(whole(model[2]), before)
+    assert not torch.equal(whole(model[0]), other)
     assert equal_on_all_ranks([whole(model)])
 
 

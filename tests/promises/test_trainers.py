@@ -267,6 +267,33 @@ def test_trainer_that_trains_twice_keeps_what_is_pending(rank, world_size, tmp_p
     assert equal_on_all_ranks(net.parameters())
 
 
+@needs("transformers")
+@ranks(2, limit=120.0)
+def test_workers_are_equal_where_a_later_callback_saves(rank, world_size, tmp_path):
+    """Local steps are merged before a checkpoint that any callback has asked for, whatever the order of callbacks."""
+    under_torchrun(rank, world_size)
+    transformers = importlib.import_module("transformers")
+    integration = importlib.import_module("tritoncomm.integrations.transformers")
+    seen = []
+
+    class Saves(transformers.TrainerCallback):
+        def on_step_end(self, _args, state, control, **_):
+            control.should_save = state.global_step == 2
+
+        def on_save(self, *_, model, **__):
+            seen.append(flat(model.parameters()))
+
+    arguments = transformers.TrainingArguments(
+        output_dir=str(tmp_path), max_steps=3, per_device_train_batch_size=4, use_cpu=True, ddp_backend="gloo",
+        report_to=[], disable_tqdm=True, logging_strategy="no", save_strategy="no",
+    )  # fmt: skip
+    data = [{"x": x, "labels": 0.0} for step in range(8) for x in batch(0, step)]
+    callbacks = [integration.SparseGradients(local_steps=4), Saves()]
+    transformers.Trainer(Net(), arguments, train_dataset=data, callbacks=callbacks).train()
+    (saved,) = seen
+    assert all(torch.equal(saved, other) for other in everywhere(saved))
+
+
 @needs("lightning")
 @ranks(2, limit=120.0)
 def test_lightning_trains_clips_and_resumes(rank, world_size, tmp_path):

@@ -55,6 +55,8 @@ class SparseGradients(TrainerCallback):
         trainer, resumed = (_trainer_frame()[name] for name in ("self", "resume_from_checkpoint"))
         if self._handle is not None:
             self._handle.remove()
+        handler = trainer.callback_handler  # the last one: it must know what others ask for at the end of a step
+        handler.callbacks = [*(each for each in handler.callbacks if each is not self), self]
         trained = _trained_ids(trainer)
         goes_on = resumed is None and trained == self._trained
         before = _state_to_continue(self.optimizer, trainer) if goes_on else None

@@ -239,7 +239,7 @@ class Setup:
             device = local(parameters[0]).device
             all_shards = (before and before.all_shards) or scheduler_of_all_shards(recipe.name, options.timeout, device)
         exchange = GradientExchange(
-            self.exchanged, vectors, parameters=parameters, owners=owners, all_shards=all_shards
+            self.exchanged, vectors, parameters=parameters, owners=owners, wrapped=self.optimizer, all_shards=all_shards
         )
         held = agree.parameter_ids(self.optimizer)  # a group may have been added, of parameters that were not held
         others = [(parameter, name) for parameter, name in self._others if id(parameter) not in held]

@@ -98,11 +98,11 @@ class Presence:
 
     Attributes:
         absent: Those without gradient on any rank in the last confirmed step. They are equal on all ranks.
-        waiting: Those whose residual takes no part in this step on this rank: the ``resting`` ones, and those of which
-            it has no gradient, and no rank had one in the step before. What nobody uses would otherwise be selected in
-            every step. When another rank has a gradient again, the residual of this one waits for one step more.
-        resting: Those whose residual is afterwards what it was before, because nothing would apply it. They are frozen,
-            or have a learning rate of 0, which all ranks have in common.
+        waiting: Those whose residual takes no part in this step on this rank: the ``resting`` ones, and those that it
+            leaves out, and all ranks did in the step before. What nobody uses would otherwise be selected in every
+            step. When another rank has a gradient again, the residual of this one waits for one step more.
+        resting: Those whose residual is afterwards what it was before, although their gradient is averaged: they have
+            a learning rate of 0, which all ranks have in common.
     """
 
     def __init__(self) -> None:
@@ -119,10 +119,9 @@ class Presence:
         self.resting = _NONE if delays else frozenset(unrated)
         self.waiting = self._missing & self.absent | self.resting
 
-    def begin_all(self, parameters: Sequence[torch.Tensor], unrated: Collection[int]) -> None:
-        """Begin a step that delivers all residuals, also of those of ``parameters`` that have no gradient."""
-        self.resting = frozenset(id(each) for each in parameters if not each.requires_grad).union(unrated)
-        self._missing, self.waiting = self.absent, self.resting
+    def begin_all(self, frozen: frozenset[int]) -> None:
+        """Begin a step of all parameters, also of those without gradient, but those ``frozen`` (ids) on all ranks."""
+        self._missing, self.resting, self.waiting = frozen, _NONE, frozen & self.absent
 
     @property
     def is_new(self) -> bool:

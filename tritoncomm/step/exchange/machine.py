@@ -40,6 +40,7 @@ class GradientExchange:
         vectors: The flat vectors, in the order in which they are exchanged.
         parameters: Their parameters in the order of the optimizer. Default: the order of the vectors.
         owners: The parameter of each anchor, by the id of the anchor. Default: none is an anchor.
+        wrapped: The optimizer of these parameters, if ``optimizer`` is that of the anchors. Default: ``optimizer``.
         all_shards: Scheduler of a group that is larger than the group of the exchange, for models that are sharded. A
             step is confirmed only if no rank of this larger group has rejected it. Default: None.
 
@@ -47,6 +48,7 @@ class GradientExchange:
         vectors: See above.
         parameters: See above.
         owners: See above.
+        wrapped: See above.
         all_shards: See above.
         replica: What must be equal on all ranks with the same shard, and is compared every 100 updates, and early.
         state: How far the present step is.
@@ -68,9 +70,11 @@ class GradientExchange:
         *,
         parameters: Sequence[torch.Tensor] = (),
         owners: Mapping[int, torch.Tensor] = MappingProxyType({}),
+        wrapped: torch.optim.Optimizer | None = None,
         all_shards: ProcessGroupScheduler | None = None,
     ) -> None:
         self.optimizer, self.vectors, self.owners, self.all_shards = optimizer, list(vectors), owners, all_shards
+        self.wrapped = wrapped or optimizer
         self.parameters = list(parameters) or [each for vector in vectors for each in vector.layout.parameters]
         self.state, self.pending = State.IDLE, Pending()
         self.steps = self.updates = self.skipped = 0
@@ -176,11 +180,11 @@ class GradientExchange:
         vectors, step = self.vectors, step or Pending()
         span = Span(vectors[0].device)
         # A single worker that has a residual of earlier exchanges applies all of it, and is then the bare optimizer.
-        step.leaves_none = any(vector.is_bare and not vector.keeps_gradient() for vector in vectors)
+        delivers_all = any(vector.is_bare and not vector.keeps_gradient() for vector in vectors)
         self._begin(step)
         unrated, delays = without_rate(self.optimizer), vectors[-1].delays
-        if step.leaves_none:
-            self.presence.begin_all(self.parameters, unrated)
+        if delivers_all:
+            self.presence.begin_all(self._frozen())
         else:
             self.presence.begin(self.parameters, unrated, delays=delays)
         rests = unrated if delays else frozenset[int]()
@@ -229,8 +233,8 @@ class GradientExchange:
         The means have no entries of zero. For errors see :meth:`exchange`.
         """
         span = Span(self.vectors[0].device)
-        self._begin(Pending(is_flush=True, leaves_none=True))
-        self.presence.begin_all(self.parameters, without_rate(self.optimizer))
+        self._begin(Pending(is_flush=True))
+        self.presence.begin_all(self._frozen())
         for vector in self.vectors:
             vector.flat.zero_()
         self._deliver()
@@ -318,10 +322,17 @@ class GradientExchange:
 
     @property
     def _left(self) -> frozenset[int]:
-        """The ids of the parameters that get no gradient in the present step."""
-        if self.pending.is_flush:
-            return self.presence.resting
-        return frozenset() if self.pending.leaves_none else self.presence.absent
+        """The ids of the parameters that the present step leaves alone."""
+        return self.presence.absent
+
+    def _frozen(self) -> frozenset[int]:
+        """Return the ids of the parameters that cannot change, or whose owners cannot: nothing would apply their mean.
+
+        They require no gradients, or have a learning rate of 0 while others have one.
+        """
+        unrated = without_rate(self.wrapped)
+        pairs = ((id(each), self.owners.get(id(each), each)) for each in self.parameters)
+        return frozenset(key for key, owner in pairs if not owner.requires_grad or id(owner) in unrated)
 
     def _begin(self, step: Pending) -> None:
         """Begin ``step``."""

@@ -75,7 +75,6 @@ class Pending:
         decay: The share of each parameter (by id) that is added to the mean of its gradient.
         hides_decay: Whether ``.grad`` gets this share when the step is applied, because somebody clips it before.
         is_flush: Whether all residuals are delivered.
-        leaves_none: Whether it is a step of all parameters, also of those without gradient.
         parts: The vectors whose means are known.
         fault: What is NaN or Inf on this rank, for the error. If it is known before the exchange, the step is rejected.
         rejection: Why this rank rejects the step. None if it does not.
@@ -90,7 +89,6 @@ class Pending:
     decay: Mapping[int, float] = field(default_factory=dict)
     hides_decay: bool = False
     is_flush: bool = False
-    leaves_none: bool = False
     parts: list[Part] = field(default_factory=list)
     fault: str = ""
     rejection: NonFiniteError | None = None

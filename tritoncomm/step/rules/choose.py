@@ -30,7 +30,12 @@ def add_rule(rule: type[AwareStep]) -> None:
     """Let ``rule`` replace the step of the optimizers that it fits, before the rules of the library.
 
     Call it on all ranks, before :func:`tritoncomm.wrap`.
+
+    Raises:
+        ConfigurationError: ``rule`` is no class of a rule.
     """
+    if not (isinstance(rule, type) and issubclass(rule, AwareStep)):
+        raise ConfigurationError(f"rule={rule!r}: pass a class that derives from tritoncomm.LateRule")
     if rule not in RULES:
         RULES.insert(0, rule)
 
