@@ -276,19 +276,20 @@ def test_workers_are_equal_where_a_later_callback_saves(rank, world_size, tmp_pa
     integration = importlib.import_module("tritoncomm.integrations.transformers")
     seen = []
 
+    class Sees(transformers.TrainerCallback):
+        def on_save(self, *_, model, **__):
+            seen.append(flat(model.parameters()))
+
     class Saves(transformers.TrainerCallback):
         def on_step_end(self, _args, state, control, **_):
             control.should_save = state.global_step == 2
-
-        def on_save(self, *_, model, **__):
-            seen.append(flat(model.parameters()))
 
     arguments = transformers.TrainingArguments(
         output_dir=str(tmp_path), max_steps=3, per_device_train_batch_size=4, use_cpu=True, ddp_backend="gloo",
         report_to=[], disable_tqdm=True, logging_strategy="no", save_strategy="no",
     )  # fmt: skip
     data = [{"x": x, "labels": 0.0} for step in range(8) for x in batch(0, step)]
-    callbacks = [integration.SparseGradients(local_steps=4), Saves()]
+    callbacks = [Sees(), integration.SparseGradients(local_steps=4), Saves()]
     transformers.Trainer(Net(), arguments, train_dataset=data, callbacks=callbacks).train()
     (saved,) = seen
     assert all(torch.equal(saved, other) for other in everywhere(saved))
