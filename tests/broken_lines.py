@@ -1206,8 +1206,8 @@ BROKEN = [
     BrokenLine(
         "a callback of Transformers does not know what later ones ask for",
         "integrations/transformers.py",
-        "handler.callbacks = [*(each for each in handler.callbacks if each is not self), self]",
-        "pass",
+        "[*(each for each in handler.callbacks if not isinstance(each, _Merges)), _Merges(self)]",
+        "[_Merges(self), *handler.callbacks]",
         "trainers test_workers_are_equal_where_a_later_callback_saves",
     ),
     # end

@@ -55,8 +55,8 @@ class SparseGradients(TrainerCallback):
         trainer, resumed = (_trainer_frame()[name] for name in ("self", "resume_from_checkpoint"))
         if self._handle is not None:
             self._handle.remove()
-        handler = trainer.callback_handler  # the last one: it must know what others ask for at the end of a step
-        handler.callbacks = [*(each for each in handler.callbacks if each is not self), self]
+        handler = trainer.callback_handler
+        handler.callbacks = [*(each for each in handler.callbacks if not isinstance(each, _Merges)), _Merges(self)]
         trained = _trained_ids(trainer)
         goes_on = resumed is None and trained == self._trained
         before = _state_to_continue(self.optimizer, trainer) if goes_on else None
@@ -75,26 +75,29 @@ class SparseGradients(TrainerCallback):
         # A train() that resumes loads the state of one rank before it comes here.
         self._handle = self.optimizer.register_load_state_dict_pre_hook(beside.without_residual)
 
-    def on_step_end(self, _args: Any, _state: Any, control: Any, **__: Any) -> None:
-        """Let all workers hold the same parameters before they evaluate or save, and at the end.
-
-        Only local steps make them differ.
-        """
-        if self.optimizer is not None and (
-            control.should_evaluate or control.should_save or control.should_training_stop
-        ):
-            self.optimizer.merge()
-
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **fields: Any) -> None:
-        """Do the same at the end of an epoch."""
-        self.on_step_end(args, state, control, **fields)
-
     def on_save(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
         """Save the residual of each rank into the checkpoint that the Trainer has just written."""
         frame = _trainer_frame()
         if self.optimizer is not None and not args.save_only_model:
             folder = Path(frame["self"]._get_output_dir(frame["trial"]))  # noqa: SLF001 - of a search, not args' folder
             checkpoint.save(self.optimizer, folder / f"checkpoint-{state.global_step}" / beside.FOLDER)
+
+
+class _Merges(TrainerCallback):
+    """Lets all workers hold the same parameters before they evaluate or save, and at the end.
+
+    Only local steps make them differ. It is the last callback, because any other one may ask for an evaluation.
+    """
+
+    def __init__(self, sparse: SparseGradients) -> None:
+        self._sparse = sparse
+
+    def on_step_end(self, _args: Any, _state: Any, control: Any, **__: Any) -> None:
+        optimizer = self._sparse.optimizer
+        if optimizer is not None and (control.should_evaluate or control.should_save or control.should_training_stop):
+            optimizer.merge()
+
+    on_epoch_end = on_step_end
 
 
 def _disconnect(trainer: Any) -> None:
