@@ -10,9 +10,10 @@ import torch.distributed as dist
 import tritoncomm
 from kit import equal_on_all_ranks, everywhere, flat, gradient, log_lines, mean, sgd, sparse, take, weight
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.overrides import TorchFunctionMode
-from tritoncomm import NonFiniteError, ProtocolMismatchError
+from tritoncomm import ConfigurationError, NonFiniteError, ProtocolMismatchError
 
 from ranks import ranks
 
@@ -274,6 +275,47 @@ def test_flush_leaves_the_residual_of_what_rests(rank, world_size, kind, alone):
     optimizer.flush()
     found = world_size * mean(flat([q])) - before if alone else flat([q])  # alone, each worker applies its share
     assert torch.equal(found, -whole[1])
+
+
+@ranks(2)
+def test_worker_that_goes_on_alone_is_the_bare_optimizer_beside_what_rests(rank, world_size):
+    """The residual of a frozen parameter waits, and does not make gradients of what has none."""
+    p, q, unused = weight(16, 1.0), weight(16, 1.0), weight(16, 1.0)
+    optimizer = sparse(torch.optim.AdamW([p, q, unused], lr=0.1), density=1 / 16)
+    take(optimizer, [p, q, unused], rank, range(3), world_size)
+    optimizer.reset_process_group([dist.new_group([each]) for each in range(world_size)][rank])
+    q.requires_grad_(False)
+    for _ in range(2):  # the first step applies what is left of the others
+        optimizer.zero_grad()
+        p.grad = torch.ones(16)
+        optimizer.step()
+        before = flat([unused]), flat([q])
+    optimizer.zero_grad()
+    p.grad = torch.ones(16)
+    optimizer.step()
+    assert unused.grad is None
+    assert torch.equal(flat([unused]), before[0])
+    assert torch.equal(flat([q]), before[1])
+    assert optimizer.metrics()["residual_norm"] > 0
+
+
+@ranks(2)
+def test_group_that_cannot_be_joined_changes_nothing(rank, world_size):
+    """Workers go on in the group that they had, with its rule for late gradients."""
+    found = []
+    for fails in (False, True):
+        p = weight(16, 1.0)
+        optimizer = sparse(torch.optim.AdamW([p], lr=0.1), density=1 / 16)
+        own = [dist.new_group([each]) for each in range(world_size)][rank]
+        take(optimizer, [p], rank, range(3), world_size)
+        if fails:
+            other = nn.parallel.DistributedDataParallel(nn.Linear(2, 2), process_group=own)
+            other.register_comm_hook(None, allreduce_hook)
+            with pytest.raises(ConfigurationError):
+                optimizer.reset_process_group(own, model=other)
+        take(optimizer, [p], rank, range(3, 6), world_size)
+        found.append(flat([p]))
+    assert torch.equal(*found)
 
 
 @ranks(2)

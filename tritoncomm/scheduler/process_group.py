@@ -287,7 +287,8 @@ class ProcessGroupScheduler:
             self.step += 1
             self._number = 0
         op: Op = _START
-        before = members.set(self.ranks)
+        before = members.get()
+        members.set(self.ranks)
         try:
             with self.watcher or nullcontext():
                 op = pattern.send(None)
@@ -312,11 +313,12 @@ class ProcessGroupScheduler:
             raise failure from error
         finally:
             pattern.close()
-            members.reset(before)
+            members.set(before)
 
     def _read(self, op: Read) -> Running[Any]:
+        members.set(None)  # another run may begin or end in the meantime
         content = yield op.tensor
-        members.set(self.ranks)  # another run may have ended in the meantime
+        members.set(self.ranks)
         if self.watcher is not None:
             self.watcher.check()
         return content

@@ -189,13 +189,12 @@ class Setup:
 
         ``caught_up`` is True if some ranks have just applied a step that the others had applied before.
         """
-        exchange, step = self.exchange, self.steps
+        exchange, alone = self.exchange, settings.is_alone(process_group)
         with agree.propagate_errors(process_group, self.device):
             inner = self.recipe.recipe if isinstance(self.recipe, Hierarchical) else self.recipe
             recipe = with_warmup_and_nodes(inner, 0, node_group, process_group, self.options.small)
-            step.alone = settings.is_alone(process_group)
-            check_optimizer(self.optimizer, alone=step.alone)
-            step.check()
+            check_optimizer(self.optimizer, alone=alone)
+            self.steps.check(alone=alone)
             check_model(module, process_group)
             keep_gradients_local(module)
         trained, options = self.parameters.trained, self.options
@@ -207,7 +206,7 @@ class Setup:
             self.local.forget_loading()
         exchange.restart()
         exchange_state.moved(exchange, recipe, process_group)
-        self.recipe = recipe
+        self.recipe, self.steps.alone = recipe, alone
 
     def note_new(self) -> None:
         """Exchange the gradients of parameters, too, that require them only now. A single worker does."""

@@ -172,8 +172,7 @@ class Stepper:
         if not self.setup.is_synchronized:
             if not local_steps.taken:
                 return
-            vectors = self.setup.exchange.vectors
-            local_steps.give(alone=all(each.keeps_gradient() for each in vectors))
+            local_steps.give(alone=self.setup.exchange.owes_nothing())
         try:
             self.exchange_and_apply()
         except BaseException as error:

@@ -179,10 +179,10 @@ class GradientExchange:
             raise ConfigurationError("torch.distributed was initialized after wrap(): initialize it before")
         vectors, step = self.vectors, step or Pending()
         span = Span(vectors[0].device)
-        # A single worker that has a residual of earlier exchanges applies all of it, and is then the bare optimizer.
-        delivers_all = any(vector.is_bare and not vector.keeps_gradient() for vector in vectors)
-        self._begin(step)
         unrated, delays = without_rate(self.optimizer), vectors[-1].delays
+        # A single worker that has a residual of earlier exchanges applies all of it, and is then the bare optimizer.
+        delivers_all = vectors[0].is_bare and not self.owes_nothing()
+        self._begin(step)
         if delivers_all:
             self.presence.begin_all(self._frozen())
         else:
@@ -324,6 +324,12 @@ class GradientExchange:
     def _left(self) -> frozenset[int]:
         """The ids of the parameters that the present step leaves alone."""
         return self.presence.absent
+
+    def owes_nothing(self) -> bool:
+        """Return True if a single worker has no residual that it could apply: it is then the bare optimizer."""
+        rests = self._frozen() if self.vectors[0].is_bare else frozenset[int]()
+        kept = [vector.look_for_residual(rests) for vector in self.vectors]
+        return all(kept)
 
     def _frozen(self) -> frozenset[int]:
         """Return the ids of the parameters that cannot change, or whose owners cannot: nothing would apply their mean.
@@ -528,7 +534,7 @@ class GradientExchange:
         for part, each in zip(step.parts, shown, strict=True):
             if each.is_flat:  # only the GPU knows the number of entries of each parameter
                 each.layout.scatter_flat(part.vector.write(each.mean), self._left)
-            elif scale is None or not part.vector.keeps_gradient():
+            elif scale is None or not part.vector.keeps_gradient:
                 each.layout.scatter(each.entries, self._left)
             elif scale != 1.0:
                 each.layout.multiply(1.0 / scale)

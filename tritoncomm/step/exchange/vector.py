@@ -92,6 +92,7 @@ class VectorExchange:
         dense_numel: Number of elements that are sent dense.
         delays: Whether the recipe delivers entries with a delay.
         is_bare: Whether a single worker delivers every entry. The method's state waits until there are several workers.
+        keeps_gradient: Whether the mean is the gradient itself: a single worker has no residual that it could apply.
         meter: Traffic and waiting time of the last step.
         last: Metrics of the last step. ``seconds_apply`` has a meaning only in the sum over all vectors.
     """
@@ -121,6 +122,7 @@ class VectorExchange:
         self.feedback = self.new_feedback()
         self.ages = Ages(self.layout.parameters, self.layout.bounds)
         self._without_residual: ErrorFeedback | None = None
+        self.keeps_gradient = False
         self._signs: torch.Tensor | None = None
         self.gain: torch.Tensor | None = None
         self.meter = Meter()
@@ -129,11 +131,18 @@ class VectorExchange:
         self._latest = self._before = _Times(self.meter, [], None)
         self.measure(None, None)
 
-    def keeps_gradient(self) -> bool:
-        """Return True if the mean is the gradient itself: a single worker has no residual."""
-        if self.is_bare and self._without_residual is not self.feedback and not self.feedback.residual.any():
-            self._without_residual = self.feedback  # from now on, it delivers every entry
-        return self.is_bare and self._without_residual is self.feedback
+    def look_for_residual(self, rests: Collection[int]) -> bool:
+        """Set and return :attr:`keeps_gradient`. The residual of parameters in ``rests`` (ids) waits."""
+        if self.is_bare and self._without_residual is not self.feedback:
+            residual = self.feedback.residual
+            if not residual.any():
+                self._without_residual = self.feedback  # from now on, it delivers every entry
+            elif rests:
+                residual = residual.clone()
+                for own in self._slices(rests):
+                    residual[own].zero_()
+            self.keeps_gradient = not residual.any()
+        return self.keeps_gradient
 
     @property
     def recipe(self) -> Recipe:
@@ -270,7 +279,7 @@ class VectorExchange:
         """
         error = None
         try:
-            self.layout.read_gradients(self.flat, sparse=self.keeps_gradient())
+            self.layout.read_gradients(self.flat, sparse=self.keeps_gradient)
         except ConfigurationError as reason:
             error = reason
         for own in self._slices(resting):

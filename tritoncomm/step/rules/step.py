@@ -145,9 +145,12 @@ class OptimizerSteps:
         """The parameters that are this rank's own."""
         return ignored_of((part.optimizer for part in self._parts), self._ignored) if self._ignored else []
 
-    def check(self) -> None:
-        """Raise :class:`~tritoncomm.ConfigurationError` if an optimizer uses an option that is not supported."""
-        for part in () if self.alone else self._parts:
+    def check(self, *, alone: bool | None = None) -> None:
+        """Raise :class:`~tritoncomm.ConfigurationError` if an optimizer uses an option that is not supported.
+
+        ``alone`` says whether there will be a single worker. Default: :attr:`alone`.
+        """
+        for part in () if (self.alone if alone is None else alone) else self._parts:
             if part.rule is not None:
                 part.rule.check_options()
             elif part.kind is not None and self._late is not None:
