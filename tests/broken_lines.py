@@ -351,14 +351,14 @@ BROKEN = [
     ),
     BrokenLine(
         "flush() deletes the residual of what is frozen",
-        "step/exchange/machine.py",
+        "step/exchange/claim.py",
         "if not owner.requires_grad or id(owner) in unrated)",
         "if id(owner) in unrated)",
         "exchange test_flush_leaves_the_residual_of_what_rests",
     ),
     BrokenLine(
         "flush() deletes the residual of a group with a rate of zero",
-        "step/exchange/machine.py",
+        "step/exchange/claim.py",
         "if not owner.requires_grad or id(owner) in unrated)",
         "if not owner.requires_grad)",
         "exchange test_flush_leaves_the_residual_of_what_rests",

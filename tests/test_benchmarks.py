@@ -36,6 +36,14 @@ def test_smoke(script: str, launcher: PreparedLauncher, tmp_path: Path) -> None:
     assert not plots or (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_calls_in_a_step(launcher: PreparedLauncher, tmp_path: Path) -> None:
+    """An ordinary step of a small model makes at most 2,500 calls in Python."""
+    file = tmp_path / "calls.json"
+    done = launcher.run(ROOT / "benchmarks" / "calls.py", "--json", str(file), folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(file.read_text())["calls"]["tritoncomm"] <= 2500
+
+
 def test_exchange_compares_formats(launcher: PreparedLauncher, tmp_path: Path) -> None:
     """A method has a row in each format that it has. Packed messages are shorter, and no step exceeds its bound."""
     file = tmp_path / "figures.json"

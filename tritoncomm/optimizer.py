@@ -154,9 +154,11 @@ class SparseOptimizer(torch.optim.Optimizer):
         group["lr"] = rate
 
     def flush(self) -> None:
-        """Exchange the residuals of all ranks dense, and step by their mean. Residuals are zero afterwards.
+        """Exchange the residuals of all ranks dense, and step by their mean.
 
-        Those of frozen parameters wait, and those of groups with a learning rate of 0 while another group has one.
+        Residuals are zero afterwards. Those wait that nobody could apply: of frozen parameters, and of groups with a
+        learning rate of 0 while another group has one.
+
         Use it before the last evaluation, or before a checkpoint without residuals. All ranks must call it. The present
         gradients are discarded.
         """
@@ -300,8 +302,9 @@ class SparseOptimizer(torch.optim.Optimizer):
         return self._tritoncomm.continue_in(group_of(module, process_group), node_group, module)
 
     def release(self) -> None:
-        """Give the optimizer its own class back: it steps by itself again. Residuals are lost, so :meth:`flush` before.
+        """Give the optimizer its own class back: it steps by itself again.
 
+        Residuals are lost: call :meth:`flush` before, while nothing is frozen.
         Call :meth:`merge` before where updates are exchanged: parameters differ between ranks after local steps. So
         does the state of the optimizer. Load that of one rank on all before you step by averaged gradients.
 

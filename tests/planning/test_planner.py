@@ -269,7 +269,7 @@ def test_simulate_in_a_format(tmp_path: Path) -> None:
     "arguments",
     [
         ["simulate", "--workers", "0"], ["simulate", "--numel", "1.5"], ["simulate", "--algo", "x"],
-        ["simulate", "--link", "fast"],
+        ["simulate", "--link", "fast"], ["simulate", "--import", "no_such_module"],
         ["simulate", "--gradients", "x"], ["plan", "--workers", "4"], ["plan", "--numel", "inf", "--workers", "4"],
         ["plan", "--numel", "1e6", "--workers", "4", "--step-ms", "-1"],
     ],

@@ -221,19 +221,22 @@ def test_accelerate_saves_the_residual_of_each_rank(rank, world_size, tmp_path):
     assert torch.equal(*ends)
 
 
-def trained(folder: Path, rank: int, *, path: str | None = None, twice: bool = False, **settings):
-    """Train with the Trainer of Transformers, and return the model and the wrapped optimizer."""
+def trained(folder: Path, rank: int, *, path: str | None = None, twice: bool = False, before=(), after=(), **settings):
+    """Train with the Trainer of Transformers, and return the model and the wrapped optimizer.
+
+    Its callbacks are those ``before`` ours, and those ``after`` it, which then ask for checkpoints.
+    """
     transformers = importlib.import_module("transformers")
     integration = importlib.import_module("tritoncomm.integrations.transformers")
     arguments = transformers.TrainingArguments(
         output_dir=str(folder), max_steps=4, per_device_train_batch_size=4, max_grad_norm=NORM, learning_rate=0.01,
         use_cpu=True, ddp_backend="gloo", report_to=[], disable_tqdm=True, logging_strategy="no",
-        save_strategy="no" if path or twice else "steps", save_steps=2, lr_scheduler_type="constant",
+        save_strategy="no" if path or twice or after else "steps", save_steps=2, lr_scheduler_type="constant",
     )  # fmt: skip
     data = [{"x": x, "labels": 0.0} for step in range(8) for x in batch(0, step)]
-    callback = integration.SparseGradients(**SETTINGS, **settings)
+    callback = integration.SparseGradients(**{**SETTINGS, **settings})
     net = Net()
-    trainer = transformers.Trainer(net, arguments, train_dataset=data, callbacks=[callback])
+    trainer = transformers.Trainer(net, arguments, train_dataset=data, callbacks=[*before, callback, *after])
     trainer.train(resume_from_checkpoint=path)
     if twice:
         trainer.train()
@@ -273,7 +276,6 @@ def test_workers_are_equal_where_a_later_callback_saves(rank, world_size, tmp_pa
     """Local steps are merged before a checkpoint that any callback has asked for, whatever the order of callbacks."""
     under_torchrun(rank, world_size)
     transformers = importlib.import_module("transformers")
-    integration = importlib.import_module("tritoncomm.integrations.transformers")
     seen = []
 
     class Sees(transformers.TrainerCallback):
@@ -284,13 +286,7 @@ def test_workers_are_equal_where_a_later_callback_saves(rank, world_size, tmp_pa
         def on_step_end(self, _args, state, control, **_):
             control.should_save = state.global_step == 2
 
-    arguments = transformers.TrainingArguments(
-        output_dir=str(tmp_path), max_steps=3, per_device_train_batch_size=4, use_cpu=True, ddp_backend="gloo",
-        report_to=[], disable_tqdm=True, logging_strategy="no", save_strategy="no",
-    )  # fmt: skip
-    data = [{"x": x, "labels": 0.0} for step in range(8) for x in batch(0, step)]
-    callbacks = [Sees(), integration.SparseGradients(local_steps=4), Saves()]
-    transformers.Trainer(Net(), arguments, train_dataset=data, callbacks=callbacks).train()
+    trained(tmp_path, rank, before=[Sees()], after=[Saves()], algo=None, warmup_steps=None, local_steps=4)
     (saved,) = seen
     assert all(torch.equal(saved, other) for other in everywhere(saved))
 

@@ -183,7 +183,7 @@ def add_simulate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         formatter_class=arguments.Help,
     )
     simulate.add_argument(
-        "--import", type=importlib.import_module, metavar="MODULE",
+        "--import", type=_imported, metavar="MODULE",
         help="a module of yours that registers methods; give it before --algo",
     )  # fmt: skip
     simulate.add_argument(
@@ -244,6 +244,14 @@ def _at(name: str, density: float, values: str | None, otherwise: str) -> Recipe
     """Return the recipe of the method ``name``. Without ``values``, entries have the format ``otherwise``."""
     found = planner.at(name, density, values or otherwise)
     return replace(found, values=values) if values and isinstance(found, Quantized) else found
+
+
+def _imported(name: str) -> None:
+    """Import the module ``name``, for ``--import``."""
+    try:
+        importlib.import_module(name)
+    except ImportError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def _method(text: str) -> str | tuple[str, dict[str, Any]]:

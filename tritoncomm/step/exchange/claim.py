@@ -87,10 +87,22 @@ def without_rate(optimizer: torch.optim.Optimizer) -> frozenset[int]:
 
     They are frozen by their rate, which all ranks compare. What is delivered to them would be lost to the others.
     """
+    if len(optimizer.param_groups) == 1:  # a rate on a GPU is not read
+        return _NONE
     rates = [(group, group["lr"]) for group in optimizer.param_groups if group.get("lr") is not None]
     if all(float(rate) == 0 for _, rate in rates):
         return _NONE
     return frozenset(id(each) for group, rate in rates if float(rate) == 0 for each in group["params"])
+
+
+def frozen(optimizer: torch.optim.Optimizer, owned: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> frozenset[int]:
+    """Return the ids of the tensors whose owners cannot change in a step of ``optimizer``: nothing applies their mean.
+
+    Owners require no gradients, or have a learning rate of 0 while others have one. ``owned`` are pairs of a tensor and
+    its owner, which is the parameter of an anchor, or the tensor itself.
+    """
+    unrated = without_rate(optimizer)
+    return frozenset(id(each) for each, owner in owned if not owner.requires_grad or id(owner) in unrated)
 
 
 class Presence:

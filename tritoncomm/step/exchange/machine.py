@@ -22,7 +22,7 @@ from tritoncomm.step.agree import UPDATES, UPDATES_ADVICE, differences, naming, 
 from tritoncomm.step.agree.inspection import Inspection
 from tritoncomm.step.agree.number import number_of_text
 from tritoncomm.step.agree.replica import Replica
-from tritoncomm.step.exchange.claim import Presence, Vote, advice, lead, vote, without_rate
+from tritoncomm.step.exchange.claim import Presence, Vote, advice, frozen, lead, vote, without_rate
 from tritoncomm.step.exchange.decay import show_decay
 from tritoncomm.step.exchange.feedback import ErrorFeedback
 from tritoncomm.step.exchange.pending import TRANSITIONS, Pending, State
@@ -192,9 +192,8 @@ class GradientExchange:
             scale = 1.0 if step.scale is None else float(step.scale)
             local_error = self._read(scale, rests, look) or local_error
             step.fault = str(local_error or step.fault)
-            if step.fault:  # this rank takes part with NaN
-                for vector in vectors:
-                    vector.flat.fill_(math.nan)
+            if step.fault:
+                self._spoil()
             self._deliver()
             if self._is_compared:  # also if this rank rejects the step: the others may not know yet
                 self._inspect()
@@ -220,6 +219,11 @@ class GradientExchange:
         if look is not None and self.all_shards is None and self.vectors[0].rank == 0:
             look([vector.flat for vector in self.vectors])
         return next((reason for reason in reasons if reason is not None), None)
+
+    def _spoil(self) -> None:
+        """Take part in the step with NaN, so that all ranks reject it."""
+        for vector in self.vectors:
+            vector.flat.fill_(math.nan)
 
     def _inspect(self) -> None:
         """Look whether somebody else averages the gradients of this rank."""
@@ -332,13 +336,8 @@ class GradientExchange:
         return all(kept)
 
     def _frozen(self) -> frozenset[int]:
-        """Return the ids of the parameters that cannot change, or whose owners cannot: nothing would apply their mean.
-
-        They require no gradients, or have a learning rate of 0 while others have one.
-        """
-        unrated = without_rate(self.wrapped)
-        pairs = ((id(each), self.owners.get(id(each), each)) for each in self.parameters)
-        return frozenset(key for key, owner in pairs if not owner.requires_grad or id(owner) in unrated)
+        """Return the ids of the parameters that cannot change, or whose owners cannot."""
+        return frozen(self.wrapped, [(each, self.owners.get(id(each), each)) for each in self.parameters])
 
     def _begin(self, step: Pending) -> None:
         """Begin ``step``."""

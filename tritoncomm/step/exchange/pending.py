@@ -68,7 +68,7 @@ class Part:
 
 @dataclass
 class Pending:
-    """A step from its beginning until it is applied, rejected or thrown away. It is empty between steps.
+    """A step from its beginning until it is applied, rejected or thrown away. An empty one takes its place then.
 
     Attributes:
         scale: Loss scale by which gradients are divided. None without a scaler that has not unscaled them.

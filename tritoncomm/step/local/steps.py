@@ -24,7 +24,7 @@ from tritoncomm.errors import ConfigurationError
 from tritoncomm.scheduler.ranks import own_rank
 from tritoncomm.step.agree import LOADED
 from tritoncomm.step.agree.number import number_of_text, numbers
-from tritoncomm.step.exchange.claim import without_rate
+from tritoncomm.step.exchange.claim import frozen
 from tritoncomm.step.exchange.vector import listed
 from tritoncomm.step.local.anchor import anchor_of, delta_of, write
 from tritoncomm.step.model.ignored import ignored_of, non_finite
@@ -274,8 +274,7 @@ class LocalSteps:
             norms = torch.stack([delta.norm() for delta in deltas])
         self.delta_norm = torch.linalg.vector_norm(norms)
         self.fault, self._bad = listed(self._bad), {}
-        unrated = without_rate(self._whole)
-        still = {id(anchor) for anchor, own in self._pairs() if not own.requires_grad or id(own) in unrated}
+        still = frozen(self._whole, self._pairs())
         for anchor, delta, norm in zip(self.anchors, deltas, figures, strict=True):
             # What this worker has not changed is like a parameter without gradient. Shards of it may differ in that.
             given = norm != 0 or bool(delta.any()) or (self._has_shards and id(anchor) not in still)
