@@ -80,8 +80,8 @@ def check_frame(header: torch.Tensor, frame: Frame, words: int) -> int:
         f"received step {found[0]}, round {found[1]}, phase {phase.decode(errors='replace')!r} (first 8 bytes), "
         f"{found[2]} words, "
         f"{'the same method and settings' if found[3] == expected[3] else 'a different method or settings'}: "
-        "run the same steps with the same settings on all ranks, and step the same optimizers in the same order; a "
-        "rank that catches an error of step(), such as one of a hook, calls step() again"
+        "run the same steps with the same settings on all ranks, and step the same optimizers in the same order; "
+        "where step() raises on one rank alone, as by a hook of yours, call it again there"
     )
 
 

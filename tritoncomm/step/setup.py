@@ -220,9 +220,8 @@ class Setup:
         owners = {} if self.local is None else self.local.owners
         dense = dense_ids(self.optimizer)
         dense |= {anchor for anchor, owner in owners.items() if id(owner) in dense}
-        dense_below = (
-            options.dense_below if options.updates is None else 0
-        )  # updates of small tensors travel like others
+        # Updates of small tensors travel like others.
+        dense_below = options.dense_below if options.updates is None else 0
         _, small = split_by_size(parameters, dense_below, dense=dense)
         common = ExchangeOptions(recipe=recipe, wrap=options, group=group, dense=frozenset(map(id, small)))
         vectors: list[VectorExchange] = []
