@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import math
 import statistics
 from collections.abc import Callable, Sequence
@@ -28,7 +27,7 @@ from typing import Any
 
 import race_results
 import runs
-from race_results import TARGET
+import script
 from runs import Outcome, Results, Run
 from step_seconds import Method, Paces
 from tasks import TASKS, WORKERS
@@ -36,6 +35,7 @@ from train import train
 
 FOLDER = Path(__file__).parent / "results"
 RATES = {"10 Mbit/s": 1e7, "20 Mbit/s": 2e7, "100 Mbit/s": 1e8, "1 Gbit/s": 1e9}
+TARGET = 1.02  # times the final loss of dense training
 PICTURED = "100 Mbit/s"
 FAR, SHOWN = 1.15, 1.6  # times the final loss of dense training: where a method is left out, and where curves begin
 NEAR = 0.01  # of the loss: texts of lines this near would overlap
@@ -353,16 +353,14 @@ def smoke_results() -> Results:
 
 def arguments() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script.parser(__doc__)
     parser.add_argument("--task", default="demo", choices=list(TASKS))
     parser.add_argument("--runs", type=Path, nargs="+", default=[FOLDER / "peers.json"], help="files of train.py")
     parser.add_argument("--race", type=Path, default=FOLDER / "race.json", help="file of race.py")
     parser.add_argument("--sweep", type=int, nargs="+", default=[10], help="seeds on which rates were swept")
     parser.add_argument("--target", default="adamw", help="the optimizer whose dense training has the loss to reach")
     parser.add_argument("--delay", default="", help="delay of the links on which steps were timed, such as 50ms")
-    parser.add_argument("--json", type=Path, help="write the figures of both tables to this file")
     parser.add_argument("--plot", type=Path, help="write a PNG to this file")
-    parser.add_argument("--smoke", action="store_true", help="train a few steps: only checks that the script runs")
     return parser
 
 
@@ -385,11 +383,8 @@ def main() -> None:
     print(table(rows, target=options.target))
     if errors:
         print(f"\nSeconds of a step:\n\n{error_table(errors)}")
-    if options.json:
-        options.json.write_text(
-            json.dumps({"target": options.target, "delay": options.delay, "methods": rows, "errors": errors}, indent=1)
-            + "\n"
-        )
+    about = {"target": options.target, "delay": options.delay}
+    script.write(options.json, about | {"methods": rows, "errors": errors})
     if options.plot:
         picture(found, paces, options.plot, options.target)
 

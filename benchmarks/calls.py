@@ -9,7 +9,6 @@ functions that are called most.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 from collections import Counter
@@ -24,7 +23,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from tritoncomm.demo.local_workers import Send, run_workers
 
-from selection import machine
+import script
 
 WORKERS, START, STEPS = 2, 16, 9
 WIDTHS = (60, 50, 40, 40, 40, 20)  # five linear layers: 9,900 parameters with their biases
@@ -80,10 +79,8 @@ def counted(steps: int, *, wraps: bool) -> Counter[str]:
 
 def arguments() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script.parser(__doc__)
     parser.add_argument("--top", type=int, default=0, help="number of functions to list")
-    parser.add_argument("--json", type=Path, help="write the totals to this file")
-    parser.add_argument("--smoke", action="store_true", help="one step: only checks that the script runs")
     return parser
 
 
@@ -95,9 +92,8 @@ def main() -> None:
     print(f"Calls in a step: DistributedDataParallel {dense.total()}, tritoncomm {ours.total()}")
     for name, calls in ours.most_common(options.top):
         print(f"{calls:6} {name}")
-    if options.json:
-        content = {"machine": machine("cpu"), "calls": {"ddp": dense.total(), "tritoncomm": ours.total()}}
-        options.json.write_text(json.dumps(content, indent=1) + "\n")
+    totals = {"ddp": dense.total(), "tritoncomm": ours.total()}
+    script.write(options.json, {"machine": script.machine(), "calls": totals})
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import sys
 from collections import Counter
 from pathlib import Path
@@ -26,7 +25,7 @@ from torch import nn
 from tritoncomm.algorithms import field_names, takes_density
 
 import baselines  # noqa: F401 - registers them
-from selection import machine
+import script
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
@@ -95,14 +94,12 @@ def count_all(options: argparse.Namespace) -> list[Row]:
 
 def arguments() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script.parser(__doc__)
     parser.add_argument("--algo", nargs="+", default=tritoncomm.algorithms(), choices=tritoncomm.algorithms())
     parser.add_argument("--workers", type=int, nargs="+", default=[2, 8, 64])
     parser.add_argument("--form", nargs="+", default=["static"], choices=["exact", "static"], help="form of messages")
     parser.add_argument("--density", type=float, default=0.03)
     parser.add_argument("--steps", type=int, default=24, help="the last one is the ordinary step")
-    parser.add_argument("--json", type=Path, help="write the rows to this file")
-    parser.add_argument("--smoke", action="store_true", help="small and quick: only checks that the script runs")
     return parser
 
 
@@ -112,10 +109,8 @@ def main() -> None:
     if options.smoke:
         options.workers, options.algo, options.steps = [2], ["oktopk", "dense"], 2
     rows = count_all(options)
-    if options.json:
-        settings = {"density": options.density, "steps": options.steps, "shapes": SHAPES}
-        content = {"machine": machine("cpu"), "settings": settings, "rows": rows}
-        options.json.write_text(json.dumps(content, indent=1) + "\n")
+    settings = {"density": options.density, "steps": options.steps, "shapes": SHAPES}
+    script.write(options.json, {"machine": script.machine(), "settings": settings, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -3,25 +3,21 @@
 Every method runs in the same processes on the same gradients, with plain messages, with packed ones, and with values of
 4 bits. The table has, per step:
 
-* ``MB``: what the busiest rank sent or received, whichever is more. ``ordinary`` is the forecast of an ordinary step,
-  ``predicted`` the upper bound of each step, and ``held`` says whether no step exceeded it.
-* ``words/k``: the same in words of 4 bytes over the number of entries to deliver. ``largest`` is the largest step that
-  reuses thresholds, ``re-eval`` the mean of the others. The bound of Ok-Topk's paper is 6(P-1)/P for P workers.
-* ``select``, ``exch.`` and ``apply``: milliseconds of the selection, of waiting for the network, and of the rest. Times
-  are means over the ranks, and of these the median over the steps.
+* ``MB``: what the busiest rank sent or received, whichever is more. ``held`` says whether no step exceeded its bound,
+  the forecast.
+* ``words/k``: the same in words of 4 bytes over the number of entries to deliver.
+* ``total ms``: time from the gradient to the dense form of the mean, the median over the steps of the mean over ranks.
 * ``cpu ms``: CPU time of the thread that runs the exchange, without waiting, and without the threads of gloo, in the
   last third of the steps. ``copies`` is the same as a multiple of a plain copy of the vector by the same thread, just
-  before. ``+ dense`` is what it takes to write the mean as a dense vector.
+  before.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,7 +32,7 @@ from tritoncomm.step.exchange.feedback import ErrorFeedback
 from tritoncomm.step.exchange.stages import Staged
 
 import baselines  # noqa: F401 - registers them
-from selection import machine
+import script
 
 COLUMNS = 1000
 SCALED = 22  # steps at least with selection by update: it scales from step 20 on
@@ -52,27 +48,20 @@ FORMATS: dict[str, dict[str, Any]] = {
 class Row:
     """One method at one density. Lists have one entry per step.
 
-    ``ordinary`` is the forecast of an ordinary step, ``predicted`` the upper bound for this step.
-    ``select``, ``exchange`` and ``apply`` are milliseconds: of the selection, of waiting for the network, and of the
-    rest. ``cpu`` is milliseconds of CPU time without the dense form of the mean, ``copy`` those of a plain copy of the
-    vector, and ``dense_form`` those of writing the dense form.
+    ``bytes`` and ``predicted`` are those of the busiest rank, and their upper bound. Milliseconds are ``total`` of the
+    step, and of CPU time ``cpu`` of the exchange and ``copy`` of a plain copy of the vector.
     """
 
     name: str
     density: float
     k: int
     bytes: list[int]
-    ordinary: list[int]
     predicted: list[int]
     messages: list[int]
     reevaluated: list[bool]
-    select: list[float]
-    exchange: list[float]
-    apply: list[float]
-    delivered: list[int]
+    total: list[float]
     cpu: list[float]
     copy: list[float]
-    dense_form: list[float]
 
 
 def methods(names: list[str], density: float, numel: int, formats: list[str]) -> list[tuple[str, tritoncomm.Recipe]]:
@@ -130,8 +119,6 @@ def measure(
     for step in range(steps):
         forecast = algorithm.predicted_traffic(world_size)
         predicted = max(forecast.sent.bytes, forecast.received.bytes)
-        forecast = algorithm.predicted_traffic(world_size, ordinary=True)
-        ordinary = max(forecast.sent.bytes, forecast.received.bytes)
         # In the same memory each time, as gradients are. Memory that was new would be freed in the exchange.
         gradient.copy_(gradients.at(step))
         dist.barrier()  # all ranks copy at the same time, as they exchange, and share the memory's bandwidth
@@ -142,24 +129,18 @@ def measure(
         feedback.commit()
         worked = time.thread_time()
         mean.write_to(flat)
-        written = time.thread_time()
         seconds = time.perf_counter() - started
-        assert feedback.accumulator is not None
-        select, waited = feedback.accumulator.seconds, scheduler.meter.waited
         used = max(scheduler.meter.sent.bytes, scheduler.meter.received.bytes)
-        row = [used, ordinary, predicted, scheduler.meter.sent.messages, algorithm.report.get("reevaluated", 0.0)]
-        cpu = [worked - begun, copy, written - worked]
-        measured.append([*row, select, waited, seconds - select - waited, len(mean), *cpu])
+        counts = used, predicted, scheduler.meter.sent.messages, algorithm.report.get("reevaluated", 0.0)
+        measured.append([*counts, seconds, worked - begun, copy])
     everybody = torch.empty(world_size, steps, len(measured[0]), dtype=torch.float64)
     dist.all_gather(list(everybody), torch.tensor(measured, dtype=torch.float64))
-    busiest, mean_time = everybody.amax(0), everybody.mean(0)
+    busiest, milliseconds = everybody.amax(0), 1e3 * everybody.mean(0)
     return Row(
         name, density, max(1, int(numel * density)),
-        *(busiest[:, column].long().tolist() for column in range(4)),
-        (busiest[:, 4] > 0).tolist(),
-        *(mean_time[:, column].mul(1e3).tolist() for column in (5, 6, 7)),
-        busiest[:, 8].long().tolist(),
-        *(mean_time[:, column].mul(1e3).tolist() for column in (9, 10, 11)),
+        *(busiest[:, column].long().tolist() for column in range(3)),
+        (busiest[:, 3] > 0).tolist(),
+        *(milliseconds[:, column].tolist() for column in (4, 5, 6)),
     )  # fmt: skip
 
 
@@ -172,50 +153,26 @@ def copy_seconds(source: torch.Tensor, target: torch.Tensor) -> float:
 
 def figures(row: Row, dense_ms: float) -> dict[str, Any]:
     """Return the means and medians of one method. ``dense_ms`` are the milliseconds of a dense exchange."""
-    words = [used / 4 / row.k for used in row.bytes]
-    reuse = [w for w, again in zip(words, row.reevaluated, strict=True) if not again]
-    again = [w for w, again in zip(words, row.reevaluated, strict=True) if again]
-    select, exchange, apply = (statistics.median(part) for part in (row.select, row.exchange, row.apply))
     late = range(2 * len(row.bytes) // 3, len(row.bytes))
     late = [step for step in late if not row.reevaluated[step]] or list(late)
-    cpu, copy, dense_form = (
-        statistics.median(part[step] for step in late) for part in (row.cpu, row.copy, row.dense_form)
-    )
-    total = total_ms(row)
+    cpu, copy = (statistics.median(part[step] for step in late) for part in (row.cpu, row.copy))
+    total = statistics.median(row.total)
     return {
         "method": row.name, "density": row.density, "k": row.k, "steps": len(row.bytes),
-        "bytes_mean": statistics.fmean(row.bytes), "words_per_k_mean": statistics.fmean(words),
-        "words_per_k_reuse_mean": statistics.fmean(reuse) if reuse else None,
-        "words_per_k_reuse_max": max(reuse, default=None),
-        "words_per_k_reevaluation_mean": statistics.fmean(again) if again else None,
-        "bytes_ordinary_mean": statistics.fmean(row.ordinary),
-        "bytes_predicted_mean": statistics.fmean(row.predicted),
+        "bytes_mean": statistics.fmean(row.bytes), "words_per_k_mean": statistics.fmean(row.bytes) / 4 / row.k,
         "within_prediction": all(u <= p for u, p in zip(row.bytes, row.predicted, strict=True)),
         "messages_mean": statistics.fmean(row.messages),
-        "density_delivered": statistics.fmean(row.delivered) / (row.k / row.density),
-        "select_ms": select, "exchange_ms": exchange, "apply_ms": apply, "total_ms": total,
-        "ratio_to_dense": total / dense_ms,
-        "cpu_ms": cpu, "copy_ms": copy, "copies": cpu / copy, "dense_form_copies": dense_form / copy,
+        "total_ms": total, "ratio_to_dense": total / dense_ms, "cpu_ms": cpu, "copy_ms": copy, "copies": cpu / copy,
     }  # fmt: skip
-
-
-def total_ms(row: Row) -> float:
-    """Return the median milliseconds of a step."""
-    return statistics.median(map(sum, zip(row.select, row.exchange, row.apply, strict=True)))
 
 
 def cells(row: dict[str, Any]) -> dict[str, str]:
     """Return the texts of one line of the table, by the head of their column."""
-    largest, again = row["words_per_k_reuse_max"] or 0, row["words_per_k_reevaluation_mean"] or 0
     return {
         "method": row["method"], "density": f"{row['density']:.2%}", "MB": f"{row['bytes_mean'] / 1e6:.3f}",
-        "ordinary": f"{row['bytes_ordinary_mean'] / 1e6:.3f}", "predicted": f"{row['bytes_predicted_mean'] / 1e6:.3f}",
         "held": "yes" if row["within_prediction"] else "NO", "words/k": f"{row['words_per_k_mean']:.2f}",
-        "largest": f"{largest:.2f}", "re-eval": f"{again:.2f}", "msgs": f"{row['messages_mean']:.0f}",
-        "select": f"{row['select_ms']:.1f}", "exch.": f"{row['exchange_ms']:.1f}", "apply": f"{row['apply_ms']:.1f}",
-        "total ms": f"{row['total_ms']:.1f}", "x dense": f"{row['ratio_to_dense']:.2f}",
-        "cpu ms": f"{row['cpu_ms']:.1f}", "copies": f"{row['copies']:.2f}",
-        "+ dense": f"{row['dense_form_copies']:.2f}",
+        "msgs": f"{row['messages_mean']:.0f}", "total ms": f"{row['total_ms']:.1f}",
+        "x dense": f"{row['ratio_to_dense']:.2f}", "cpu ms": f"{row['cpu_ms']:.1f}", "copies": f"{row['copies']:.2f}",
     }  # fmt: skip
 
 
@@ -229,15 +186,13 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 def arguments() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script.parser(__doc__)
     parser.add_argument("--numel", type=float, default=25e6)
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--density", type=float, nargs="+", default=[0.01, 0.001])
     parser.add_argument("--algo", nargs="+", default=tritoncomm.algorithms(), choices=tritoncomm.algorithms())
     parser.add_argument("--formats", nargs="+", default=list(FORMATS), choices=list(FORMATS))
     parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
-    parser.add_argument("--smoke", action="store_true", help="small and quick: only checks that the script runs")
     return parser
 
 
@@ -251,12 +206,10 @@ def main() -> None:
     rows: list[Row] = []
     settings = (numel, options.algo, options.density, options.formats, options.steps)
     run_workers(work, workers, *settings, listen=rows.append)
-    found = [figures(row, total_ms(rows[0])) for row in rows]  # the first is dense
+    found = [figures(row, statistics.median(rows[0].total)) for row in rows]  # the first is dense
     print(table(found))
-    if options.json:
-        used = {"numel": numel, "workers": workers, "steps": options.steps}
-        content = {"machine": machine("cpu"), "settings": used, "exchange": found}
-        options.json.write_text(json.dumps(content, indent=1) + "\n")
+    used = {"numel": numel, "workers": workers, "steps": options.steps}
+    script.write(options.json, {"machine": script.machine(), "settings": used, "exchange": found})
 
 
 if __name__ == "__main__":

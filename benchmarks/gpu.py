@@ -51,7 +51,7 @@ from tritoncomm.step.exchange.feedback import ErrorFeedback
 from tritoncomm.step.tensors.shards import local
 
 import baselines  # noqa: F401 - registers them
-from selection import machine
+import script
 
 MOST_WAITS = 2  # of the host for the GPU, in an ordinary step with messages of a fixed length
 # In simulation.
@@ -492,9 +492,7 @@ def check_one(device: torch.device) -> Figures:
 
 def arguments() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="file to write the results to")
-    parser.add_argument("--smoke", action="store_true", help="on the CPU over gloo, and fewer checks")
+    parser = script.parser(__doc__)
     parser.add_argument("--only", nargs="+", choices=[*CHECKS, *FAULTS], metavar="NAME", help="checks on several GPUs")
     parser.add_argument("--check", nargs="+", help=argparse.SUPPRESS)
     parser.add_argument("--file", type=Path, help=argparse.SUPPRESS)
@@ -520,9 +518,8 @@ def main() -> int:
         found = check_one(torch.device("cpu") if options.smoke else torch.device("cuda", 0))
     failed = [name for name, each in found.items() if not each["passed"]]
     if os.environ.get("RANK", "0") == "0":
-        about = machine("cpu" if options.smoke else "cuda")
-        if options.json:
-            options.json.write_text(json.dumps({"machine": about, "failed": failed, "checks": found}, indent=1) + "\n")
+        about = script.machine("cpu" if options.smoke else "cuda")
+        script.write(options.json, {"machine": about, "failed": failed, "checks": found})
         print(f"{len(found) - len(failed)} of {len(found)} checks passed")
     return int(bool(failed))
 

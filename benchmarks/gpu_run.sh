@@ -7,15 +7,14 @@
 #
 # All results are written to FOLDER. Required: Python 3.10 or newer with torch (CUDA), Triton >= 3.6 and numpy. The
 # tests also require pytest and hypothesis. Without them, only the benchmark compares results with the reference.
-# The plot requires matplotlib. The sanitizers detect accesses out of bounds and races in shared memory. They do not
-# detect races in global memory.
+# The sanitizers detect accesses out of bounds and races in shared memory. They do not detect races in global memory.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 out=${1:-benchmarks/results/gpu-$(date +%F)}
 part=${2:-all}
 mkdir -p "$out"
 : >"$out/summary.txt"
-export PYTHONPATH=$PWD:$PWD/kernels PYTHONUNBUFFERED=1 MPLBACKEND=agg
+export PYTHONPATH=$PWD:$PWD/kernels PYTHONUNBUFFERED=1
 python=${PYTHON:-python3}
 failed=0
 
@@ -61,10 +60,8 @@ if [ "$part" != speed ]; then
   stage one-gpu 40 "$python" benchmarks/gpu.py --json "$out/one-gpu.json"
   [ "$part" = checks ] && exit "$failed"
 fi
-picture=()
-has matplotlib && picture=(--plot "$out/selection.png")
 speed=("$python" benchmarks/selection.py --device cuda)
-stage speed 110 "${speed[@]}" --n 1e6 25e6 100e6 --json "$out/selection.json" "${picture[@]}"
+stage speed 110 "${speed[@]}" --n 1e6 25e6 100e6 --json "$out/selection.json"
 stage speed-bf16 35 "${speed[@]}" --n 25e6 100e6 --density 0.01 0.001 --dtype bf16 --json "$out/selection-bf16.json"
 stage speed-sections 25 "$python" benchmarks/sections.py --device cuda --json "$out/sections.json"
 

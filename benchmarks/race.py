@@ -1,4 +1,4 @@
-"""A race on a real, slow network: dense DDP, its compressing hooks, DiLoCo and our methods, by loss against seconds.
+"""A race on a real, slow network: seconds and bytes of a step of dense DDP, its hooks, DiLoCo and our methods.
 
 Real processes train on real sockets. ``--network`` says where, and may be repeated:
 
@@ -8,29 +8,22 @@ Real processes train on real sockets. ``--network`` says where, and may be repea
 * ``torchrun:rate=1gbit``: the processes of a running ``torchrun`` launch on real hosts. Start this script with torchrun
   on all of them. ``rate`` is only a label, and the rate for which ``plan`` predicts.
 
-``--rivals`` are ``dense``, ``fp16``, ``powersgd:rank=4`` and ``diloco:steps=30``, with further settings ``bucket_mb``
-(the first three) and ``lr`` and ``momentum`` of the outer step (DiLoCo). ``--ours`` are methods of this library:
-``oktopk:door=wrap,density=0.03,values=4bit``. ``door`` is the kind of module: wrap (a plain one), ddp or fsdp. All
-other settings are arguments of ``wrap``, with its defaults.
+``--rivals`` are ``dense``, ``fp16``, ``powersgd:rank=4`` and ``diloco:steps=30``. ``--ours`` are methods of this
+library: ``oktopk:density=0.03,values=4bit``. Their settings are arguments of ``wrap``, with its defaults.
+``optimizer=muon`` lets any of them train with Muon, and AdamW beside it. Our methods then exchange updates, as they do
+with local steps: ``quantized:optimizer=muon,local_steps=4``.
 
-``optimizer=muon`` lets any of them train with Muon, and AdamW beside it. ``rate`` is the highest learning rate. Our
-methods then exchange updates, as they do with local steps: ``quantized:optimizer=muon,local_steps=4``.
+All train the same model on the same batches, the first steps of a whole run. Methods with dense steps at the start take
+2 % of the whole run. Columns:
 
-All train the same model on the same batches. Methods with dense steps at the start take 2 % of the steps. Columns:
+* ``ms per step``: mean, without the dense steps at the start.
+* ``predicted``: what ``plan`` says, given the rate, the measured latency, the seconds of a step without exchange, and
+  as ``--work-ms`` what a step of the default method took beside computation and the link on the fastest network.
+* ``kB per step``: what the network interface of a host sends by the kernel's counters, mean over all steps of a whole
+  run and all hosts.
 
-* ``ms per step``: mean, without the dense steps at the start. ``compute`` is forward and backward, ``select`` what our
-  selection takes, ``exchange`` the wait for the network, ``apply`` the rest of ``step()``. With DDP's own exchange,
-  ``compute`` ends with the last gradient, and ``exchange`` is what backward waits for after it.
-* ``hidden``: share of the exchange beside backward, by DDP's timers. Ours follows backward: 0.
-* ``kB per step``: what the network interface of a host sends by the kernel's counters, mean over all steps and hosts.
-* ``s to 1.02 x dense``: seconds of training until the validation loss is 1.02 times dense's final one with this seed.
-  Evaluation is not counted, and its loss is interpolated between 20 points of a run.
-
-Losses do not depend on the rate. With ``--timed-steps N``, a run whose losses are known from another rate takes only N
-steps. Each of its other steps counts as the average of those after the dense start. With ``--times-only``, all runs
-take N steps, and have no losses: ``best.py`` takes those of ``train.py``.
-
-Every finished run is added to the file of ``--json``, and is not repeated.
+Every finished run is added to the file of ``--json``, and is not repeated. ``best.py`` takes the seconds of steps from
+there, and losses from ``train.py``: they do not depend on the network.
 """
 
 from __future__ import annotations
@@ -47,7 +40,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta, timezone
 from functools import partial
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -61,18 +53,17 @@ from tritoncomm.slow import namespaces
 
 import race_results
 import race_worker
+import script
 from race_methods import Contender
 from race_results import Row, Rows
-from race_worker import TASKS, Cell, Settings
+from race_worker import Cell, Settings
+from tasks import TASKS
 
-RIVALS = ("dense", "fp16", "powersgd:rank=4", "powersgd:rank=8", "diloco:steps=30", "diloco:steps=30,lr=1,momentum=0")
-OURS = ("oktopk", "spardl", "oktopk:door=ddp")
+RIVALS = ("dense", "fp16", "powersgd:rank=4", "powersgd:rank=8", "diloco:steps=30")
+OURS = ("oktopk", "spardl")
 SMOKE = (
-    ["dense", "fp16", "powersgd:rank=1", "diloco:steps=2", "dense:optimizer=muon,rate=0.04"],
-    [
-        *("oktopk:values=8bit", "spardl:door=ddp", "oktopk:door=fsdp"),
-        *("quantized:optimizer=muon", "quantized:optimizer=muon,local_steps=4"),
-    ],
+    ["dense", "fp16", "powersgd:rank=1", "diloco:steps=2", "dense:optimizer=muon"],
+    ["oktopk:values=8bit", "spardl", "quantized:optimizer=muon", "quantized:optimizer=muon,local_steps=4"],
 )
 TIMEOUT = timedelta(minutes=10)  # of a wait for another worker: a dense exchange on a slow link takes long
 _FIELDS = {"namespaces": ("workers", "rate", "delay"), "loopback": ("workers",), "torchrun": ("rate",)}
@@ -160,24 +151,19 @@ def run_here(cell: Cell, settings: Settings) -> dict[str, Any]:
 
 
 def cells(options: argparse.Namespace, place: Place, workers: int) -> Iterator[Cell]:
-    """Yield the runs that ``options`` describe, the dense run of each seed first."""
+    """Yield the runs that ``options`` describe."""
     for task in options.task:
         for seed in options.seeds:
             for contender in [*options.rivals, *options.ours]:
-                steps = options.steps or TASKS[task].steps
+                steps = options.steps if options.smoke else TASKS[task](None, 1).steps
                 yield Cell(task, str(place), workers, contender, seed, steps)
 
 
-def steps_to_take(cell: Cell, rows: Rows, timed: int | None, *, times_only: bool) -> int:
-    """Return the number of steps of ``cell`` to take. All, unless its losses are known from another rate."""
-    known = times_only or any(
-        replace(other, network=cell.network) == cell and row.is_complete for other, row in rows.items()
-    )
-    if timed is None or not known:
-        return cell.steps
+def steps_to_take(cell: Cell, least: int) -> int:
+    """Return the number of steps of ``cell`` to take: at least ``least``, one after the start, and whole exchanges."""
     contender = Contender.parse(cell.contender)
-    least = max(timed, contender.warmup(cell.steps) + 1)
-    return min(cell.steps, -(-least // contender.period) * contender.period)
+    taken = max(least, contender.warmup(cell.steps) + 1)
+    return min(cell.steps, -(-taken // contender.local_steps) * contender.local_steps)
 
 
 def race(options: argparse.Namespace, place: Place, run: Runner, workers: int, rows: Rows) -> list[str]:
@@ -185,12 +171,10 @@ def race(options: argparse.Namespace, place: Place, run: Runner, workers: int, r
     failed = []
     writes = place.kind != "torchrun" or dist.get_rank() == 0
     for cell in cells(options, place, workers):
-        if cell in rows and not options.again:
+        if cell in rows:
             continue
-        steps = steps_to_take(cell, rows, options.timed_steps, times_only=options.times_only)
-        settings = Settings(steps, 1)
         try:
-            columns = run(cell, settings)
+            columns = run(cell, Settings(steps_to_take(cell, options.steps), 1))
         except WorkerError as error:  # the other runs may still work
             failed.append(f"{cell}: {error}")
             progress(failed[-1])
@@ -198,7 +182,7 @@ def race(options: argparse.Namespace, place: Place, run: Runner, workers: int, r
         row = Row(cell, place.bits, machine(), cores(place, workers), **columns)
         rows[cell] = row
         if writes:
-            print(race_results.line(row, rows), flush=True)
+            print(race_results.line(row), flush=True)
             if options.json:
                 race_results.write(rows, options.json, about())
     return failed
@@ -223,21 +207,15 @@ def about() -> dict[str, Any]:
 
 def arguments() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script.parser(__doc__)
     places = [Place("namespaces", 4, "20mbit")]
     parser.add_argument("--network", type=Place.parse, nargs="+", default=places, help="see above")
     parser.add_argument("--task", nargs="+", default=["demo"], choices=list(TASKS))
     parser.add_argument("--rivals", nargs="*", default=list(RIVALS), help="see above")
     parser.add_argument("--ours", nargs="*", default=list(OURS), help="see above")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--steps", type=int, help="steps, instead of the default of the task")
-    parser.add_argument("--timed-steps", type=int, metavar="N", help="take N steps where the losses are known")
-    parser.add_argument("--times-only", action="store_true", help="take N steps everywhere")
+    parser.add_argument("--steps", type=int, default=60, help="number of steps to take")
     parser.add_argument("--limit", type=float, default=240, help="minutes after which a run is stopped")
-    parser.add_argument("--again", action="store_true", help="measure rows again that are in the file of --json")
-    parser.add_argument("--json", type=Path, help="read finished runs from this file, and add new ones")
-    parser.add_argument("--plot", type=Path, help="write a PNG of all rows to this file")
-    parser.add_argument("--smoke", action="store_true", help="a tiny model and six steps: checks that the script runs")
     return parser
 
 
@@ -245,15 +223,13 @@ def parsed() -> argparse.Namespace:
     """Return the options of the command line, or exit with what is wrong with them."""
     parser = arguments()
     options = parser.parse_args()
-    if options.times_only and options.timed_steps is None:
-        parser.error("--times-only needs --timed-steps N")
     for text in [*options.rivals, *options.ours]:
         try:
             Contender.parse(text)
         except ValueError as error:
             parser.error(str(error))
     if options.smoke:
-        options.task, (options.rivals, options.ours) = ["tiny"], SMOKE
+        options.task, options.steps, (options.rivals, options.ours) = ["gpt"], 6, SMOKE
         reason = namespaces.missing()
         options.network = [Place("loopback", 2) if reason else Place("namespaces", 2, "100mbit")]
         if reason:
@@ -286,9 +262,6 @@ def main() -> None:
                 sys.exit(str(error))
     if shows:
         print(race_results.table(rows))
-        print(race_results.plan_table(rows))
-        if options.plot:
-            race_results.picture(rows, options.plot)
     if failed:
         sys.exit(f"{len(failed)} runs failed: " + json.dumps([text.splitlines()[0] for text in failed]))
 

@@ -3,29 +3,23 @@
 A section holds the entries of one message that lie in one range. The time includes everything that a method calls:
 which values fit together, the words, and the values that the receiver will decode. Values are those of a residual that
 has just passed its threshold.
-
-The last table is what a worker computes for the mean of a whole vector in 8 bits, as in the dense steps of ``wrap``. It
-quantizes its vector, averages its part, and decodes the parts of all workers.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
 from tritoncomm.primitives.packing import Section
 
-import tritoncomm_kernels as kernels
-from selection import Clock, machine
-from tritoncomm_kernels.formats import ENTRY_FORMATS, FORMATS
+import script
+from selection import Clock
+from tritoncomm_kernels.formats import ENTRY_FORMATS
 
 SMALL = [(10_000, 64), (3_000, 300), (100_000, 1_000)]  # range, entries
-SMALL_MODEL, MEAN_WORKERS, MEAN_FORMAT = 870_000, (2, 4), FORMATS["8bit"]
 WARM_UPS = 2
 CALLS = 300  # of a small section, on a CPU
 
@@ -43,19 +37,6 @@ class Row:
     bits: float
     write: float
     read: float
-    copy: float
-    copies: float
-
-
-@dataclass(frozen=True)
-class Mean:
-    """A mean in 8 bits. Its steps and ``copy`` are least milliseconds of a call, ``copies`` is as in :class:`Row`."""
-
-    numel: int
-    workers: int
-    quantize: float
-    average: float
-    decode: float
     copy: float
     copies: float
 
@@ -90,43 +71,18 @@ def measure(numel: int, count: int, values: str, turns: int, device: str) -> Row
     return Row(values, numel, count, 32 * section.words / count, write, read, copy, copies)
 
 
-def measure_mean(numel: int, workers: int, turns: int, device: str) -> Mean:
-    """Quantize, average, decode and copy in turn. Every worker is taken to have the same vector."""
-    clock, generator = Clock(device), torch.Generator().manual_seed(0)
-    source = torch.randn(numel, generator=generator).to(device)
-    target = torch.zeros_like(source)
-    held, times = source.clone(), []
-    arrived = kernels.round_parts(held, workers, workers - 1, MEAN_FORMAT)[:1].repeat(workers, 1)
-    blocks = kernels.round_mean(arrived, held, 0, MEAN_FORMAT).repeat(workers, 1)
-    for _ in range(WARM_UPS + turns):
-        held.copy_(source)  # both steps that round leave what remains
-        turn = (
-            clock.time(lambda: kernels.round_parts(held, workers, 0, MEAN_FORMAT)),
-            clock.time(lambda: kernels.round_mean(arrived, held, 0, MEAN_FORMAT)),
-            clock.time(lambda: kernels.read_parts(blocks, numel, MEAN_FORMAT)),
-            clock.time(lambda: target.copy_(source)),
-        )
-        times.append(turn)
-    times = times[WARM_UPS:]
-    quantize, average, decode, copy = (min(column) for column in zip(*times, strict=True))
-    copies = statistics.median((q + a + d) / c for q, a, d, c in times)
-    return Mean(numel, workers, quantize, average, decode, copy, copies)
-
-
 def arguments() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script.parser(__doc__)
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--n", type=float, default=25e6, help="number of elements")
     parser.add_argument("--density", type=float, nargs="+", default=[0.001, 0.01, 0.05])
     parser.add_argument("--turns", type=int, default=15)
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
-    parser.add_argument("--smoke", action="store_true", help="small and quick: only checks that the script runs")
     return parser
 
 
 def main() -> None:
-    """Print three tables: sections of a whole vector, small sections, and means of whole vectors in 8 bits."""
+    """Print two tables, sections of a whole vector and small ones, and write the requested file."""
     options = arguments().parse_args()
     if options.smoke:
         options.n, options.density, options.turns = 200e3, [0.01], 2
@@ -148,23 +104,8 @@ def main() -> None:
             small.append(row)
             name = f"{count:,} in {length:,}, {values}"
             print(f"{name:26}{row.bits:11.2f}{1e3 * row.write:10.1f}{1e3 * row.read:9.1f}")
-    print(f"\n{'':26}{'quantize ms':>12}{'average ms':>12}{'decode ms':>11}{'copy ms':>9}{'x copy':>8}")
-    means = []
-    for length in (SMALL_MODEL, numel):
-        for workers in MEAN_WORKERS:
-            mean = measure_mean(length, workers, options.turns, options.device)
-            means.append(mean)
-            name = f"{length:,}, {workers} workers"
-            steps = f"{mean.quantize:12.1f}{mean.average:12.1f}{mean.decode:11.1f}{mean.copy:9.2f}{mean.copies:8.1f}"
-            print(f"{name:26}{steps}")
-    if options.json:
-        content = {
-            "machine": machine(options.device),
-            "rows": [asdict(row) for row in rows],
-            "small": [asdict(row) for row in small],
-            "means": [asdict(mean) for mean in means],
-        }
-        options.json.write_text(json.dumps(content, indent=1) + "\n")
+    found = {"rows": [asdict(row) for row in rows], "small": [asdict(row) for row in small]}
+    script.write(options.json, {"machine": script.machine(options.device)} | found)
 
 
 if __name__ == "__main__":

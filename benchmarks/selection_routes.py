@@ -11,16 +11,10 @@ from tritoncomm.primitives.accumulator import Accumulator
 from tritoncomm.primitives.verdict import Verdict
 
 import tritoncomm_kernels as kernels
-from tritoncomm_kernels.formats import FORMATS
-from tritoncomm_kernels.section_layout import Layout
-from tritoncomm_kernels.sections import read_rows, write_rows
 
 Found = tuple[torch.Tensor, ...]  # indices, values, and the count if the kernel returns one
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-DISTRIBUTIONS = ("normal", "laplace", "layered", "equal")
-LISTS = 8
-SECTION_FORMAT = FORMATS["4bit"]
-WARM_UP_TO, GRAPH_UP_TO = 6_000_000, 1_000_000  # largest sizes at which caches or launch times matter
+SEGMENTS = 8
 
 
 @dataclass(frozen=True)
@@ -62,7 +56,6 @@ class Route:
         run: Function of the residual, which is restored before each call. Returns the result.
         check: Function of the result and the residual after the call. Returns whether both are correct.
         selects: Whether the route does the same job as ``abs().topk``.
-        warm: Whether a GPU's caches are not flushed before each call.
     """
 
     name: str
@@ -70,26 +63,13 @@ class Route:
     run: Callable[[torch.Tensor], Any]
     check: Callable[[Any, torch.Tensor], bool]
     selects: bool = False
-    warm: bool = False
 
 
-def problem(n: int, density: float, dtype: str, distribution: str, device: str) -> Problem:
-    """Return residual and gradient of one distribution, with the results of the reference."""
+def problem(n: int, density: float, dtype: str, device: str) -> Problem:
+    """Return normally distributed residual and gradient, with the results of the reference."""
     generator = torch.Generator().manual_seed(n)
-
-    def noise() -> torch.Tensor:
-        if distribution == "equal":
-            return torch.full((n,), 0.5)
-        if distribution == "normal":
-            return torch.randn(n, generator=generator)
-        signs = torch.randint(0, 2, (n,), generator=generator).mul_(2).sub_(1)
-        values = torch.empty(n).exponential_(generator=generator).mul_(signs)
-        if distribution == "layered":  # 24 layers whose scales are log-normal
-            scales = torch.randn(24, generator=generator).exp()
-            values *= scales.repeat_interleave(-(-n // 24))[:n]
-        return values
-
-    residual, gradient = noise().to(device), noise().to(DTYPES[dtype]).to(device)
+    residual, gradient = (torch.randn(n, generator=generator) for _ in range(2))
+    residual, gradient = residual.to(device), gradient.to(DTYPES[dtype]).to(device)
     total = torch.add(residual, gradient)
     # The references compute on a CPU.
     largest = kernels.top_k(total.cpu(), max(1, round(density * n)))
@@ -101,32 +81,21 @@ def problem(n: int, density: float, dtype: str, distribution: str, device: str) 
 
 def routes(p: Problem) -> list[Route]:
     """Return all routes to compare on one problem. The first is the copy. ``abs().topk`` is one of them."""
-    static = static_parts(p) if p.dtype == "fp32" else []  # they do not read the gradient
-    return [_copy(p), *parts(p), *static, *_ours(p), *_by_update(p), *_peers(p)]
-
-
-def _ours(p: Problem) -> list[Route]:
-    size, reaching = p.pass_bytes + 8 * p.reaching[0].numel(), _same(p, p.reaching)
-
-    def kept(found: Found, left: torch.Tensor) -> bool:
-        return all(map(torch.equal, (*found, left), (*p.reaching, p.residual)))
+    size = p.pass_bytes + 8 * p.reaching[0].numel()
 
     def summed(found: Found, left: torch.Tensor) -> bool:
         return all(map(torch.equal, (*found[:2], left), (*p.reaching, p.total)))
 
-    made = [
-        Route("select, fused", size, _fused(p), reaching, selects=True),
+    return [
+        _copy(p),
+        Route("accumulate", p.pass_bytes, lambda r: r.add_(p.gradient), lambda found, _: torch.equal(found, p.total)),
+        _segments(p),
         Route("select, not cleared", size, _fused(p, clear=False), summed),
-        Route("select, two steps", size, _two_steps(p), reaching, selects=True),
-        Route("select, residual kept", size, _apart(p), kept, selects=True),
+        Route("select, fused", size, _fused(p), _same(p, p.reaching), selects=True),
         Route("exact k", p.pass_bytes + 8 * p.k, _exact(p), _same(p, p.largest), selects=True),
+        *_by_update(p),
+        _topk(p),
     ]
-    if p.residual.device.type != "cpu":
-        if p.n <= WARM_UP_TO:
-            made.append(Route("select, warm", size, _fused(p), reaching, selects=True, warm=True))
-        if p.n <= GRAPH_UP_TO:
-            made.append(Route("select, in a graph", size, _graphed(p), reaching, selects=True))
-    return made
 
 
 def _by_update(p: Problem) -> list[Route]:
@@ -193,19 +162,6 @@ def _launched_by_update(
     return launch
 
 
-def _peers(p: Problem) -> list[Route]:
-    size, reaching = p.pass_bytes + 8 * p.reaching[0].numel(), _same(p, p.reaching)
-
-    def magnitudes(found: Found, left: torch.Tensor) -> bool:
-        # Alternatives may break ties differently. They must find the same k magnitudes and clear these entries.
-        return torch.equal(*(v.abs().sort().values for v in (found[1], p.largest[1]))) and not left[found[0]].any()
-
-    return [
-        Route("abs().topk", p.pass_bytes + 8 * p.k, _topk(p), magnitudes, selects=True),
-        Route("nonzero", size, _nonzero(p), reaching, selects=True),
-    ]
-
-
 def _same(p: Problem, expected: Found) -> Callable[[Any, torch.Tensor], bool]:
     """Return a check that exactly ``expected`` was found and exactly these entries were cleared."""
 
@@ -252,42 +208,6 @@ def _fused(p: Problem, *, clear: bool = True) -> Callable[[torch.Tensor], Found]
     return launch
 
 
-def _graphed(p: Problem) -> Callable[[torch.Tensor], Found]:
-    """Capture the launches of the fused route at the first call and replay them later, always on the same residual."""
-    launch, graph, captured = _fused(p), torch.cuda.CUDAGraph(), []
-
-    def run(residual: torch.Tensor) -> Found:
-        if not captured:
-            launch(residual.clone())  # compiles the kernels and allocates the workspace
-            torch.cuda.synchronize()
-            with torch.cuda.graph(graph):
-                captured.append(launch(residual))
-        graph.replay()
-        return captured[0]
-
-    return run
-
-
-def _two_steps(p: Problem) -> Callable[[torch.Tensor], Found]:
-    workspace = kernels.Workspace()
-
-    def run(residual: torch.Tensor) -> Found:
-        residual.add_(p.gradient)
-        return _cleared(residual, kernels.select(residual, p.threshold, workspace=workspace)[:2])
-
-    return run
-
-
-def _apart(p: Problem) -> Callable[[torch.Tensor], Found]:
-    """Write the sum to another tensor, as in training, where a failed exchange must not change the residual."""
-    workspace, out = kernels.Workspace(), torch.empty_like(p.residual)
-
-    def run(residual: torch.Tensor) -> Found:
-        return kernels.accumulate_and_select(residual, p.gradient, out, p.threshold, workspace=workspace)[:2]
-
-    return run
-
-
 def _exact(p: Problem) -> Callable[[torch.Tensor], Found]:
     workspace = kernels.Workspace()
 
@@ -298,130 +218,32 @@ def _exact(p: Problem) -> Callable[[torch.Tensor], Found]:
     return run
 
 
-def _topk(p: Problem) -> Callable[[torch.Tensor], Found]:
-    gradient, k = p.gradient, p.k
-
+def _topk(p: Problem) -> Route:
     def run(residual: torch.Tensor) -> Found:
-        residual.add_(gradient)
-        indices = torch.topk(residual.abs(), k, sorted=False).indices
+        residual.add_(p.gradient)
+        indices = torch.topk(residual.abs(), p.k, sorted=False).indices
         values = residual[indices]
         residual[indices] = 0.0
         return indices, values
 
-    return run
+    def magnitudes(found: Found, left: torch.Tensor) -> bool:
+        # It may break ties differently. It must find the same k magnitudes and clear these entries.
+        return torch.equal(*(v.abs().sort().values for v in (found[1], p.largest[1]))) and not left[found[0]].any()
+
+    return Route("abs().topk", p.pass_bytes + 8 * p.k, run, magnitudes, selects=True)
 
 
-def _nonzero(p: Problem) -> Callable[[torch.Tensor], Found]:
-    gradient, threshold = p.gradient, p.threshold
-
-    def run(residual: torch.Tensor) -> Found:
-        residual.add_(gradient)
-        indices = (residual.abs() >= threshold).nonzero().squeeze(1)
-        values = residual[indices]
-        residual[indices] = 0.0
-        return indices, values
-
-    return run
-
-
-def parts(p: Problem) -> list[Route]:
-    """Return routes of single operations: addition, marking, merging and decompression."""
+def _segments(p: Problem) -> Route:
+    """Select the largest entries of each of several segments of the sum, which is given."""
     device, workspace = p.residual.device, kernels.Workspace()
-    dense = torch.zeros_like(p.residual)
-    dense[p.largest[0].long()] = p.largest[1]
-    out = torch.empty_like(dense)
-    rows = tuple(t.expand(LISTS, -1).contiguous() for t in p.largest)
-    lists = list(zip(*rows, strict=True))
-    merged = [part.to(device) for part in kernels.merge([(at.cpu(), x.cpu()) for at, x in lists], p.n)]
-    marks, limit = kernels.Marks.empty(p.n, device), torch.tensor([p.threshold], device=device)
-    made = [
-        Route(
-            "accumulate", p.pass_bytes, lambda r: r.add_(p.gradient),
-            lambda found, left: torch.equal(found, p.total),
-        ),
-        Route(
-            "exact k of a sum", 4 * p.n + 8 * p.k, lambda r: kernels.top_k(p.total, p.k, workspace=workspace)[:2],
-            lambda found, left: all(map(torch.equal, found, p.largest)),
-        ),
-        Route(
-            "decompress", 4 * p.n + 8 * p.k, lambda r: kernels.decompress(out, *p.largest),
-            lambda found, left: torch.equal(found, dense),
-        ),
-        Route(
-            f"merge of {LISTS} lists", 8 * LISTS * p.k + 8 * p.k,
-            lambda r: kernels.merge(lists, p.n, workspace=workspace),
-            lambda found, left: all(map(torch.equal, found, merged)),
-        ),
-    ]  # fmt: skip
-    if device.type != "cpu":
-        made.append(
-            Route(
-                "mark",
-                p.pass_bytes + p.n // 8,
-                lambda r: kernels.mark(r, p.gradient, r, limit, marks),
-                lambda found, left: torch.equal(left, p.total) and int(marks.counts.sum()) == p.reaching[0].numel(),
-            )
-        )
-        made.append(_rebalance(p))
-    return made
-
-
-def static_parts(p: Problem) -> list[Route]:
-    """Return routes on lists with padding: top-k per segment, sums of rows, and rows of sections."""
-    device, workspace = p.residual.device, kernels.Workspace()
-    room = -(-p.k // LISTS)
-    bounds = torch.arange(0, p.n + 1, p.n // LISTS, dtype=torch.int32, device=device)[: LISTS + 1].contiguous()
-    budgets = torch.full((LISTS,), room, dtype=torch.int32, device=device)
-    rows = kernels.Entries(*(t.expand(LISTS, -1).contiguous() for t in p.largest))
-    layout, lows = Layout.of(p.k, p.n, SECTION_FORMAT), torch.zeros_like(budgets)
-
-    def packed(lows: torch.Tensor, rows: kernels.Entries) -> Found:
-        words, sent = write_rows(layout, lows, rows, workspace=workspace)
-        found, malformed = read_rows(layout, lows, words, workspace=workspace)
-        return words, *sent, *found, malformed
-
-    # The references compute on a CPU.
-    own, host = kernels.Entries(rows.indices.cpu(), rows.values.cpu()), kernels.Workspace()
-    segments = kernels.top_k_rows(p.total.cpu(), bounds.cpu(), budgets.cpu(), room, workspace=host)
-    union = kernels.merge_rows(own, p.n, workspace=host)
-    summed = p.residual.cpu().clone()
-    kernels.add_rows(summed, own, workspace=host)
-    added, written = summed.to(device), [part.to(device) for part in packed(lows.cpu(), own)]
-    segments, union = (kernels.Entries(*(part.to(device) for part in found)) for found in (segments, union))
-
-    def same(expected: Found) -> Callable[[Found, torch.Tensor], bool]:
-        return lambda found, left: all(map(torch.equal, found, expected))
-
-    return [
-        Route(
-            f"exact k of {LISTS} segments", 4 * p.n + 8 * p.k,
-            lambda r: kernels.top_k_rows(p.total, bounds, budgets, room, workspace=workspace), same(segments),
-        ),
-        Route(
-            f"merge of {LISTS} rows", 8 * LISTS * p.k + 8 * union.room,
-            lambda r: kernels.merge_rows(rows, p.n, workspace=workspace), same(union),
-        ),
-        Route(
-            f"add {LISTS} rows", 16 * LISTS * p.k, lambda r: kernels.add_rows(r, rows, workspace=workspace),
-            lambda found, left: torch.equal(left, added),
-        ),
-        Route(
-            f"{LISTS} sections of {SECTION_FORMAT.bits} bits", 8 * LISTS * (2 * layout.words + p.k),
-            lambda r: packed(lows, rows), same(written),
-        ),
-    ]  # fmt: skip
-
-
-def _rebalance(p: Problem) -> Route:
-    """Rebalance 64 equally loaded partitions of 16 blocks by the paper's rule. Read its time, not its bandwidth."""
-    device = p.residual.device
-    fresh = torch.full((64,), 16, dtype=torch.int32, device=device)
-    counts = torch.full((64,), 100, dtype=torch.int32, device=device)
-    blocks, bounds = fresh.clone(), fresh.new_zeros(65)
-    numbers = {"iteration": 0, "block": 1024, "numel": 1 << 20, "min_blocks": 1, "rule": "paper"}
-
-    def run(_: torch.Tensor) -> torch.Tensor:
-        kernels.rebalance(blocks, bounds, counts, **numbers)
-        return blocks
-
-    return Route("rebalance 64", 64 * 16, run, lambda found, left: torch.equal(found, fresh))
+    room = -(-p.k // SEGMENTS)
+    bounds = torch.arange(0, p.n + 1, p.n // SEGMENTS, dtype=torch.int32)[: SEGMENTS + 1].contiguous()
+    budgets = torch.full((SEGMENTS,), room, dtype=torch.int32)
+    found = kernels.top_k_rows(p.total.cpu(), bounds, budgets, room, workspace=kernels.Workspace())
+    expected = [part.to(device) for part in found]
+    bounds, budgets = bounds.to(device), budgets.to(device)
+    return Route(
+        f"exact k of {SEGMENTS} segments", 4 * p.n + 8 * p.k,
+        lambda _: kernels.top_k_rows(p.total, bounds, budgets, room, workspace=workspace),
+        lambda found, _: all(map(torch.equal, found, expected)),
+    )  # fmt: skip

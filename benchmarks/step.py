@@ -1,38 +1,30 @@
-"""Milliseconds of one optimizer step: the staleness-aware step beside bare AdamW, and all of ``wrap``'s step.
+"""Milliseconds of one optimizer step: the staleness-aware step, and a local step of ``wrap``, beside bare AdamW.
 
 Every contender has a model of its own, and they take turns, step by step. Each therefore finds the caches filled with
 other data, as after a backward pass. Ratios are to the faster bare AdamW, of minima, which depend least on other jobs.
-``wrap`` runs as a single worker, once as for a user, whose optimizer takes its own step, and once with a residual, as
-among several workers. Then the time of its selection is subtracted. ``wrap, local step`` exchanges nothing: beside bare
-AdamW it shows what a step between two exchanges of updates costs. ``weight decay alone`` is the only part of the
-staleness-aware step that passes over all values.
+A local step exchanges nothing: beside bare AdamW it shows what a step between two exchanges of updates costs.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
-import json
-import os
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import tritoncomm
 from torch import nn
 from tritoncomm.demo.model import ByteGPT, Shape
 from tritoncomm.primitives.sparse_vector import SparseVector
-from tritoncomm.step import settings as options
 from tritoncomm.step.exchange.feedback import Ages, Ledger
 from tritoncomm.step.exchange.layout import BucketLayout, Delivered
 from tritoncomm.step.rules.adam import StalenessAwareAdam
 from tritoncomm.step.settings import DENSE_BELOW
 
-from selection import machine
+import script
 
 WARM_UP = 20  # steps that are not counted: root mean squares are computed in each of them
 DELIVERIES = 8  # different sets of delivered coordinates, used in turn
@@ -68,24 +60,6 @@ def delivery(layout: BucketLayout, density: float) -> SparseVector:
     return SparseVector(indices.int(), flat[indices], layout.numel)
 
 
-def wrapped(parameters: list[nn.Parameter], density: float, *, alone: bool) -> Callable[[], float]:
-    """Return a function that takes the step of ``wrap`` and returns its seconds.
-
-    With ``alone``, the single worker selects entries and keeps a residual. The seconds of the selection are subtracted.
-    """
-    with mock.patch.object(options, "is_alone", return_value=not alone):  # it is read here only
-        optimizer = tritoncomm.wrap(torch.optim.AdamW(parameters), density=density)
-
-    def run() -> float:
-        start = time.perf_counter()
-        optimizer.step()
-        seconds = time.perf_counter() - start
-        with_gradients(parameters)
-        return seconds - optimizer.metrics()["seconds_select"] if alone else seconds
-
-    return run
-
-
 def local_step(parameters: list[nn.Parameter], *, fused: bool) -> Callable[[], object]:
     """Return the step of ``wrap`` between two exchanges of updates."""
     return tritoncomm.wrap(torch.optim.AdamW(parameters, fused=fused), local_steps=1 << 30).step
@@ -103,10 +77,9 @@ def contenders(model: Callable[[], list[nn.Parameter]], density: float) -> dict[
         return run
 
     deliveries = [delivery(BucketLayout(model()), density) for _ in range(DELIVERIES)]
-    decayed = [parameter.data for parameter in model()]
     taken = (number % DELIVERIES for number in itertools.count())
 
-    def aware_step(*, reads: bool) -> Callable[[], None]:
+    def aware_step() -> Callable[[], None]:
         parameters = model()
         aware, layout = StalenessAwareAdam(torch.optim.AdamW(parameters), tritoncomm.Late()), BucketLayout(parameters)
         ages, ledger = Ages(layout.parameters, layout.bounds), Ledger(torch.zeros(layout.numel), None)
@@ -114,22 +87,16 @@ def contenders(model: Callable[[], list[nn.Parameter]], density: float) -> dict[
         def step() -> None:
             ages.open(ledger, ages.steps + 1)
             ages.begin()
-            delivered = Delivered(deliveries[next(taken)], layout, ages)
-            aware.step(delivered.read_again() if reads else delivered)
+            aware.step(Delivered(deliveries[next(taken)], layout, ages))
 
         return step
 
     return {
         "AdamW": timed(torch.optim.AdamW(model()).step),
-        "AdamW, foreach": timed(torch.optim.AdamW(model(), foreach=True).step),
-        "staleness-aware": timed(aware_step(reads=False)),
         "AdamW, fused": timed(torch.optim.AdamW(model(), fused=True).step),
-        "same, reading .grad": timed(aware_step(reads=True)),
-        "weight decay alone": timed(lambda: torch._foreach_mul_(decayed, 0.99999)),
+        "staleness-aware": timed(aware_step()),
         "wrap, local step": timed(local_step(model(), fused=False)),
         "wrap, local step, fused": timed(local_step(model(), fused=True)),
-        "wrap, one worker": wrapped(model(), density, alone=False),
-        "wrap, sparse": wrapped(model(), density, alone=True),
     }
 
 
@@ -157,12 +124,10 @@ def measure(case: str, runs: dict[str, Callable[[], float]], warm_up: int, repet
 
 def arguments() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script.parser(__doc__)
     parser.add_argument("--numel", type=float, default=25e6, help="values of the larger model, in 100 tensors")
     parser.add_argument("--density", type=float, default=0.01)
     parser.add_argument("--repetitions", type=int, default=100, help="of the demo's model; a third of the larger one")
-    parser.add_argument("--json", type=Path, help="write the rows to this file")
-    parser.add_argument("--smoke", action="store_true", help="small and quick: only checks that the script runs")
     return parser
 
 
@@ -181,8 +146,7 @@ def main() -> None:
             max(1, options.repetitions // 3),
         ),
     }
-    load = os.getloadavg()[0]
-    print(f"one thread, density {options.density:.2%}, load of the machine {load:.1f}")
+    print(f"one thread, density {options.density:.2%}")
     print(f"{'case':28}{'step':22}{'median ms':>10}{'min':>9}{'mean':>9}{'ratio':>7}")
     rows: list[dict[str, Any]] = []
     for case, (model, repetitions) in cases.items():
@@ -190,10 +154,8 @@ def main() -> None:
     for row in rows:
         numbers = f"{row['median_ms']:10.3f}{row['min_ms']:9.3f}{row['mean_ms']:9.3f}{row['ratio']:7.2f}"
         print(f"{row['case']:28}{row['step']:22}{numbers}")
-    if options.json:
-        settings = {"numel": int(options.numel), "density": options.density, "threads": 1, "load": load}
-        content = {"machine": machine("cpu"), "settings": settings, "step": rows}
-        options.json.write_text(json.dumps(content, indent=1) + "\n")
+    settings = {"numel": int(options.numel), "density": options.density, "threads": 1}
+    script.write(options.json, {"machine": script.machine(), "settings": settings, "step": rows})
 
 
 if __name__ == "__main__":

@@ -25,14 +25,10 @@ from typing import Any, NamedTuple
 
 from tritoncomm.step.settings import DEFAULT_DENSITY, DEFAULT_VALUES
 
-from race_methods import Contender
+from race_methods import RIVALS, Contender
 from race_results import Row, Rows
 from runs import Outcome, Run
 
-_IGNORED = (
-    *("door", "bucket_mb", "warmup_steps", "rate"),
-    *("lr", "momentum", "outer_lr", "outer_momentum", "match_length"),
-)
 _WORK_OF = "oktopk"
 _ALIKE = 0.15  # what the kernel counts is a few per cent more than what is sent
 
@@ -59,19 +55,13 @@ class Method(NamedTuple):
     @classmethod
     def of_contender(cls, contender: Contender) -> Method:
         """Return that of a contender of the race."""
-        given = {key: value for key, value in contender.settings if key not in _IGNORED}
-        optimizer = given.pop("optimizer", "adamw")
-        name, local_steps = contender.name, int(given.pop("local_steps", 1))
-        if name == "diloco":
-            return cls(name, optimizer, int(given.get("steps", contender.period)))
-        if name in ("dense", "fp16"):
-            return cls(name, optimizer)
-        if name == "powersgd":
-            return cls(name, optimizer, 1, f"{given.get('rank', 1)}")
+        name, optimizer, local_steps = contender.name, contender.optimizer, contender.local_steps
+        if name in RIVALS:
+            return cls(name, optimizer, local_steps, f"{contender.get('rank', 1)}" if name == "powersgd" else "")
         if name == "quantized":
-            return cls(name, optimizer, local_steps, f"{given.get('values', '1bit')}")
-        density, values = given.get("density", DEFAULT_DENSITY), given.get("values", DEFAULT_VALUES)
-        return cls(name, optimizer, local_steps, f"{density:g}, {values}")
+            return cls(name, optimizer, local_steps, contender.get("values", "1bit"))
+        density = contender.get("density", DEFAULT_DENSITY)
+        return cls(name, optimizer, local_steps, f"{density:g}, {contender.get('values', DEFAULT_VALUES)}")
 
 
 @dataclass(frozen=True)

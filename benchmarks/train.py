@@ -32,16 +32,15 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, replace
-from pathlib import Path
 
 import torch
 import tritoncomm
 from tritoncomm.step.settings import DEFAULT_DENSITY, DEFAULT_START, DEFAULT_VALUES
 
+import script
 from exchanges import Sent, exchanges
 from peers import PEERS
 from runs import Outcome, Run, add, chosen, read
-from selection import machine
 from tasks import BATCHES, TASKS, WORKERS
 from tritoncomm_kernels.formats import FORMATS
 from workers import LR_WARMUP_SHARE, OPTIMIZERS, Worker
@@ -102,7 +101,7 @@ def is_recorded(run: Run, step: int) -> bool:
 
 def arguments() -> argparse.ArgumentParser:
     """Return the parser of the command line. Every combination of the lists is trained."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script.parser(__doc__)
     parser.add_argument("--task", default="gpt", choices=list(CURVE_BATCHES))
     parser.add_argument("--steps", type=int, help="steps, instead of the task's default")
     parser.add_argument("--optimizer", choices=list(OPTIMIZERS), help="muon, or that of the peer, unless given")
@@ -140,8 +139,6 @@ def arguments() -> argparse.ArgumentParser:
         "--best", action="store_true", help="train the best of each kind in the file of --json, by the seeds of --sweep"
     )
     parser.add_argument("--sweep", type=int, nargs="+", default=[10], help="seeds on which rates were swept")
-    parser.add_argument("--json", type=Path, help="read finished runs from this file, and add new ones")
-    parser.add_argument("--smoke", action="store_true", help="a few steps: only checks that the script runs")
     return parser
 
 
@@ -221,7 +218,7 @@ def main() -> None:
         outcome = train(run, 1 if options.smoke else BATCHES, options.device)
         print(asdict(run) | outcome, flush=True)
         if options.json:
-            add(options.json, run, outcome, {"workers": WORKERS} | machine(options.device))
+            add(options.json, run, outcome, {"workers": WORKERS} | script.machine(options.device))
 
 
 if __name__ == "__main__":

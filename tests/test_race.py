@@ -8,7 +8,6 @@ import importlib
 import json
 
 import pytest
-import torch
 
 from pages import ROOT
 
@@ -26,17 +25,14 @@ def module(monkeypatch):
 def test_contenders(module) -> None:
     """A text names a method and its settings, and a wrong one is refused with the choices."""
     parse = module("race_methods").Contender.parse
-    ours = parse("oktopk:door=ddp,density=0.03,values=4bit")
-    assert (ours.name, ours.get("door", ""), ours.get("density", 0), ours.get("values", "")) == (
-        "oktopk", "ddp", 0.03, "4bit"
-    )  # fmt: skip
+    ours = parse("oktopk:density=0.03,values=4bit")
+    assert (ours.name, ours.get("density", 0), ours.get("values", "")) == ("oktopk", 0.03, "4bit")
     assert ours.is_ours
     assert not parse("powersgd:rank=4").is_ours
-    assert [parse(text).period for text in ("diloco:steps=7", "dense", "oktopk")] == [7, 1, 1]
+    assert [parse(text).local_steps for text in ("diloco:steps=7", "dense", "oktopk")] == [7, 1, 1]
     assert [parse(text).warmup(300) for text in ("diloco", "dense", "oktopk:warmup_steps=20")] == [0, 6, 20]
     wrong_texts = {
-        "okpotk": "choose from dense", "oktopk:door": "KEY=VALUE", "oktopk:door=gate": "fsdp",
-        "dense:optimizer=moun": "choose from adamw, muon",
+        "okpotk": "choose from dense", "oktopk:density": "KEY=VALUE", "dense:optimizer=moun": "choose from adamw, muon",
     }  # fmt: skip
     for wrong, said in wrong_texts.items():
         with pytest.raises(ValueError, match=said):
@@ -51,45 +47,17 @@ def test_contenders(module) -> None:
         ("oktopk:local_steps=4", True, 4, 0),
         ("quantized:optimizer=muon,values=2bit", True, 1, 0),
         ("quantized:optimizer=muon,local_steps=16,values=2bit", True, 16, 0),
-        ("dense:optimizer=muon,rate=0.04", False, 1, 6),
+        ("dense:optimizer=muon", False, 1, 6),
         ("diloco:steps=7,optimizer=muon", False, 7, 0),
     ],
 )
 def test_what_travels(module, text: str, updates: bool, every: int, warmup: int) -> None:
-    """Ours exchange updates with Muon and with local steps. With local steps, work repeats after that many."""
+    """Ours exchange updates with Muon and with local steps. Of local steps, whole exchanges are taken."""
     contender = module("race_methods").Contender.parse(text)
-    found = contender.exchanges_updates, contender.local_steps, contender.period, contender.warmup(300)
-    assert found == (updates, every, every, warmup)
-
-
-def test_rate(module) -> None:
-    """The optimizer of a contender has its rate. AdamW beside Muon keeps its share of it."""
-    methods, worker = module("race_methods"), module("race_worker")
-    model = worker.ByteGPT(worker.TASKS["tiny"].shape)
-    run = object.__new__(worker.Run)
-    rates = {}
-    for text in ("dense", "dense:rate=0.004", "dense:optimizer=muon", "dense:optimizer=muon,rate=0.04"):
-        run.contender = methods.Contender.parse(text)
-        rates[text] = [group["lr"] for group in methods.one(run.optimizer(model)).param_groups]
-    assert rates == {
-        "dense": [1e-3], "dense:rate=0.004": [0.004],
-        "dense:optimizer=muon": [0.02, 2e-3], "dense:optimizer=muon,rate=0.04": [0.04, 4e-3],
-    }  # fmt: skip
-
-
-@pytest.mark.parametrize("name", ["demo", "gpt"])
-def test_tasks_are_those_of_simulated_runs(module, name: str) -> None:
-    """A task of the race has the model, the steps and the batches of the task of that name in tasks.py."""
-    worker, task = module("race_worker"), module("tasks").TASKS[name](None, 1)
-    own = worker.TASKS[name]
-    torch.manual_seed(0)
-    simulated = task.model()
-    torch.manual_seed(0)
-    model = worker.ByteGPT(own.shape)
-    assert own.steps == task.steps
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), simulated.parameters(), strict=True))
-    rows = worker.batch(worker.standard_library().train, own.rows, own.shape.context, 3, 5, 1)
-    assert model(rows).item() == task.loss(simulated, 3, 5, 1).item()
+    found = contender.exchanges_updates, contender.local_steps, contender.warmup(300)
+    assert found == (updates, every, warmup)
+    cell = module("race_worker").Cell("demo", "", 4, text, 0, 300)
+    assert module("race").steps_to_take(cell, 5) == {7: 7, 4: 8, 16: 16}.get(every, max(5, warmup + 1))
 
 
 def test_networks(module) -> None:
@@ -105,43 +73,19 @@ def test_networks(module) -> None:
 
 @pytest.fixture
 def row(module):
-    """A function that returns a row with chosen times and losses."""
+    """A function that returns a row with chosen times."""
     results, worker = module("race_results"), module("race_worker")
 
-    def build(contender: str, network: str, seconds: list[float], losses: list[list[float]]):
-        return results.Row(
-            worker.Cell("demo", network, 4, contender, 0, 4), 20e6, "", 1.0, 10, 1, 1e-4, 0.1, None, 2.0,
-            dict.fromkeys(worker.PARTS, 0.5), 1.0, 1.0, seconds, losses,
-        )  # fmt: skip
+    def build(contender: str, network: str, seconds: list[float]):
+        cell = worker.Cell("demo", network, 4, contender, 0, 4)
+        return results.Row(cell, 20e6, "", 1.0, 10, 1, 1e-4, 0.1, 2.0, 1.0, 1.0, seconds)
 
     return build
 
 
-def test_time_to_target(module, row) -> None:
-    """The time to 1.02 times dense's loss is interpolated, and losses of another rate count with this rate's times."""
-    results = module("race_results")
-    points = [[0, 5.0], [2, 3.0], [4, 2.0]]
-    rows = {
-        found.cell: found
-        for found in (
-            row("dense", "slow", [2.0] * 4, points),
-            row("dense", "fast", [1.0, 3.0], []),
-            row("oktopk", "slow", [1.0] * 4, [[0, 5.0], [2, 2.54], [4, 1.54]]),
-            row("spardl", "slow", [1.0] * 4, [[0, 5.0], [4, 2.2]]),
-        )
-    }
-    slow, fast, ours, behind = rows.values()
-    assert results.to_target(slow, rows) == pytest.approx(4 + 4 * 0.96)
-    assert results.curve(fast, rows) == [(0.0, 5.0), (4.0, 3.0), (8.0, 2.0)]  # two steps were not taken: 2 s each
-    assert results.to_target(ours, rows) == pytest.approx(3.0)
-    assert results.gap(ours, rows) == pytest.approx(-23.0)
-    assert results.to_target(behind, rows) is None
-    assert "not reached" in results.table(rows)
-
-
 def test_bytes_of_a_run_cut_short(module, row) -> None:
     """Steps that were not taken count with the bytes of those after the dense steps at the start."""
-    found = dataclasses.replace(row("oktopk", "fast", [1.0, 3.0], []), kilobytes=51.0, kilobytes_after_warmup=2.0)
+    found = dataclasses.replace(row("oktopk", "fast", [1.0, 3.0]), kilobytes=51.0, kilobytes_after_warmup=2.0)
     assert found.kilobytes_per_step == (100 + 3 * 2) / 4
 
 
@@ -150,16 +94,16 @@ def test_predictions(module, row) -> None:
     results = module("race_results")
 
     def of(contender: str, *others, **changes: float) -> float | None:
-        own = dataclasses.replace(row(contender, "slow", [1.0], []), numel=900_000, **changes)
+        own = dataclasses.replace(row(contender, "slow", [1.0]), numel=900_000, **changes)
         return results.predicted(own, {other.cell: other for other in (own, *others)})
 
-    fast = dataclasses.replace(row("oktopk", "fast", [1.0], []), numel=900_000, rate=1e9)
+    fast = dataclasses.replace(row("oktopk", "fast", [1.0]), numel=900_000, rate=1e9)
     assert of("oktopk", fast) == pytest.approx(of("oktopk", rate=20e6), rel=0.1)  # both measure 2 s a step
     assert 2 < of("spardl", fast) < 2.5
     assert of("spardl") is None  # no run shows the work
     assert of("dense") == of("dense", fast) == pytest.approx(0.1 + 2 * 3 / 4 * 900_000 * 4 / 2.5e6 - 0.05, rel=0.01)
     assert of("dense", cores=0.5) == pytest.approx(of("dense") + 0.05)
-    for other in ("fp16", "powersgd:rank=4", "diloco", "oktopk:door=fsdp", "oktopk:door=ddp", "dense:optimizer=muon"):
+    for other in ("fp16", "powersgd:rank=4", "diloco", "dense:optimizer=muon"):
         assert of(other, fast) is None
     assert of("oktopk", rate=0.0) is None
 
@@ -200,19 +144,10 @@ def test_decision_of_the_race(module, monkeypatch) -> None:
 
 
 def test_continues_a_file(tmp_path, launcher) -> None:
-    """A second race with the same file runs only what is missing. A run whose losses are known takes fewer steps."""
+    """A second race with the same file runs only what is missing. A run has the steps that were asked for."""
     file = tmp_path / "race.json"
-    arguments = [
-        "--network",
-        "loopback:workers=2",
-        "--task",
-        "tiny",
-        "--rivals",
-        "dense",
-        "--ours",
-        "--json",
-        str(file),
-    ]
+    arguments = ["--network", "loopback:workers=2", "--task", "gpt", "--rivals", "--ours", "quantized"]
+    arguments += ["--steps", "3", "--json", str(file)]
 
     def rows(*more: str) -> list[dict]:
         done = launcher.run(ROOT / "benchmarks" / "race.py", *arguments, *more, folder=tmp_path)
@@ -220,14 +155,7 @@ def test_continues_a_file(tmp_path, launcher) -> None:
         return json.loads(file.read_text())["rows"]
 
     (first,) = rows()
-    assert len(first["seconds"]) == 6
-    assert first["validations"][-1][0] == 6
-    content = json.loads(file.read_text())
-    content["rows"][0]["cell"]["network"] = "elsewhere"
-    file.write_text(json.dumps(content))
-    _, second = rows("--timed-steps", "3")
-    assert len(second["seconds"]) == 3
-    assert (second["validations"], second["gap"]) == ([], 0.0)
-    assert [row["seconds"] for row in rows("--timed-steps", "3")] == [first["seconds"], second["seconds"]]
-    *_, third = rows("--seeds", "1", "--timed-steps", "3", "--times-only")
-    assert (len(third["seconds"]), third["gap"], third["seconds_to_target"]) == (3, None, None)
+    assert len(first["seconds"]) == 3
+    assert first["cell"]["steps"] == 1600
+    again, second = rows("--seeds", "0", "1")
+    assert (again["seconds"], len(second["seconds"])) == (first["seconds"], 3)
