@@ -47,7 +47,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         "--optimizer",
         default=defaults.optimizer,
         choices=("adamw", "muon"),
-        help="of both runs; muon: Muon for matrices, whose updates are exchanged, and AdamW for other parameters",
+        help="of both runs; muon: Muon for matrices and AdamW for other parameters, and updates are exchanged",
     )
     demo.add_argument(
         "--local-steps",

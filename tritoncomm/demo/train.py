@@ -58,9 +58,10 @@ class Settings:
         """What the second run exchanges."""
         if self.local_steps > 1:
             return f"{self.optimizer}, updates of {self.local_steps} local steps"
+        if self.optimizer == "muon":
+            return "muon and adamw, updates"
         values = "" if self.values == "fp32" else f" with {self.values} values"
-        gradients = f"{self.algo} at density {self.density:.3%}{values}"
-        return gradients if self.optimizer == "adamw" else f"muon, updates; adamw, {gradients}"
+        return f"{self.algo} at density {self.density:.3%}{values}"
 
     @property
     def lr_warmup(self) -> int:
@@ -108,7 +109,7 @@ def compare(rank: int, world_size: int, send: Send, settings: Settings) -> list[
         "warmup_steps": settings.warmup,
         "small": settings.small,
     }
-    if settings.local_steps > 1:  # updates are exchanged, by their default method
+    if settings.local_steps > 1 or settings.optimizer == "muon":  # updates are exchanged, by their default method
         chosen = {"local_steps": settings.local_steps}
     return [dense, _train(settings.label, rank, world_size, send, settings, text, chosen)]
 
