@@ -296,8 +296,8 @@ BROKEN = [
     BrokenLine(
         "elements of .grad that share memory are overwritten",
         "step/exchange/layout.py",
-        "return 0 not in gradient.stride()",
-        "return True",
+        "size == 1 or own == other for size",
+        "size == 1 or own is not None for size",
         "exchange test_gradients_may_have_any_strides",
     ),
     BrokenLine(
@@ -557,8 +557,8 @@ BROKEN = [
     BrokenLine(
         "weights that all workers have loaded are no new beginning",
         "step/local/steps.py",
-        "            self.accept()\n        overflowed",
-        "        overflowed",
+        "numbers(self.parameters)))\n            self.accept()\n",
+        "numbers(self.parameters)))\n",
         "local test_weights_that_one_worker_loads_are_refused",
     ),
     BrokenLine(
@@ -1209,6 +1209,69 @@ BROKEN = [
         "[*(each for each in handler.callbacks if not isinstance(each, _Merges)), _Merges(self)]",
         "[_Merges(self), *handler.callbacks]",
         "trainers test_workers_are_equal_where_a_later_callback_saves",
+    ),
+    BrokenLine(
+        "weights that .data was given are exchanged like a step",
+        "step/local/steps.py",
+        "(self._were_changed() or self._differ())",
+        "self._were_changed()",
+        "local test_weights_that_all_workers_load_are_the_new_beginning",
+    ),
+    BrokenLine(
+        "weights of a small tensor that were loaded are exchanged like a step",
+        "step/local/steps.py",
+        "(changes > _LARGE**2 * sizes).any()",
+        "changes.sum() > _LARGE**2 * sizes.sum()",
+        "local test_weights_that_all_workers_load_are_the_new_beginning",
+    ),
+    BrokenLine(
+        "a state does not have weights that were loaded before it",
+        "step/local/steps.py",
+        "        self.note_loading()\n        state, (group,)",
+        "        state, (group,)",
+        "local test_weights_loaded_before_a_save_are_saved",
+    ),
+    BrokenLine(
+        "a flush applies weights that were loaded before it by the outer rate",
+        "step/local/steps.py",
+        "        self.note_loading()\n        deltas = self._deltas()",
+        "        deltas = self._deltas()",
+        "local test_weights_loaded_before_a_save_are_saved",
+    ),
+    BrokenLine(
+        "a loss scale that was divided out of thrown away gradients counts for the next",
+        "step/local/steps.py",
+        "        self._divided = []\n        for anchor",
+        "        for anchor",
+        "local test_loss_scale_is_divided_out_after_a_hook_has_failed",
+    ),
+    BrokenLine(
+        "merge() in inference mode makes tensors that no step can change",
+        "step/stepper.py",
+        "    @torch.inference_mode(False)  # what is made here outlives an evaluation\n",
+        "",
+        "local test_evaluation_in_inference_mode_may_exchange",
+    ),
+    BrokenLine(
+        "flush() in inference mode makes tensors that no step can change",
+        "step/stepper.py",
+        "    @torch.inference_mode(False)\n",
+        "",
+        "local test_evaluation_in_inference_mode_may_exchange",
+    ),
+    BrokenLine(
+        "a gradient keeps strides that other ranks do not have",
+        "step/exchange/layout.py",
+        "    return strides == wanted or all(",
+        "    return 0 not in strides or all(",
+        "exchange test_strides_of_a_gradient_on_one_rank_change_no_bits",
+    ),
+    BrokenLine(
+        "a format of values that differs is taken for parameters that differ",
+        "step/agree/compare.py",
+        'VALUES, STATE = "content of",',
+        'VALUES, STATE = "values of",',
+        "agreement test_format_that_differs_is_no_matter_of_parameters",
     ),
     # end
 ]

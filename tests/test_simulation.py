@@ -23,6 +23,14 @@ def test_empty_vector() -> None:
         assert world.step(torch.empty(3, 0))[0].to_dense().numel() == 0
 
 
+@pytest.mark.parametrize("name", tritoncomm.algorithms())
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int64, torch.complex64])
+def test_other_dtypes_are_rejected(name: str, dtype: torch.dtype) -> None:
+    """Gradients of another dtype than kernels take are rejected alike by every method."""
+    with pytest.raises(ConfigurationError, match=f"gradients has dtype {dtype}"):
+        SimulatedWorld(at_density(name, 0.1), 2, 8).step(torch.ones(2, 8, dtype=dtype))
+
+
 def test_foreign_state_is_rejected() -> None:
     """States and residuals that do not fit are rejected by name and change nothing."""
     world = SimulatedWorld(OkTopk(density=0.1), 2, 20)

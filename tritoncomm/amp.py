@@ -15,7 +15,8 @@ class GradScaler(torch.amp.GradScaler):
     All ranks skip the step together, also with ``torch.amp.GradScaler``. There, only the rank that overflowed lowers
     its scale. Results do not change, because residuals are in unscaled units, but part of the numeric range is wasted.
     A loop that steps the learning rate only if the scale has not fallen needs this class: otherwise ranks get different
-    learning rates, and the next step raises.
+    learning rates, and the next step raises. Where updates are exchanged, each rank leaves out its own steps, and has
+    its own scale.
 
     Takes the arguments of ``torch.amp.GradScaler``. Nothing is sent for this: a wrapped optimizer knows after its step
     whether all ranks have skipped it.

@@ -15,6 +15,7 @@ from tritoncomm.scheduler.cost import Forecast, Link, Traffic
 from tritoncomm.scheduler.faults import Faults
 from tritoncomm.scheduler.simulated import BeforeRound, SimulatedScheduler
 from tritoncomm.step.exchange.feedback import ErrorFeedback
+from tritoncomm_kernels.checks import GRADIENT_DTYPES
 
 
 class SimulatedWorld:
@@ -68,6 +69,9 @@ class SimulatedWorld:
                 f"gradients has shape {tuple(gradients.shape)}, "
                 f"expected [world_size, numel] = [{self.world_size}, {self.numel}]"
             )
+        if gradients.dtype not in GRADIENT_DTYPES:
+            names = ", ".join(map(str, GRADIENT_DTYPES))
+            raise ConfigurationError(f"gradients has dtype {gradients.dtype}, expected one of {names}: convert it")
         patterns = [
             worker.begin(gradients[rank].detach().contiguous(), rank, self.world_size)
             for rank, worker in enumerate(self.workers)

@@ -49,7 +49,7 @@ def test_rest_of_the_model(rank, world_size):
         return exact(SGD([p for p in outer.parameters() if p.requires_grad]), **fields)
 
     model = Features(rank)
-    with pytest.raises(ConfigMismatchError, match=r"broadcast_parameters=True.*values of features.weight: rank 0 has"):
+    with pytest.raises(ConfigMismatchError, match=r"broadcast_parameters=True.*content of features.weight: rank 0 has"):
         wrap(model, model=model)
     wrap(model)  # nobody sees it
     wrap(model, model=model, broadcast_parameters=True)

@@ -367,7 +367,7 @@ def test_refused_models(rank, world_size):
     one = sharded(Uneven(), over)
     if rank == world_size - 1:  # the replicas of the other shard are equal
         one.head.weight.to_local().detach().fill_(1.0)
-    refused(one, group, r"values of head\.weight: rank \d has")
+    refused(one, group, r"content of head\.weight: rank \d has")
     tritoncomm.wrap(adamw(one), model=one, process_group=group, broadcast_parameters=True)
     assert equal(one, group)
     refused(sharded(Uneven(), over), group, r"recipe|density", density=0.1 if rank < 2 else 0.2)

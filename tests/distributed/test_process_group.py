@@ -260,7 +260,7 @@ def test_differences_are_named(rank, world_size):
     attempt("argument updates.outer_lr", updates=Updates(outer_lr=0.5 if odd else 1.0))
     attempt("argument small", small="8bit" if odd else "fp32")
     attempt("broadcast_parameters", broadcast_parameters=odd)
-    attempt("values of parameter 1", tiny(seed=int(odd)))
+    attempt("content of parameter 1", tiny(seed=int(odd)))
     attempt("dtype of parameter 0", tiny().double() if odd else tiny(), broadcast_parameters=True)
     attempt("shape of parameter 0", nn.Linear(3 + odd, 2), broadcast_parameters=True)
     attempt("number of parameters", nn.Linear(3, 2, bias=odd), broadcast_parameters=True)

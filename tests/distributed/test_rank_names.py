@@ -75,7 +75,7 @@ def test_settings(rank, world_size):
     for said, seed, fields in (
         (r"density of OkTopk: rank 2 has 0\.2, rank 3 has 0\.3", 0, {"density": 0.3 if odd else 0.2}),
         (r"values of OkTopk: rank 2 has 'fp32', rank 3 has '4bit'", 0, {"values": "4bit" if odd else "fp32"}),
-        (r"values of parameter 1: rank 2 has -?\d+, rank 3 has -?\d+", int(odd), {}),
+        (r"content of parameter 1: rank 2 has -?\d+, rank 3 has -?\d+", int(odd), {}),
     ):
         with pytest.raises(ConfigMismatchError, match=said) as caught:
             wrapped(tiny(seed), **fields)

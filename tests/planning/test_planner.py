@@ -370,6 +370,13 @@ def test_synthetic_gradients() -> None:
     assert AdversarialGradients(0, 0).at(0).numel() == LayeredGradients(0, 0).at(0).numel() == 0
 
 
+def test_no_simulation_begins_before_all_numbers_of_workers_are_possible() -> None:
+    """A comparison that takes hours does not end with an error about its last line."""
+    rows = compare_methods([Dense(), SparDL(teams=3)], [3, 7], 400, SLOW, LayeredGradients, steps=1)
+    with pytest.raises(ConfigurationError, match="teams=3 does not divide world_size=7"):
+        next(rows)
+
+
 def test_words_have_four_bytes() -> None:
     """A comparison counts words of four bytes."""
     (row,) = compare_methods([Dense()], [4], 400, SLOW, LayeredGradients, steps=1)

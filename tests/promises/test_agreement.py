@@ -25,6 +25,15 @@ def test_parameters_that_differ_are_refused_by_name(rank, world_size):
 
 
 @ranks(2)
+@pytest.mark.parametrize("field", ["values", "small"])
+def test_format_that_differs_is_no_matter_of_parameters(rank, world_size, field):
+    """The error names it, and does not advise to make parameters equal."""
+    with pytest.raises(ConfigMismatchError, match=r"configure them identically: .*fp32") as caught:
+        tritoncomm.wrap(sgd([weight(4096)]), **({field: "fp32"} if rank else {}))
+    assert "broadcast_parameters" not in str(caught.value)
+
+
+@ranks(2)
 def test_broadcast_makes_parameters_and_buffers_equal(rank, world_size):
     """``broadcast_parameters`` takes those of the first rank, also of what the optimizer does not hold."""
     torch.manual_seed(rank)

@@ -584,6 +584,22 @@ def test_gradients_may_have_any_strides(rank, world_size, kind):
 
 
 @ranks(2)
+@pytest.mark.parametrize("algo", ["dense", "quantized"])
+def test_strides_of_a_gradient_on_one_rank_change_no_bits(rank, world_size, algo):
+    """A mean has the strides of its parameter, on the rank whose gradient has others and on one without gradient."""
+    torch.manual_seed(0)
+    p = nn.Parameter(torch.randn(8, 4, 3, 3, dtype=torch.bfloat16))
+    optimizer = tritoncomm.wrap(sgd([p], lr=0.1, momentum=0.9), algo=algo, dense_below=0)
+    for number in range(4):
+        own = torch.randn(p.shape, generator=torch.Generator().manual_seed(number)).bfloat16()
+        p.grad = None if rank else own.to(memory_format=torch.channels_last)
+        optimizer.synchronize()
+        assert p.grad.stride() == p.stride()
+        optimizer.step()
+        assert equal_on_all_ranks([p])
+
+
+@ranks(2)
 def test_closure_is_called_once_with_gradients(rank, world_size):
     """step() returns the loss, also inside no_grad()."""
     p, calls = weight(), []

@@ -198,6 +198,116 @@ def test_weights_that_one_worker_loads_are_refused(rank, world_size):
         step(optimizer, p, 1.0)
 
 
+def load(model, value) -> None:
+    """Give the weight other values, by a way of PyTorch."""
+    model.load_state_dict({"weight": value})
+
+
+WAYS = {
+    "load_state_dict": load,
+    "data": lambda model, value: model.weight.data.copy_(value),
+    "other data": lambda model, value: setattr(model.weight, "data", value.clone()),
+    "vector_to_parameters": lambda model, value: nn.utils.vector_to_parameters(value.flatten(), model.parameters()),
+}
+
+
+@ranks(2)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("beside", [0, 50_000])
+def test_weights_that_all_workers_load_are_the_new_beginning(rank, world_size, way, beside):
+    """Nothing of them is exchanged or left in a residual, however they were loaded, and however large others are."""
+    model, large = nn.Linear(8, 8, bias=False), nn.Parameter(torch.full((beside,), 100.0))
+    parameters = [*model.parameters(), *([large] if beside else [])]
+    optimizer = local(parameters, 1 if beside else 3, updates=True)
+    for number in range(3):
+        model.weight.grad = gradient(64, rank, number).view(8, 8) / 64
+        large.grad = torch.ones_like(large) / 64
+        optimizer.step()
+    optimizer.flush()
+    other = torch.full((8, 8), 0.5)
+    WAYS[way](model, other)
+    for _ in range(3):
+        model.weight.grad = torch.full((8, 8), 2.0**-20 * (1 + rank))
+        large.grad = torch.zeros_like(large)
+        optimizer.step()
+    assert equal_on_all_ranks([model.weight])
+    assert torch.allclose(model.weight, other, atol=1e-4)
+    assert optimizer.metrics()["residual_norm"] < 1e-4
+
+
+@ranks(2)
+@pytest.mark.parametrize("way", ["state_dict", "checkpoint", "flush"])
+def test_weights_loaded_before_a_save_are_saved(rank, world_size, way, tmp_path):
+    """A checkpoint, a state and a flush begin with them, and not with those of the last exchange."""
+    model, again = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
+    again.load_state_dict(model.state_dict())
+    updates = tritoncomm.Updates(outer_lr=0.5)
+    first, second = local(model.parameters(), 2, updates=updates), local(again.parameters(), 2, updates=updates)
+    for number in range(2):
+        step(first, model.weight, gradient(64, rank, number).view(8, 8) / 64)
+    other, owed = torch.full((8, 8), 0.5), -0.5 * mean(residual_of(first)).view(8, 8)
+    load(model, other)
+    if way == "flush":
+        first.flush()
+        assert torch.allclose(model.weight, other + owed, atol=1e-5)
+        return
+    load(again, other)
+    if way == "state_dict":
+        second.load_state_dict(copy.deepcopy(first.state_dict()))
+    else:
+        folder = everywhere(str(tmp_path))[0]
+        tritoncomm.checkpoint.save(first, folder)
+        tritoncomm.checkpoint.load(second, folder)
+    assert torch.equal(again.weight, other)
+
+
+def residual_of(optimizer) -> torch.Tensor:
+    """Return the residual of the only parameter."""
+    return optimizer.state_dict()["tritoncomm"]["residuals"][0].clone()
+
+
+@ranks(2)
+@pytest.mark.parametrize("action", ["merge", "flush", "load_state_dict"])
+def test_evaluation_in_inference_mode_may_exchange(rank, world_size, action):
+    """What merge(), flush() and a load make there can be changed by the steps that follow."""
+    p = weight(32)
+    optimizer = local([p], 4, updates=tritoncomm.Updates(outer_momentum=0.5))
+    if action == "flush":
+        optimizer = sparse(torch.optim.AdamW([p], lr=0.1))
+    if action == "merge":
+        step(optimizer, p, gradient(32, rank, 0))
+    with torch.inference_mode():
+        if action == "load_state_dict":
+            optimizer.load_state_dict(optimizer.state_dict())
+        else:
+            getattr(optimizer, action)()
+    for number in range(8):
+        step(optimizer, p, gradient(32, rank, number))
+    optimizer.flush()
+    assert equal_on_all_ranks([p])
+
+
+@ranks(2)
+def test_loss_scale_is_divided_out_after_a_hook_has_failed(rank, world_size):
+    """New gradients are scaled again, after zero_grad() threw away those of the step that failed."""
+    p, fails = weight(4), [True]
+    optimizer, scaler = local([p], 2), torch.amp.GradScaler("cpu", init_scale=1024.0)
+    optimizer.register_step_pre_hook(lambda *_: 1 / (not fails.pop()) if fails else None)
+    with pytest.raises(ZeroDivisionError):
+        scaled_step(optimizer, scaler, p)
+    scaler.update()
+    optimizer.zero_grad()
+    scaled_step(optimizer, scaler, p, batches=2)
+    assert torch.equal(p.detach(), torch.full((4,), -2.0))
+
+
+def scaled_step(optimizer, scaler, parameter, batches=1) -> None:
+    """Take a step by gradients of 1 for each batch."""
+    for _ in range(batches):
+        scaler.scale(parameter.sum()).backward()
+    scaler.step(optimizer)
+
+
 @ranks(2)
 def test_small_means_add_up_in_half_precision(rank, world_size):
     """The common parameters are kept in fp32: what rounds to nothing in bf16 is not lost."""

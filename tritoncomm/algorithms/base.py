@@ -50,7 +50,8 @@ class Algorithm(ABC):
     def __init__(self, numel: int) -> None:
         if numel > INDEX_LIMIT:
             raise ConfigurationError(
-                f"numel={numel} is too large for int32 indices: split the vector into parts of at most {INDEX_LIMIT}"
+                f"numel={numel}: one exchange has at most {INDEX_LIMIT} values (int32 indices): shard the model by "
+                "fully_shard(), or let several optimizers have a part of the parameters each, and wrap each"
             )
         self.numel = numel
         self.workspace = Workspace()  # scratch memory of the kernels, kept between steps

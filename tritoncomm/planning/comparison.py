@@ -109,8 +109,11 @@ def compare_methods(
         memory: Bytes that a simulation may use.
 
     Raises:
-        ConfigurationError: See :func:`shortened`.
+        ConfigurationError: A method is for other numbers of workers. See :func:`shortened`, too.
     """
+    for world_size in workers:  # before the first of them takes its time
+        for method in recipes:
+            method.check_world_size(world_size)
     for world_size in workers:
         for method in recipes:
             predicted = method.build(numel).predicted_traffic(world_size, ordinary=True)

@@ -165,11 +165,13 @@ class Stepper:
         self.late_backward.forget()
 
     @without_compile
+    @torch.inference_mode(False)  # what is made here outlives an evaluation
     @torch.no_grad()
     def merge(self, local_steps: LocalSteps) -> None:
         """See :meth:`tritoncomm.SparseOptimizer.merge`."""
         local_steps.check_not_averaged("merge()")
         if not self.setup.is_synchronized:
+            local_steps.note_loading()
             if not local_steps.taken:
                 return
             local_steps.give(alone=self.setup.exchange.owes_nothing())
@@ -261,6 +263,7 @@ class Stepper:
         return bad if self.setup.local is None else bad or self.setup.local.fault
 
     @without_compile
+    @torch.inference_mode(False)
     @torch.no_grad()
     def flush(self) -> None:
         """See :meth:`tritoncomm.SparseOptimizer.flush`."""

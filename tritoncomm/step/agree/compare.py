@@ -24,15 +24,17 @@ UPDATES_ADVICE = (
     "an error or a signal has stopped a step between its exchange and the end of its update, so parameters may differ; "
     "load a checkpoint on all ranks"
 )
-VALUES, STATE = "values of", "optimizer state"  # what names of such fields contain
-# What to do if a field differs whose name contains this. For others: configure the ranks identically.
+# What names of such fields begin with. Those of a recipe are "FIELD of RECIPE", and none is called content.
+VALUES, STATE = "content of", "optimizer state"
+# What to do if a field differs whose name begins with this. For others: configure the ranks identically.
 _ADVICE = {
     VALUES: "give all ranks the same parameters, or call wrap(..., broadcast_parameters=True)",
     STATE: "load the same state on all ranks",
     UPDATES: UPDATES_ADVICE,
 }
 _WORDED = 5  # fields that a text names
-_CHECK = "configuration check"  # what has failed, in errors
+# What has failed, in errors. Ranks with different groups wait for each other here.
+_CHECK = "configuration check (it needs all ranks, with the same process_group)"
 _around: ContextVar[frozenset[str]] = ContextVar("around", default=frozenset())  # names of groups of contexts around
 _ERROR, _SHARD, _NUMBER = "error", "shard", "number"  # keys of what a rank tells the others
 
@@ -47,7 +49,8 @@ def compare(fields: Mapping[str, Any], group: dist.ProcessGroup | None, device: 
     found = differences(fields, group, device)
     if found:
         advice = (
-            next((_ADVICE[part] for part in _ADVICE if part in name), "configure them identically") for name in found
+            next((text for begin, text in _ADVICE.items() if name.startswith(begin)), "configure them identically")
+            for name in found
         )
         raise ConfigMismatchError(
             f"ranks are configured differently; {'; '.join(dict.fromkeys(advice))}: {worded(found)}"

@@ -210,12 +210,21 @@ def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
 
 
 def _writable(gradient: torch.Tensor, parameter: torch.Tensor) -> bool:
-    """Return False if ``gradient`` is sparse, if its elements share memory, or if it is a partial sum of a DTensor."""
+    """Return False if ``gradient`` is sparse, a partial sum of a DTensor, or laid out otherwise than ``parameter``.
+
+    A step may give other bits for other strides, and on another rank, the gradient is missing.
+    """
     if gradient.layout is not torch.strided:
         return False
     if type(gradient) not in PLAIN and hasattr(gradient, "placements"):
-        return bool(gradient.placements == parameter.placements)  # type: ignore[attr-defined]
-    return 0 not in gradient.stride()  # elements of an expanded gradient share memory
+        if gradient.placements != parameter.placements:  # type: ignore[attr-defined]
+            return False
+        gradient, parameter = local(gradient), local(parameter)
+    strides, wanted = gradient.stride(), parameter.stride()
+    # Without a second element, a stride has no meaning.
+    return strides == wanted or all(
+        size == 1 or own == other for size, own, other in zip(gradient.shape, strides, wanted, strict=True)
+    )
 
 
 def _write(entries: ParameterEntries, out: torch.Tensor) -> None:

@@ -39,7 +39,7 @@ from tritoncomm.step.torch_internals import original_class, version_of
 logger = logging.getLogger("tritoncomm")
 
 _TAKEN = "local_steps"  # an option of the anchor's optimizer
-_LARGE = 1e-3  # relative change of parameters outside of a step, above which they were loaded
+_LARGE = 1e-3  # relative change of a parameter outside of a step, above which it was loaded
 
 
 class LocalSteps:
@@ -175,11 +175,7 @@ class LocalSteps:
             found: Overflow flag of a ``GradScaler``. None without one.
         """
         self.check()
-        self._load_later()
-        if self._is_stale or self._were_loaded():
-            # Another rank may have loaded others, or none: the next exchange compares them.
-            self.outer.param_groups[0][LOADED] = number_of_text(repr(numbers(self.parameters)))
-            self.accept()
+        self.note_loading()
         overflowed = found is not None and bool(found) and not self._has_shards
         trained = gradients_of(self._optimizers)
         gradients = [*map(local, trained)]
@@ -191,6 +187,7 @@ class LocalSteps:
         norm = torch.zeros(()) if limit is None else norm_of(trained)
         figure = math.nan if limit is None else float(norm)  # the host waits for a GPU once
         if overflowed or not (math.isfinite(figure) or self._usable(trained)):
+            self._left_out += overflowed
             self._count()
             return
         if limit is not None:
@@ -216,18 +213,39 @@ class LocalSteps:
         """Return True if somebody has written to the parameters since the last step or exchange."""
         return self._versions != [version_of(parameter) for parameter in self.parameters]
 
-    def _were_loaded(self) -> bool:
-        """Return True if somebody has given the parameters other values since the last exchange, on all ranks.
+    def _differ(self) -> bool:
+        """Return True if some values of the parameters are not those of the anchor.
 
-        They have loaded weights, and the anchor is no common origin any more. A small change, as by clamping weights,
-        is exchanged like a step.
+        Between an exchange and the next step, nobody has then written to them in a way that counts as a version, as by
+        ``.data``.
         """
-        if self.taken or not self._were_changed():
+        pairs = [(_sample(anchor), _sample(parameter)) for anchor, parameter in self._pairs()]
+        changed = [(anchor.to(own.dtype) != own).any() for anchor, own in pairs]
+        return bool(changed) and bool(torch.stack(changed).any())  # the host waits for a GPU once
+
+    def _were_loaded(self) -> bool:
+        """Return True if somebody has given a parameter other values since the last exchange.
+
+        Weights were loaded, and the anchor is no common origin any more. A small change is exchanged like a step.
+        """
+        if self.taken or not (self._were_changed() or self._differ()):
             return False
-        pairs = [(local(a.detach()), local(p.detach())) for a, p in self._pairs()]
-        change = sum(float(delta_of(anchor, own).double().square().sum()) for anchor, own in pairs)
-        size = sum(float(anchor.double().square().sum()) for anchor, _ in pairs)
-        return change > _LARGE**2 * size
+        anchors = [local(anchor.detach()) for anchor in self.anchors]
+        changes, sizes = (
+            torch.stack([each.double().square().sum() for each in held]) for held in (self._deltas(), anchors)
+        )
+        return bool((changes > _LARGE**2 * sizes).any())
+
+    @torch.no_grad()
+    def note_loading(self) -> None:
+        """Let weights that were loaded since the last exchange be the anchor.
+
+        Another rank may have loaded others, or none: the next exchange compares them.
+        """
+        self._load_later()
+        if self._is_stale or self._were_loaded():
+            self.outer.param_groups[0][LOADED] = number_of_text(repr(numbers(self.parameters)))
+            self.accept()
 
     @property
     def _has_shards(self) -> bool:
@@ -300,7 +318,8 @@ class LocalSteps:
         return zip(self.anchors, self.parameters, strict=True)
 
     def withdraw(self) -> None:
-        """Forget what :meth:`give` has given."""
+        """Forget what :meth:`give` has given, and that gradients were divided by a loss scale."""
+        self._divided = []
         for anchor in self.anchors:
             anchor.grad = None
 
@@ -355,7 +374,7 @@ class LocalSteps:
         Nothing is lost and nothing is sent, so a worker may do it at any time. If a parameter is NaN or Inf, nothing is
         added.
         """
-        self._load_later()
+        self.note_loading()
         deltas = self._deltas()
         self._drop_broken(deltas)
         for anchor, delta in zip(self.anchors, deltas, strict=True):
@@ -412,7 +431,7 @@ class LocalSteps:
 
     def saved(self) -> dict[str, Any]:
         """Return this worker's state. Between two exchanges, it holds the parameters of this worker."""
-        self._load_later()
+        self.note_loading()
         state, (group,) = self.outer.state, self.outer.param_groups
         momentum = [state[each].get("momentum_buffer", torch.zeros_like(each)).clone() for each in self.anchors]
         return {
@@ -485,3 +504,9 @@ class LocalSteps:
         self.withdraw()
         if self._later is None:
             self.taken, self.is_pending, self._is_stale = 0, False, True
+
+
+def _sample(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a view of up to three values in each dimension of ``tensor``, or of this rank's shard."""
+    own = local(tensor.detach())
+    return own[tuple(slice(None, None, max(1, size // 2)) for size in own.shape)]
