@@ -173,9 +173,6 @@ class CudaTensor(torch.Tensor):
     is_cuda = property(lambda self: True)
     is_cpu = property(lambda self: False)
 
-    def get_device(self) -> int:
-        return self.index
-
     def data_ptr(self) -> int:
         return self.inner.data_ptr()
 
@@ -203,21 +200,15 @@ class CudaTensor(torch.Tensor):
     def cuda(self, device: Any = None, non_blocking: bool = False, **_: Any) -> torch.Tensor:
         return self
 
-    def numpy(self, *, force: bool = False) -> np.ndarray:
-        if not force:
-            raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() first")
-        return self._read("numpy").numpy()
+    def numpy(self, **_: Any) -> np.ndarray:
+        raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() first")
 
     __array__ = numpy
 
     def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         device, dtype, non_blocking, copy, rest = parse_to(*args, **kwargs)
         if device is None or device.type == "cuda":
-            if device is not None and device.index not in (None, self.index):
-                raise NotImplementedError("copies between GPUs are not emulated")
             return super().to(dtype or self.dtype, copy=copy, **rest)
-        if device.type != "cpu":
-            raise NotImplementedError(f"a copy to {device} is not emulated")
         if non_blocking:  # torch copies to pinned memory then
             _touch(self, False, "copy to the host")
             values = self.inner.to(dtype or self.dtype)
@@ -235,14 +226,6 @@ class CudaTensor(torch.Tensor):
         with torch._C._DisableTorchDispatch():
             super().set_(torch.empty(self.inner.shape, dtype=self.dtype))  # its own memory is none, and cannot grow
         return self
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> CudaTensor:
-        made = CudaTensor(self.inner.clone(), self.gpu, index=self.index).requires_grad_(self.requires_grad)
-        for name, value in vars(self).items():
-            if name not in vars(made):
-                setattr(made, name, value)
-        memo[id(self)] = made
-        return made
 
     def __reduce_ex__(self, protocol: int) -> Any:
         # As a file of a real tensor that is loaded with map_location="cpu".
@@ -282,10 +265,7 @@ def parse_to(*args: Any, **kwargs: Any) -> tuple[torch.device | None, torch.dtyp
     names = ["non_blocking", "copy"]
     device, dtype = kwargs.pop("device", None), kwargs.pop("dtype", None)
     given = list(args)
-    if given and isinstance(given[0], torch.Tensor):
-        other = given.pop(0)
-        device, dtype = other.device, other.dtype
-    elif given and isinstance(given[0], torch.dtype):
+    if given and isinstance(given[0], torch.dtype):
         dtype = given.pop(0)
     elif given:
         device = given.pop(0)
@@ -402,8 +382,6 @@ def _views(out: Any, first: CudaTensor) -> Any:
 def wrapped(out: Any, inputs: Sequence[CudaTensor], first: CudaTensor, stream: Stream, at: int) -> Any:
     """Return the results of an operator on the GPU of ``first``: an input itself, a view of one, or a new tensor."""
     if isinstance(out, torch.Tensor):
-        if isinstance(out, CudaTensor):
-            return out
         for tensor in inputs:
             if tensor.inner is out:
                 return tensor

@@ -69,21 +69,16 @@ def grouped(device: str) -> tuple[nn.Module, dict[str, Any]]:
     return model, {"model": model, "process_group": mesh["replicate"].get_group()}
 
 
-class Buckets:
-    """Stands for DDP with ``gradient_as_bucket_view=True`` and a hook that averages nothing.
+def fill_buckets(model: nn.Module, number: int) -> None:
+    """Let gradients be views of buckets, as in DDP with ``gradient_as_bucket_view=True`` and a hook without average.
 
-    The reducer of DDP is C++, and would allocate its buckets on a real GPU. Here gradients are views of buckets, too.
+    The reducer of DDP is C++, and would allocate its buckets on a real GPU.
     """
-
-    def __init__(self, model: nn.Module, number: int) -> None:
-        parameters = list(reversed(list(model.parameters())))
-        size = -(-len(parameters) // number)
-        self._buckets = [parameters[at : at + size] for at in range(0, len(parameters), size)]
-
-    def fill(self) -> None:
-        """Let every gradient be a view of its bucket, as DDP does in a backward pass."""
-        for members in self._buckets:
-            buffer = torch.cat([parameter.grad.reshape(-1) for parameter in members])
-            parts = torch.split(buffer, [parameter.numel() for parameter in members])
-            for parameter, part in zip(members, parts, strict=True):
-                parameter.grad = part.view_as(parameter)
+    parameters = list(reversed(list(model.parameters())))
+    size = -(-len(parameters) // number)
+    for at in range(0, len(parameters), size):
+        members = parameters[at : at + size]
+        buffer = torch.cat([parameter.grad.reshape(-1) for parameter in members])
+        parts = torch.split(buffer, [parameter.numel() for parameter in members])
+        for parameter, part in zip(members, parts, strict=True):
+            parameter.grad = part.view_as(parameter)

@@ -7,7 +7,6 @@ made visible. Sums are in rank order, as in the simulation.
 from __future__ import annotations
 
 import random
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -28,7 +27,6 @@ class EmulatedNCCL(dist.ProcessGroup):
     """The process group. See the module.
 
     Attributes:
-        calls: Number of operations by kind, for tests.
         aborted: Whether :meth:`abort` was called on this rank.
     """
 
@@ -40,10 +38,8 @@ class EmulatedNCCL(dist.ProcessGroup):
         self.ranks = list(ranks) or list(range(size))
         self.global_rank = self.ranks[rank]
         self.aborted = False
-        self.calls: dict[str, int] = defaultdict(int)
         self.stream: Stream | None = None
         self._rank, self._size, self._number = rank, size, 0
-        self._coalesced: list[Any] | None = None  # the works between _start_coalescing and _end_coalescing
         self._random = random.Random(f"{network.seed} {self.global_rank} {self.ranks}")  # noqa: S311 - delays
         self._bound: torch.device | None = None
 
@@ -199,13 +195,6 @@ class EmulatedNCCL(dist.ProcessGroup):
 
         return self._deliver([], tensors, at, take)
 
-    def _start_coalescing(self, device: torch.device) -> None:
-        self._coalesced = []
-
-    def _end_coalescing(self, device: torch.device) -> Any:
-        works, self._coalesced = self._coalesced or [], None
-        return PythonCallbackWork(lambda timeout: all(work.wait() for work in works))
-
     # How an operation works
 
     def _collective(
@@ -243,7 +232,6 @@ class EmulatedNCCL(dist.ProcessGroup):
                 )
             if not tensor.inner.is_contiguous():
                 raise ValueError(f"Tensors must be contiguous ({site()})")
-        self.calls[kind.partition(" ")[0]] += 1
         self.network.delay(self._random)
         current = current_stream()
         if self.stream is None:
@@ -320,10 +308,7 @@ class EmulatedNCCL(dist.ProcessGroup):
                 stream.gpu.synchronized("wait with a time-out", stream, seen)
             return True
 
-        work = PythonCallbackWork(wait)
-        if self._coalesced is not None:
-            self._coalesced.append(work)
-        return work
+        return PythonCallbackWork(wait)
 
 
 _COMBINE = {

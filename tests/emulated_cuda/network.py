@@ -21,10 +21,6 @@ class Hang(BaseException):
     """A rank waits for something that never comes. Not an ``Exception``: on a real machine nothing is raised."""
 
 
-class WatchdogEnd(BaseException):
-    """NCCL's watchdog has ended the process of a rank whose operation took longer than the group's time-out."""
-
-
 class Turn:
     """Lets ranks compute one at a time. Many threads that compute at once spend half of their time on the GIL.
 
@@ -54,7 +50,6 @@ class Member(Protocol):
 
     global_rank: int
     aborted: bool
-    timeout: timedelta
 
 
 @dataclass
@@ -66,8 +61,6 @@ class Network:
         seed: Seed of the random delays. None is without delays.
         limit: Seconds after which a wait is a :class:`Hang`.
         several_gpus: Whether each rank sees the GPUs of all ranks. If False, each has one, and sees it as ``cuda:0``.
-        watchdog: Whether a wait that exceeds the time-out of its group raises :class:`WatchdogEnd` on this rank, as
-            NCCL's watchdog ends the process. If False, it goes on until ``limit``.
         garbage_after_abort: Whether a wait that is released by an abort returns with garbage in the buffer, as work on
             a stream does, instead of raising.
         patience: Seconds after which ``work.wait()`` returns though a rank is missing, with garbage in the buffer.
@@ -80,7 +73,6 @@ class Network:
     seed: int | None = 0
     limit: float = 20.0
     several_gpus: bool = False
-    watchdog: bool = False
     garbage_after_abort: bool = False
     patience: float | None = None
     lock: threading.RLock = field(default_factory=threading.RLock)
@@ -131,8 +123,6 @@ class Network:
                     raise Hang(f"rank {rank} waited for {what} when another rank failed: {self.stopped!r}")
                 if timeout and waited > timeout.total_seconds():
                     raise dist.DistBackendError(f"{what} ran for {1e3 * waited:.0f} milliseconds before timing out")
-                if self.watchdog and waited > group.timeout.total_seconds():
-                    raise WatchdogEnd(f"rank {rank}: {what} ran longer than {group.timeout}")
                 if waited > self.limit:
                     others = "; ".join(f"rank {r} waits for {text}" for r, text in sorted(self.waits.items()))
                     raise Hang(f"no progress: {others}; ranks that are not named here wait for nothing")

@@ -74,8 +74,7 @@ def run(
         bind_device: Whether the default group is bound to its device, as by ``init_process_group(device_id=...)``.
         errors: Whether to return exceptions as results, and to let the other ranks go on. If False, the others are
             stopped, and :class:`RankError` is raised.
-        backend: Backend of the default group. "gloo" runs the same function on CPU tensors, for comparison. Sums are in
-            rank order then, too.
+        backend: Backend of the default group. "gloo" runs the same function on CPU tensors, for comparison.
         network: Further settings. Default: None, those of ``seed``.
     """
     network = network or Network(world_size, seed)
@@ -166,12 +165,10 @@ def installed(network: Network) -> Iterator[None]:
         patch(mock.patch.object(sys, "excepthook", sys.excepthook))  # init_process_group replaces it
         for name, value in _cuda().items():
             patch(mock.patch.object(torch.cuda, name, value))
-        patch(mock.patch.object(torch.futures, "Future", streams.Future))
         for name in _FACTORIES + _LIKE + _UPLOADS:
             patch(mock.patch.object(torch, name, _factory(getattr(torch, name), copies=name in _UPLOADS)))
         for name, value in _methods().items():
             patch(mock.patch.object(torch.Tensor, name, value))
-        patch(mock.patch.object(dist, "all_reduce", _all_reduce))
         if "torch.distributed.tensor" in sys.modules:  # a DTensor asks C++ for the device of its shard
             sharded = sys.modules["torch.distributed.tensor"].DTensor
             patch(mock.patch.object(sharded, "device", property(lambda self: self._local_tensor.device)))
@@ -234,17 +231,6 @@ def _failed(self: process_group.ProcessGroupScheduler, op: Any, error: BaseExcep
 
 _FAILED = process_group.ProcessGroupScheduler._failed
 _THREAD_START = threading.Thread.start
-_ALL_REDUCE = dist.all_reduce
-
-
-def _all_reduce(tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
-    """Sum in rank order on gloo, too, which adds in another order."""
-    if isinstance(tensor, CudaTensor) or op != dist.ReduceOp.SUM:
-        return _ALL_REDUCE(tensor, op, group=group, async_op=async_op)
-    gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(gathered, tensor, group=group)
-    tensor.copy_(functools.reduce(torch.add, gathered))
-    return mock.Mock() if async_op else None
 
 
 class _World(types.SimpleNamespace):
@@ -282,9 +268,6 @@ class _PerRank:
 
     def __contains__(self, key: Any) -> bool:
         return key in self._own()
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._own())
 
     def __len__(self) -> int:
         return len(self._own())

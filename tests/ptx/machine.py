@@ -51,8 +51,6 @@ class Group:
         self.machine, self.slots, self.threads, self.count = machine, slots, threads, slots.size
         programs = machine.programs[slots]
         self.who = (programs + 1) << PROGRAM | threads
-        self.turns = machine.random.permutation(self.count)
-        self.alive = np.ones(self.count, bool)
         self.registers = Registers(machine, self.count)
         self.registers["%tid.x"] = threads.astype(np.uint32)
         across, down, _ = machine.grid
@@ -63,7 +61,7 @@ class Group:
 
     def lanes(self, at: Instruction, mask: Mask) -> tuple[Which, Lanes]:
         """Return the numbers of the lanes in a mask, and what memory must know of them."""
-        lanes = Lanes(at, self.slots, self.who, self.turns)
+        lanes = Lanes(at, self.slots, self.who)
         if mask is None:
             return slice(None), lanes
         which = np.flatnonzero(mask)
@@ -72,10 +70,10 @@ class Group:
     def run(self) -> Iterator[tuple[int, tuple[int, ...]]]:
         """Execute to the end. Yield at each barrier its line and the programs that are there."""
         steps = self.machine.steps
-        stack: list[tuple[int, np.ndarray, int]] = [(0, self.alive, EXIT)]  # block, lanes, and where they meet others
+        # Blocks, their lanes, and where these meet others.
+        stack: list[tuple[int, np.ndarray, int]] = [(0, np.ones(self.count, bool), EXIT)]
         while stack:
             block, mask, meet = stack.pop()
-            mask = mask & self.alive
             number = np.count_nonzero(mask)
             if block in {meet, EXIT, len(steps)} or not number:
                 continue
@@ -95,12 +93,10 @@ class Group:
         last = kernel.blocks[block][-1] if kernel.blocks[block] else None
         if last is None or last.parts[0] not in {"bra", "ret"}:
             return [(block + 1, mask, meet)]
-        taken = mask if last.guard is None else mask & (self.registers[last.guard[0]] == last.guard[1])
-        rest = mask & ~taken
         if last.parts[0] == "ret":
-            self.alive = self.alive & ~taken
-            return [(block + 1, rest, meet)]
-        target = kernel.labels[str(last.operands[0])]
+            return []
+        taken = mask if last.guard is None else mask & (self.registers[last.guard[0]] == last.guard[1])
+        rest, target = mask & ~taken, kernel.labels[str(last.operands[0])]
         if not np.count_nonzero(rest):
             return [(target, mask, meet)]
         if not np.count_nonzero(taken):

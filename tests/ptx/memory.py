@@ -7,7 +7,7 @@ writes and not both are atomic, race unless a barrier of their program lies betw
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
@@ -41,16 +41,15 @@ class ViolationError(AssertionError):
 
 
 class Lanes(NamedTuple):
-    """The lanes of one access: the place of their program in its batch, who they are, and whose turn comes first."""
+    """The lanes of one access: the place of their program in its batch, and who they are."""
 
     at: Instruction
     slots: np.ndarray
     who: np.ndarray
-    turns: np.ndarray
 
     def some(self, which: Which) -> Lanes:
         """Return a part of the lanes."""
-        return Lanes(self.at, self.slots[which], self.who[which], self.turns[which])
+        return Lanes(self.at, self.slots[which], self.who[which])
 
     def fail(self, check: str, bad: np.ndarray, detail: str) -> None:
         """Raise an error for the first lane of ``bad``, if there is one."""
@@ -138,9 +137,9 @@ class Range:
 class Memory:
     """All memory that a launch can reach.
 
-    ``counts`` are findings that are harmless: lanes that write the value that is there. ``contested`` collects units
-    that are read while another lane writes. Such a race is harmless if the value that is read is not used. To find out,
-    a launch is run again with these units as ``disturbed``: racing reads then give other bits, by ``disturbance``.
+    Lanes may write the value that is there. ``contested`` collects units that are read while another lane writes. Such
+    a race is harmless if the value that is read is not used. To find out, a launch is run again with these units as
+    ``disturbed``: racing reads then give other bits, by ``disturbance``.
     """
 
     ranges: list[Range]
@@ -149,7 +148,6 @@ class Memory:
     disturbed: Contested = field(default_factory=lambda: defaultdict(set))
     disturbance: Callable[[np.ndarray], np.ndarray] = np.invert
     contested: Contested = field(default_factory=lambda: defaultdict(set))
-    counts: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
         self.ranges.sort(key=lambda it: it.first)
@@ -195,33 +193,20 @@ class Memory:
                 else:
                     changes = racing.any(axis=1) & ~silent
                     mine.fail("race", changes, f"store to {space.name} after a {KINDS[kind]} of another lane")
-                self.counts["equal values"] += int(np.count_nonzero(racing.any(axis=1) & silent))
-            self.counts["equal values"] += at.size - np.unique(at).size
 
-    def update(
-        self, lanes: Lanes, address: np.ndarray, values: np.ndarray, operation: str, where: str, *, returns: bool
-    ) -> np.ndarray:
-        """Apply one value per lane, atomically. If it ``returns`` what each lane found, one lane after the other."""
-        before, width, function = np.zeros_like(values), values.dtype.itemsize, UPDATES[operation]
+    def update(self, lanes: Lanes, address: np.ndarray, values: np.ndarray, operation: str, where: str) -> None:
+        """Apply one value per lane, atomically."""
+        width = values.dtype.itemsize
         for space, which, at in self._places(lanes, address, width, where):
-            view, mine = space.view(width).view(values.dtype), lanes.some(which)
-            units = space.units(at, width)
+            mine, units = lanes.some(which), space.units(at, width)
             mine.fail("unwritten", ~space.written[units].all(axis=1), f"update of {space.name} that nobody wrote")
-            if returns:
-                numbers = np.arange(address.size)[which]
-                for i in mine.turns.argsort():
-                    lane, place = numbers[i], at[i] // width
-                    before[lane] = view[place]
-                    view[place] = function(view[place], values[lane])
-            else:
-                function.at(view, at // width, values[which])
+            UPDATES[operation].at(space.view(width).view(values.dtype), at // width, values[which])
             for kind, racing in space.record(ATOMIC, units, mine.who).items():
                 if kind == READ:
                     self._contest(space, units, racing, mine.who)
                 else:
                     detail = f"update of {space.name} after a {KINDS[kind]} of another lane"
                     mine.fail("race", racing.any(axis=1), detail)
-        return before
 
     def _places(
         self, lanes: Lanes, address: np.ndarray, width: int, where: str

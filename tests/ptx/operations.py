@@ -77,42 +77,21 @@ def is_float(parts: list[str]) -> bool:
     return parts[-1].lstrip("b")[0] == "f"
 
 
-def _sum_to_odd(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Return a + b of fp32 values in fp64, rounded to odd, so that rounding it again rounds the exact sum."""
-    a, b = a.astype(np.float64), b.astype(np.float64)
-    total = a + b
-    part = total - a
-    error = (a - (total - part)) + (b - part)
-    bits = total.view(np.int64)
-    inexact = np.isfinite(total) & (error != 0) & (bits & 1 == 0)
-    return np.where(inexact, bits + np.where((error > 0) == (total > 0), 1, -1), bits).view(np.float64)
-
-
-def _toward_zero(values: np.ndarray) -> np.ndarray:
-    rounded = values.astype(np.float32)
-    away = np.isfinite(values) & (np.abs(rounded.astype(np.float64)) > np.abs(values))
-    return np.where(away, np.nextafter(rounded, np.float32(0)), rounded)
-
-
-def _floats(parts: list[str], nearest: Callable[..., Any], exact: Callable[..., Any] | None = None) -> Operation:
-    """Return arithmetic of two floats with the rounding that the instruction names."""
+def _floats(parts: list[str], function: Callable[..., Any]) -> Operation:
+    """Return arithmetic of two floats, rounded to nearest."""
     _, rounding, *kinds = parts
-    if kinds == ["f32x2"] and rounding == "rn":
-        return Operation(("b64", "b64"), lambda a, b: _each_half(nearest, a, b))
-    if len(kinds) == 2 and kinds[0] == "f32" and rounding == "rn":  # the first source is narrower
-        widen = _widened(kinds[1])
-        return Operation((kinds[1], "f32"), lambda a, b: canonical(nearest(widen(a), b)))
-    if kinds not in (["f32"], ["f64"]):
-        raise ValueError(f"types of {'.'.join(parts)}")
-    if rounding == "rz" and kinds == ["f32"] and exact is not None:
-        return Operation(("f32", "f32"), lambda a, b: canonical(_toward_zero(exact(a, b))))
     if rounding != "rn":
         raise ValueError(f"rounding of {'.'.join(parts)}")
-    if kinds == ["f64"]:
-        if nearest is np.divide:  # made of other operations, in which the first source comes last
-            return Operation(("f64", "f64"), lambda a, b: _propagated(nearest(a, b), b, a))
-        return Operation(("f64", "f64"), lambda a, b: _propagated(nearest(a, b), a, b))
-    return Operation(("f32", "f32"), lambda a, b: canonical(nearest(a, b)))
+    if kinds == ["f32x2"]:
+        return Operation(("b64", "b64"), lambda a, b: _each_half(function, a, b))
+    if len(kinds) == 2 and kinds[1] != "f32" and kinds[0] == "f32":  # the first source is narrower
+        widen = _widened(kinds[1])
+        return Operation((kinds[1], "f32"), lambda a, b: canonical(function(widen(a), b)))
+    if kinds == ["f32"]:
+        return Operation(("f32", "f32"), lambda a, b: canonical(function(a, b)))
+    if kinds != ["f64"] or function is np.divide:
+        raise ValueError(f"types of {'.'.join(parts)}")
+    return Operation(("f64", "f64"), lambda a, b: _propagated(function(a, b), a, b))
 
 
 def _each_half(function: Callable[..., Any], *sources: np.ndarray) -> np.ndarray:
@@ -132,25 +111,18 @@ def _widened(kind: str) -> Callable[[np.ndarray], np.ndarray]:
 
 
 def add(parts: list[str]) -> Operation:
-    """Sums."""
+    """Sums and differences."""
+    function = {"add": np.add, "sub": np.subtract}[parts[0]]
     if is_float(parts):
-        return _floats(parts, np.add, _sum_to_odd)
+        return _floats(parts, function)
     plain(parts)
-    return Operation((parts[1],) * 2, np.add)
-
-
-def sub(parts: list[str]) -> Operation:
-    """Differences."""
-    if is_float(parts):
-        return _floats(parts, np.subtract, lambda a, b: _sum_to_odd(a, -b))
-    plain(parts)
-    return Operation((parts[1],) * 2, np.subtract)
+    return Operation((parts[1],) * 2, function)
 
 
 def mul(parts: list[str]) -> Operation:
-    """Products. The product of two fp32 numbers is exact in fp64."""
+    """Products."""
     if is_float(parts):
-        return _floats(parts, np.multiply, lambda a, b: a.astype(np.float64) * b.astype(np.float64))
+        return _floats(parts, np.multiply)
     plain(parts, 2)
     return Operation((parts[2],) * 2, _product(parts[1], parts[2]))
 
@@ -174,21 +146,12 @@ def _product(mode: str, kind: str) -> Callable[..., Any]:
 
 
 def div(parts: list[str]) -> Operation:
-    """Quotients. Those of integers are rounded toward 0."""
+    """Quotients, and remainders with the sign of the dividend. Quotients of integers are rounded toward 0."""
     if is_float(parts):
         return _floats(parts, np.divide)
     plain(parts)
-
-    def quotient(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-        return (a - np.fmod(a, b)) // b
-
-    return Operation((parts[1],) * 2, quotient, ("division by 0", lambda a, b: np.equal(b, 0)))
-
-
-def rem(parts: list[str]) -> Operation:
-    """Remainders of integers, with the sign of the dividend."""
-    plain(parts)
-    return Operation((parts[1],) * 2, np.fmod, ("division by 0", lambda a, b: np.equal(b, 0)))
+    function = {"div": lambda a, b: (a - np.fmod(a, b)) // b, "rem": np.fmod}[parts[0]]
+    return Operation((parts[1],) * 2, function, ("division by 0", lambda a, b: np.equal(b, 0)))
 
 
 def sqrt(parts: list[str]) -> Operation:
@@ -204,45 +167,26 @@ def extreme(parts: list[str]) -> Operation:
     kind, least = parts[1], parts[0] == "min"
     if not is_float(parts):
         return Operation((kind,) * 2, np.minimum if least else np.maximum)
-    dtype = dtype_of(kind)
+    if kind != "f32":
+        raise ValueError(kind)
 
     def either(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-        bits = UNSIGNED[width_of(kind)]
-        x, y = np.asarray(a).view(bits), np.asarray(b).view(bits)
-        number = np.asarray(np.fmin(a, b) if least else np.fmax(a, b))
-        found = _propagated(number, a, b) if kind == "f64" else canonical(number)
-        return np.where(a == b, (x | y) if least else (x & y), found).view(dtype)
+        x, y = np.asarray(a).view(np.uint32), np.asarray(b).view(np.uint32)
+        found = canonical(np.asarray(np.fmin(a, b) if least else np.fmax(a, b)))
+        return np.where(a == b, (x | y) if least else (x & y), found).view(np.float32)
 
-    def of_all(*values: np.ndarray) -> np.ndarray:
-        return reduce(either, values)
-
-    return Operation((kind,) * 2, of_all, third=kind == "f32")
+    return Operation((kind,) * 2, lambda *values: reduce(either, values), third=True)
 
 
-def neg(parts: list[str]) -> Operation:
-    """Negative numbers. That of a NaN in fp32 is the canonical one."""
+def of_sign(parts: list[str]) -> Operation:
+    """Negative numbers and magnitudes. That of a NaN in fp32 is the canonical one."""
     plain(parts)
-    return Operation((parts[1],), (lambda a: canonical(np.negative(a))) if parts[1] == "f32" else np.negative)
-
-
-def absolute(parts: list[str]) -> Operation:
-    """Magnitudes. That of a NaN in fp32 is the canonical one, and that of the least integer is itself."""
-    plain(parts)
-    if parts[1] in {"s32", "s64"}:
-        return Operation((parts[1],), np.abs)
-    if parts[1] in {"f16x2", "bf16x2"}:
-        infinity = {"f16x2": 0x7C00, "bf16x2": 0x7F80}[parts[1]]
-        return Operation(("b32",), lambda a: _magnitudes(a, infinity))
-    if parts[1] != "f32":
+    function = {"neg": np.negative, "abs": np.abs}[parts[0]]
+    if parts[1] == "f32":
+        return Operation(("f32",), lambda a: canonical(function(a)))
+    if parts[0] == "abs" or parts[1] not in {"s32", "s64"}:
         raise ValueError(parts)
-    return Operation(("f32",), lambda a: canonical(np.abs(a)))
-
-
-def _magnitudes(words: np.ndarray, infinity: int) -> np.ndarray:
-    """Return the magnitudes of two 16-bit floats in each word."""
-    parts = [words >> np.uint32(at) & np.uint32(0x7FFF) for at in (0, 16)]
-    low, high = (np.where(part > infinity, np.uint32(NAN[16]), part) for part in parts)
-    return low | high << np.uint32(16)
+    return Operation((parts[1],), function)
 
 
 def logic(parts: list[str]) -> Operation:
@@ -318,21 +262,11 @@ def selp(parts: list[str]) -> Operation:
 
 
 def setp(parts: list[str]) -> Operation:
-    """Comparisons. With a NaN only ``nan`` is true. Two floats in 32 bits give two predicates, low bits first."""
+    """Comparisons. With a NaN only ``nan`` is true."""
     _, name, kind = parts
-    if kind in {"f16x2", "bf16x2"}:
-        (one, _), compare, *_ = setp([*parts[:2], kind.removesuffix("x2")])
-
-        def both(*words: np.ndarray) -> list[np.ndarray]:
-            return [
-                compare(*((word >> np.uint32(at)).astype(np.uint16).view(dtype_of(one)) for word in words))
-                for at in (0, 16)
-            ]
-
-        return Operation(("b32", "b32"), both)
-    if not is_float([kind]) and kind not in {"bf16", "f16"}:
-        return Operation((kind, kind), COMPARISONS[name])
     widen = _widened(kind) if kind in {"bf16", "f16"} else np.asarray
+    if not is_float([kind]):
+        return Operation((kind, kind), COMPARISONS[name])
 
     def unordered(a: np.ndarray, b: np.ndarray) -> np.ndarray:
         return np.isnan(widen(a)) | np.isnan(widen(b))
@@ -353,9 +287,6 @@ def cvt(parts: list[str]) -> Operation:
         return Operation((source,), lambda a: np.asarray(a).astype(dtype_of(to)))
     if mode == ["rn"] and (to, source) == ("bf16", "f32"):
         return Operation(("f32",), _to_bf16)
-    if mode == ["rn"] and to in {"f16x2", "bf16x2"} and source == "f32":  # the first source becomes the upper half
-        half = cvt(["cvt", "rn", to.removesuffix("x2"), "f32"]).function
-        return Operation(("f32", "f32"), lambda a, b: half(a).astype(np.uint32) << np.uint32(16) | half(b))
     if not mode and (to, source) == ("f32", "bf16"):
         return Operation((source,), lambda a: _widened(source)(a).view(np.uint32))
     if is_float([to]):
@@ -365,9 +296,9 @@ def cvt(parts: list[str]) -> Operation:
         if {to, source} == {"f32", "f64"}:
             return Operation((source,), lambda a: _with_payload(np.asarray(a), to))
         return Operation((source,), lambda a: canonical(np.asarray(a).astype(dtype_of(to))))
-    if mode != ["rzi"] or source not in {"f32", "f64"} or width_of(to) < 32:
+    if mode != ["rzi"] or (to, source) not in {("s32", "f64"), ("s64", "f32")}:
         raise ValueError(f"rounding of {'.'.join(parts)}")
-    return Operation((source,), lambda a: _to_integer(np.asarray(a), to, source))
+    return Operation((source,), lambda a: _to_integer(np.asarray(a), to))
 
 
 def _with_payload(values: np.ndarray, to: str) -> np.ndarray:
@@ -392,20 +323,17 @@ def _to_bf16(values: np.ndarray) -> np.ndarray:
     return np.where(np.isnan(values), np.uint32(0x7FFF), rounded).astype(np.uint16)
 
 
-def _to_integer(values: np.ndarray, to: str, source: str) -> np.ndarray:
-    """Round toward 0, and saturate. A NaN becomes 0, or 1 in the top bit if a type is of 64 bits."""
-    dtype, width = dtype_of(to), width_of(to)
-    whole, least, most = np.trunc(values.astype(np.float64)), np.iinfo(dtype).min, np.iinfo(dtype).max
-    inside = (whole >= float(least)) & (whole <= float(most)) & (whole < 2.0 ** (width - (to[0] == "s")))
-    found = np.where(inside, whole, 0).astype(dtype)
-    found = np.where(inside, found, np.where(whole > 0, dtype(most), dtype(least)))
-    nan = 0 if source == "f32" and width == 32 else 1 << (width - 1)
-    return np.where(np.isnan(values), np.array(nan, UNSIGNED[width]).view(dtype), found)
+def _to_integer(values: np.ndarray, to: str) -> np.ndarray:
+    """Round toward 0, and saturate. A NaN becomes the least integer."""
+    ends, whole = np.iinfo(dtype_of(to)), np.trunc(values.astype(np.float64))
+    inside = (whole >= float(ends.min)) & (whole <= float(ends.max)) & (whole < -float(ends.min))
+    found = np.where(inside, whole, 0).astype(ends.dtype)
+    return np.where(inside, found, np.where(whole > 0, ends.dtype.type(ends.max), ends.dtype.type(ends.min)))
 
 
 FAMILIES: dict[str, Callable[[list[str]], Operation]] = {
-    "add": add, "sub": sub, "mul": mul, "mad": mad, "div": div, "rem": rem, "sqrt": sqrt,
-    "min": extreme, "max": extreme, "neg": neg, "abs": absolute,
+    "add": add, "sub": add, "mul": mul, "mad": mad, "div": div, "rem": div, "sqrt": sqrt,
+    "min": extreme, "max": extreme, "neg": of_sign, "abs": of_sign,
     "and": logic, "or": logic, "xor": logic, "not": logic,
     "shl": shift, "shr": shift, "bfe": bfe, "popc": popc, "prmt": prmt,
     "selp": selp, "setp": setp, "cvt": cvt,

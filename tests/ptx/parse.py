@@ -133,16 +133,16 @@ def _add(kernel: Kernel, line: int, text: str, used: int | None) -> int | None:
     guard = (found[2], not found[1]) if found[2] else None
     operands = tuple(_operand(piece) for piece in OPERANDS.findall(found[4]))
     kernel.blocks[-1].append(Instruction(found[3], operands, guard, line, text, used))
+    if found[3] == "ret" and guard:
+        raise UnknownTextError(f"line {line}: {text}")
     if kernel.blocks[-1][-1].parts[0] in {"bra", "ret"}:
         kernel.blocks.append([])
     return None
 
 
 def _operand(text: str) -> Operand:
-    """Return a name, a number, an address, or a vector or pair of operands. A float is the number of its bits."""
+    """Return a name, a number, an address, or a vector of operands. A float is the number of its bits."""
     text = text.strip()
-    if "|" in text:
-        return tuple(_operand(piece) for piece in text.split("|"))
     if text[0] == "{":
         return tuple(_operand(piece) for piece in text[1:-1].split(","))
     if text[0] == "[":

@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from ptx import device
-from ptx.beside import GPU
-from ptx.launch import VARIABLE, Bound
+from ptx.launch import Bound
 from ptx.machine import Order
 from ptx.memory import Memory
 from ptx.parse import Kernel, parse
 
 REGISTERS = {"pred": "%p", "8": "%rs", "16": "%rs", "32": "%r", "64": "%rd"}
-MASK = (1 << 64) - 1
 POINTERS = {torch.int64: "*i64", torch.int32: "*i32", torch.int16: "*i16", torch.uint8: "*i8", torch.float32: "*fp32"}
 
 
-def text_of(body: str, arguments: int, *, threads: int = 32) -> str:
-    """Return a text of that body, with ``%rd1`` and on as its pointers, and ``%r1`` as the thread of the grid."""
+def kernel_of(body: str, arguments: int, *, threads: int = 32) -> Kernel:
+    """Return a kernel of that body, with ``%rd1`` and on as its pointers, and ``%r1`` as the thread of the grid."""
     parameters = ", ".join(f".param .u64 .ptr .global .align 1 p{i}" for i in range(1, arguments + 1))
     loads = "\n".join(f"ld.param.b64 %rd{i}, [p{i}];" for i in range(1, arguments + 1))
-    return f"""
+    return parse(f"""
         .visible .entry kernel({parameters})
         .reqntid {threads}
         {{
@@ -39,33 +34,13 @@ def text_of(body: str, arguments: int, *, threads: int = 32) -> str:
         {body}
         ret;
         }}
-    """
-
-
-def kernel_of(body: str, arguments: int, *, threads: int = 32) -> Kernel:
-    """Return the kernel of :func:`text_of`."""
-    return parse(text_of(body, arguments, threads=threads))
+    """)
 
 
 def run(
     body: str, *tensors: torch.Tensor, programs: int = 1, threads: int = 32, shared: int = 0, order: Order | None = None
 ) -> Memory:
-    """Run a body on tensors, in place. With ``TRITONCOMM_PTX=gpu`` a GPU, if it knows the text, must do the same."""
+    """Run a body on tensors, in place."""
     arguments: list[tuple[Any, str]] = [(tensor, POINTERS[tensor.dtype]) for tensor in tensors]
     kernel = kernel_of(body, len(tensors), threads=threads)
-    before = [tensor.clone() for tensor in tensors]
-    memory = Bound(kernel, shared, (programs, 1, 1), arguments).run(order or Order())
-    if os.environ.get(VARIABLE) == GPU:
-        _check_on_gpu(text_of(body, len(tensors), threads=threads), before, tensors, (programs, threads, shared))
-    return memory
-
-
-def _check_on_gpu(
-    text: str, before: list[torch.Tensor], after: Sequence[torch.Tensor], launch: tuple[int, int, int]
-) -> None:
-    if not device.knows(text):
-        return
-    for number, (found, wanted) in enumerate(zip(device.run(text, before, *launch), after, strict=True), 1):
-        at = (found != wanted).nonzero().flatten().tolist()
-        pairs = [(i, hex(found[i].item() & MASK), hex(wanted[i].item() & MASK)) for i in at[:8]]
-        assert not at, f"tensor {number} differs in {len(at)} places; place, the GPU, and the executor: {pairs}"
+    return Bound(kernel, shared, (programs, 1, 1), arguments).run(order or Order())

@@ -59,8 +59,6 @@ def _step(kernel: Kernel, it: Instruction) -> Step | None:
 def source(kernel: Kernel, operand: Operand, kind: str) -> Source:
     """Return what reads an operand as a type. Of a wider register the low bits are read."""
     if kind == "pred":
-        if isinstance(operand, int):
-            return lambda group: np.bool_(operand)
         return lambda group: group.registers[operand]
     bits, dtype = UNSIGNED[width_of(kind)], dtype_of(kind)
     number = 0 if operand == "global_smem" else operand  # where shared memory begins
@@ -99,25 +97,20 @@ def target(kernel: Kernel, name: Operand) -> Target:
 
 
 def operate(kernel: Kernel, it: Instruction) -> Step:
-    """An operation on registers of a lane: ``d = a op b``. A pair of targets gets a pair of results."""
+    """An operation on registers of a lane: ``d = a op b``."""
     kinds, function, check, third = operations.FAMILIES[it.parts[0]](it.parts)
-    names, *operands = it.operands
+    name, *operands = it.operands
     if third and len(operands) == 3:
         kinds += kinds[:1]
     sources = [source(kernel, operand, kind) for operand, kind in zip(operands, kinds, strict=True)]
-    pair = isinstance(names, tuple)
-    puts = [target(kernel, name) for name in (names if pair else [names])]
-    if pair != (it.parts[0] == "setp" and it.parts[-1].endswith("x2")) or len(puts) != 1 + pair:
-        raise ValueError(names)
+    put = target(kernel, name)
 
     def step(group: Group, mask: Mask) -> None:
         values = [get(group) for get in sources]
         if check is not None and (wrong := check[1](*values)).any():
             which, lanes = group.lanes(it, mask)
             lanes.fail(check[0], np.broadcast_to(wrong, group.count)[which], "sources of an operation")
-        found = function(*values)
-        for put, each in zip(puts, found if pair else (found,), strict=True):
-            put(group, each, mask)
+        put(group, function(*values), mask)
 
     return step
 
@@ -125,9 +118,6 @@ def operate(kernel: Kernel, it: Instruction) -> Step:
 def move(kernel: Kernel, it: Instruction) -> Step:
     """``mov``: a copy, or the parts of a vector packed into a register, or a register taken apart. The first is low."""
     to, pieces = it.operands
-    if it.parts[1] == "pred":
-        get, put = source(kernel, pieces, "pred"), target(kernel, to)
-        return lambda group, mask: put(group, get(group), mask)
     width = width_of(it.parts[1])
     if isinstance(to, tuple):
         whole, part = source(kernel, pieces, f"b{width}"), width // len(to)
@@ -228,18 +218,17 @@ def store(kernel: Kernel, it: Instruction) -> Step:
 
 
 def update(kernel: Kernel, it: Instruction) -> Step:
-    """``atom`` and ``red``: an atomic operation, relaxed by default, which returns what was there, or does not."""
-    where, (operation, kind), returns = _space(it), it.parts[-2:], it.parts[0] == "atom"
-    name, place, value = it.operands if returns else ("_", *it.operands)
-    used = returns and sum(name in {*_names(each.operands)} for each in kernel.instructions()) > 1
-    get, put, address = source(kernel, value, kind), target(kernel, name), _addresses(kernel, place, where)
+    """``atom`` and ``red``: an atomic operation, relaxed by default. What was there before must not be used."""
+    where, (operation, kind) = _space(it), it.parts[-2:]
+    *names, place, value = it.operands
+    if any(name in _names(each.operands) for name in names for each in kernel.instructions() if each is not it):
+        raise ValueError(names)
+    get, address = source(kernel, value, kind), _addresses(kernel, place, where)
 
     def step(group: Group, mask: Mask) -> None:
         which, lanes = group.lanes(it, mask)
         values = every(get(group), group)[which]
-        found = group.machine.memory.update(lanes, address(group)[which], values, operation, where, returns=used)
-        if used:
-            put(group, spread(found, which, group), mask)
+        group.machine.memory.update(lanes, address(group)[which], values, operation, where)
 
     return step
 
@@ -264,22 +253,19 @@ def _whole_warps(group: Group, mask: Mask, it: Instruction, members: Any = WHOLE
 
 
 def shuffle(kernel: Kernel, it: Instruction) -> Step:
-    """``shfl``: a value of another lane of the warp, or its own where that lane is outside the segment."""
+    """``shfl``: a value of another lane of the warp, or its own where there is no such lane."""
     _, sync, mode, kind = it.parts
-    if (sync, kind) != ("sync", "b32") or mode not in {"up", "bfly", "idx"}:
+    name, *operands, clamp, members = it.operands
+    if (sync, kind) != ("sync", "b32") or clamp != {"up": 0, "bfly": 31, "idx": 31}[mode]:
         raise ValueError(mode)
-    name, *operands = it.operands
-    get, distance, clamp, members = (source(kernel, operand, "b32") for operand in operands)
+    get, distance, named = (source(kernel, operand, "b32") for operand in (*operands, members))
     put = target(kernel, name)
 
     def step(group: Group, mask: Mask) -> None:
-        _whole_warps(group, mask, it, members(group))
+        _whole_warps(group, mask, it, named(group))
         numbers = np.arange(group.count)
-        own, by, control = numbers & 31, distance(group) & 31, clamp(group)
-        segment, limit = control >> 8 & 31, control & 31
-        first, last = own & segment, own & segment | limit & ~segment
-        lane = {"up": own - by, "bfly": own ^ by, "idx": first | by & ~segment}[mode]
-        lane = np.where(lane >= last if mode == "up" else lane <= last, lane, own)
+        own, by = numbers & 31, distance(group) & 31
+        lane = {"up": np.where(own >= by, own - by, own), "bfly": own ^ by, "idx": by}[mode]
         put(group, every(get(group), group)[numbers - own + lane], mask)
 
     return step
@@ -298,21 +284,6 @@ def reduce(kernel: Kernel, it: Instruction) -> Step:
         _whole_warps(group, mask, it, members(group))
         values = every(get(group), group).reshape(-1, WARP)
         put(group, np.repeat(function.reduce(values, axis=1, dtype=values.dtype), WARP), mask)
-
-    return step
-
-
-def ballot(kernel: Kernel, it: Instruction) -> Step:
-    """``vote``: the predicates of a warp, as the bits of a word, in each of its lanes."""
-    if it.name != "vote.sync.ballot.b32":
-        raise ValueError(it.name)
-    name, chosen, named = it.operands
-    get, members, put = source(kernel, chosen, "pred"), source(kernel, named, "b32"), target(kernel, name)
-
-    def step(group: Group, mask: Mask) -> None:
-        _whole_warps(group, mask, it, members(group))
-        words = np.packbits(every(get(group), group).reshape(-1, WARP), axis=1, bitorder="little").view("<u4")
-        put(group, np.repeat(words.ravel().astype(np.uint32), WARP), mask)
 
     return step
 
@@ -349,6 +320,5 @@ OTHERS: dict[str, Callable[[Kernel, Instruction], Step]] = {
     "red": update,
     "shfl": shuffle,
     "redux": reduce,
-    "vote": ballot,
     "ldmatrix": load_matrices,
 }

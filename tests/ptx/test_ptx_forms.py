@@ -12,7 +12,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from compile_cases import launched_cases
 from compiled_kernels import assembly
-from test_ptx_memory import BALLOTS, LOADS, PARAMETERS, REDUCTIONS, SHUFFLES, STORES, UPDATES
+from test_ptx_memory import LOADS, PARAMETERS, REDUCTIONS, SHUFFLES, STORES, UPDATES
 from test_ptx_opcodes import TABLE
 
 from depth import DEEP
@@ -22,7 +22,7 @@ from ptx.steps import steps_of
 
 OTHERS = {"bra", "bra.uni", "ret", "bar.sync", "ldmatrix.sync.aligned.m8n8.x4.shared.b16"}
 OTHERS |= {"createpolicy.fractional.L2::evict_first.b64"}  # a hint
-TESTED = {*TABLE, *LOADS, *STORES, *UPDATES, *REDUCTIONS, *SHUFFLES, *BALLOTS, *PARAMETERS, *OTHERS}
+TESTED = {*TABLE, *LOADS, *STORES, *UPDATES, *REDUCTIONS, *SHUFFLES, *PARAMETERS, *OTHERS}
 
 
 def form_of(it: Instruction) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import operator
 import re
 import struct
@@ -17,36 +16,28 @@ from ptx.parse import parse
 from ptx.programs import REGISTERS, run
 
 BYTES = torch.randint(0, 256, (4096,), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
-KINDS = ("b8", "b16", "b32", "b64")
-VECTORS = ("", "v2.", "v4.")
-HINTS = ("", "L1::evict_first.L2::cache_hint.")
-# Four b64 are more than an access may have.
-SHAPES = [(vector, kind) for vector, kind in itertools.product(VECTORS, KINDS) if (vector, kind) != ("v4.", "b64")]
-LOADS = [f"ld.global.{hint}{vector}{kind}" for hint in HINTS for vector, kind in SHAPES]
-LOADS += [f"ld.shared.{vector}{kind}" for vector, kind in SHAPES] + ["ld.shared.s32"]
-STORES = [f"st.{where}.{vector}{kind}" for where in ("global", "shared", "shared::cta") for vector, kind in SHAPES]
+HINT = "L1::evict_first.L2::cache_hint."
+LOADS = [f"ld.global.{form}" for form in ("b16", "b32", "b64", "v2.b32", "v4.b32")]
+LOADS += [f"ld.global.{HINT}{form}" for form in ("b16", "b32", "v4.b32")]
+LOADS += [f"ld.shared.{form}" for form in ("b8", "b16", "b32", "b64", "s32", "v2.b32", "v2.b64", "v4.b32")]
+STORES = [f"st.global.{form}" for form in ("b16", "b32", "b64", "v4.b32")]
+STORES += [f"st.shared.{form}" for form in ("b8", "b16", "b32", "b64", "v2.b8", "v2.b32", "v2.b64", "v4.b32")]
+STORES += [f"st.shared::cta.{form}" for form in ("b32", "b64")]
 UPDATES = {
-    f"{opcode}.global.gpu.relaxed.{operation}": function
-    for opcode in ("red", "atom")
-    for operation, function in {
-        "add.u32": sum,
-        "add.u64": sum,
-        "max.s64": max,
-        "or.b32": lambda values: functools.reduce(operator.or_, values),
-    }.items()
-}
-UPDATES |= {
+    "red.global.gpu.relaxed.add.u32": sum,
+    "red.global.gpu.relaxed.add.u64": sum,
+    "red.global.gpu.relaxed.max.s64": max,
+    "red.global.gpu.relaxed.or.b32": lambda values: functools.reduce(operator.or_, values),
     "atom.relaxed.sys.shared.add.u32": sum,
-    "atom.shared.add.u32": sum,
 }
 REDUCTIONS = {"redux.sync.add.s32": sum, "redux.sync.min.s32": min, "redux.sync.max.s32": max}
+# The operand that limits lanes, and the lane that is read.
 SHUFFLES = {
-    "shfl.sync.up.b32": lambda lane, by, first, last: lane - by,
-    "shfl.sync.bfly.b32": lambda lane, by, first, last: lane ^ by,
-    "shfl.sync.idx.b32": lambda lane, by, first, last: first | by & ~first,
+    "shfl.sync.up.b32": (0, lambda lane, by: lane - by if lane >= by else lane),
+    "shfl.sync.bfly.b32": (31, lambda lane, by: lane ^ by),
+    "shfl.sync.idx.b32": (31, lambda lane, by: by),
 }
-BALLOTS = ("vote.sync.ballot.b32",)
-PARAMETERS = {"ld.param.b32": 1 << 32, "ld.param.b64": 1 << 64, "ld.param.s32": 1 << 64}
+PARAMETERS = ("ld.param.b32", "ld.param.b64", "ld.param.s32")
 
 
 def shape_of(form: str) -> tuple[int, int, list[str]]:
@@ -114,7 +105,7 @@ def test_store(form: str) -> None:
 
 @pytest.mark.parametrize("form", UPDATES)
 def test_update(form: str) -> None:
-    """The values of all lanes are combined with what is there, and ``atom`` returns what was there before."""
+    """The values of all lanes are combined with what is there."""
     kind = form.rsplit(".", maxsplit=1)[-1]
     dtype = torch.int64 if kind.endswith("64") else torch.int32
     values = torch.randint(-(2**30), 2**30, (32,), generator=torch.Generator().manual_seed(1), dtype=dtype)
@@ -126,8 +117,7 @@ def test_update(form: str) -> None:
         after = "bar.sync 0; ld.shared.b32 %r12, [%r11]; @%p1 st.global.b32 [%rd2], %r12;"
         run(load + prepare + f"{form} %r13, [%r11], {register};" + after, values, found, shared=4)
     else:
-        before = f"{'%rd13' if size == 8 else '%r13'}, " if form.startswith("atom") else ""
-        run(load + f"{form} {before}[ %rd2 + 0 ], {register};", values, found)
+        run(load + f"{form} [ %rd2 + 0 ], {register};", values, found)
     expected = UPDATES[form]([5, *values.tolist()])
     assert (
         found.item()
@@ -149,50 +139,15 @@ def test_reduction(form: str) -> None:
     assert out.tolist() == [(x + 2**31) % 2**32 - 2**31 for x in results for _ in range(32)]
 
 
-@pytest.mark.parametrize("form", BALLOTS)
-def test_ballot(form: str) -> None:
-    """Each lane gets a word, whose bit i is the predicate of lane i of its warp."""
-    values = torch.randint(0, 2, (64,), generator=torch.Generator().manual_seed(3)).int()
-    out = torch.zeros(64, dtype=torch.int32)
-    run(
-        "mad.wide.u32 %rd10, %r1, 4, %rd1; ld.global.b32 %r10, [%rd10]; setp.ne.b32 %p10, %r10, 0;"
-        f"{form} %r11, %p10, -1; mad.wide.u32 %rd11, %r1, 4, %rd2; st.global.b32 [%rd11], %r11;",
-        values, out, threads=64,
-    )  # fmt: skip
-    words = [sum(bit << i for i, bit in enumerate(values[at : at + 32].tolist())) for at in (0, 32)]
-    assert [word % 2**32 for word in out.tolist()] == [word for word in words for _ in range(32)]
-
-
-def test_constant_predicates() -> None:
-    """A predicate can be set to true or false."""
-    out = torch.zeros(2, dtype=torch.int32)
-    run(
-        "mov.pred %p1, -1; mov.pred %p2, 0; selp.b32 %r10, 5, 6, %p1; selp.b32 %r11, 5, 6, %p2;"
-        "setp.eq.u32 %p3, %r1, 0; @%p3 st.global.v2.b32 [%rd1], {%r10, %r11};",
-        out,
-    )
-    assert out.tolist() == [5, 6]
-
-
 @pytest.mark.parametrize("form", SHUFFLES)
-@pytest.mark.parametrize("segment", [0, 16, 24, 30])
-def test_shuffle(form: str, segment: int) -> None:
-    """Each lane gets the value of another one in its segment, or its own where that lane is outside."""
-    up = ".up." in form
-    control = segment << 8 | (0 if up else 31)
+def test_shuffle(form: str) -> None:
+    """Each lane gets the value of another one of its warp, or its own where there is none."""
+    limit, source = SHUFFLES[form]
     for by in (0, 1, 3, 8, 16, 31):
         out = torch.zeros(64, dtype=torch.int32)
-        body = f"{form} %r10, %r1, {by}, {control}, -1; mad.wide.u32 %rd10, %r1, 4, %rd1; st.global.b32 [%rd10], %r10;"
+        body = f"{form} %r10, %r1, {by}, {limit}, -1; mad.wide.u32 %rd10, %r1, 4, %rd1; st.global.b32 [%rd10], %r10;"
         run(body, out, threads=64)
-        expected = []
-        for thread in range(64):
-            lane = thread % 32
-            first = lane & segment
-            last = first if up else first | 31 & ~segment
-            source = by & ~segment & 31 | first if ".idx." in form else SHUFFLES[form](lane, by, first, last)
-            inside = source >= last if up else source <= last
-            expected.append(thread - lane + (source if inside else lane))
-        assert out.tolist() == expected
+        assert out.tolist() == [thread - thread % 32 + source(thread % 32, by) for thread in range(64)]
 
 
 def test_load_matrices() -> None:
@@ -228,29 +183,21 @@ def test_places() -> None:
     assert out.tolist() == [200] * 64
 
 
-@pytest.mark.parametrize("form", PARAMETERS)
-def test_parameter(form: str) -> None:
+def test_parameters() -> None:
     """A signed parameter fills a wider register with its sign."""
-    out = torch.zeros(1, dtype=torch.int64)
-    kernel_parameter = {"ld.param.b64": "u64"}.get(form, "u32")
-    assert parameter(form, kernel_parameter, out) == -3 % PARAMETERS[form]
-
-
-def parameter(form: str, kind: str, out: torch.Tensor) -> int:
-    """Return what a program reads from a parameter that is -3."""
-    target = "%r1" if form == "ld.param.b32" else "%rd2"
-    text = f"""
-        .visible .entry kernel(.param .u64 .ptr .global .align 1 p1, .param .{kind} p2)
+    out = torch.zeros(3, dtype=torch.int64)
+    text = """
+        .visible .entry kernel(.param .u64 .ptr .global .align 1 p1, .param .u32 p2, .param .u64 p3)
         .reqntid 32
-        {{
+        {
         .reg .b32 %r<3>;
-        .reg .b64 %rd<3>;
+        .reg .b64 %rd<5>;
         ld.param.b64 %rd1, [p1];
-        {form} {target}, [p2];
-        {"cvt.u64.u32 %rd2, %r1;" if target == "%r1" else ""}
-        st.global.b64 [%rd1], %rd2;
+        ld.param.b32 %r1, [p2]; cvt.u64.u32 %rd2, %r1; st.global.b64 [%rd1], %rd2;
+        ld.param.s32 %rd3, [p2]; st.global.b64 [%rd1+8], %rd3;
+        ld.param.b64 %rd4, [p3]; st.global.b64 [%rd1+16], %rd4;
         ret;
-        }}
+        }
     """
-    Bound(parse(text), 0, (1, 1, 1), [(out, "*i64"), (-3, "i" + kind[1:])]).run(Order())
-    return out.item() % (1 << 64)
+    Bound(parse(text), 0, (1, 1, 1), [(out, "*i64"), (-3, "i32"), (-4, "i64")]).run(Order())
+    assert out.tolist() == [(1 << 32) - 3, -3, -4]

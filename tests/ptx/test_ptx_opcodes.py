@@ -24,7 +24,6 @@ LARGEST = {
     "f32": 2.0**128 - 2.0**104,
     "f64": float.fromhex("0x1.fffffffffffffp1023"),
 }
-PREDICATES = {"pred": 1, "pair": 2}  # and their number
 FORMATS = {"f16": ("<H", "<e"), "f32": ("<I", "<f"), "f64": ("<Q", "<d")}
 NANS = {"f16": 0x7FFF, "bf16": 0x7FFF, "f32": 0x7FFFFFFF, "f64": 0x7FF8000000000000}
 OTHER_NANS = {
@@ -71,22 +70,19 @@ def encoded(value: Number, kind: str) -> int:
     return encoded(value, "f32") >> 16 if kind == "bf16" else int(value) % (1 << width(kind))
 
 
-def rounded(exact: Fraction, kind: str, *, to_zero: bool = False) -> float:
-    """Round a number that is not 0: to nearest, ties to even, or toward 0. Python rounds fractions so."""
+def rounded(exact: Fraction, kind: str) -> float:
+    """Round a number that is not 0 to nearest, ties to even. Python rounds fractions so."""
     digits, least = PRECISION[kind]
     size = abs(exact)
     top = size.numerator.bit_length() - size.denominator.bit_length()
     top -= size < Fraction(2) ** top
     step = Fraction(2) ** max(top - digits + 1, least)
-    found = (int(size / step) if to_zero else round(size / step)) * step
-    beyond = LARGEST[kind] if to_zero else math.inf
-    value = float(found) if found <= LARGEST[kind] else beyond
+    found = round(size / step) * step
+    value = float(found) if found <= LARGEST[kind] else math.inf
     return value if exact > 0 else -value
 
 
-def arithmetic(
-    operation: Callable[[Number, Number], Number], kind: str, *, to_zero: bool = False
-) -> Callable[..., float]:
+def arithmetic(operation: Callable[[Number, Number], Number], kind: str) -> Callable[..., float]:
     """Return the operation on floats: exact, then rounded. Python's own floats know NaN, Inf and the signs of 0."""
 
     def function(a: float, b: float) -> float:
@@ -95,7 +91,7 @@ def arithmetic(
         if not (math.isfinite(a) and math.isfinite(b)) or (operation is operator.truediv and a == 0):
             return operation(a, b)
         exact = operation(Fraction(a), Fraction(b))
-        return rounded(exact, kind, to_zero=to_zero) if exact else operation(a, b)
+        return rounded(exact, kind) if exact else operation(a, b)
 
     return function
 
@@ -105,14 +101,14 @@ def converted(to: str) -> Callable[[Number], float]:
     return lambda a: a if a == 0 or not math.isfinite(a) else rounded(Fraction(a), to)
 
 
-def truncated(to: str, nan: int) -> Callable[[float], int]:
-    """Return the rounding to an integer, toward 0, which saturates."""
+def truncated(to: str) -> Callable[[float], int]:
+    """Return the rounding to an integer, toward 0, which saturates. A NaN becomes the least."""
     least, most = -(1 << (width(to) - 1)), (1 << (width(to) - 1)) - 1
 
     def function(a: float) -> int:
-        if math.isnan(a):
-            return nan
-        return min(max(math.trunc(a), least), most) if math.isfinite(a) else (most if a > 0 else least)
+        if math.isfinite(a):
+            return min(max(math.trunc(a), least), most)
+        return most if a > 0 else least
 
     return function
 
@@ -163,30 +159,9 @@ def halves(function: Callable[[float, float], float]) -> Callable[[int, int], in
     return both
 
 
-def packed(kind: str) -> Callable[[float, float], int]:
-    """Return the packing of two numbers, rounded to 16 bits each. The first becomes the upper half."""
-    return lambda a, b: encoded(converted(kind)(a), kind) << 16 | encoded(converted(kind)(b), kind)
-
-
-def magnitudes(kind: str) -> Callable[[int], int]:
-    """Return the magnitudes of two 16-bit floats."""
-
-    def function(a: int) -> int:
-        parts = [a >> at & 0xFFFF for at in (0, 16)]
-        found = [NANS[kind] if math.isnan(decoded(part, kind)) else part & 0x7FFF for part in parts]
-        return found[0] | found[1] << 16
-
-    return function
-
-
 def last_nan(*sources: int) -> int:
     """Return the last of the fp64 sources that is a NaN, or what arithmetic makes of numbers."""
     return next((bits for bits in reversed(sources) if math.isnan(decoded(bits, "f64"))), 0xFFF8000000000000)
-
-
-def first_nan(*sources: int) -> int:
-    """Return the first of the fp64 sources that is a NaN, or what a division makes of numbers."""
-    return last_nan(*reversed(sources))
 
 
 def widened_nan(bits: int) -> int:
@@ -199,121 +174,93 @@ def narrowed_nan(bits: int) -> int:
     return bits >> 63 << 31 | 0xFF << 23 | bits >> 29 & 0x7FFFFF
 
 
-def unordered_halves(kind: str) -> Callable[[int, int], int]:
-    """Return the comparison of two numbers in each of two words: a bit for each half, set if one of them is NaN."""
-
-    def function(a: int, b: int) -> int:
-        found = [any(math.isnan(decoded(word >> at, kind)) for word in (a, b)) for at in (0, 16)]
-        return found[0] | found[1] << 1
-
-    return function
+def alike(
+    name: str, kinds: str, function: Callable[..., Number], sources: str = "{0} {0}", result: str = "{0}"
+) -> dict[str, Row]:
+    """Return the rows of an opcode for several types, of which sources and result are made."""
+    return {
+        f"{name}.{kind}": Row(sources.format(kind, f"{kind[0]}64"), result.format(kind, f"{kind[0]}64"), function)
+        for kind in kinds.split()
+    }
 
 
 def integers() -> dict[str, Row]:
     """Return the operations on integers and bits."""
-    found: dict[str, Row] = {}
-    for kind in ("s32", "s64"):
-        found[f"add.{kind}"] = Row(f"{kind} {kind}", kind, operator.add)
-        found[f"sub.{kind}"] = Row(f"{kind} {kind}", kind, operator.sub)
-        found[f"mad.lo.{kind}"] = Row(f"{kind} {kind} {kind}", kind, lambda a, b, c: a * b + c)
-        found[f"neg.{kind}"] = Row(kind, kind, operator.neg)
-        found[f"abs.{kind}"] = Row(kind, kind, abs)
-    for kind in ("s16", "s32", "s64"):
-        found[f"mul.lo.{kind}"] = Row(f"{kind} {kind}", kind, operator.mul)
-    for kind, wide in (("s32", "s64"), ("u32", "u64")):
-        found[f"mul.wide.{kind}"] = Row(f"{kind} {kind}", wide, operator.mul)
-        found[f"mad.wide.{kind}"] = Row(f"{kind} {kind} {wide}", wide, lambda a, b, c: a * b + c)
-    for kind in ("s32", "s64", "u32", "u64"):
-        found[f"min.{kind}"] = Row(f"{kind} {kind}", kind, min)
-        found[f"max.{kind}"] = Row(f"{kind} {kind}", kind, max)
-        found[f"div.{kind}"] = Row(f"{kind} {kind}!", kind, quotient)
-        found[f"rem.{kind}"] = Row(f"{kind} {kind}!", kind, lambda a, b: a - b * quotient(a, b))
-    for kind in ("b16", "b32", "b64", "pred"):
-        found |= {
-            f"{name}.{kind}": Row(f"{kind} {kind}", kind, function)
-            for name, function in (("and", operator.and_), ("or", operator.or_), ("xor", operator.xor))
-        }
-        found[f"not.{kind}"] = Row(kind, kind, (lambda a: not a) if kind == "pred" else operator.invert)
-    for kind in ("b16", "b32", "b64"):
-        found[f"shl.{kind}"] = Row(f"{kind} count", kind, operator.lshift)
-    for kind in ("s16", "s32", "s64", "u16", "u32", "u64"):
-        found[f"shr.{kind}"] = Row(f"{kind} count", kind, operator.rshift)
-    for kind in ("u32", "s32"):
-        found[f"bfe.{kind}"] = Row(f"{kind} place place", kind, field(kind))
-    found["popc.b32"] = Row("b32", "b32", lambda a: a.bit_count())
-    found["prmt.b32"] = Row("b32 b32 b32", "b32", permuted)
-    return found
+    whole = "s32 s64 u32"
+    return {
+        **alike("add", "s32 s64", operator.add),
+        **alike("sub", "s32 s64", operator.sub),
+        **alike("mul.lo", "s32 s64", operator.mul),
+        **alike("mad.lo", "s32 s64", lambda a, b, c: a * b + c, "{0} {0} {0}"),
+        **alike("neg", "s32 s64", operator.neg, "{0}"),
+        **alike("mul.wide", "s32 u32", operator.mul, result="{1}"),
+        **alike("mad.wide", "s32 u32", lambda a, b, c: a * b + c, "{0} {0} {1}", "{1}"),
+        **alike("min", whole, min),
+        **alike("max", whole, max),
+        **alike("div", whole, quotient, "{0} {0}!"),
+        **alike("rem", "s64 u32", lambda a, b: a - b * quotient(a, b), "{0} {0}!"),
+        **alike("and", "b16 b32 b64 pred", operator.and_),
+        **alike("or", "b16 b32 b64 pred", operator.or_),
+        **alike("xor", "b32", operator.xor),
+        **alike("not", "b32", operator.invert, "{0}"),
+        **alike("not", "pred", operator.not_, "{0}"),
+        **alike("shl", "b16 b32 b64", operator.lshift, "{0} count"),
+        **alike("shr", "s32 s64 u32 u64", operator.rshift, "{0} count"),
+        "bfe.u32": Row("u32 place place", "u32", field("u32")),
+        "bfe.s32": Row("s32 place place", "s32", field("s32")),
+        "popc.b32": Row("b32", "b32", lambda a: a.bit_count()),
+        "prmt.b32": Row("b32 b32 b32", "b32", permuted),
+    }
 
 
 def floats() -> dict[str, Row]:
     """Return the operations on floats."""
     found: dict[str, Row] = {}
-    names = {"add": operator.add, "sub": operator.sub, "mul": operator.mul, "div": operator.truediv}
-    for kind, (name, operation) in itertools.product(("f32", "f64"), names.items()):
-        nan = (first_nan if name == "div" else last_nan) if kind == "f64" else None
-        found[f"{name}.rn.{kind}"] = Row(f"{kind} {kind}", kind, arithmetic(operation, kind), nan)
-    for name in ("add", "sub", "mul"):
-        found[f"{name}.rz.f32"] = Row("f32 f32", "f32", arithmetic(names[name], "f32", to_zero=True))
-        found[f"{name}.rn.f32x2"] = Row("b64 b64", "b64", halves(arithmetic(names[name], "f32")))
-        for half in ("f16", "bf16") if name != "mul" else ():
-            found[f"{name}.rn.f32.{half}"] = Row(f"{half} f32", "f32", arithmetic(names[name], "f32"))
-    for kind, name in itertools.product(("f32", "f64"), ("min", "max")):
-        nan = last_nan if kind == "f64" else None
-        found[f"{name}.{kind}"] = Row(f"{kind} {kind}", kind, extreme(name == "min"), nan)
+    for name, operation in {"add": operator.add, "sub": operator.sub, "mul": operator.mul}.items():
+        found |= alike(f"{name}.rn", "f32", arithmetic(operation, "f32"))
+        found[f"{name}.rn.f64"] = Row("f64 f64", "f64", arithmetic(operation, "f64"), last_nan)
+        found[f"{name}.rn.f32x2"] = Row("b64 b64", "b64", halves(arithmetic(operation, "f32")))
+    for half in ("f16", "bf16"):
+        found[f"sub.rn.f32.{half}"] = Row(f"{half} f32", "f32", arithmetic(operator.sub, "f32"))
     for name in ("min", "max"):
+        found |= alike(name, "f32", extreme(name == "min"))
         found[f"{name}.f32 of 3"] = Row("f32 f32 f32", "f32", extreme(name == "min"))
-    found["abs.f32"] = Row("f32", "f32", abs)
-    found["neg.f32"] = Row("f32", "f32", operator.neg)
-    for kind in ("f16", "bf16"):
-        found[f"abs.{kind}x2"] = Row("b32", "b32", magnitudes(kind))
+    found |= alike("div.rn", "f32", arithmetic(operator.truediv, "f32"))
+    found |= alike("abs", "f32", abs, "{0}") | alike("neg", "f32", operator.neg, "{0}")
     # The root in fp64 has more than twice the digits, and no root of an fp32 number is half way between two.
-    found["sqrt.rn.f32"] = Row("f32", "f32", lambda a: converted("f32")(math.sqrt(a)) if a >= 0 else math.nan)
-    return found
+    return found | alike("sqrt.rn", "f32", lambda a: converted("f32")(math.sqrt(a)) if a >= 0 else math.nan, "{0}")
 
 
 def conversions() -> dict[str, Row]:
     """Return the conversions."""
-    whole = ("s8", "s16", "s32", "s64", "u16", "u32", "u64")
-    found = {f"cvt.{to}.{source}": Row(source, to, int) for to in whole[1:] for source in whole if to != source}
-    for to, source in itertools.product(("f32", "f64"), ("s16", "s32", "s64", "u32", "u64")):
-        found[f"cvt.rn.{to}.{source}"] = Row(source, to, converted(to))
+    pairs = (("s64", "s32"), ("u16", "u32"), ("u32", "u16"), ("u32", "u64"), ("u64", "u32"))
+    found = {f"cvt.{to}.{source}": Row(source, to, int) for to, source in pairs}
+    for source in ("s32", "s64", "u32", "u64"):
+        found[f"cvt.rn.f32.{source}"] = Row(source, "f32", converted("f32"))
     for to, source, nan in (("f32", "f64", narrowed_nan), ("f16", "f32", None), ("bf16", "f32", None)):
         found[f"cvt.rn.{to}.{source}"] = Row(source, to, converted(to), nan)
     for to, source, nan in (("f64", "f32", widened_nan), ("f32", "f16", None), ("f32", "bf16", lambda a: a << 16)):
         found[f"cvt.{to}.{source}"] = Row(source, to, float, nan)
-    for kind in ("f16", "bf16"):
-        found[f"cvt.rn.{kind}x2.f32"] = Row("f32 f32", "b32", packed(kind))
-    for to, source in itertools.product(("s32", "s64"), ("f32", "f64")):
-        nan = 0 if (to, source) == ("s32", "f32") else -(1 << (width(to) - 1))
-        found[f"cvt.rzi.{to}.{source}"] = Row(source, to, truncated(to, nan))
+    for to, source in (("s32", "f64"), ("s64", "f32")):
+        found[f"cvt.rzi.{to}.{source}"] = Row(source, to, truncated(to))
     return found
 
 
 def choices() -> dict[str, Row]:
     """Return comparisons, selections and copies."""
     found: dict[str, Row] = {}
-    names = ("eq", "ne", "lt", "le", "gt", "ge")
-    whole = [(name, kind) for name in names for kind in ("s16", "s32", "s64", "u32", "u64")]
-    for name, kind in [*whole, *itertools.product(("eq", "ne"), ("b16", "b32", "b64"))]:
-        found[f"setp.{name}.{kind}"] = Row(f"{kind} {kind}", "pred", getattr(operator, name))
-    for name, kind in itertools.product(names, ("f32", "f64", "f16", "bf16")):
-        compare = getattr(operator, name)
-        found[f"setp.{name}.{kind}"] = Row(
-            f"{kind} {kind}",
-            "pred",
-            lambda a, b, compare=compare: not (math.isnan(a) or math.isnan(b)) and compare(a, b),
-        )
-    for kind in ("f16", "bf16"):
-        found[f"setp.nan.{kind}x2"] = Row("b32 b32", "pair", unordered_halves(kind))
-    for kind in ("f32", "f64", "f16", "bf16"):
-        found[f"setp.nan.{kind}"] = Row(f"{kind} {kind}", "pred", lambda a, b: math.isnan(a) or math.isnan(b))
-        found[f"setp.num.{kind}"] = Row(f"{kind} {kind}", "pred", lambda a, b: not (math.isnan(a) or math.isnan(b)))
+    kinds = {
+        "eq": "b16 b32 b64 f32", "ne": "b16 b32 b64", "lt": "s32 s64 u32 f32 f64 f16 bf16", "le": "s32 s64 f32",
+        "gt": "s32 s64 u32 f32 f16 bf16", "ge": "s32 s64 u32 f32",
+    }  # fmt: skip
+    for name, several in kinds.items():  # Python's comparisons with a NaN are false
+        found |= alike(f"setp.{name}", several, getattr(operator, name), result="pred")
+    found |= alike("setp.nan", "f32", lambda a, b: math.isnan(a) or math.isnan(b), result="pred")
+    found |= alike("setp.num", "f32", lambda a, b: not (math.isnan(a) or math.isnan(b)), result="pred")
     for kind in ("b16", "b32", "b64", "f32", "f64"):
         bits = f"b{width(kind)}"
         found[f"selp.{kind}"] = Row(f"{bits} {bits} pred", bits, lambda a, b, chosen: a if chosen else b)
-    for kind in ("b16", "b32", "b64", "u16", "u32", "u64", "pred"):
-        found[f"mov.{kind}"] = Row(kind, kind, int)
-    return found
+    return found | alike("mov", "b16 b32 b64 u16 u32 u64", int, "{0}")
 
 
 TABLE = integers() | floats() | conversions() | choices()
@@ -370,7 +317,7 @@ def table_row(form: str) -> tuple[list[tuple[int, ...]], list[int], list[int]]:
         if nan is not None and math.isnan(found):
             expected.append(nan(*lane))
         else:
-            expected.append(int(found) if result in PREDICATES else encoded(found, result))
+            expected.append(int(found) if result == "pred" else encoded(found, result))
     return lanes, executed(form, names, result, lanes), expected
 
 
@@ -390,21 +337,19 @@ def executed(form: str, names: list[str], result: str, lanes: list[tuple[int, ..
         if name == "pred":
             lines.append(f"setp.ne.b32 %p{10 + i}, {register}, 0;")
     register, size = held_in(result, 15)
-    to = {"pred": "%p15", "pair": "%p15|%p16"}.get(result, register)
+    to = "%p15" if result == "pred" else register
     lines.append(f"{form.split(maxsplit=1)[0]} {to}, {', '.join(sources)};")
-    if result in PREDICATES:
+    if result == "pred":
         lines.append(f"selp.b32 {register}, 1, 0, %p15;")
-    if result == "pair":
-        lines.append(f"selp.b32 %r16, 2, 0, %p16; or.b32 {register}, {register}, %r16;")
     lines.append(f"mad.wide.u32 %rd30, %r1, 8, %rd{1 + len(names)}; st.global.b{size} [%rd30], {register};")
     run("\n".join(lines), *columns, out, programs=count // 32)
-    mask = (1 << PREDICATES.get(result, size)) - 1
+    mask = (1 << (1 if result == "pred" else size)) - 1
     return [value & mask for value in out.tolist()[: len(lanes)]]
 
 
 def held_in(kind: str, number: int) -> tuple[str, int]:
     """Return the register of that number which holds a type, and its bits. That of a predicate holds 0 or 1."""
-    size = 32 if kind in PREDICATES else max(16, width(kind))
+    size = 32 if kind == "pred" else max(16, width(kind))
     return f"{REGISTERS[str(size)]}{number}", size
 
 
