@@ -65,6 +65,7 @@ CASES: list[Case] = [
     ("", PROGRAM + "st.global.b32 [%rd1], %r4;", (1,), {"programs": 200}),
     ("", ADD, (1,), {"programs": 3}),
     ("race", ADD + "st.global.b32 [%rd1], 0;", (1,), {"programs": 3}),
+    ("race", "st.global.b32 [%rd1], 0;" + ADD, (1,), {}),
     ("race", "ld.global.b32 %r3, [%rd1]; add.s32 %r3, %r3, %r1; st.global.b32 [%rd1], %r3;", (1,), {}),
     ("barrier", PART.format(32, "", ""), (), {"threads": 64}),
     ("barrier", PART.format(16, "", ""), (), {"threads": 64}),
