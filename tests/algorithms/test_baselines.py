@@ -78,14 +78,6 @@ def test_gtopk_tree(world_size: int) -> None:
         assert not gone & (set(level) | set(level.values()))
 
 
-@pytest.mark.parametrize("world_size", [1, 3, 6, 8])
-def test_gtopk_delivers_k(world_size: int) -> None:
-    """gTop-k delivers exactly k entries if there are that many."""
-    world = SimulatedWorld(GTopk(density=0.1), world_size, 400)
-    for step in range(3):
-        assert len(world.step(normal(world_size, 400, seed=step))[0]) == 40
-
-
 def test_hard_threshold_bounds_residuals() -> None:
     """All residuals stay below the threshold, from empty results to full ones."""
     world = SimulatedWorld(HardThreshold(threshold=0.8), 4, 200)
@@ -127,15 +119,6 @@ def test_sidco_fit(law: str, density: float) -> None:
     selected = sidco_selection(LAWS[law](1_000_000), k, 3)
     assert selected is not None
     assert 0.85 <= selected.room / k <= 1.15
-
-
-@pytest.mark.parametrize(
-    "values", [torch.ones(1000), torch.zeros(1000), torch.eye(1000)[3]], ids=["ones", "zeros", "one"]
-)
-def test_sidco_falls_back_to_exact(values: torch.Tensor) -> None:
-    """Values without a tail to fit are selected by exact top-k."""
-    world = SimulatedWorld(SIDCo(density=0.01), 2, 1000)
-    assert len(world.step(torch.stack([values, values]))[0]) == min(10, int(torch.count_nonzero(values)))
 
 
 def test_sidco_adapts_its_stages() -> None:
@@ -230,21 +213,6 @@ def test_bad_fields(kind, fields: dict[str, object]) -> None:
     """The error names the invalid field."""
     with pytest.raises(ConfigurationError, match=next(iter(fields))):
         kind(**fields)
-
-
-@pytest.mark.parametrize("nesterov", [False, True])
-def test_dgc_small_tensors_have_momentum(nesterov: bool) -> None:
-    """A bias, which is sent dense, moves as under SGD with momentum."""
-    net, plain = torch.nn.Linear(40, 40), torch.zeros(40, requires_grad=True)
-    optimizer = tritoncomm.wrap(torch.optim.SGD(net.parameters(), lr=0.1), "dgc", density=0.1, nesterov=nesterov)
-    control = torch.optim.SGD([plain], lr=0.1, momentum=0.9, nesterov=nesterov)
-    before = net.bias.detach().clone()
-    for _ in range(10):
-        for parameter in [*net.parameters(), plain]:
-            parameter.grad = torch.ones_like(parameter)
-        optimizer.step()
-        control.step()
-    assert torch.allclose(net.bias - before, plain, rtol=1e-5)
 
 
 def test_dgc_clips_the_whole_gradient() -> None:

@@ -69,49 +69,6 @@ def test_rebalance_equals_oracle(data: st.DataObject, rule: str) -> None:
     assert ours == tuple(ORACLES[rule](layout, kappa).counts)
 
 
-@given(st.data(), st.sampled_from(sorted(ORACLES)))
-def test_rebalance_invariants(data: st.DataObject, rule: str) -> None:
-    """Rebalancing keeps the number of blocks and the minimum, moves few at a time, and ignores equal counts."""
-    size = data.draw(st.integers(2, 12))
-    blocks = tuple(data.draw(st.lists(st.integers(2, 40), min_size=size, max_size=size)))
-    least, total = data.draw(st.integers(0, 2)), sum(blocks)
-    layout = Layout(100, blocks, least)
-    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 999)))
-    topology = replica = blocks
-    for _ in range(10):
-        kappa = torch.randint(0, 500, (size,), generator=generator).tolist()
-        before = topology
-        topology, replica = (moved(layout, now, kappa, 100 * total, rule) for now in (topology, replica))
-        assert topology == replica
-        assert sum(topology) == total
-        assert min(topology) >= least
-        assert all(abs(new - old) <= 2 for new, old in zip(topology, before, strict=True))
-        if rule == "prefix":  # each border moves by itself, so mirrored inputs give mirrored results
-            mirrored = moved(layout, before[::-1], kappa[::-1], 100 * total, rule)
-            assert mirrored == topology[::-1]
-    assert moved(layout, topology, [data.draw(st.integers(0, 900))] * size, 100 * total, rule) == topology
-
-
-@pytest.mark.parametrize("rule", sorted(ORACLES))
-@given(seed=st.integers(0, 999))
-def test_two_partitions_become_balanced(rule: str, seed: int) -> None:
-    """The busier of two partitions shrinks block by block until both are about equal or it has the minimum."""
-    weights = torch.randint(50, 150, (40,), generator=torch.Generator().manual_seed(seed))
-    weights[: seed % 20] *= 5
-    layout, blocks, total = Layout(1000, (20, 20), 1), (20, 20), int(weights.sum())
-    imbalance = []
-    for _ in range(60):
-        kappa = [int(weights[: blocks[0]].sum()), int(weights[blocks[0] :].sum())]
-        imbalance.append(max(kappa) * 2 / total)
-        now = moved(layout, blocks, kappa, 40_000, rule)
-        if now != blocks:
-            assert (now[0] < blocks[0]) == (kappa[0] > kappa[1])
-        blocks = now
-    largest = float(weights.max()) * 2 / total
-    assert all(after <= before + largest for before, after in itertools.pairwise(imbalance))
-    assert imbalance[-1] <= 1.1 + largest or 1 in blocks
-
-
 @pytest.mark.parametrize(("rule", "low", "high"), [("ref", 0.9, 0.96), ("prop", 0.98, 1.02)])
 def test_threshold_control_without_residuals(rule: str, low: float, high: float) -> None:
     """Each threshold rule keeps the count in its range when accumulators follow one distribution."""
@@ -137,24 +94,6 @@ def test_threshold_control_with_residuals(density: float, steps: int, window: in
     """The count stays near k although residuals grow."""
     passed, _ = run(ExDyna(density=density), 2, 24_000, steps)
     assert abs(sum(passed[-window:]) / window - 1) < off
-
-
-def test_extreme_thresholds() -> None:
-    """A threshold below all values gives the dense mean. One above all values leaves everything in the residuals."""
-    gradient = torch.randn(3, 600, generator=torch.Generator().manual_seed(0))
-    for threshold, delivered in ((1e-30, 600), (1e30, 0)):
-        world = SimulatedWorld(ExDyna(density=0.4, threshold_rule="off", capacity=3.0), 3, 600)
-        for worker in world.workers:
-            blocks = worker.algorithm.layout(3).blocks
-            worker.algorithm.state = ExDynaState(world_size=3, threshold=threshold, settled=True, blocks=blocks)
-        for step in range(3):
-            mean = world.step(gradient)[0]
-            assert len(mean) == delivered
-            if delivered:
-                assert torch.allclose(mean.to_dense(), gradient.mean(0), atol=1e-6)
-                assert not world.residuals.any()
-            else:
-                assert torch.allclose(world.residuals, gradient * (step + 1))
 
 
 def test_golden_borders() -> None:
@@ -305,7 +244,9 @@ def test_capacity_limits_delivery() -> None:
 
 
 @pytest.mark.parametrize("world_size", [8, *([16] if DEEP else [])])
-@pytest.mark.parametrize("recipe", [MiCRO(density=0.01), ExDyna(density=0.01)], ids=["micro", "exdyna"])
+@pytest.mark.parametrize(
+    "recipe", [MiCRO(density=0.01), ExDyna(density=0.01), ExDyna(density=0.01, static=True)], ids=repr
+)
 def test_concentrated_gradients_are_delivered(recipe: ExDyna, world_size: int) -> None:
     """About k entries are delivered if all gradients lie in 1/32 of the vector, and after this region moves."""
     numel = 16_384
@@ -319,16 +260,6 @@ def test_concentrated_gradients_are_delivered(recipe: ExDyna, world_size: int) -
         delivered.append(len(world.step(gradient)[0]) / (numel * 0.01))
     assert sum(delivered[80:130]) / 50 > 0.6
     assert sum(delivered[210:]) / 50 > 0.6
-
-
-@pytest.mark.parametrize("density", [1e-5, 2e-4])
-def test_small_k(density: float) -> None:
-    """With k of 1 or 2, about k entries are delivered per step while residuals grow."""
-    world = SimulatedWorld(ExDyna(density=density), 4, 10_000)
-    generator = torch.Generator().manual_seed(0)
-    delivered = [len(world.step(torch.randn(4, 10_000, generator=generator))[0]) for _ in range(400)]
-    k = max(1, int(10_000 * density))
-    assert 0.5 * k < sum(delivered[100:]) / 300 <= 2 * k
 
 
 def test_threshold_with_zero_columns() -> None:
@@ -373,27 +304,6 @@ def test_threshold_follows_a_jump_of_scale(factor: float) -> None:
         passed.append(world.workers[0].algorithm.report["passed"] / 100)
     assert 0.3 < sum(passed[20:30]) / 10 < 3
     assert 0.3 < sum(passed[40:50]) / 10 < 3
-
-
-def test_scaling_by_a_power_of_two() -> None:
-    """Gradients times a power of two give the same indices and borders, and scaled values."""
-    gradient = torch.randn(3, 400, generator=torch.Generator().manual_seed(0))
-    first, second = (SimulatedWorld(ExDyna(density=0.05), 3, 400) for _ in range(2))
-    for _ in range(6):
-        one, other = first.step(gradient)[0], second.step(gradient * 2.0**13)[0]
-        assert torch.equal(one.indices, other.indices)
-        assert torch.equal(one.values * 2.0**13, other.values)
-        assert first.workers[0].algorithm.state.blocks == second.workers[0].algorithm.state.blocks
-
-
-def test_rotation_visits_every_partition() -> None:
-    """An entry of a single worker is delivered within as many steps as there are workers."""
-    for holder in range(5):
-        world = SimulatedWorld(ExDyna(density=0.01, threshold_rule="off", lift=1.0), 5, 500)
-        gradient = torch.zeros(5, 500)
-        gradient[holder, 123] = 1.0
-        delivered = [len(world.step(gradient if step == 0 else torch.zeros(5, 500))[0]) for step in range(5)]
-        assert sum(delivered) == 1
 
 
 @pytest.mark.parametrize(

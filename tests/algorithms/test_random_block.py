@@ -9,10 +9,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tritoncomm import ConfigurationError, NonFiniteError, RandomBlock, Recipe, SimulatedWorld
+from tritoncomm import ConfigurationError, RandomBlock, SimulatedWorld
 from tritoncomm.primitives.shared_random import below, draw, draws
 
-import laws
 from baselines import RandomK
 from baselines.random_k import all_below
 
@@ -60,36 +59,6 @@ def test_blocks_are_contiguous(mode: str, numel: int, density: float, seed: int)
         assert int(mask.sum()) == size or (mode != "wrap" and int(mask.sum()) == numel % size and mask[-1])
 
 
-def test_wrap_covers_uniformly() -> None:
-    """In wrap mode all starts and coordinates are equally likely (chi-square), and 1 - p of the energy is left out."""
-    numel, steps = 50, 6000
-    masks = torch.stack(blocks_of(RandomBlock(density=0.15, mode="wrap", alignment=1, seed=5), numel, steps))
-    size = int(masks[0].sum())
-    starts = (masks & ~masks.roll(1, 1)).int().argmax(1)
-    for counts, expected in ((torch.bincount(starts, minlength=numel), 1 / numel), (masks.sum(0), size / numel)):
-        spread = float((counts - steps * expected).square().sum() / (steps * expected))
-        # Neighboring coordinates are covered together. Counts spread up to `size` times as much as independent ones.
-        bound = numel + 4 * math.sqrt(2 * numel)
-        assert spread < bound * (size if expected > 1 / numel else 1)
-    values = torch.randn(numel, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    left = (values * ~masks).square().sum(1).mean()
-    assert float(left) == pytest.approx((1 - size / numel) * float(values.square().sum()), rel=0.02)
-
-
-def test_delivery_is_linear() -> None:
-    """In one step, the delivered part of a sum is the sum of the delivered parts."""
-    generator = torch.Generator().manual_seed(0)
-    x, y = (torch.randint(-64, 64, (1, 90), generator=generator).float() for _ in range(2))
-    for mode in ("wrap", "grid", "perm"):
-        recipe = RandomBlock(density=0.2, mode=mode, alignment=1)
-
-        def delivered(vector: torch.Tensor, recipe: RandomBlock = recipe) -> torch.Tensor:
-            return SimulatedWorld(recipe, 1, 90).step(vector)[0].to_dense()
-
-        assert torch.equal(delivered(x + y), delivered(x) + delivered(y))
-        assert torch.equal(delivered(-4 * x), -4 * delivered(x))
-
-
 def test_perm_visits_every_block_once_a_round() -> None:
     """In perm mode each coordinate is visited once in M steps, and at most 2M - 1 steps lie between two visits."""
     masks = torch.stack(blocks_of(RandomBlock(density=0.1, alignment=1), 100, 200)).int()
@@ -100,18 +69,6 @@ def test_perm_visits_every_block_once_a_round() -> None:
         assert int((visits[1:] - visits[:-1]).max()) <= 19
     orders = {tuple(masks[first : first + 10].argmax(1).tolist()) for first in range(0, 200, 10)}
     assert len(orders) > 15
-
-
-@pytest.mark.parametrize("recipe", [RandomBlock(density=0.25, alignment=1), RandomK(density=0.25)], ids=["block", "k"])
-def test_many_workers_equal_one_worker_on_the_mean(recipe: Recipe) -> None:
-    """The mean of the residuals equals the residual of a single worker on the mean gradient."""
-    case = laws.Case(4, 60, ("random",) * 10)
-    many, one = SimulatedWorld(recipe, 4, 60), SimulatedWorld(recipe, 1, 60)
-    for gradient in case.gradients():
-        a, b = many.step(gradient)[0], one.step(gradient.mean(0, keepdim=True))[0]
-        assert torch.equal(a.indices, b.indices)
-        assert torch.equal(a.values, b.values)
-        assert torch.equal(many.residuals.mean(0), one.residuals[0])
 
 
 @pytest.mark.parametrize(("mode", "expected"), [("grid", 15.0), ("wrap", 15.0), ("perm", 0.58 * 16)])
@@ -148,61 +105,12 @@ def test_learning_rate_ceiling() -> None:
     assert not converges("perm", 2.6 * p)
 
 
-def descent(
-    rate: float, masks: list[torch.Tensor], *, feedback: bool, rescale: float = 1.0, detach: float = 0.0
-) -> bool:
-    """Whether the same quadratic converges, by plain formulas. The gradient is taken at ``x - detach * residual``."""
-    x, residual = torch.ones(masks[0].numel()), torch.zeros(masks[0].numel())
-    for mask in masks:
-        residual = (residual if feedback else 0.0) + rate * (x - detach * residual)
-        x = x - rescale * residual * mask
-        residual = residual * ~mask
-        if not float(x.abs().max()) < 1e6:
-            return False
-    return float(x.abs().max()) < 1
-
-
-def test_ceilings_of_other_schemes() -> None:
-    """The highest stable learning rate depends on the scheme.
-
-    It is 2p for blocks in turn. Without feedback it is 2, or 2p if updates are divided by p. With detached feedback it
-    reaches the dense limit.
-    """
-    p = 1 / 16
-    in_turn = [torch.arange(64) // 4 == step % 16 for step in range(4000)]
-    drawn = blocks_of(RandomBlock(density=p, mode="grid", alignment=1, reduced_lr=True), 64, 4000)
-    assert descent(1.95 * p, in_turn, feedback=True)
-    assert not descent(2.1 * p, in_turn, feedback=True)
-    assert descent(1.9, drawn, feedback=False)
-    assert not descent(2.1, drawn, feedback=False)
-    assert descent(1.9 * p, drawn, feedback=False, rescale=1 / p)
-    assert not descent(2.1 * p, drawn, feedback=False, rescale=1 / p)
-    assert not descent(4 * p, drawn, feedback=True)
-    assert descent(1.9, drawn, feedback=True, detach=0.5)
-
-
 def test_low_density_warns() -> None:
     """A density below 1/32 warns with the learning rate and the fix. ``reduced_lr=True`` silences the warning."""
     with pytest.warns(UserWarning, match=r"density 0.01.*about 0.01 of the learning rate.*reduced_lr=True"):
         RandomBlock(density=0.01)
     RandomBlock(density=0.01, reduced_lr=True)
     RandomBlock(density=1 / 32)
-
-
-def test_rejected_step_keeps_draws_equal() -> None:
-    """All ranks exchange the same block after a rejected step and after a resume."""
-    recipe = RandomBlock(density=0.25, alignment=1)
-    world, control = SimulatedWorld(recipe, 3, 40), SimulatedWorld(recipe, 3, 40)
-    gradient = torch.arange(120.0).view(3, 40)
-    poisoned = gradient.clone()
-    poisoned[1, 7] = torch.nan
-    for _ in range(3):
-        with pytest.raises(NonFiniteError):
-            world.step(poisoned)
-        assert torch.equal(world.step(gradient)[0].indices, control.step(gradient)[0].indices)
-    resumed = SimulatedWorld(recipe, 3, 40)
-    resumed.load_state_dict(world.state_dict())
-    assert torch.equal(resumed.step(gradient)[0].indices, control.step(gradient)[0].indices)
 
 
 def test_grid_is_aligned() -> None:

@@ -9,8 +9,8 @@ from functools import partial
 
 import numpy as np
 import pytest
+import test_quantize as formats
 import torch
-from test_quantize import MENU, has_the_menu, keeps_to_its_reach, leaves_an_exact_rest, switches_form
 from test_rounded_values import ROUNDED, method, sparse_floats
 from tritoncomm import SimulatedWorld
 from tritoncomm.algorithms.spardl_working import WorkingVector
@@ -252,10 +252,10 @@ CAUGHT = [
     (at_most_twice, lowest_level_too_high, ROUNDED),
     (counts_stay, threshold_of_rounded_sums, ["1bit"]),  # with more levels, counts hardly change
     (least_is_exact, threshold_of_rounded_sums, ROUNDED),
-    (keeps_to_its_reach, shorter_reach, ["1bit", "2bit", "3bit", "4bit", "8bit"]),
-    (keeps_to_its_reach, longer_reach, ["2bit", "3bit", "4bit", "8bit"]),
-    (keeps_to_its_reach, reach_without_its_end, ["2bit", "3bit", "4bit", "8bit"]),
-    (leaves_an_exact_rest, one_more_bit_in_a_scale, [15, 127, 1023]),
+    (formats.test_reach_of_tables, shorter_reach, ["1bit", "2bit", "3bit", "4bit", "8bit"]),
+    (formats.test_reach_of_tables, longer_reach, ["2bit", "3bit", "4bit", "8bit"]),
+    (formats.test_reach_of_tables, reach_without_its_end, ["2bit", "3bit", "4bit", "8bit"]),
+    (formats.test_rest_of_a_mean_is_exact, one_more_bit_in_a_scale, [15, 127, 1023]),
 ]
 
 
@@ -290,11 +290,11 @@ def test_a_broken_rounding_is_caught(
 @pytest.mark.parametrize("mutation", [form_switches_one_early, form_switches_one_late], ids=lambda m: m.__name__)
 def test_a_form_that_switches_elsewhere_is_caught(mutation: Callable[[Patch], None]) -> None:
     """The check fails on the mutation, and passes on the code as it is."""
-    fails(switches_form, mutation)
-    switches_form()
+    fails(formats.test_form_switches, mutation)
+    formats.test_form_switches()
 
 
-@pytest.mark.parametrize("values", MENU)
+@pytest.mark.parametrize("values", formats.MENU)
 def test_a_broken_menu_is_caught(values: str) -> None:
     """A level at either end of a table that is 1/64 too low or too high is found."""
     tables = FORMATS[values].tables
@@ -303,5 +303,5 @@ def test_a_broken_menu_is_caught(values: str) -> None:
             for by in (-1, 1):
                 wrong = (*table[:place], table[place] + by, *table[place + 1 :])
                 menu = (*tables[:number], wrong, *tables[number + 1 :])
-                fails(partial(has_the_menu, values), partial(replace_format, name=values, tables=menu))
-    has_the_menu(values)
+                fails(partial(formats.test_menu, values), partial(replace_format, name=values, tables=menu))
+    formats.test_menu(values)

@@ -25,11 +25,6 @@ from tritoncomm import (
 )
 from tritoncomm.algorithms.base import StaticRecipe
 from tritoncomm.algorithms.exdyna import ExDynaState
-from tritoncomm.primitives.accumulator import Accumulator
-from tritoncomm.primitives.blocks import Blocks
-from tritoncomm.primitives.exchange import FixedStep
-from tritoncomm.primitives.packing import PLAIN
-from tritoncomm.primitives.verdict import Verdict
 from tritoncomm.scheduler.cost import Flow
 from tritoncomm.scheduler.rounds import AllGather, Op
 
@@ -198,47 +193,6 @@ def test_entries_without_room_stay(capacity: float) -> None:
     assert algorithm.report["passed"] == passed > 4 * room
 
 
-def test_concentrated_gradients_are_delivered() -> None:
-    """If all gradients lie in 1/32 of the vector, borders move until the fixed room of all ranks is used."""
-    numel, world_size = 16_384, 8
-    world = SimulatedWorld(ExDyna(density=0.01, static=True), world_size, numel)
-    generator = torch.Generator().manual_seed(0)
-    delivered = []
-    for _ in range(130):
-        gradients = torch.zeros(world_size, numel)
-        gradients[:, : numel // 32] = torch.randn(world_size, numel // 32, generator=generator)
-        delivered.append(len(world.step(gradients)[0]) / (numel * 0.01))
-    assert sum(delivered[80:]) / 50 > 0.6
-
-
-def step_of(numel: int) -> FixedStep:
-    """Return a step for the coordinates ``numel``, ..., 1 as values."""
-    values = torch.arange(numel, 0, -1, dtype=torch.float32)
-    verdict = Verdict(torch.device("cpu"))
-    acc = Accumulator(values, torch.zeros(numel), torch.empty(numel), verdict=verdict)
-    return FixedStep(acc, verdict, PLAIN, 0, 2, 1)
-
-
-@pytest.mark.parametrize(
-    ("ranges", "rows", "sent"),
-    [
-        ([(20, 30, 1), (30, 40, 2)], [[20, -1], [30, 31]], [20, -1, 30, 31]),
-        # A bag that wraps around is selected at once. Its gap has no budget, and is not sent.
-        ([(0, 10, 1), (50, 60, 2), (60, 71, 1)], [[0, -1], [-1, -1], [50, 51], [60, -1]], [0, -1, 50, 51, 60, -1]),
-    ],
-)
-def test_blocks(ranges: list[tuple[int, int, int]], rows: list[list[int]], sent: list[int]) -> None:
-    """A message has one row for each block, with the largest entries that its budget allows."""
-    blocks = Blocks.of(step_of(71), ranges, span=11, room=2)
-    entries = blocks.largest()
-    assert entries.indices.tolist() == rows
-    message, delivered = blocks.encode(entries)
-    assert message.numel() == blocks.words
-    received = blocks.decode(message)
-    assert received.indices.reshape(-1).tolist() == sent
-    assert sorted(delivered.indices.reshape(-1).tolist())[-len(sent) :] == sorted(sent)
-
-
 def changed(world: SimulatedWorld, gradients: torch.Tensor, source: int, place: int, word: int) -> None:
     """Run a step in which one word of one rank's message in the last all-gather of entries is another."""
 
@@ -247,17 +201,6 @@ def changed(world: SimulatedWorld, gradients: torch.Tensor, source: int, place: 
             ops[source].tensor[place] = word
 
     world.step(gradients, before_round=change)
-
-
-@pytest.mark.parametrize("word", [-7, 2, 1003])
-def test_disordered_indices_are_rejected(word: int) -> None:
-    """ExDyna rejects indices outside of the vector, and indices that do not ascend in partition order."""
-    world = SimulatedWorld(ExDyna(density=0.05, static=True), 3, 1003)
-    before = world.residuals
-    with pytest.raises(ProtocolMismatchError, match=r"all ranks received malformed messages"):
-        changed(world, heavy(3, 1003, 0), 2, 0, word)
-    assert laws.same_bits(world.residuals, before)
-    assert [str(error) for error in world.scheduler.raised.values()] == [str(world.scheduler.raised[0])] * 3
 
 
 @pytest.mark.parametrize("wrong", [-1, 1004])
@@ -305,17 +248,6 @@ def test_truncated_entries_that_overflow_are_rejected() -> None:
         with pytest.raises(NonFiniteError):
             world.step(gradients)
         assert world.step(gradients / 2)[0].indices.tolist() == [1]
-
-
-def test_a_room_of_any_size() -> None:
-    """Any finite room is legal: it ends at the number of entries. What no float holds is rejected by name."""
-    world = SimulatedWorld(OkTopk(density=0.1, static=True, static_room=1e308), 3, 100)
-    gradients = heavy(3, 100, 0)
-    mean = world.step(gradients)[0].to_dense()
-    assert torch.allclose(3 * mean + world.residuals.sum(0), gradients.sum(0), rtol=1e-4, atol=1e-4)
-    for room in (float("inf"), float("nan"), 10**400):
-        with pytest.raises(ConfigurationError, match="static_room"):
-            OkTopk(density=0.1, static_room=room)
 
 
 def test_paper_mode_is_not_static() -> None:

@@ -8,7 +8,6 @@ import tritoncomm
 from tritoncomm import ConfigurationError, OkTopk, SimulatedWorld, Warmup
 
 from baselines import DGC
-from ok_topk_variants import OkTopkVariant
 
 
 def test_dense_warmup() -> None:
@@ -79,16 +78,6 @@ def test_residual_of_the_warmup_goes_on(values: str, static: bool) -> None:
         expected, found = bare.step(gradient + first), world.step(gradient)
         assert all(map(torch.equal, (each.to_dense() for each in found), (each.to_dense() for each in expected)))
         assert torch.equal(world.residuals, bare.residuals)
-
-
-def test_forced_sparse_method() -> None:
-    """The verdict of quantized steps takes no message, also if the method would not go dense at density 1."""
-    recipe = OkTopkVariant(density=0.05, static=True, force_sparse=True)
-    world = SimulatedWorld(Warmup(recipe=recipe, steps=2, values="8bit"), 3, 1000)
-    for _ in range(2):
-        forecast = world.workers[0].algorithm.predicted_traffic(3)
-        world.step(torch.randn(3, 1000))
-        assert [each.bytes for each in world.traffic] == [forecast.sent.bytes] * 3
 
 
 def test_who_can_quantize_dense_steps() -> None:

@@ -30,11 +30,8 @@ TARGETS = {name: ("cuda", number, 32) for name, number in launch.TARGETS.items()
 class Compiled:
     """The result of compiling a case. ``spilled`` counts bytes of stack and spilled registers."""
 
-    ir: str
     text: str
-    registers: int
     spilled: int
-    shared: int
     cubin: bytes = b""
 
     @cached_property
@@ -42,15 +39,6 @@ class Compiled:
         """The instructions for an NVIDIA GPU, disassembled when a test first reads them."""
         found = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(\S.*?)\s*;", _cuobjdump(self.cubin, "--dump-sass"))
         return tuple(line for line in found if not line.startswith("NOP"))
-
-    @cached_property
-    def instructions(self) -> int:
-        """Number of instructions and of padding, from the length of the code. Disassembling takes half a second."""
-        found = re.search(
-            r"^ +\S+ +\S+ +([0-9a-f]+) .*PROGBITS.* \.text\.", _cuobjdump(self.cubin, "--dump-elf"), re.MULTILINE
-        )
-        assert found, "no code"
-        return int(found[1], 16) // 16
 
 
 @cache
@@ -78,12 +66,12 @@ def compiled(name: str, target: str, *, fusion: bool = False) -> Compiled:
     if target.startswith("gfx"):
         text = result.asm["amdgcn"]
         spilled = sum(_number(text, key) for key in ("private_segment_fixed_size", "vgpr_spill_count"))
-        return Compiled(result.asm["ttgir"], text, _number(text, "vgpr_count"), spilled, result.metadata.shared)
+        return Compiled(text, spilled)
     cubin = result.asm["cubin"]
     usage = _cuobjdump(cubin, "--dump-resource-usage")
-    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+    found = re.search(r"STACK:(\d+)", usage)
     assert found, usage
-    return Compiled(result.asm["ttgir"], result.asm["ptx"], int(found[1]), int(found[2]), result.metadata.shared, cubin)
+    return Compiled(result.asm["ptx"], int(found[1]), cubin)
 
 
 @cache

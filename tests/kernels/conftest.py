@@ -1,4 +1,4 @@
-"""Prints what was compiled and compared after the tests, and makes Triton's interpreter faster."""
+"""Prints what was compared after the tests, and makes Triton's interpreter faster."""
 
 from __future__ import annotations
 
@@ -53,31 +53,15 @@ def _compared(record_property: Callable[[str, object], None]) -> Iterator[None]:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print what passed tests recorded: a table of the compiled kernels, and the launches that were compared."""
+    """Print the launches that were compared, and those that were left out."""
     # What fixtures record when a test is over is in the report of its end, whose outcome is "".
-    recorded = [
-        [each for report in terminalreporter.stats.get(outcome, []) for each in getattr(report, "user_properties", [])]
-        for outcome in ("passed", "")
-    ]
-    _print_compared(terminalreporter, recorded[1])
-    rows = [row for name, row in recorded[0] if name == "compiled"]
-    if not rows:
-        return
-    import triton
-    from compiled_kernels import TARGETS
-
-    terminalreporter.section("compiled kernels")
-    terminalreporter.line(f"Triton {triton.__version__}: registers on {', '.join(TARGETS)}; the rest on sm_90")
-    for row in sorted(rows):
-        terminalreporter.line(row)
-
-
-def _print_compared(reporter: pytest.TerminalReporter, recorded: list[tuple[str, Any]]) -> None:
+    reports = terminalreporter.stats.get("", [])
+    recorded: list[tuple[str, Any]] = [each for report in reports for each in getattr(report, "user_properties", [])]
     counts: dict[str, Counter[str]] = {"compared": Counter(), "left out": Counter()}
     for name, row in recorded:
         if name in counts:
             counts[name][row[0]] += row[1]
     for name, found in counts.items():
         if found:
-            reporter.section(f"{name}: {found.total()} launches of {len(found)} kernels")
-            reporter.line(", ".join(f"{kernel} {number}" for kernel, number in sorted(found.items())))
+            terminalreporter.section(f"{name}: {found.total()} launches of {len(found)} kernels")
+            terminalreporter.line(", ".join(f"{kernel} {number}" for kernel, number in sorted(found.items())))

@@ -29,7 +29,7 @@ ROUNDS_TWICE = INTERPRETED and tuple(map(int, version("triton").split(".")[:2]))
 DEVICES = [
     pytest.param(
         "cpu",
-        id="executed" if EXECUTED else "interpreted",
+        id="triton-executed" if EXECUTED else "triton-interpreted",
         marks=pytest.mark.skipif(
             not INTERPRETED and not EXECUTED,
             reason="needs TRITON_INTERPRET=1 or TRITONCOMM_PTX=1: tox -e interpreter,ptx",
@@ -37,10 +37,12 @@ DEVICES = [
     ),
     pytest.param(
         "cuda",
-        id="gpu",
+        id="triton-gpu",
         marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")],
     ),
 ]
+# The reference alone, against an oracle, and beside it the kernel. ``-k triton`` chooses the kernels.
+BOTH = ["reference", *DEVICES]
 
 SPECIAL = [0.0, -0.0, 1.0, -1.0, 1e-45, -1e-45, 1e-40, math.inf, -math.inf, math.nan, 3.4e38, -2.5, 2.5]
 FAMILIES = ("special", "normal", "heavy", "ties", "equal", "zero", "clustered")
@@ -198,6 +200,18 @@ def key_to_reach(limit: float) -> int:
     return max(1, key_of(limit)) if limit > 0 else 1
 
 
+def best(values: torch.Tensor, k: int) -> list[int]:
+    """Return the ascending positions of the ``k`` largest magnitudes, ties to the lower index, by sorting."""
+    keys = [bit & 0x7FFFFFFF for bit in bits(values)]
+    found = (at for at, key in enumerate(keys) if key)
+    return sorted(sorted(found, key=lambda at: (-keys[at], at))[: max(0, k)])
+
+
+def reaching(values: torch.Tensor, limit: float) -> list[int]:
+    """Return the positions of the elements that reach a threshold, one by one."""
+    return [at for at, bit in enumerate(bits(values)) if bit & 0x7FFFFFFF >= key_to_reach(limit)]
+
+
 @contextmanager
 def kernels_from(choice: str) -> Iterator[None]:
     """Let tensors on a CPU take the reference (``auto``) or the kernel (``triton``). New memory is filled."""
@@ -213,14 +227,17 @@ def kernels_from(choice: str) -> Iterator[None]:
 
 
 def routes(device: str) -> list[tuple[str, str]]:
-    """Return how both implementations are chosen, and where they run: first the reference, then the kernel."""
-    return [("auto", "cpu"), ("triton", device)]
+    """Return how both implementations are chosen, and where they run: first the reference, then the kernel.
+
+    For the device "reference", there is no kernel.
+    """
+    return [("auto", "cpu"), ("triton", device)][: 1 if device == "reference" else 2]
 
 
 def agree(call: Callable[[Guarded], Result], device: str) -> Result:
     """Run ``call`` on kernel and reference; assert equal results and intact guards; return the result.
 
-    The reference runs on a CPU.
+    The reference runs on a CPU. It runs alone for the device "reference".
     """
     results = []
     for choice, where in routes(device):
@@ -228,9 +245,20 @@ def agree(call: Callable[[Guarded], Result], device: str) -> Result:
         with kernels_from(choice):
             results.append(call(guarded))
         guarded.check()
-    reference, kernel = results
-    assert kernel == reference
-    return kernel
+    assert results[-1] == results[0]
+    return results[-1]
+
+
+def never_waits(work: Callable[[], object], device: str) -> None:
+    """Assert that ``work`` does not wait for the GPU, after a first call, which compiles and copies constants."""
+    if device == "cpu":
+        pytest.skip("waiting needs a GPU")
+    work()
+    try:
+        torch.cuda.set_sync_debug_mode("error")
+        work()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,9 @@
-"""The Adam update of a flat list equals one update per tensor, bit for bit. Here, on the CPU."""
+"""The Adam update of a flat list: reference and kernel equal one update per tensor, bit for bit."""
 
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 from collections.abc import Callable
 from itertools import accumulate
@@ -13,45 +14,48 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from kernel_cases import bits, cases, drawn, kernels_from
+from kernel_cases import BOTH, INTERPRETED, Guarded, agree, bits, cases, drawn, kernels_from, seeds
 
 import tritoncomm_kernels as kernels
-from tritoncomm_kernels import adam_numpy
+from tritoncomm_kernels import Entries, adam_flat, adam_numpy
 
-SIZES = [0, 1, 33, 700, 20_000]  # the last one alone fills a part
-KINDS = ("fp32", "fp32", "fp32", "half", "double", "strided")
-DTYPES = {"half": torch.bfloat16, "double": torch.float64}
-
-
-def tensor(kind: str, n: int, seed: int, *, positive: bool = False) -> torch.Tensor:
-    """Return ``n`` values of a kind of tensor, a quarter of them special if the seed is a multiple of 4."""
-    values = drawn("special" if seed % 4 == 0 else "heavy", n, seed)
-    values = (values.abs() if positive else values).to(DTYPES.get(kind, torch.float32))
-    if kind != "strided":
-        return values
-    held = torch.zeros(2 * n, dtype=values.dtype)[::2]
-    return held.copy_(values)
+# The reference also takes other types and strides, alone or mixed. A list of 20,000 elements fills a part alone.
+KINDS = {"fp32": torch.float32, "half": torch.bfloat16, "double": torch.float64, "strided": torch.float32}
+# Shapes of the tensors that may be in torch.channels_last or torch.channels_last_3d.
+IMAGES = {256: (4, 4, 8, 2), 700: (5, 7, 2, 5, 2)}
+CONTROL = {"steps": 1, "learning_rate": 0.01, "betas": (0.9, 0.999), "epsilon": 1e-8, "max_catch_up": 20.0}
 
 
-def states(sizes: list[int], kinds: list[str], seed: int, *, amsgrad: bool, steps: int) -> kernels.AdamStates:
-    """Return states of parameters of these sizes and kinds."""
+def control_of(device: str = "cpu", **fields: Any) -> kernels.AdamControl:
+    """Return the control of a step with these fields."""
+    return kernels.AdamControl.of(**CONTROL | fields, device=torch.device(device))
+
+
+def listed(end: int, share: float | None, seed: int) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """Return a list of entries with padding. If ``share`` is None, all ``end`` values without indices."""
+    family = "special" if seed % 4 == 0 else "heavy"
+    if share is None:
+        return None, drawn(family, end, seed)
     generator = torch.Generator().manual_seed(seed)
-
-    def column(i: int) -> list[torch.Tensor]:
-        return [
-            tensor(kind, n, seed + 10 * j + i, positive=i > 1)
-            for j, (kind, n) in enumerate(zip(kinds, sizes, strict=True))
-        ]
-
-    last = [torch.randint(0, steps, (n,), generator=generator, dtype=torch.int32) for n in sizes]
-    rms = [torch.tensor([0.0, 0.01, 3.0, math.inf, math.nan][(seed + j) % 5]) for j in range(len(sizes))]
-    return kernels.AdamStates(column(1), column(2), last, rms, column(3) if amsgrad else None)
+    chosen = (torch.rand(max(end, 1), generator=generator) < share).nonzero().squeeze(1)
+    entries = Entries(chosen.int(), drawn(family, len(chosen), seed)).padded(len(chosen) + seed % 3)
+    return entries.indices, entries.values
 
 
-def places(sizes: list[int], gap: int) -> tuple[list[int], int]:
-    """Return the start of each tensor in a flat vector, ``gap`` elements behind the one before, and its length."""
-    starts = [gap, *(gap + end for end in accumulate(size + gap for size in sizes))]
-    return starts[:-1], starts[-1]
+def typed(values: torch.Tensor, kind: str) -> torch.Tensor:
+    """Return ``values`` in the type of a kind of tensor."""
+    return values.to(torch.float16 if INTERPRETED and kind == "half" else KINDS[kind])  # no bf16 in the interpreter
+
+
+def placed(guarded: Guarded, values: torch.Tensor, kind: str, *, channels_last: bool) -> torch.Tensor:
+    """Return guarded ``values`` (``[n]``), perhaps as an image with the channels innermost in memory, or strided."""
+    shape = IMAGES.get(values.numel(), values.shape)
+    if kind == "strided":
+        return guarded.of(values.repeat_interleave(2))[::2].view(values.shape)
+    if not channels_last:
+        return guarded.of(values).view(shape)
+    inner = values.view(shape).movedim(1, -1)
+    return guarded.of(inner.reshape(-1)).view(inner.shape).movedim(-1, 1)
 
 
 def one_by_one(
@@ -77,69 +81,94 @@ def one_by_one(
         adam_oracle.update(parameter, gradient.view(parameter.shape), adam_oracle.State.of(state, i), control, at)
 
 
-@given(
-    st.lists(st.tuples(st.sampled_from(SIZES), st.sampled_from(KINDS)), max_size=6),
-    st.integers(0, 2**20),
-    st.booleans(),
-    st.data(),
-)
-@cases(80)
-def test_equals_one_by_one(tensors: list[tuple[int, str]], seed: int, amsgrad: bool, data: st.DataObject) -> None:
-    """Sizes, kinds and delays may be mixed. A delay may be longer than the table of decays. All may be delivered.
+@pytest.mark.parametrize("device", BOTH)
+@given(st.data(), seeds, st.booleans())
+@cases(100)
+def test_adam_flat(device: str, data: st.DataObject, seed: int, amsgrad: bool) -> None:
+    """Sizes, gaps, padding, images, delays and (for the reference) types and strides may be mixed.
 
-    Tensors may be updated in one or in several parts, and the entries of a part in one or in several chunks.
+    A delay may be longer than the table of decays. Everything or nothing may be delivered. The reference works in one
+    or in several parts and chunks.
     """
-    sizes, kinds = [n for n, _ in tensors], [kind for _, kind in tensors]
-    starts, end = places(sizes, data.draw(st.sampled_from([0, 3])))
-    steps = data.draw(st.sampled_from([1, 2, 30, 1000, 70_000, 1_000_000]))
-    control = kernels.AdamControl.of(
-        steps=steps,
-        clock=data.draw(st.sampled_from([None, steps + 50, max(1, steps // 2)])),
-        learning_rate=data.draw(st.sampled_from([0.0, 0.01])),
-        betas=data.draw(st.sampled_from([(0.9, 0.999), (0.0, 0.95), (0.9999, 0.5)])),
-        epsilon=1e-8,
-        max_catch_up=data.draw(st.sampled_from([1.0, 20.0, math.inf])),
-        max_sqrt_staleness=data.draw(st.sampled_from([3.0, math.inf])),
-        max_relative_update=data.draw(st.sampled_from([0.0, 0.2, math.inf])),
-        device=torch.device("cpu"),
-        maximize=data.draw(st.booleans()),
-    )
-    share = data.draw(st.sampled_from([None, 0.0, 0.01, 1.0]))  # of the coordinates that are delivered
-    indices, values = None, drawn("special" if seed % 4 == 0 else "heavy", end, seed)
-    if share is not None:
-        indices = (torch.rand(end, generator=torch.Generator().manual_seed(seed)) < share).nonzero().squeeze(1).int()
-        padding = seed % 3
-        values = torch.cat([values[indices.long()], torch.zeros(padding)])
-        indices = torch.cat([indices, torch.full((padding,), -1, dtype=torch.int32)])
-    arguments = {"indices": indices, "values": values, "keep": data.draw(st.sampled_from([1.0, 0.999]))}
-    results = []
-    with kernels_from("auto"), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(adam_numpy, "_PART", data.draw(st.sampled_from([adam_numpy._PART, 1000])))
-        patch.setattr(adam_numpy, "_CHUNK", data.draw(st.sampled_from([adam_numpy._CHUNK, 100])))
-        for together in (False, True):
-            parameters = [tensor(kind, n, seed + 10 * j) for j, (n, kind) in enumerate(tensors)]
-            state = states(sizes, kinds, seed, amsgrad=amsgrad, steps=steps)
-            if together:
-                kernels.AdamFlat(parameters, state, starts).update(control=control, **arguments)
-            else:
-                one_by_one(parameters, state, starts, control, **arguments)
-            results.append([bits(each) for column in (parameters, *state.columns()) for each in column])
-    assert results[0] == results[1]
+
+    def draw(*values: Any) -> Any:
+        return data.draw(st.sampled_from(values))
+
+    own = device == "reference"
+    sizes = data.draw(st.lists(st.sampled_from([0, 1, 33, 256, 700, *([20_000] if own else [])]), max_size=5))
+    gap, keep, steps, steady = draw(0, 5), draw(1.0, 0.999), draw(1, 2, 30, 1000, 70_000, 1_000_000), draw(False, True)
+    small, kind = draw(1.0, 1e-12), draw("fp32", "half")
+    kinds = [draw(*KINDS) if own else kind for _ in sizes]
+    rms = [draw(0.0, 0.01, 0.4, 3.0, math.inf, math.nan) for _ in sizes]
+    fields = {
+        "steps": steps, "clock": draw(None, steps + 50, max(1, steps // 2)), "learning_rate": draw(0.01, 0.0),
+        "betas": draw((0.9, 0.999), (0.0, 0.95), (0.9999, 0.5)), "max_catch_up": draw(20.0, 1.0, math.inf),
+        "max_sqrt_staleness": draw(3.0, math.inf), "max_relative_update": draw(0.0, 0.2, math.inf),
+        "maximize": draw(False, True),
+    }  # fmt: skip
+    starts = [gap, *(gap + end for end in accumulate(size + gap for size in sizes))]
+    indices, values = listed(starts.pop(), draw(None, 0.0, 0.4, 1.0), seed)
+    values = values.abs() if steady else values
+    # One layout for all tensors of a parameter, or any for each of them.
+    layouts = [[size in IMAGES and draw(False, True) for size in sizes] for _ in range(5 if draw(False, True) else 1)]
+    generator = torch.Generator().manual_seed(seed)
+    lasts = [torch.randint(0, steps + 1, (n,), generator=generator, dtype=torch.int32) for n in sizes]
+    parts, chunks = draw(adam_numpy._PART, 1000), draw(adam_numpy._CHUNK, 100)
+
+    def call(guarded: Guarded, *, flat: bool = True) -> list[list[int]]:
+        def held(column: list[torch.Tensor], number: int) -> list[torch.Tensor]:
+            each = zip(column, kinds, layouts[number % len(layouts)], strict=True)
+            return [placed(guarded, values, kind, channels_last=image) for values, kind, image in each]
+
+        family = "special" if seed % 4 == 1 else "heavy"
+        floats = [[drawn(family, n, seed + 9 * j + i) for j, n in enumerate(sizes)] for i in range(4)]
+        # All gradients and first moments may be positive. First moments of 0 do not vote.
+        positive = range(1, 4) if steady else range(2, 4)
+        floats = [[v.abs() for v in column] if i in positive else column for i, column in enumerate(floats)]
+        floats[2:] = [[small * v for v in column] for column in floats[2:]]
+        if steady:
+            floats[1] = [torch.where(torch.arange(len(first)) % 5 > 0, first, 0.0) for first in floats[1]]
+        floats = [[typed(*each) for each in zip(column, kinds, strict=True)] for column in floats]
+        parameters, first, second, maximum, last = (held(column, i) for i, column in enumerate([*floats, lasts]))
+        param_rms = [torch.tensor(size, device=guarded.device) for size in rms]
+        states = kernels.AdamStates(first, second, last, param_rms, maximum if amsgrad else None)
+        control, at = control_of(guarded.device, **fields), None if indices is None else guarded.of(indices)
+        if flat:
+            kernels.AdamFlat(parameters, states, starts).update(at, control, values=guarded.of(values), keep=keep)
+        else:
+            one_by_one(parameters, states, starts, control, indices=indices, values=values, keep=keep)
+        return [bits(each) for column in (parameters, first, second, maximum, last) for each in column]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(adam_numpy, "_PART", parts)
+        patch.setattr(adam_numpy, "_CHUNK", chunks)
+        with kernels_from("auto"):
+            found = call(Guarded("cpu"), flat=False)
+        assert agree(call, device) == found
 
 
-@given(st.lists(st.tuples(st.sampled_from(SIZES[1:]), st.sampled_from(KINDS)), max_size=6), st.integers(0, 2**20))
+@given(st.lists(st.tuples(st.sampled_from([1, 33, 700, 20_000]), st.sampled_from([*KINDS])), max_size=6), seeds)
 @cases(40)
 def test_root_mean_squares(tensors: list[tuple[int, str]], seed: int) -> None:
     """Root mean squares of many tensors equal those of each."""
-    each = [tensor(kind, n, seed + j) for j, (n, kind) in enumerate(tensors)]
-    assert [bits(found) for found in kernels.root_mean_squares(each)] == [
-        bits(kernels.root_mean_square(one)) for one in each
-    ]
+    guarded = Guarded("cpu")
+    values = [drawn("special" if seed % 4 == 0 else "heavy", n, seed + j) for j, (n, _) in enumerate(tensors)]
+    kinds = [kind for _, kind in tensors]
+    each = [placed(guarded, typed(v, kind), kind, channels_last=False) for v, kind in zip(values, kinds, strict=True)]
+    with kernels_from("auto"):
+        assert list(map(bits, kernels.root_mean_squares(each))) == [bits(kernels.root_mean_square(x)) for x in each]
+
+
+def states_of(parameters: list[torch.Tensor]) -> kernels.AdamStates:
+    """Return new states of ``parameters``, with the same strides."""
+    first, second, last = ([torch.zeros_like(each) for each in parameters] for _ in range(3))
+    return kernels.AdamStates(first, second, [each.int() for each in last], [torch.tensor(1.0) for _ in parameters])
 
 
 def prepared() -> tuple[list[torch.Tensor], kernels.AdamStates]:
     """Return two parameters and their states."""
-    return [torch.ones(4), torch.ones(3)], states([4, 3], ["fp32", "fp32"], 1, amsgrad=False, steps=1)
+    parameters = [torch.ones(4), torch.ones(3)]
+    return parameters, states_of(parameters)
 
 
 def replace(tensors: list[torch.Tensor]) -> None:
@@ -167,24 +196,19 @@ def test_changed_tensors_are_noticed(change: Callable[[list[torch.Tensor]], None
 
 def test_turned_parameters_are_noticed() -> None:
     """holds() returns False after a parameter has got other strides in the same memory."""
-    parameter = torch.arange(9.0).reshape(3, 3)
-    state = kernels.AdamStates(
-        *([torch.zeros(3, 3)] for _ in range(2)), [torch.zeros(3, 3, dtype=torch.int32)], [torch.ones(())]
-    )
-    flat = kernels.AdamFlat([parameter], state, [0])
-    assert flat.holds([parameter], state, [0])
-    parameter.data = parameter.data.t()
-    assert not flat.holds([parameter], state, [0])
+    parameters = [torch.arange(9.0).reshape(3, 3)]
+    state = states_of(parameters)
+    flat = kernels.AdamFlat(parameters, state, [0])
+    assert flat.holds(parameters, state, [0])
+    parameters[0].data = parameters[0].data.t()
+    assert not flat.holds(parameters, state, [0])
 
 
 def test_updates_count_as_in_place() -> None:
     """Autograd notices that a parameter has changed."""
     parameters, state = prepared()
     versions = [parameter._version for parameter in parameters]
-    control = kernels.AdamControl.of(
-        steps=1, learning_rate=0.1, betas=(0.9, 0.99), epsilon=1e-8, max_catch_up=20, device=torch.device("cpu")
-    )
-    kernels.AdamFlat(parameters, state, [0, 4]).update(None, control, values=torch.ones(7))
+    kernels.AdamFlat(parameters, state, [0, 4]).update(None, control_of(), values=torch.ones(7))
     assert all(parameter._version > version for parameter, version in zip(parameters, versions, strict=True))
 
 
@@ -217,3 +241,43 @@ def test_wrong_states_are_rejected() -> None:
         kernels.AdamFlat(parameters[::-1], state, [0, 3])
     with pytest.raises(ValueError, match=r"last has dtype torch.int64: convert it to torch.int32"):
         kernels.AdamFlat(parameters, dataclasses.replace(state, last=[each.long() for each in state.last]), [0, 4])
+
+
+def strided(image: torch.Tensor) -> torch.Tensor:
+    """Return the same values in another order in memory, which is none of torch's formats."""
+    return image.transpose(2, 3).contiguous().transpose(2, 3)
+
+
+@pytest.mark.parametrize(
+    ("column", "change"),
+    [(1, torch.Tensor.bfloat16), (3, strided), (5, torch.Tensor.bfloat16), (5, strided), (0, None)],
+)
+def test_which_parameters_a_kernel_updates(column: int, change: Callable[[torch.Tensor], torch.Tensor] | None) -> None:
+    """A parameter in ``torch.channels_last`` shares the launch of the others.
+
+    It is left out if any of its states has other strides or another dtype than the kernel writes.
+    """
+    image = torch.zeros(2, 3, 4, 4).to(memory_format=torch.channels_last)
+    columns = [[torch.zeros(7), image.clone()] for _ in range(6)]
+    columns[3] = [tensor.int() for tensor in columns[3]]
+    columns[4] = [torch.tensor(1.0)] * 2
+    if change is not None:
+        columns[column][1] = change(columns[column][1])
+    flat = kernels.AdamFlat(columns[0], kernels.AdamStates(*columns[1:5], columns[5]), [0, 7])
+    found = [(positions, kind.fits) for kind, positions in flat._kinds.items()]
+    assert found == ([([0, 1], True)] if change is None else [([0], True), ([1], False)])
+
+
+def test_strided_parameters_are_logged_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Where kernels run, the first parameter that they leave out is logged with its shape, once, and it is updated."""
+    monkeypatch.setattr(adam_flat, "triton_runs", lambda tensor: True)
+    monkeypatch.setattr(kernels.AdamFlat, "_has_logged", False)
+    parameters = [strided(torch.ones(shape)) for shape in ((2, 3, 4, 4), (3, 2, 2, 2))]
+    flat = kernels.AdamFlat(parameters, states_of(parameters), [0, 96])
+    with caplog.at_level(logging.WARNING, "tritoncomm"):
+        for _ in range(2):
+            flat.update(torch.tensor([5, 100], dtype=torch.int32), control_of(), values=torch.ones(2))
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert "no kernel can update a parameter of shape (2, 3, 4, 4)" in message
+    assert "parameter.data.contiguous()" in message
+    assert [int((parameter != 1).sum()) for parameter in parameters] == [1, 1]

@@ -1,4 +1,4 @@
-"""Kernels compile for every GPU without one: no spills, few registers, wide accesses, few instructions."""
+"""Kernels compile for every GPU without one: no spills, wide accesses, few instructions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 pytest.importorskip("triton", reason="Triton is not installed")
 
 import triton
-from compile_cases import Case, cases, find, launched_cases
+from compile_cases import cases, find, launched_cases
 from compiled_kernels import TARGETS, compiled, compiled_for
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -44,15 +44,6 @@ def test_compiles_without_spills(name: str, target: str) -> None:
     assert ".ftz" not in result.text, "denormals are ordered exactly"
     assert "ld.volatile" not in result.text, "nothing polls memory"
     assert not re.search(r"(atom|red)\S*\.f(16|32|64)", result.text), "float atomics have no order"
-
-
-def test_barrier_before_updating() -> None:
-    """Loads and stores of one address may be in different threads, so the kernel has a barrier between them."""
-    lines = compiled("adam", "sm_90").ir.splitlines()
-    loads, stores, barriers = (
-        [i for i, line in enumerate(lines) if word in line] for word in ("tt.load", "tt.store", "barrier")
-    )
-    assert any(any(load < barrier for load in loads) and barrier < stores[0] for barrier in barriers)
 
 
 def test_tiles_have_an_element_per_thread() -> None:
@@ -186,9 +177,9 @@ def test_launches_do_not_depend_on_rows(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize("name", [case.name for case in cases() if case.budget is not None])
 def test_instruction_budgets(name: str) -> None:
     """Instructions stay within a budget far below the 7 per byte that an H200 can issue at full memory speed."""
-    case, result = find(name), compiled(name, "sm_90")
-    if per_element(result.instructions, case) > case.budget:  # padding is among them
-        assert per_element(len(result.sass), case) <= case.budget
+    case = find(name)
+    instructions = len(compiled(name, "sm_90").sass)
+    assert instructions * 32 * case.warps / case.elements <= case.budget
 
 
 @pytest.mark.parametrize(("name", "target"), WIDE_ON)
@@ -198,28 +189,3 @@ def test_wide_accesses(name: str, target: str) -> None:
     loads = sum(bool(re.search(r"LDG\.E\S*\.128", line)) for line in sass)
     stores = sum(bool(re.search(r"STG\.E\S*\.128", line)) for line in sass)
     assert (loads, stores) == WIDE[name]
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["add rows", "add rows, union", "place, add", "adam"],
-)
-def test_no_inferred_fusion(name: str) -> None:
-    """Products and sums that the reference rounds separately are not fused."""
-    assert "fma.rn.f32" not in compiled(name, "sm_90").text
-
-
-@pytest.mark.parametrize("name", [case.name for case in cases()])
-def test_compilation_report(name: str, record_property: pytest.RecordProperty) -> None:
-    """The table that the run prints at its end has a row per case, with a dash where it is not compiled."""
-    case, hopper = find(name), compiled(name, "sm_90")
-    targets = [target for target in TARGETS if DEEP or target == "sm_90" or name in compiled_for(target)]
-    registers = " ".join(f"{compiled(name, target).registers if target in targets else '-':>4}" for target in TARGETS)
-    each = f"{per_element(hopper.instructions, case):6.1f} per element" if case.elements else ""
-    assert hopper.instructions > 0
-    record_property("compiled", f"{name:26}{registers}  {hopper.shared:6} B {hopper.instructions:5} {each}")
-
-
-def per_element(instructions: int, case: Case) -> float:
-    """Return how many of the ``instructions`` of a warp belong to an element."""
-    return instructions * 32 * case.warps / case.elements

@@ -1,4 +1,7 @@
-"""Dense values in few bits: levels, scales, exact remainders, and the words of a message, against plain Python."""
+"""Dense values in few bits: levels, scales, exact remainders, and words, against plain Python, and kernels beside them.
+
+With 1 bit, the order of a sum chooses the scale. Tests of kernels then draw integers, whose sums are always exact.
+"""
 
 from __future__ import annotations
 
@@ -11,18 +14,24 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
+from kernel_cases import DEVICES, FAMILIES, Guarded, cases, drawn, kernels_from, never_waits, routes, seeds
+from kernel_cases import bits as bits_of
 
 import tritoncomm_kernels as kernels
 from depth import examples
 from tritoncomm_kernels import dense_bits, quantize
+from tritoncomm_kernels.dispatch import kernel
 from tritoncomm_kernels.formats import FORMATS, INDICES
 
-LENGTHS = (1, 2, 31, 33, 63, 64, 65, 129, 700)
+LENGTHS = (1, 2, 33, 63, 64, 65, 700, 1030, 2200)
+SCALES = (1.0, 1e-44, 2.0**-149, 1e30)
 WIDTHS = list(range(1, 9))
 FORMAT = {bits: FORMATS[f"{bits}bit"] for bits in WIDTHS}
 # Levels per sign, in units of the scale. Only 8 bits have one for zero.
 LEVELS = {bits: [2 * level + (bits < 8) for level in range(2 ** (bits - 1))] for bits in WIDTHS}
 words_of = st.lists(st.integers(-(2**31), 2**31 - 1), min_size=1, max_size=300)
+every_width = pytest.mark.parametrize("bits", WIDTHS)
+kernels_only = pytest.mark.parametrize("device", DEVICES)
 
 
 def rounded(value: Fraction, bits: int, *, up: bool) -> Fraction:
@@ -61,7 +70,7 @@ def sent_of(values: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor
     return message, kernels.read_parts(message, len(both), FORMAT[bits])[: len(values)], left[: len(values)]
 
 
-@pytest.mark.parametrize("bits", WIDTHS)
+@every_width
 @pytest.mark.parametrize("exponent", [-140, -20, 0, 60])
 def test_levels_are_those_of_the_description(bits: int, exponent: int) -> None:
     """What is received is what plain Python makes of the description, for whole blocks of integers and halves."""
@@ -76,7 +85,7 @@ def test_levels_are_those_of_the_description(bits: int, exponent: int) -> None:
         assert [Fraction(level) for level in found.tolist()] == expected(block.tolist(), bits)
 
 
-@pytest.mark.parametrize("bits", WIDTHS)
+@every_width
 @given(words=words_of)
 @example(words=[4194305])
 @examples(20)
@@ -102,7 +111,7 @@ def test_rest_is_rounded_once(bits: int, words: list[int]) -> None:
             assert abs(exact) <= max(half + denormal, Fraction(2) ** -133)
 
 
-@pytest.mark.parametrize("bits", WIDTHS)
+@every_width
 def test_zeros_have_a_sign(bits: int) -> None:
     """Zeros become the lowest level, with the sign of the zero. A block of zeros stays zero."""
     values = torch.zeros(2 * dense_bits.BLOCK)
@@ -140,7 +149,7 @@ def test_words_of_a_message() -> None:
     assert message[0].tolist() == [0b1011, 0b1010, 0, 0, 0x4000]
 
 
-@pytest.mark.parametrize("bits", WIDTHS)
+@every_width
 @pytest.mark.parametrize("parts", [2, 3, 5, 17, 64, 1000])
 def test_products_with_the_number_of_ranks_are_exact(bits: int, parts: int) -> None:
     """A level of the mean times the number of ranks is exact in fp32, and nothing is lost."""
@@ -155,7 +164,7 @@ def test_products_with_the_number_of_ranks_are_exact(bits: int, parts: int) -> N
     assert torch.equal(mean.double() * parts + values[: dense_bits.BLOCK].double(), given.double())
 
 
-@pytest.mark.parametrize("bits", WIDTHS)
+@every_width
 @pytest.mark.parametrize("parts", [2, 3, 7])
 @pytest.mark.parametrize("held", [64, 60, 1])
 def test_means_are_added_in_order(bits: int, parts: int, held: int) -> None:
@@ -182,7 +191,7 @@ def test_means_are_added_in_order(bits: int, parts: int, held: int) -> None:
     assert [Fraction(level) for level in mean.tolist()] == expected_levels
 
 
-@pytest.mark.parametrize("bits", WIDTHS)
+@every_width
 def test_not_finite_blocks_are_marked(bits: int) -> None:
     """A block with NaN, Inf or a magnitude that is too large becomes NaN as a whole, and other blocks do not."""
     for bad in (math.nan, -math.nan, math.inf, -math.inf, 3e38, -(2.0**113)):
@@ -198,23 +207,7 @@ def test_not_finite_blocks_are_marked(bits: int) -> None:
     assert left.isfinite().all()
 
 
-@pytest.mark.parametrize("bits", WIDTHS)
-def test_hostile_messages_can_be_read(bits: int) -> None:
-    """Values of random words are NaN or below a known magnitude, and their scales say which."""
-    generator, numel, parts = torch.Generator().manual_seed(bits), 20_000, 7
-    words = dense_bits.words(dense_bits.part_length(numel, parts), FORMAT[bits])
-    messages = torch.randint(-(2**31), 2**31, (parts, words), generator=generator).to(torch.int32)
-    values = kernels.read_parts(messages, numel, FORMAT[bits])
-    assert (values.isnan() | (values.abs() <= 2 * dense_bits.LIMIT * 2**bits)).all()
-    of_values = (
-        dense_bits.scales_of(messages, numel, FORMAT[bits]).view(-1)[: -(-numel // 64)].repeat_interleave(64)[:numel]
-    )
-    assert torch.equal(of_values.isnan(), values.isnan())
-    mine = torch.ones(numel)
-    assert kernels.round_mean(messages, mine, 3, FORMAT[bits]).shape == (words,)
-
-
-@pytest.mark.parametrize("bits", WIDTHS)
+@every_width
 @pytest.mark.parametrize("numel", [1000, 6000])
 def test_chunks_change_nothing(bits: int, numel: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Values at once and in chunks of two blocks have the same messages, means and remainders."""
@@ -242,3 +235,109 @@ def test_arguments() -> None:
             kernels.round_mean(torch.zeros(2, 3, dtype=torch.int32), torch.ones(5), 0, fmt)
         with pytest.raises(ValueError, match=f"format {fmt.name} has no levels .* one of 8bit, 7bit"):
             kernels.read_parts(torch.zeros(2, 3, dtype=torch.int32), 5, fmt)
+
+
+def values_of(family: str, numel: int, seed: int, scale: float, bits: int) -> torch.Tensor:
+    """Return ``numel`` values of one family, of which half of the cases have a block that is not finite."""
+    values = drawn(family, numel, seed)
+    if bits == 1:
+        values, scale = values.nan_to_num(3.0).mul_(2).clamp_(-6, 6).round_(), 2.0 ** round(math.log2(scale))
+    values = values * scale
+    if seed % 2:
+        values[seed % numel] = (math.nan, math.inf, -math.inf, 3e38)[seed // 2 % 4]
+    return values
+
+
+def arrived_at(part: int, values: torch.Tensor, parts: int, bits: int, seed: int) -> torch.Tensor:
+    """Return what arrives at the owner of a part. With two bits or more, the last message has random words."""
+    with kernels_from("auto"):
+        sent = [
+            kernels.round_parts(values.flip(0).roll(rank), parts, (part + 1) % parts, FORMAT[bits])
+            for rank in range(parts)
+        ]
+    arrived = torch.stack([each[part] for each in sent])
+    if bits > 1:
+        generator = torch.Generator().manual_seed(seed)
+        arrived[-1] = torch.randint(-(2**31), 2**31, arrived[-1].shape, generator=generator).to(torch.int32)
+    return arrived
+
+
+def check_steps(device: str, bits: int, parts: int, values: torch.Tensor, seed: int) -> None:
+    """Check the three steps, each from the same tensors: kernels write what references return, and nothing else."""
+    length, part = dense_bits.part_length(values.numel(), parts), seed % parts
+    words = dense_bits.words(length, FORMAT[bits])
+    arrived = arrived_at(part, values, parts, bits, seed)
+    with kernels_from("auto"):
+        left = values.clone()
+        messages = kernels.round_parts(left, parts, part, FORMAT[bits])
+        first_left = left.clone()
+        block = kernels.round_mean(arrived, left, part, FORMAT[bits])
+        read = kernels.read_parts(arrived, values.numel(), FORMAT[bits])
+    guarded, triton = Guarded(device), kernel("dense_bits_triton")
+    held, sent = guarded.of(values), guarded.poison(parts * words, torch.int32)
+    mean, given_words = guarded.poison(words, torch.int32), guarded.of(arrived.view(-1)).view(parts, words)
+    out = guarded.poison(values.numel())
+    with kernels_from("triton"):
+        triton.round_parts(held, sent.view(parts, words), part, length, FORMAT[bits])
+        assert bits_of(sent) == bits_of(messages)
+        assert bits_of(held) == bits_of(first_left)
+        triton.round_mean(given_words, held, mean, part, length, FORMAT[bits])
+        triton.read_parts(given_words, out, length, FORMAT[bits])
+    assert bits_of(mean) == bits_of(block)
+    assert bits_of(held) == bits_of(left)
+    assert bits_of(out) == bits_of(read)
+    guarded.check()
+
+
+@kernels_only
+@given(
+    bits=st.sampled_from(WIDTHS), parts=st.sampled_from([1, 2, 3, 4, 7]), numel=st.sampled_from(LENGTHS),
+    family=st.sampled_from(FAMILIES), scale=st.sampled_from(SCALES), seed=seeds,
+)  # fmt: skip
+@cases(40)
+def test_steps(device: str, bits: int, parts: int, numel: int, family: str, scale: float, seed: int) -> None:
+    """Any values and received words, with a part that is empty or partly behind the last value."""
+    # The mean of integers over ranks is exact, and so are sums of it, for a power of two.
+    parts = {3: 2, 7: 8}.get(parts, parts) if bits == 1 else parts
+    check_steps(device, bits, parts, values_of(family, numel, seed, scale, bits), seed)
+
+
+@kernels_only
+@every_width
+def test_every_width(device: str, bits: int) -> None:
+    """Each number of bits, with steps at their borders, zeros of both signs, and a block of zeros."""
+    top = 2**bits
+    steps = torch.cat([torch.arange(-top, top + 1) / 2, torch.tensor([0.0, -0.0]), torch.zeros(192)])
+    for scale in (1.0, 2.0**-148, 2.0**80):
+        for seed in (0, 1):
+            check_steps(device, bits, 4, steps * scale, seed)
+
+
+@kernels_only
+def test_ordinary_floats_with_one_bit(device: str) -> None:
+    """Whatever the order of a sum, the rest is the value minus what is read, and scales differ by one bit at most."""
+    values, scales = drawn("heavy", 5000, 3), []
+    for choice, where in routes(device):
+        with kernels_from(choice):
+            left = values.clone().to(where)
+            messages = kernels.round_parts(left, 4, 1, FORMAT[1])
+            read = kernels.read_parts(messages, 5000, FORMAT[1])
+        length = dense_bits.part_length(5000, 4)
+        others = torch.ones(5000, dtype=torch.bool)
+        others[length : 2 * length] = False
+        assert torch.equal((values - read.cpu())[others], left.cpu()[others])
+        scales.append(dense_bits.scales_of(messages, 5000, FORMAT[1]).cpu().view(torch.int32) >> 16)
+    assert (scales[0] - scales[1]).abs().max() <= 1
+
+
+@kernels_only
+def test_nothing_waits(device: str) -> None:
+    """No step waits for the GPU."""
+    values = drawn("normal", 1000, 0).to(device)
+
+    def everything() -> None:
+        messages = kernels.round_parts(values, 3, 1, FORMAT[2])
+        kernels.round_mean(messages, values, 1, FORMAT[2])
+        kernels.read_parts(messages, 1000, FORMAT[2])
+
+    never_waits(everything, device)

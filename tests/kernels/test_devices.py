@@ -28,19 +28,6 @@ def test_one_file_knows_the_kinds_of_devices() -> None:
     assert {file.name for file in found} == NAMING
 
 
-@pytest.mark.parametrize("device", [CPU, UNKNOWN])
-def test_a_cpu_needs_nothing(device: torch.device) -> None:
-    """Nothing is asynchronous, on a CPU and on a kind that is not known."""
-    assert not devices.is_asynchronous(device)
-    assert not devices.runs_triton(torch.ones(1, device=device))
-    assert devices.current_stream(device) is None
-    devices.synchronize(device)
-    with devices.on(device), devices.on(None):
-        assert devices.chosen("cpu", 3) == CPU
-    assert devices.has_addresses(device) is (device is CPU)
-    assert devices.backend_of("cpu") == "gloo"
-
-
 class OtherKind(SimpleNamespace):
     """Stands for the module of torch for a kind of accelerator. ``calls`` are the names and devices of its calls."""
 

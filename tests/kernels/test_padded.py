@@ -1,4 +1,7 @@
-"""Lists with padding against plain Python: selection, compaction, sums in row order, and sections of many rows."""
+"""Lists with padding: reference and kernels against plain Python, bit for bit. Every slot is written, and nothing else.
+
+Selection from segments, compaction, sums in row order, and single entries.
+"""
 
 from __future__ import annotations
 
@@ -7,156 +10,329 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
-from kernel_cases import FAMILIES, bits, drawn, key_of, new_memory_filled, padded_rows, seeds
+from kernel_cases import (
+    BOTH,
+    DEVICES,
+    Dirty,
+    Guarded,
+    agree,
+    best,
+    bits,
+    cases,
+    drawn,
+    families,
+    kernels_from,
+    key_of,
+    key_to_reach,
+    never_waits,
+    padded_rows,
+    reaching,
+    seeds,
+)
 
 import tritoncomm_kernels as kernels
-from depth import examples
 from tritoncomm_kernels import Entries, Workspace
-from tritoncomm_kernels.formats import FORMATS, INDICES, Format
+from tritoncomm_kernels.dispatch import kernel, launch
+from tritoncomm_kernels.formats import FORMATS
 from tritoncomm_kernels.section_layout import Layout
 from tritoncomm_kernels.sections import check_rows, read_rows, write_rows
 
-families = st.sampled_from(FAMILIES)
-rows_drawn = st.lists(st.tuples(st.floats(0, 1), seeds), min_size=1, max_size=5)
-lengths = st.sampled_from([1, 2, 31, 70])
+both, kernels_only = (pytest.mark.parametrize("device", devices) for devices in (BOTH, DEVICES))
+rows_drawn = st.lists(st.tuples(st.floats(0, 1), seeds), min_size=1, max_size=4)
+lengths = st.sampled_from([1, 2, 33, 70, 500, 1100])
+LENGTH = 608  # the bits of a union fill their words
+JUNK = torch.tensor([-(2**31), -2, -1, LENGTH - 1, LENGTH, LENGTH + 1, 2**31 - 1], dtype=torch.int32)
+Contents = tuple[list[int], list[int]]
 
 
-@pytest.fixture(autouse=True)
-def _filled() -> object:
-    with new_memory_filled(), np.errstate(all="ignore"):
-        yield
+def guarded_rows(guarded: Guarded, rows: Entries) -> Entries:
+    """Return the same rows between guards."""
+    shape = rows.indices.shape
+    indices, values = guarded.of(rows.indices.reshape(-1)), guarded.of(rows.values.reshape(-1))
+    return Entries(indices.view(shape), values.view(shape))
 
 
-def largest(values: list[float], k: int) -> list[int]:
-    """Return the positions of the ``k`` largest magnitudes, ascending, by sorting."""
-    found = [place for place, value in enumerate(values) if key_of(value)]
-    return sorted(sorted(found, key=lambda place: (-key_of(values[place]), place))[: max(0, k)])
+def contents(found: Entries) -> Contents:
+    """Return indices and bits of values."""
+    return bits(found.indices), bits(found.values)
 
 
-def lists_of(rows: Entries) -> list[list[tuple[int, np.float32]]]:
-    """Return the entries of each row, without padding."""
-    parts = zip(rows.indices.tolist(), rows.values.numpy(), strict=True)
-    return [[(at, value) for at, value in zip(*part, strict=True) if at >= 0] for part in parts]
+def listed(rows: Entries) -> list[tuple[int, np.float32]]:
+    """Return the entries of all rows, without padding."""
+    pairs = zip(rows.indices.reshape(-1).tolist(), rows.values.reshape(-1).numpy(), strict=True)
+    return [(at, value) for at, value in pairs if at >= 0]
 
 
-def check(found: Entries, expected: list[tuple[int, float]]) -> None:
-    """Assert that one row holds the ``expected`` entries and padding."""
-    spare = found.room - len(expected)
-    assert found.indices.dtype == torch.int32
-    assert found.indices.tolist() == [at for at, _ in expected] + [-1] * spare
-    values = np.array([value for _, value in expected] + [0.0] * spare, dtype=np.float32)
-    assert bits(found.values) == bits(torch.from_numpy(values))
+def filled(entries: list[tuple[int, np.float32]], room: int) -> Contents:
+    """Return the contents of one row that holds ``entries`` and padding."""
+    spare = room - len(entries)
+    values = np.array([value for _, value in entries] + [0.0] * spare, dtype=np.float32)
+    return [at for at, _ in entries] + [-1] * spare, bits(torch.from_numpy(values))
 
 
-@given(st.lists(st.tuples(st.integers(0, 40), st.integers(-1, 9)), max_size=5), families, seeds, st.booleans())
-@examples(100)
-def test_top_k_rows(segments: list[tuple[int, int]], family: str, seed: int, named: bool) -> None:
-    """Each row has the largest entries of its segment. Indices are positions, or the given ones."""
-    cuts = np.cumsum([3, *(length for length, _ in segments)])
+def with_holes(rows: Entries, seed: int) -> Entries:
+    """Return rows of which some entries are padding."""
+    gaps = torch.rand(rows.indices.shape, generator=torch.Generator().manual_seed(seed)) < 0.3
+    return Entries(torch.where(gaps, -1, rows.indices), torch.where(gaps, 0.0, rows.values))
+
+
+def check(device: str, call, expected: object, **small: int) -> None:
+    """Assert that ``call`` returns the ``expected`` result, on a kernel also with the ``small`` sizes of its blocks."""
+    assert agree(call, device) == expected
+    if device != "reference" and small:
+        guarded = Guarded(device)
+        with kernels_from("triton"):
+            assert call(guarded, **small) == expected
+        guarded.check()
+
+
+@both
+@given(lengths, families, seeds, st.tuples(st.integers(0, 1100), st.integers(0, 1100)), st.floats(0, 2))
+@cases(30)
+def test_count_inside(device: str, n: int, family: str, seed: int, ends: tuple[int, int], limit: float) -> None:
+    """Entries that reach the threshold are counted inside the span only, which may be empty."""
+    values, cut = drawn(family, n, seed), sorted(min(end, n) for end in ends)
+
+    def call(guarded: Guarded) -> list[int]:
+        span, reach = guarded.of(torch.tensor(cut, dtype=torch.int32)), guarded.of(torch.tensor([limit]))
+        return bits(kernels.count_inside(guarded.of(values), reach, span, workspace=Dirty(guarded)))
+
+    key = key_to_reach(float(torch.tensor(limit)))
+    check(device, call, [sum(key_of(value) >= key for value in values[cut[0] : cut[1]].tolist())])
+
+
+@both
+@given(
+    st.lists(st.tuples(st.sampled_from([0, 1, 30, 64, 200, 700]), st.integers(-1, 99)), max_size=4),
+    st.integers(0, 70),
+    families,
+    seeds,
+    st.sampled_from([1, 90]),
+    st.booleans(),
+    st.integers(0, 1),
+)
+@example([(200, 70), (64, 9)], 3, "ties", 0, 90, True, 0)  # ties in several blocks and programs
+@example([(64, 99), (700, 2)], 0, "equal", 0, 90, False, 1)
+@cases(8)
+def test_top_k_rows(
+    device: str, segments: list[tuple[int, int]], first: int, family: str, seed: int, room: int, named: bool,
+    shift: int,
+) -> None:  # fmt: skip
+    """Each row has the largest entries of its segment, whose indices are positions, or the given ones."""
+    cuts = torch.tensor([first, *(length for length, _ in segments)]).cumsum(0).to(torch.int32)
     values = drawn(family, int(cuts[-1]) + 2, seed)
     names = torch.randperm(values.numel(), generator=torch.Generator().manual_seed(seed)).to(torch.int32)
-    bounds = torch.from_numpy(cuts.astype(np.int32))
-    budgets = torch.tensor([budget for _, budget in segments], dtype=torch.int32)
-    found = kernels.top_k_rows(values, bounds, budgets, 6, indices=names if named else None, workspace=Workspace())
-    assert found.indices.shape == found.values.shape == (len(segments), 6)
-    for row, (start, stop) in enumerate(itertools.pairwise(cuts)):
-        places = [int(start) + at for at in largest(values[start:stop].tolist(), min(6, segments[row][1]))]
-        check(found.row(row), [(int(names[at]) if named else at, float(values[at])) for at in places])
+    limits = torch.tensor([budget for _, budget in segments], dtype=torch.int32)
+
+    def call(guarded: Guarded, **small: int) -> Contents:
+        x = guarded.of(torch.cat([torch.zeros(shift), values]))[shift:]  # an address that is no multiple of 16 bytes
+        bounds, budgets, at = guarded.of(cuts), guarded.of(limits), guarded.of(names) if named else None
+        if small:
+            shape = len(segments), room
+            found = Entries(*(guarded.poison(shape[0] * room, d).view(shape) for d in (torch.int32, torch.float32)))
+            kernel("top_k_triton").top_k_rows(x, bounds, budgets, at, found, Dirty(guarded), **small)
+            return contents(found)
+        return contents(kernels.top_k_rows(x, bounds, budgets, room, indices=at, workspace=Dirty(guarded)))
+
+    expected: Contents = [], []
+    for (start, stop), (_, budget) in zip(itertools.pairwise(cuts.tolist()), segments, strict=True):
+        chosen = [start + at for at in best(values[start:stop], min(room, budget))]
+        row = filled([(int(names[at]) if named else at, values.numpy()[at]) for at in chosen], room)
+        expected[0].extend(row[0])
+        expected[1].extend(row[1])
+    check(device, call, expected, **({"block": 128, "resident": 5} if segments else {}))
 
 
-@given(lengths, families, seeds, st.integers(1, 9), st.booleans())
-@examples(60)
-def test_top_k_of_a_sum_and_of_a_list(n: int, family: str, seed: int, k: int, added: bool) -> None:
-    """The k largest of a vector or of a sum of two fill k slots, and so do the k largest of a list."""
-    residual, gradient = drawn(family, n, seed), drawn("normal", n, seed + 1)
-    out = torch.empty(n) if added else residual
-    found = kernels.top_k_padded(residual, gradient if added else None, out, k, workspace=Workspace())
-    assert bits(out) == bits(residual + gradient if added else residual)
-    expected = [(at, out[at].item()) for at in largest(out.tolist(), k)]
-    check(found, expected)
-    again = kernels.largest_padded(found, max(1, k - 2), workspace=Workspace())
-    check(again, [expected[at] for at in largest([value for _, value in expected], max(1, k - 2))])
+@kernels_only
+@pytest.mark.parametrize("cuts", [[-5, 40, 20, 2**31 - 1], [90, 0, -(2**31), 50], [200, 201, 202, 203]])
+def test_bounds_outside(device: str, cuts: list[int]) -> None:
+    """Bounds that descend or lie outside of the vector select only elements of it."""
+    guarded, values = Guarded(device), drawn("normal", 90, 0)
+    bounds = torch.tensor(cuts, dtype=torch.int32, device=device)
+    budgets = torch.full((3,), 60, dtype=torch.int32, device=device)
+    with kernels_from("triton"):
+        found = kernels.top_k_rows(guarded.of(values), bounds, budgets, 60, workspace=Dirty(guarded))
+    guarded.check()
+    for indices, content in zip(found.indices.tolist(), found.values, strict=True):
+        used = [at for at in indices if at >= 0]
+        assert used == sorted(used)
+        assert bits(content[: len(used)]) == bits(values[used])
 
 
-@given(rows_drawn, families, seeds, st.floats(0, 2))
-@examples(60)
-def test_compaction(drawn_rows: list[tuple[float, int]], family: str, seed: int, limit: float) -> None:
-    """Padding moves behind all entries. A threshold keeps the entries that reach it, and they can be counted."""
-    rows = padded_rows(40, drawn_rows, family, spare=2)
-    gaps = torch.rand(rows.indices.shape, generator=torch.Generator().manual_seed(seed)) < 0.3
-    holes = Entries(torch.where(gaps, -1, rows.indices), torch.where(gaps, 0.0, rows.values))
-    check(kernels.joined(holes, workspace=Workspace()), [entry for row in lists_of(holes) for entry in row])
-    assert kernels.count_entries(rows).tolist() == [len(row) for row in lists_of(rows)]
+@both
+@given(lengths, rows_drawn, families, seeds, st.integers(0, 2))
+@cases(8)
+def test_joined(device: str, n: int, drawn_rows: list[tuple[float, int]], family: str, seed: int, spare: int) -> None:
+    """Entries keep their order, and all padding moves behind them, also from between entries."""
+    holes = with_holes(padded_rows(n, drawn_rows, family, spare), seed)
+
+    def call(guarded: Guarded, **small: int) -> Contents:
+        entries = guarded_rows(guarded, holes)
+        if small:
+            flat = Entries(*(part.view(1, -1) for part in entries))
+            return contents(kernel("entries_triton").joined(flat, Dirty(guarded), **small))
+        return contents(kernels.joined(entries, workspace=Dirty(guarded)))
+
+    slots = holes.indices.numel()
+    check(device, call, filled(listed(holes), slots), **({"block": 32} if slots else {}))
+
+
+@both
+@given(lengths, st.floats(0, 1), seeds, families, st.floats(0, 2), st.integers(1, 9))
+@cases(8)
+def test_part_of_a_list(device: str, n: int, share: float, seed: int, family: str, limit: float, k: int) -> None:
+    """The entries of one row that reach a threshold, and the k largest, fill other slots. They can be counted."""
+    rows = padded_rows(n, [(share, seed)], family, spare=2)
     threshold = torch.tensor([limit], dtype=torch.float32)
-    reaching = [entry for entry in lists_of(rows)[0] if key_of(entry[1]) >= key_of(np.float32(limit))]
-    check(kernels.reaching(rows.row(0), threshold, workspace=Workspace()), reaching)
-    nonzero = [entry for entry in reaching if entry[1] != 0]
-    check(kernels.reaching(rows.row(0), float(threshold), workspace=Workspace()), nonzero)
-    assert kernels.count_entries(rows.row(0)).tolist() == [len(lists_of(rows)[0])]
-    count = sum(key_of(value) >= max(1, key_of(np.float32(limit))) for _, value in lists_of(rows)[0])
-    assert kernels.count_reaching(rows.row(0).values, threshold).tolist() == [count]
-    assert kernels.count_reaching(rows.row(0).values, float(threshold)).tolist() == [count]
 
+    def call(guarded: Guarded) -> list[object]:
+        row, reach, held = guarded_rows(guarded, rows).row(0), guarded.of(threshold), Dirty(guarded)
+        parts = [kernels.reaching(row, by, workspace=held) for by in (reach, float(threshold))]
+        parts.append(kernels.largest_padded(row, k, workspace=held))
+        counts = [kernels.count_reaching(row.values, by) for by in (reach, float(threshold))]
+        return [*map(contents, parts), [each.tolist() for each in (kernels.count_entries(row), *counts)]]
 
-@given(lengths, rows_drawn, families, st.integers(0, 3))
-@examples(60)
-def test_merge_rows(n: int, drawn_rows: list[tuple[float, int]], family: str, spare: int) -> None:
-    """The union ascends, and the terms of an index are added in row order."""
-    rows = padded_rows(n, drawn_rows, family, spare)
-    sums: dict[int, np.float32] = {}
-    for row in lists_of(rows):
-        for at, value in row:
-            sums[at] = sums.get(at, np.float32(0)) + value
-    found = kernels.merge_rows(rows, n, workspace=Workspace())
-    assert found.room == min(rows.indices.numel(), n)
-    check(found, sorted(sums.items()))
-
-
-@given(lengths, rows_drawn, families, st.sampled_from([1.0, -1.0, 0.3]), st.sampled_from([0, 7]))
-@examples(60)
-def test_add_rows(n: int, drawn_rows: list[tuple[float, int]], family: str, scale: float, offset: int) -> None:
-    """Scaled rows are added in order to what the output holds, from an offset on."""
-    rows = padded_rows(n, drawn_rows, family, spare=1)
-    base = drawn(family, n, 0)
-    expected, out = base.numpy().copy(), base.clone()
-    for row in lists_of(rows):
-        for at, value in row:
-            expected[at] += value * np.float32(scale)
-    moved = rows._replace(indices=torch.where(rows.indices < 0, -1, rows.indices + offset))
-    kernels.add_rows(out, moved, offset=offset, scale=scale, workspace=Workspace())
-    assert bits(out) == bits(torch.from_numpy(expected))
-    dense = kernels.decompress_padded(torch.empty(n), rows.row(0), workspace=Workspace())
-    assert bits(dense) == bits(
-        torch.zeros(n).index_add_(0, rows.row(0).trimmed().indices, rows.row(0).trimmed().values)
+    entries, room = listed(rows), rows.indices.numel()
+    passed = [entry for entry in entries if key_of(entry[1]) >= key_of(threshold.item())]
+    nonzero = [entry for entry in passed if entry[1] != 0]
+    chosen = [entries[at] for at in best(torch.tensor([value for _, value in entries]), k)]
+    count = len(reaching(rows.values[0], threshold.item()))
+    check(
+        device,
+        call,
+        [filled(passed, room), filled(nonzero, room), filled(chosen, k), [[len(entries)], [count], [count]]],
     )
 
 
-@given(lengths, st.floats(0, 1), seeds, families)
-@examples(60)
-def test_single_entries(n: int, share: float, seed: int, family: str) -> None:
+@both
+@given(lengths, rows_drawn, families, st.integers(0, 2))
+@example(1100, [(1.0, 0), (0.9, 1), (0.9, 2)], "heavy", 0)  # many indices in several rows
+@cases(8)
+def test_merge_rows(device: str, n: int, drawn_rows: list[tuple[float, int]], family: str, spare: int) -> None:
+    """The union ascends, and the terms of an index are added in row order, also for small tiles."""
+    rows = padded_rows(n, drawn_rows, family, spare)
+    capacity = min(rows.indices.numel(), n)
+
+    def call(guarded: Guarded, **small: int) -> Contents:
+        entries, held = guarded_rows(guarded, rows), Dirty(guarded)
+        if small:
+            return contents(kernel("entries_triton").merge_rows(entries, n, capacity, held, **small))
+        return contents(kernels.merge_rows(entries, n, workspace=held))
+
+    sums: dict[int, np.float32] = {}
+    with np.errstate(all="ignore"):
+        for at, value in listed(rows):
+            sums[at] = sums.get(at, np.float32(0)) + value
+    small = {"tile": 64, "entries": 32} if rows.indices.numel() else {}
+    check(device, call, filled(sorted(sums.items()), capacity), **small)
+
+
+@both
+@given(lengths, rows_drawn, families, st.sampled_from([1.0, -1.0, 0.3]), st.sampled_from([0, 7, 2**30]))
+@example(1100, [(1.0, 0), (0.9, 1), (0.9, 2)], "heavy", 0.3, 7)
+@cases(16)
+def test_add_rows(
+    device: str, n: int, drawn_rows: list[tuple[float, int]], family: str, scale: float, offset: int
+) -> None:
+    """Scaled rows are added in order to what the output holds, from an offset on. One row can also replace it."""
+    rows = padded_rows(n, drawn_rows, family, spare=1)
+    moved = rows._replace(indices=torch.where(rows.indices < 0, -1, rows.indices + offset))
+
+    def call(guarded: Guarded, **small: int) -> list[list[int]]:
+        out, entries, held = guarded.of(drawn(family, n, 0)), guarded_rows(guarded, moved), Dirty(guarded)
+        if small:
+            kernel("entries_triton").add_rows(out, entries, offset, scale, held, **small)
+        else:
+            kernels.add_rows(out, entries, offset=offset, scale=scale, workspace=held)
+        row = guarded_rows(guarded, rows).row(0)
+        return [bits(out), bits(kernels.decompress_padded(guarded.poison(n), row, workspace=held))]
+
+    expected, dense = drawn(family, n, 0).numpy().copy(), torch.zeros(n)
+    with np.errstate(all="ignore"):
+        for at, value in listed(rows):
+            expected[at] += value * np.float32(scale)
+    for at, value in listed(rows.row(0)):
+        dense[at] += float(value)
+    check(device, call, [bits(torch.from_numpy(expected)), bits(dense)], tile=64, entries=32)
+
+
+@both
+@given(lengths, st.floats(0, 1), seeds, families, st.booleans())
+@cases(16)
+def test_single_entries(device: str, n: int, share: float, seed: int, family: str, clear: bool) -> None:
     """Values are set, cleared and read at the indices of entries. Padding does nothing, and reads 0."""
     entries, base = padded_rows(n, [(share, seed)], "normal", spare=2), drawn(family, n, seed)
-    held = dict(lists_of(entries)[0])
-    for given_values in (True, False):
-        out = base.clone()
-        kernels.set_at(out, entries.row(0) if given_values else entries.indices[0])
-        put = {at: value if given_values else 0.0 for at, value in held.items()}
-        assert bits(out) == bits(torch.tensor([put.get(at, base[at].item()) for at in range(n)]))
-    read = kernels.values_at(base, entries.indices)
-    assert bits(read) == bits(torch.tensor([base[at].item() if at >= 0 else 0.0 for at in entries.indices[0].tolist()]))
-    assert read.shape == entries.indices.shape
+
+    def call(guarded: Guarded) -> Contents:
+        out, held = guarded.of(base), guarded_rows(guarded, entries)
+        read = kernels.values_at(out, held.indices)
+        assert read.shape == held.indices.shape
+        kernels.set_at(out, held.indices if clear else held)
+        return bits(read), bits(out)
+
+    out = base.clone()
+    for at, value in listed(entries):
+        out[at] = 0.0 if clear else float(value)
+    read = [base[at].item() if at >= 0 else 0.0 for at in entries.indices[0].tolist()]
+    check(device, call, (bits(torch.tensor(read)), bits(out)))
+
+
+@kernels_only
+@pytest.mark.parametrize("count", [1, 2])
+def test_bad_indices_never_write_outside(device: str, count: int) -> None:
+    """An index outside of the vector is skipped, or reads 0."""
+    guarded = Guarded(device)
+    held = Dirty(guarded)
+    rows = Entries(JUNK.repeat(count, 1), torch.ones(count, JUNK.numel()))
+    with kernels_from("triton"):
+        entries, out = guarded_rows(guarded, rows), guarded.of(torch.zeros(LENGTH))
+        kernels.merge_rows(entries, LENGTH, workspace=held)
+        for offset in (0, 5, 2**31 - 1):
+            kernels.add_rows(out, entries, offset=offset, workspace=held)
+        kernels.set_at(out, entries)
+        kernels.set_at(out, entries.indices)
+        assert kernels.values_at(out, entries.indices).tolist() == [[0.0] * JUNK.numel()] * count
+    guarded.check()
+
+
+@kernels_only
+def test_too_many_rows_are_named(device: str) -> None:
+    """More rows than a grid can have are rejected before a launch."""
+    with pytest.raises(ValueError, match="65536 rows are too many for one launch"):
+        launch(None, (1, 65536), like=torch.empty(0, device=device), warps=1)
+
+
+@kernels_only
+def test_nothing_waits(device: str) -> None:
+    """No operation waits for the GPU."""
+    rows, out, held = padded_rows(1000, [(0.9, 0), (0.8, 1)], "normal", 3), torch.ones(1000, device=device), Workspace()
+    rows = Entries(*(part.to(device) for part in rows))
+    bounds = torch.tensor([0, 400, 1000], dtype=torch.int32, device=device)
+
+    def everything() -> None:
+        kernels.top_k_rows(out, bounds, bounds[1:], 300, workspace=held)
+        kernels.top_k_padded(out, None, out, 9, workspace=held)
+        kernels.largest_padded(rows.row(0), 9, workspace=held)
+        kernels.reaching(rows.row(0), out[:1], workspace=held)
+        kernels.joined(rows, workspace=held)
+        kernels.merge_rows(rows, 1000, workspace=held)
+        kernels.add_rows(out, rows, workspace=held)
+        kernels.decompress_padded(out, rows.row(0), workspace=held)
+        kernels.set_at(out, rows.row(1))
+        kernels.values_at(out, rows.indices)
+
+    never_waits(everything, device)
 
 
 def test_nothing() -> None:
     """Without rows, slots or coordinates, results are empty or all padding, and nothing is written."""
     held, integers = Workspace(), torch.zeros(1, dtype=torch.int32)
     empty = Entries(integers[:0].reshape(2, 0), torch.zeros(2, 0))
-    assert kernels.top_k_rows(torch.ones(3), integers, integers[:0], 4, workspace=held).values.shape == (0, 4)
     assert kernels.top_k_rows(torch.ones(3), integers.repeat(2), integers, 0, workspace=held).values.shape == (1, 0)
     none = kernels.top_k_rows(torch.ones(0), integers.repeat(2), integers + 2, 2, workspace=held)
-    check(none.row(0), [])
+    assert contents(none) == filled([], 2)
     assert kernels.joined(empty, workspace=held).room == 0
     assert kernels.merge_rows(empty, 5, workspace=held).room == 0
     assert kernels.count_entries(empty).tolist() == [0, 0]
@@ -175,26 +351,6 @@ def test_nothing() -> None:
     found, malformed = read_rows(layout, lows, words, workspace=held)
     assert found.indices.shape == (2, 0)
     assert malformed.tolist() == [0]
-
-
-@pytest.mark.parametrize("fmt", [INDICES, FORMATS["4bit"], FORMATS["fp32"]])
-def test_sections_of_rows(fmt: Format) -> None:
-    """What is written is read. Values too small beside the largest stay behind. A malformed row has no entries."""
-    layout, lows = Layout.of(4, 100, fmt), torch.tensor([0, 100, 200], dtype=torch.int32)
-    indices = torch.tensor([[3, 50, 99, -1], [-1] * 4, [200, 201, -1, -1]], dtype=torch.int32)
-    values = torch.tensor([[1.0, 1e-42, -2.0, 0.0], [0.0] * 4, [1e30, -1e-30, 0.0, 0.0]])
-    words, sent = write_rows(layout, lows, Entries(indices, values), divisor=2, workspace=Workspace())
-    small = {(0, 1), (2, 1)} if layout.quantized else set()
-    kept = [[(row, at) for at in range(4) if indices[row, at] >= 0 and (row, at) not in small] for row in range(3)]
-    assert [[at for at, _ in row] for row in lists_of(sent)] == [[int(indices[at]) for at in row] for row in kept]
-    if not layout.quantized:
-        assert bits(sent.values) == bits(values)
-    words[2, layout.heads] ^= 1 << 31
-    found, malformed = read_rows(layout, lows, words, divisor=2, workspace=Workspace())
-    assert malformed.tolist() == [1]
-    assert found.indices.tolist() == [sent.indices[0].tolist(), [-1] * 4, [-1] * 4]
-    scale = {0: 0.0, 32: 1.0}.get(fmt.bits, 2.0)
-    assert bits(found.values[0] * scale) == bits(sent.values[0] if fmt.bits else torch.zeros(4))
 
 
 def test_plain_rows_are_checked() -> None:

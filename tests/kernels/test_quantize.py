@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import numpy as np
 import pytest
 import torch
@@ -45,39 +43,6 @@ ONE = 0x3F800000  # the bits of the scale 1.0
 SCALE_BITS = {1: 8, 8: 8, 9: 7, 16: 7, 17: 6, 64: 5, 65: 4, 256: 3, 512: 2, 513: 1, 1024: 1, 5000: 1}
 
 
-def switches_form() -> None:
-    """Check the words of two indices in the longest range with a bitmap, and in the shortest one without."""
-    for span, indices, words in ((8, [3, 7], [2, 0b10001000]), (9, [3, 8], [2, 0b1001, 1, 1])):
-        layout = Layout.of(2, span, INDICES)
-        out, _ = write_sendable(layout, 0, torch.tensor(indices, dtype=torch.int32), torch.empty(0))
-        assert out.tolist() == words
-    assert [Layout.of(33, span, INDICES).words for span in (132, 133)] == [6, 8]
-
-
-def has_the_menu(values: str) -> None:
-    """Check all levels of all tables, and what a receiver makes of their codes."""
-    fmt = FORMATS[values]
-    assert quantize.menu(fmt) == tuple(tuple(table) for table in MENU[values])
-    for number, table in enumerate(MENU[values]):
-        decoded = quantize.dequantize(np.arange(1 << fmt.bits), ONE | number, fmt)
-        assert np.array_equal(decoded, np.concatenate([table, -table]))
-
-
-def keeps_to_its_reach(values: str) -> None:
-    """Check that a table is taken up to 32 times its top level, however well it fits the other values.
-
-    No section has a larger ratio than the cover. Some tables reach further than that.
-    """
-    fmt, tables = FORMATS[values], MENU[values]
-    cover = max(table[-1] for table in tables) * (16 if fmt.bits < 3 else 1)
-    assert [quantize.range_of(np.float32([1, ratio]), fmt).scale for ratio in (cover, 2 * cover)] == [1, 2]
-    for number, table in enumerate(tables):
-        edge = np.float32(32 * table[-1])
-        assert chosen(values, table, min(edge, cover)) == number
-        if edge < cover:
-            assert chosen(values, table, np.nextafter(edge, np.float32(np.inf))) != number
-
-
 def chosen(values: str, levels: np.ndarray, largest: float) -> int:
     """Return the table for values of which every second one is a level, and one of the others is the ``largest``.
 
@@ -91,32 +56,23 @@ def chosen(values: str, levels: np.ndarray, largest: float) -> int:
     return header % 2**16
 
 
-def leaves_an_exact_rest(world_size: int) -> None:
-    """Check the values whose rest needs the most bits: up to 32 times the top level, when all bits of a scale are set.
-
-    What is subtracted, the decoded mean times the number of workers, must be exact too.
-    """
-    scale = 2 - 2.0 ** (1 - quantize.scale_bits(world_size))
-    table = world_size * scale * MENU["8bit"][0]
-    values = np.empty(quantize.SAMPLE + 2, np.float32)
-    values[::2] = np.resize(table, len(values[::2]))
-    values[1::2] = np.linspace(28, 31.9, len(values[1::2])) * table[-1]
-    codes, header, _ = quantize.quantize(values, FORMATS["8bit"], world_size)
-    assert header == int(np.float32(scale).view(np.uint32))
-    sent = world_size * quantize.dequantize(codes, header, FORMATS["8bit"], world_size).astype(np.float64)
-    for exact in (sent, values - sent):
-        assert np.array_equal(exact.astype(np.float32), exact)
-
-
 def test_form_switches() -> None:
     """Indices are a bitmap up to four coordinates per entry, and then have low bits."""
-    switches_form()
+    for span, indices, words in ((8, [3, 7], [2, 0b10001000]), (9, [3, 8], [2, 0b1001, 1, 1])):
+        layout = Layout.of(2, span, INDICES)
+        out, _ = write_sendable(layout, 0, torch.tensor(indices, dtype=torch.int32), torch.empty(0))
+        assert out.tolist() == words
+    assert [Layout.of(33, span, INDICES).words for span in (132, 133)] == [6, 8]
 
 
 @pytest.mark.parametrize("values", MENU)
 def test_menu(values: str) -> None:
     """The tables of levels are those of the format, literally."""
-    has_the_menu(values)
+    fmt = FORMATS[values]
+    assert quantize.menu(fmt) == tuple(tuple(table) for table in MENU[values])
+    for number, table in enumerate(MENU[values]):
+        decoded = quantize.dequantize(np.arange(1 << fmt.bits), ONE | number, fmt)
+        assert np.array_equal(decoded, np.concatenate([table, -table]))
 
 
 def test_every_format_is_listed_here() -> None:
@@ -128,30 +84,21 @@ def test_every_format_is_listed_here() -> None:
 
 @pytest.mark.parametrize("values", LEVELS)
 def test_levels_of_dense_values(values: str) -> None:
-    """The levels are those of the format, literally. They ascend, and have so few bits that a mean is exact."""
-    levels = FORMATS[values].levels
-    assert list(levels) == LEVELS[values]
-    assert len(levels) == 2 ** (FORMATS[values].bits - 1)
-    assert all(level == 0 or level >> ((level & -level).bit_length() - 1) < 2**8 for level in levels)
-    assert all(below < level for below, level in itertools.pairwise(levels))
-
-
-@pytest.mark.parametrize("values", MENU)
-def test_rest_of_every_table_can_be_exact(values: str) -> None:
-    """Levels have few bits, the lowest is below 2, and a step is so small that a value is at most doubled."""
-    fmt = FORMATS[values]
-    assert fmt.name == values
-    for table in fmt.tables:
-        assert len(table) == 2 ** (fmt.bits - 1)
-        assert 0 < table[0] < 2 * 64
-        assert all(level >> ((level & -level).bit_length() - 1) < 2**8 for level in table)
-        assert all(below < level < 128 * below for below, level in itertools.pairwise(table))
+    """The levels are those of the format, literally."""
+    assert list(FORMATS[values].levels) == LEVELS[values]
 
 
 @pytest.mark.parametrize("values", MENU)
 def test_reach_of_tables(values: str) -> None:
     """A table that fits best is taken if the largest ratio is at most 32 times its top level, and not above."""
-    keeps_to_its_reach(values)
+    fmt, tables = FORMATS[values], MENU[values]
+    cover = max(table[-1] for table in tables) * (16 if fmt.bits < 3 else 1)
+    assert [quantize.range_of(np.float32([1, ratio]), fmt).scale for ratio in (cover, 2 * cover)] == [1, 2]
+    for number, table in enumerate(tables):
+        edge = np.float32(32 * table[-1])
+        assert chosen(values, table, min(edge, cover)) == number
+        if edge < cover:
+            assert chosen(values, table, np.nextafter(edge, np.float32(np.inf))) != number
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -209,4 +156,13 @@ def test_bits_of_a_scale(world_size: int) -> None:
 @pytest.mark.parametrize("world_size", [2, 3, 7, 8, 9, 15, 31, 63, 64, 100, 127, 255, 500, 511, 1000, 1023, 1024])
 def test_rest_of_a_mean_is_exact(world_size: int) -> None:
     """With 8 bits, the rest of a value at the last hop is exact for up to 1024 workers, in the worst case too."""
-    leaves_an_exact_rest(world_size)
+    scale = 2 - 2.0 ** (1 - quantize.scale_bits(world_size))
+    table = world_size * scale * MENU["8bit"][0]
+    values = np.empty(quantize.SAMPLE + 2, np.float32)
+    values[::2] = np.resize(table, len(values[::2]))
+    values[1::2] = np.linspace(28, 31.9, len(values[1::2])) * table[-1]
+    codes, header, _ = quantize.quantize(values, FORMATS["8bit"], world_size)
+    assert header == int(np.float32(scale).view(np.uint32))
+    sent = world_size * quantize.dequantize(codes, header, FORMATS["8bit"], world_size).astype(np.float64)
+    for exact in (sent, values - sent):
+        assert np.array_equal(exact.astype(np.float32), exact)

@@ -1,45 +1,133 @@
-"""Decompress and merge against plain Python sums."""
+"""Decompress, merge and rebalance: reference and kernels against plain Python, and their invariants."""
 
 from __future__ import annotations
+
+import itertools
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
+from kernel_cases import BOTH, DEVICES, Guarded, agree, bits, cases, families, kernels_from, seeds, sparse
 
 import tritoncomm_kernels as kernels
 from depth import examples
+from ptx.memory import ViolationError
 
-supports = st.lists(st.sets(st.integers(0, 199), max_size=60), min_size=1, max_size=7)
+both = pytest.mark.parametrize("device", BOTH)
+lengths = st.sampled_from([0, 1, 31, 33, 500, 4095, 4096, 4097, 9000])
+junk = st.one_of(st.integers(-9, 9), st.integers(590, 610), st.integers(-(2**31), 2**31 - 1))
+supports = st.lists(st.tuples(st.floats(0, 1), seeds), min_size=1, max_size=6)
 
 
-@given(supports, st.integers(0, 1000))
-@examples(200)
-def test_merge(sets: list[set[int]], seed: int) -> None:
-    """The union is ascending, and terms are added in list order with the same bits as numpy's fp32."""
-    generator = torch.Generator().manual_seed(seed)
-    lists = []
+@both
+@given(lengths, supports, families)
+@example(70_000, [(0.5, 1), (0.6, 2)], "normal")  # several groups of words
+@cases(100)
+def test_merge(device: str, n: int, drawn_lists: list[tuple[float, int]], family: str) -> None:
+    """The union is ascending, and terms are added in list order with the bits of numpy's fp32."""
+    lists = [sparse(n, share, seed, family) for share, seed in drawn_lists]
+
+    def call(guarded: Guarded) -> tuple[list[int], ...]:
+        union, sums = kernels.merge([(guarded.of(at), guarded.of(v)) for at, v in lists], n)
+        assert union.dtype == torch.int32
+        return bits(union), bits(sums)
+
     sums: dict[int, np.float32] = {}
-    for support in sets:
-        indices = torch.tensor(sorted(support), dtype=torch.int32)
-        values = torch.randn(len(support), generator=generator) * 1e3
-        lists.append((indices, values))
-        for i, v in zip(indices.tolist(), values.numpy(), strict=True):
-            sums[i] = np.float32(sums.get(i, np.float32(0))) + v
-    union, values = kernels.merge(lists, 200)
-    assert union.dtype == torch.int32
-    assert union.tolist() == sorted(sums)
-    assert np.array_equal(values.numpy(), np.array([sums[i] for i in sorted(sums)], dtype=np.float32))
+    with np.errstate(all="ignore"):
+        for at, values in lists:
+            for i, value in zip(at.tolist(), values.numpy(), strict=True):
+                sums[i] = sums.get(i, np.float32(0)) + value
+    expected = torch.from_numpy(np.array([sums[i] for i in sorted(sums)], dtype=np.float32))
+    assert agree(call, device) == (sorted(sums), bits(expected))
 
 
-def test_merge_order_matters() -> None:
-    """The list order decides the rounding of large + tiny - large, so it must be fixed."""
-    at = torch.tensor([4], dtype=torch.int32)
-    parts = [torch.tensor([v]) for v in (1e8, 1.0, -1e8)]
-    forward = kernels.merge([(at, v) for v in parts], 5)[1]
-    backward = kernels.merge([(at, parts[i]) for i in (0, 2, 1)], 5)[1]
-    assert (forward.item(), backward.item()) == (0.0, 1.0)
+@pytest.mark.parametrize("device", DEVICES)
+@given(st.lists(junk, max_size=300), st.booleans())
+@example([600], False)
+@example([1, 594, 594], False)
+@cases(100)
+def test_bad_indices_never_write_outside(device: str, drawn_indices: list[int], twice: bool) -> None:
+    """Unsorted, repeated and invalid indices never write outside the union. An invalid index is named as an error."""
+    guarded = Guarded(device)
+    indices = guarded.of(torch.tensor(drawn_indices, dtype=torch.int32))
+    listed = indices, guarded.of(torch.ones(len(drawn_indices)))
+    rejected, violated = False, ""
+    with kernels_from("triton"):
+        try:
+            kernels.merge([listed] * (1 + twice), 600)
+        except ValueError as error:
+            rejected = "index outside [0, 600)" in str(error)
+        except ViolationError as error:  # of the executor
+            violated = error.check
+    if violated:  # the sum of an index that is in a list twice has no order
+        assert violated == "race"
+        assert len({*drawn_indices}) < len(drawn_indices)
+        return
+    guarded.check()
+    assert rejected == any(not 0 <= index < 600 for index in drawn_indices)
+
+
+@st.composite
+def topologies(draw: st.DrawFn) -> dict[str, object]:
+    """Draw partitions with counts, some of them extreme."""
+    partitions = draw(st.one_of(st.integers(1, 20), st.sampled_from([33, 64, 100])))
+    generator = torch.Generator().manual_seed(draw(seeds))
+    blocks = torch.randint(0, 40, (partitions,), generator=generator) + draw(st.integers(0, 2))
+    counts = (torch.rand(partitions, generator=generator) ** draw(st.sampled_from([0.1, 1, 5, 30]))) * 10_000
+    block = draw(st.sampled_from([1, 32, 1000]))
+    total = max(1, int(blocks.sum()))
+    return {
+        "blocks": blocks.to(torch.int32),
+        "counts": (counts * draw(st.sampled_from([0, 1e-3, 1]))).to(torch.int32),
+        "iteration": draw(st.integers(-100, 10**6)),
+        "block": block,
+        "numel": max(1, total * block - draw(st.integers(0, block - 1))),
+        "min_blocks": draw(st.integers(0, 10)),
+        "max_step": draw(st.sampled_from([1, 16])),
+    }
+
+
+# A busy partition that already has its minimum of blocks.
+AT_FLOOR = {
+    "blocks": torch.tensor([2, 10, 10], dtype=torch.int32),
+    "counts": torch.tensor([9000, 10, 10], dtype=torch.int32),
+    "iteration": 0,
+    "block": 32,
+    "numel": 22 * 32,
+    "min_blocks": 2,
+    "max_step": 1,
+}
+
+
+@both
+@given(topologies(), st.sampled_from(["paper", "prefix"]))
+@example(AT_FLOOR, "paper")
+@example(AT_FLOOR, "prefix")
+@cases(200)
+def test_rebalance(device: str, drawn_case: dict[str, object], rule: str) -> None:
+    """Topology and bounds equal the reference, and the number of blocks stays the same, and the minimum holds.
+
+    The last partition ends with the vector.
+    """
+    given_blocks = drawn_case["blocks"]
+    partitions = given_blocks.numel()
+
+    def call(guarded: Guarded) -> tuple[list[int], ...]:
+        blocks, counts = guarded.of(given_blocks), guarded.of(drawn_case["counts"])
+        bounds = guarded.poison(partitions + 1, torch.int32)
+        numbers = {name: drawn_case[name] for name in ("iteration", "block", "numel", "min_blocks", "max_step")}
+        kernels.rebalance(blocks, bounds, counts, rule=rule, **numbers)
+        return bits(blocks), bits(bounds), bits(counts)
+
+    blocks, bounds, _ = agree(call, device)
+    assert sum(blocks) == int(given_blocks.sum())
+    starts = itertools.accumulate(blocks[:-1], initial=0)
+    assert bounds[:-1] == [min(start * drawn_case["block"], drawn_case["numel"]) for start in starts]
+    assert bounds[-1] == drawn_case["numel"]
+    for before, after in zip(given_blocks.tolist(), blocks, strict=True):
+        assert after >= min(before, drawn_case["min_blocks"])
 
 
 @given(st.sets(st.integers(0, 99)), st.sets(st.integers(0, 99)), st.booleans())
@@ -53,20 +141,6 @@ def test_common_positions(sought: set[int], among: set[int], same: bool) -> None
     assert a[found].tolist() == sorted(sought & among)
 
 
-def test_decompress_overwrites() -> None:
-    """NaN in the output is overwritten."""
-    out = torch.full((6,), float("nan"))
-    kernels.decompress(out, torch.tensor([1, 4], dtype=torch.int32), torch.tensor([2.0, -3.0]))
-    assert out.tolist() == [0, 2, 0, 0, -3, 0]
-
-
-def test_scatter_add() -> None:
-    """Values are added at the given positions only."""
-    out = torch.ones(4)
-    kernels.scatter_add(out, torch.tensor([0, 3], dtype=torch.int32), torch.tensor([1.0, 2.0]))
-    assert out.tolist() == [2, 1, 1, 3]
-
-
 @pytest.mark.parametrize("word", [0x7F800001, 0x7FC00000, 0x7F800000])
 def test_merge_of_non_finite_values(word: int) -> None:
     """Inf and every NaN, also a signalling one, are merged without a warning: the caller checks the sums."""
@@ -77,22 +151,19 @@ def test_merge_of_non_finite_values(word: int) -> None:
         assert not sums.isfinite().any()
 
 
-def test_merge_of_empty_lists() -> None:
-    """Empty lists have an empty union."""
-    empty = (torch.empty(0, dtype=torch.int32), torch.empty(0))
-    union, values = kernels.merge([empty, empty], 3)
-    assert union.numel() == values.numel() == 0
-
-
-@given(supports, st.integers(0, 1000))
+@given(supports)
 @examples(100)
-def test_scatter_add_lists(sets: list[set[int]], seed: int) -> None:
-    """Lists are added one after the other, with the same bits as one call per list."""
-    generator = torch.Generator().manual_seed(seed)
-    lists = [torch.tensor(sorted(support), dtype=torch.int32) for support in sets]
-    values = [torch.randn(len(indices), generator=generator) * 1e3 for indices in lists]
-    together, apart = torch.ones(200), torch.ones(200)
-    kernels.scatter_add_lists(together, torch.cat(lists), torch.cat(values), [len(indices) for indices in lists])
-    for indices, amounts in zip(lists, values, strict=True):
-        kernels.scatter_add(apart, indices, amounts)
-    assert torch.equal(together, apart)
+def test_scatter(drawn_lists: list[tuple[float, int]]) -> None:
+    """Lists are added one after the other. A single list can also replace what the output holds."""
+    lists = [sparse(200, *each, "heavy") for each in drawn_lists]
+    together, apart, dense = torch.ones(200), torch.ones(200), torch.full((200,), torch.nan)
+    sizes = [len(indices) for indices, _ in lists]
+    kernels.scatter_add_lists(together, *map(torch.cat, zip(*lists, strict=True)), sizes)
+    expected, expected_dense = np.ones(200, np.float32), np.zeros(200, np.float32)
+    for indices, values in lists:
+        kernels.scatter_add(apart, indices, values)
+        expected[indices.numpy()] += values.numpy()
+    expected_dense[lists[0][0].numpy()] = lists[0][1].numpy()
+    kernels.decompress(dense, *lists[0])
+    assert bits(together) == bits(apart) == bits(torch.from_numpy(expected))
+    assert bits(dense) == bits(torch.from_numpy(expected_dense))

@@ -1,8 +1,9 @@
-"""Select, compact and exact top-k against plain Python lists, bit for bit."""
+"""Accumulate, mark, expand and select exactly k: reference and kernels against plain Python, bit for bit."""
 
 from __future__ import annotations
 
 import importlib
+import itertools
 import math
 from unittest.mock import patch
 
@@ -11,243 +12,300 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from kernel_cases import key_of
+from kernel_cases import (
+    BOTH,
+    DEVICES,
+    SPECIAL,
+    Guarded,
+    agree,
+    best,
+    bits,
+    cases,
+    drawn,
+    dtypes,
+    families,
+    gradient,
+    kernels_from,
+    key_of,
+    key_to_reach,
+    powers,
+    reaching,
+    seeds,
+    sizes,
+    thresholds,
+    tiles,
+)
 
 import tritoncomm_kernels as kernels
-from depth import examples
-from tritoncomm_kernels.select import HOST_CHUNK, true_positions
+from depth import examples, trials
+from tritoncomm_kernels.checks import INDEX_LIMIT
+from tritoncomm_kernels.dispatch import kernel
+from tritoncomm_kernels.select import HOST_CHUNK, TILES_SUMMED_IN_PLACE
 
 # The functions of these names hide the modules in the package.
 select, top_k = (importlib.import_module(f"tritoncomm_kernels.{name}") for name in ("select", "top_k"))
-SPECIAL = [0.0, -0.0, 1.0, -1.0, 1.0, 5e-324, 1e-45, -1e-45, 1e-40, math.inf, -math.inf, math.nan, 3.4e38, -2.5, 2.5]
-floats = st.one_of(st.sampled_from(SPECIAL), st.floats(width=32))
-vectors = st.lists(floats, max_size=70)
-thresholds = st.one_of(st.sampled_from([0.0, -1.0, math.nan, math.inf, 1.0, 1e-45]), st.floats(width=32))
+both, kernels_only = (pytest.mark.parametrize("device", devices) for devices in (BOTH, DEVICES))
+many, few = cases(150), cases(60)
+words = st.one_of(
+    st.sampled_from([int(np.float32(value).view(np.int32)) for value in SPECIAL]),
+    st.sampled_from([0x7F800001, -0x7FFFFF, 0x7FC00000]),  # NaNs of different payloads
+    st.integers(-(2**31), 2**31 - 1),
+)
 
 
-def expected_key(limit: float) -> int:
-    """Return the key of a threshold, computed by hand."""
-    if math.isnan(limit):
-        return 0x7F800001  # of the first NaN
-    return key_of(limit) if limit > 0 and key_of(limit) else 1
+@both
+@given(st.lists(st.tuples(words, words), max_size=70), thresholds, st.integers(-5, 75), st.integers(-5, 75), st.data())
+@many
+def test_mark_by_hand(
+    device: str, pairs: list[tuple[int, int]], limit: float, low: int, high: int, data: st.DataObject
+) -> None:
+    """Sum, bit mask and counts equal those that are computed element by element, for any bits."""
+    n, ranged, adds = len(pairs), data.draw(st.booleans()), data.draw(st.booleans())
+    residual, added = (torch.tensor([p[i] for p in pairs], dtype=torch.int32).view(torch.float32) for i in (0, 1))
+
+    def call(guarded: Guarded) -> list[list[int]]:
+        x, limits = guarded.of(residual), torch.tensor([limit], device=guarded.device)
+        out, marks = guarded.poison(n) if adds else x, kernels.Marks.empty(n, x.device, tile=64)
+        span = torch.tensor([low, high], dtype=torch.int32, device=guarded.device) if ranged else None
+        kernels.mark(x, guarded.of(added) if adds else None, out, limits, marks, span=span)
+        return [bits(each) for each in (out, *marks)]
+
+    out, mask, counts = agree(call, device)
+    with np.errstate(all="ignore"):
+        total = torch.from_numpy(residual.numpy() + added.numpy()) if adds else residual
+    chosen = [i for i, word in enumerate(total.view(torch.int32).tolist()) if word & 0x7FFFFFFF >= key_to_reach(limit)]
+    chosen = [i for i in chosen if low <= i < high or not ranged]
+    expected = [sum(1 << (i % 32) for i in chosen if i // 32 == word) for word in range(len(mask))]
+    assert out == bits(total)
+    assert [word & 0xFFFFFFFF for word in mask] == expected
+    assert counts == [sum(t * 64 <= i < t * 64 + 64 for i in chosen) for t in range(max(1, -(-n // 64)))]
 
 
-def tensor(values: list[float]) -> torch.Tensor:
-    """Return an fp32 tensor without rounding the payloads of NaN."""
-    return torch.from_numpy(np.array(values, dtype=np.float32))
+@kernels_only
+@given(sizes, families, families, seeds, dtypes, thresholds, tiles, st.data())
+@many
+def test_mark(
+    device: str, n: int, family: str, other: str, seed: int, dtype: torch.dtype, limit: float, tile: int,
+    data: st.DataObject,
+) -> None:  # fmt: skip
+    """Sum, mask and counts equal the reference with and without a span, in place or not, for all thresholds."""
+    place, ranged, keyed = data.draw(st.tuples(st.booleans(), st.booleans(), st.booleans()))
+    span = data.draw(st.tuples(st.integers(0, n), st.integers(0, n)))
+    below = data.draw(st.sampled_from([1, 0, -1, -(2**31)]))  # keys that stand for every non-zero
+    divides = data.draw(st.booleans())
+
+    def call(guarded: Guarded) -> list[list[int]]:
+        residual = guarded.of(drawn(family, n, seed))
+        added = guarded.of(gradient(other, n, seed + 1, dtype))
+        out = residual if place else guarded.poison(n)
+        empty = kernels.Marks.empty(n, residual.device, tile=tile)
+        marks = kernels.Marks(
+            guarded.poison(empty.bits.numel(), torch.int32),
+            guarded.poison(empty.counts.numel(), torch.int32),
+        )
+        at = torch.tensor(span, dtype=torch.int32, device=guarded.device) if ranged else None
+        exact = key_to_reach(limit) if limit > 0 or math.isnan(limit) else below
+        key = torch.tensor([exact], dtype=torch.int32) if keyed else torch.tensor([limit])
+        divisor = guarded.of(powers(n, seed)) if divides else None
+        kernels.mark(residual, added, out, key.to(guarded.device), marks, span=at, divisor=divisor)
+        return [bits(t) for t in (out, residual, added, *marks)]
+
+    agree(call, device)
 
 
-def bits(values: torch.Tensor) -> list[int]:
-    """Return the bit patterns."""
-    return values.view(torch.int32).tolist()
+@both
+@given(sizes, families, seeds, thresholds, tiles, st.sampled_from(["none", "some", "exact", "more"]), st.booleans())
+@many
+def test_expand(device: str, n: int, family: str, seed: int, limit: float, tile: int, room: str, divides: bool) -> None:
+    """Entries ascend up to the capacity, and the vector does not change. With a divisor, they are quotients."""
+    values = drawn(family, n, seed)
+    divisor = powers(n, seed) if divides else None
+    quotients = values / divisor if divides else values
+    chosen = reaching(quotients, limit)
+    capacity = {"none": 0, "some": len(chosen) // 2, "exact": len(chosen), "more": len(chosen) + 3}[room]
+
+    def call(guarded: Guarded) -> list[list[int]]:
+        x = guarded.of(values)
+        marks = kernels.Marks.empty(n, x.device, tile=tile)
+        by = guarded.of(divisor) if divides else None
+        kernels.mark(x, None, x, torch.tensor([limit], device=guarded.device), marks, divisor=by)
+        indices, out = guarded.poison(capacity, torch.int32), guarded.poison(capacity)
+        found = guarded.poison(1, torch.int64)
+        kernels.expand(x, marks, indices, out, found, divisor=by)
+        return [bits(t) for t in (x, indices, out, found)]
+
+    after, indices, out, found = agree(call, device)
+    content, written = bits(quotients), chosen[:capacity]
+    assert found == [len(chosen)]
+    assert indices[: len(written)] == written
+    assert out[: len(written)] == [content[i] for i in written]
+    assert after == bits(values)
 
 
-def one_nan(values: torch.Tensor) -> torch.Tensor:
-    """Return ``values`` with the same bits for each NaN."""
-    return torch.where(values.isnan(), torch.tensor(math.nan), values)
+@kernels_only
+@pytest.mark.parametrize("words", [8, 32, 128])
+@pytest.mark.parametrize("scanned", [False, True])
+def test_launch_shapes_keep_the_result(device: str, words: int, scanned: bool) -> None:
+    """The words per program, and the way in which counts are summed, do not change the result."""
+    x = drawn("heavy", 5000, 3).to(device)
+    marks = kernels.Marks.empty(5000, x.device, tile=256)
+    with kernels_from("triton"):
+        kernels.mark(x, None, x, torch.tensor([0.5], device=device), marks)
+        expected = kernels.select(x, 0.5)
+    guarded = Guarded(device)
+    indices, values = guarded.poison(expected.room, torch.int32), guarded.poison(expected.room)
+    found = guarded.poison(1, torch.int64)
+    kernel("select_triton").expand(
+        x, None, *marks, indices, values, found, words=words,
+        tiles_summed_in_place=0 if scanned else TILES_SUMMED_IN_PLACE,
+    )  # fmt: skip
+    guarded.check()
+    assert found.item() == expected.room
+    assert torch.equal(indices, expected.indices)
+    assert bits(values) == bits(expected.values)
 
 
-def by_list(values: torch.Tensor, key: int) -> list[int]:
-    """Return the positions that reach a key, as a second oracle."""
-    return [i for i, b in enumerate(bits(values)) if b & 0x7FFFFFFF >= key]
+@both
+@given(sizes, families, seeds, dtypes, thresholds, st.booleans(), st.sampled_from([1, 7, 256, HOST_CHUNK]))
+@few
+def test_select(
+    device: str, n: int, family: str, seed: int, dtype: torch.dtype, limit: float, divides: bool, chunk: int
+) -> None:
+    """Selections ascend, are the same from a sum and from its parts, and do not change their inputs."""
+    residual, added = drawn(family, n, seed), gradient("normal", n, seed + 1, dtype)
+    divisor = powers(n, seed) if divides else None
+
+    def call(guarded: Guarded) -> list[list[int]]:
+        held, out = guarded.of(residual), guarded.poison(n)
+        by = guarded.of(divisor) if divides else None
+        with patch.object(select, "HOST_CHUNK", chunk):
+            first = kernels.accumulate_and_select(held, guarded.of(added), out, limit, divisor=by)
+            again = kernels.select(out, limit, divisor=by)
+        return [bits(each) for each in (*first, *again, out, held)]
+
+    total = residual + added
+    quotients = total / divisor if divides else total
+    chosen = reaching(quotients, limit)
+    selected = [chosen, bits(quotients[chosen])]
+    assert agree(call, device) == [*selected, *selected, bits(total), bits(residual)]
 
 
-@pytest.mark.parametrize("payload", [1, 0x400000, 0x7FFFFF])
-def test_nan_threshold_selects_every_nan(payload: int) -> None:
-    """A NaN threshold selects NaNs of any payload and sign, which depends on the device, and nothing else."""
-    nan = torch.tensor([0x7F800000 | payload], dtype=torch.int32).view(torch.float32)
-    values = torch.cat([torch.tensor([math.inf, 1.0, 0.0, -math.inf]), nan, -nan])
-    assert kernels.select(values, math.nan).indices.tolist() == [4, 5]
-    marks = kernels.Marks.empty(values.numel(), "cpu")
-    kernels.mark(values, None, values, torch.tensor([math.nan]), marks)
-    assert marks.bits[0] == 0b110000
+@both
+@given(sizes, families, seeds, st.integers(0, 2100), st.booleans())
+@few
+def test_top_k(device: str, n: int, family: str, seed: int, k: int, divides: bool) -> None:
+    """The k largest of a vector, a sum and a list are selected, ties to the lower index. Only a list may have zeros."""
+    residual, added = drawn(family, n, seed), drawn("heavy", n, seed + 1)
+    divisor = powers(n, seed) if divides else None
+
+    def call(guarded: Guarded) -> list[object]:
+        x, out = guarded.of(residual), guarded.poison(n)
+        by = guarded.of(divisor) if divides else None
+        listed = kernels.Entries(torch.arange(n, dtype=torch.int32, device=guarded.device) * 3, x)
+        alone = kernels.top_k(x, k, divisor=by)
+        summed = kernels.accumulate_top_k(x, guarded.of(added), out, k, divisor=by)
+        tensors = (*alone, *summed, out, *kernels.largest(listed, k), x)
+        return [*map(bits, tensors), key_of(kernels.kth_magnitude(x, k))]
+
+    total, expected = residual + added, []
+    for values in (residual, total):
+        quotients = values / divisor if divides else values
+        expected += [best(quotients, k), bits(quotients[best(quotients, k)])]
+    keys = list(map(key_of, residual.tolist()))
+    order = sorted(range(n), key=lambda at: (-keys[at], at))
+    largest = sorted(order[:k])
+    kth = keys[order[k - 1]] if 0 < k <= n else 0
+    listed = [[3 * at for at in largest], bits(residual[largest])]
+    assert agree(call, device) == [*expected, bits(total), *listed, bits(residual), kth]
 
 
-@given(vectors, thresholds)
-@examples(300)
-def test_select(values: list[float], limit: float) -> None:
-    """Selections ascend, skip zeros, have every NaN, and do not change the vector."""
-    x = tensor(values)
-    before = bits(x)
-    expected = by_list(x, expected_key(limit))
-    got = kernels.select(x, limit)
-    assert got.room == len(expected)
-    assert got.indices.tolist() == expected
-    assert bits(got.values) == [before[i] for i in expected]
-    assert bits(x) == before
+@both
+@given(sizes, families, seeds, st.integers(1, 2100), st.booleans())
+@cases(60)
+def test_top_k_padded(device: str, n: int, family: str, seed: int, k: int, divides: bool) -> None:
+    """Three steps with one workspace select exactly k entries, the later ones started from the last threshold."""
+    divisor = powers(n, seed) if divides else None
+    steps = [drawn(family, n, seed + i) * (1.0, 0.01, 8.0)[i] for i in range(3)]
+
+    def call(guarded: Guarded) -> list[list[int]]:
+        workspace, seen = kernels.Workspace(), []
+        for values in steps:
+            out, zeros = guarded.poison(n), guarded.of(torch.zeros(n))
+            by = guarded.of(divisor) if divides else None
+            found = kernels.top_k_padded(zeros, guarded.of(values), out, k, divisor=by, workspace=workspace)
+            seen += [bits(t) for t in (out, *found)]
+        return seen
+
+    seen = agree(call, device)
+    for step, values in enumerate(steps):
+        chosen = best(values / divisor if divides else values, k)
+        assert seen[3 * step + 1] == chosen + [-1] * (k - len(chosen))
 
 
-@given(vectors, st.data())
-@examples(200)
-def test_accumulate_and_select(values: list[float], data: st.DataObject) -> None:
-    """The fused pass equals addition followed by selection, and does not change its inputs."""
-    limit = data.draw(thresholds)
-    dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
-    residual = tensor(values)
-    gradient = tensor(data.draw(st.lists(floats, min_size=len(values), max_size=len(values)))).to(dtype)
-    out = torch.full_like(residual, math.nan)
-    inputs = bits(residual)
-    total = torch.add(residual, gradient)
-    got = kernels.accumulate_and_select(residual, gradient, out, limit)
-    # The sum of two NaNs has the bits of either: this depends on the instruction that torch chooses.
-    assert bits(one_nan(out)) == bits(one_nan(total))
-    expected = kernels.select(out, limit)
-    assert got.indices.tolist() == expected.indices.tolist()
-    assert bits(got.values) == bits(expected.values)
-    assert bits(residual) == inputs
-
-
-@given(vectors, st.integers(0, 80))
-@examples(300)
-def test_top_k(values: list[float], k: int) -> None:
-    """Exactly the min(k, non-zeros) largest entries are selected, ties to the lower index, in ascending order."""
-    x = tensor(values)
-    keys = [b & 0x7FFFFFFF for b in bits(x)]
-    order = sorted((i for i, key in enumerate(keys) if key), key=lambda i: (-keys[i], i))
-    expected = sorted(order[:k])
-    got = kernels.top_k(x, k)
-    assert got.indices.tolist() == expected
-    assert got.room == len(expected)
-    assert bits(got.values) == [bits(x)[i] for i in expected]
-    kth = keys[order[k - 1]] if 0 < k <= len(order) else 0
-    found = kernels.kth_magnitude(x, k)
-    assert math.isnan(found) if kth > 0x7F800000 else key_of(found) == kth
-
-
-@pytest.mark.parametrize("k", [1, 17, 2000, 150_000, 299_999, 300_000])
-@pytest.mark.parametrize("kind", ["normal", "heavy", "sparse", "equal", "clustered", "sampled lines only"])
-def test_top_k_of_long_vectors(kind: str, k: int) -> None:
-    """The sampled first guess never changes the result, however wrong it is."""
-    n = 300_000
-    generator = torch.Generator().manual_seed(k)
-    x = torch.randn(n, generator=generator)
-    if kind == "heavy":
-        x = x.exp() * x.sign()
-    elif kind == "sparse":
-        x *= torch.rand(n, generator=generator) < 0.01
-    elif kind == "equal":
-        x = x.sign()
-    elif kind == "clustered":
-        x[: n // 2] = 0.0
-    elif kind == "sampled lines only":  # all large values lie where the sample reads
-        x = torch.zeros(n)
-        for start in range(0, n - top_k.SAMPLE_LINE, top_k.SAMPLE_STRIDE):
-            x[start : start + top_k.SAMPLE_LINE] = 1.0
-        x[1::2] += 0.25
-    got = kernels.top_k(x, k)
-    keys = kernels.magnitude_keys(x).numpy()
-    order = np.argsort(-keys.astype(np.int64), kind="stable")[:k]
-    expected = np.sort(order[keys[order] > 0])
-    assert np.array_equal(got.indices.numpy(), expected)
-    out = torch.empty(n)
-    fused = kernels.accumulate_top_k(torch.zeros(n), x, out, k)
-    assert torch.equal(fused.indices, got.indices)
-    assert torch.equal(out, x)
-
-
-@pytest.mark.parametrize("width", [256, 1024, 8192])
-@pytest.mark.parametrize("factor", [0.0, 0.2, 3.0])
-def test_sample_does_not_alias_with_matrix_widths(width: int, factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Columns that differ from the rest do not make the first guess admit many times k candidates."""
-    x = torch.randn(1 << 21, generator=torch.Generator().manual_seed(0))
-    x.view(-1, width)[:, :32] *= factor
-    admitted = []
-    keys = select.select_keys
-    monkeypatch.setattr(
-        top_k, "select_keys", lambda *args, **given: admitted.append(found := keys(*args, **given)) or found
-    )
-    k = x.numel() // 100
-    assert kernels.top_k(x, k).room == k
-    assert len(admitted) == 1
-    assert admitted[0].room < 2 * k
-
-
-@given(st.lists(st.booleans(), max_size=200), st.booleans())
-@examples(100)
-def test_positions_of_flags(flags: list[bool], few: bool) -> None:
-    """Both ways to find true flags give their ascending positions, whatever their number."""
-    found = true_positions(np.array(flags, dtype=np.bool_), few=few)
-    assert found.tolist() == [i for i, flag in enumerate(flags) if flag]
-
-
-def test_chunk_sizes_give_the_same_result(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All chunk sizes give the same result."""
-    x = torch.randn(1000, generator=torch.Generator().manual_seed(0))
-    expected = kernels.select(x, 0.5)
-    for chunk in (1, 7, 256, 999, 1000, 4096):
-        monkeypatch.setattr(select, "HOST_CHUNK", chunk)
-        got = kernels.select(x, 0.5)
-        assert got.room == expected.room
-        assert torch.equal(got.indices, expected.indices)
-        assert torch.equal(got.values, expected.values)
-
-
-@given(vectors, thresholds, st.integers(1, 80), st.booleans())
-@examples(50)
-def test_divisor(values: list[float], limit: float, k: int, added: bool) -> None:
-    """Quotients are compared and returned, and the values keep their units."""
-    x = tensor(values)
-    divisor = 2.0 ** (torch.arange(len(values)) % 5)
-    base, gradient = (x, torch.zeros_like(x)) if added else (None, None)
-    for quotients, divided in (
-        (kernels.select(x / divisor, limit), lambda out: kernels.select(out, limit, divisor=divisor)),
-        (kernels.top_k(x / divisor, k), lambda out: kernels.top_k(out, k, divisor=divisor)),
-        (
-            kernels.select(x / divisor, limit),
-            lambda out: kernels.accumulate_and_select(base, gradient, out, limit, divisor=divisor),
-        ),
-        (
-            kernels.top_k(x / divisor, k),
-            lambda out: kernels.accumulate_top_k(base, gradient, out, k, divisor=divisor),
-        ),
-    )[2 * added : 2 * added + 2]:
-        out = x.clone()
-        got = divided(out)
-        assert got.indices.tolist() == quotients.indices.tolist()
-        assert bits(got.values) == bits(quotients.values)
-        assert bits(out + 0.0) == bits(x + 0.0)
+LONG = [(k, kind) for k in (1300, 69_000) for kind in ("normal", "ties", "equal", "sparse", "overflowing")]
+SLOW = [(69_000, kind) for kind in ("normal", "equal", "sparse")]
 
 
 @pytest.mark.parametrize(
-    ("arguments", "named"),
+    ("device", "k", "kind"),
     [
-        ({"residual": torch.zeros(3, dtype=torch.float64)}, "residual has dtype torch.float64"),
-        ({"gradient": torch.zeros(3, dtype=torch.int32)}, "gradient has dtype torch.int32"),
-        ({"gradient": torch.zeros(4)}, "gradient has 4 elements, expected 3"),
-        ({"gradient": torch.zeros(6)[::2]}, "gradient is not contiguous"),
-        ({"out": torch.zeros(1, 3)}, "out has shape"),
+        *(
+            ("reference", *each)
+            for each in (*LONG, (1, "clustered"), (140_000, "normal"), (9000, "sampled lines only"))
+        ),
+        *(
+            pytest.param(*device.values, *each, marks=device.marks, id=f"{device.id}-{each[0]}-{each[1]}")
+            for device in DEVICES
+            for each in LONG
+            if each not in trials(SLOW, [])
+        ),
     ],
 )
-def test_accumulate_names_bad_arguments(arguments: dict[str, object], named: str) -> None:
-    """The error names the wrong argument, before anything is written."""
-    good = {"residual": torch.zeros(3), "gradient": torch.zeros(3), "out": torch.zeros(3)}
-    with pytest.raises(ValueError, match=named):
-        kernels.accumulate_and_select(**(good | arguments), threshold=1.0)
+def test_long_top_k(device: str, kind: str, k: int) -> None:
+    """The result on a long vector is exact, however wrong the first guess from a sample is."""
+    n = 140_000
+    families = {"sparse": "normal", "overflowing": "equal", "sampled lines only": "zero"}
+    values = drawn(families.get(kind, kind), n, k)
+    if kind == "sparse":
+        values *= torch.rand(n, generator=torch.Generator().manual_seed(0)) < 0.001
+    elif kind == "overflowing":  # almost all values are equal, so the guess admits everything
+        values[::1000] *= 2
+    elif kind == "sampled lines only":  # all large values lie where the sample reads
+        for start in range(0, n - top_k.SAMPLE_LINE, top_k.SAMPLE_STRIDE):
+            values[start : start + top_k.SAMPLE_LINE] = 1.0
+        values[1::2] += 0.25
+
+    def call(guarded: Guarded) -> list[list[int]]:
+        x, divisor = guarded.of(values), guarded.of(powers(n, k))
+        found = [kernels.top_k(x, k), kernels.top_k(x, k, divisor=divisor)]
+        return [bits(part) for selected in found for part in selected]
+
+    found = agree(call, device)
+    assert [found[0], found[2]] == [best(values, k), best(values / powers(n, k), k)]
 
 
-def test_bad_counts_are_named() -> None:
-    """A negative k is rejected."""
-    with pytest.raises(ValueError, match="k=-2"):
-        kernels.top_k(torch.zeros(3), -2)
+@pytest.mark.parametrize("factor", [0.0, 0.2, 3.0])
+def test_sample_does_not_alias_with_matrix_widths(factor: float) -> None:
+    """Columns that differ from the rest do not make the first guess admit many times k candidates."""
+    x = torch.randn(1 << 21, generator=torch.Generator().manual_seed(0))
+    x.view(-1, 1024)[:, :32] *= factor
+    k, admitted, keys = x.numel() // 100, [], select.select_keys
 
+    def noted(*args: object, **given: object) -> kernels.Entries:
+        admitted.append(keys(*args, **given))
+        return admitted[-1]
 
-@given(st.lists(st.tuples(st.lists(floats, max_size=9), st.integers(0, 6)), max_size=7), st.integers(0, 3))
-@examples(200)
-def test_top_k_segments(segments: list[tuple[list[float], int]], rest: int) -> None:
-    """Each segment is selected as if it were alone. Values after the last segment are ignored."""
-    values = tensor([value for segment, _ in segments for value in segment] + [9.0] * rest)
-    bounds, expected = [0], []
-    for segment, budget in segments:
-        alone = kernels.top_k(tensor(segment), budget)
-        expected += (alone.indices + bounds[-1]).tolist()
-        bounds.append(bounds[-1] + len(segment))
-    found = kernels.top_k_segments(values, bounds, [budget for _, budget in segments])
-    assert found.indices.dtype == torch.int32
-    assert found.indices.tolist() == expected
-    assert bits(found.values) == bits(values[found.indices.long()])
+    with patch.object(top_k, "select_keys", noted):
+        assert kernels.top_k(x, k).room == k
+    assert [found.room < 2 * k for found in admitted] == [True]
 
 
 Drawn = tuple[list[int], list[int], list[tuple[float, float]], list[dict[int, float]]]
+
+
+def tensor(values: list[float]) -> torch.Tensor:
+    """Return an fp32 tensor."""
+    return torch.from_numpy(np.array(values, dtype=np.float32))
 
 
 @st.composite
@@ -256,7 +314,7 @@ def segments_and_terms(draw: st.DrawFn) -> Drawn:
     widths = draw(st.lists(st.integers(0, 30), min_size=1, max_size=5))
     bounds = [sum(widths[:at]) for at in range(len(widths) + 1)]
     budgets = draw(st.lists(st.integers(0, 8), min_size=len(widths), max_size=len(widths)))
-    numbers = st.one_of(st.sampled_from(SPECIAL), st.floats(width=32, allow_nan=False))  # NaNs of one payload
+    numbers = st.one_of(st.sampled_from(SPECIAL), st.floats(width=32, allow_nan=False))
     addends = draw(st.lists(st.tuples(numbers, numbers), min_size=bounds[-1], max_size=bounds[-1]))
     places = st.integers(0, max(0, bounds[-1] - 1))
     terms = draw(st.lists(st.dictionaries(places, numbers, max_size=12 if addends else 0), max_size=3))
@@ -266,7 +324,7 @@ def segments_and_terms(draw: st.DrawFn) -> Drawn:
 @given(segments_and_terms(), st.booleans(), st.sampled_from([1, 8, 1 << 17]), st.sampled_from([0, 1 << 14]))
 @examples(400)
 def test_accumulate_top_k_segments(drawn: Drawn, added: bool, chunk: int, short: int) -> None:
-    """Entries are those of the sum with all terms, by Python lists. ``out`` is the sum without them.
+    """Entries are those of the sum with all terms, as if each segment was alone. ``out`` is the sum without them.
 
     Chunks and short segments are made small, so that all branches are reached. A sum that is computed already stays.
     """
@@ -277,10 +335,11 @@ def test_accumulate_top_k_segments(drawn: Drawn, added: bool, chunk: int, short:
     for listed in terms:
         for at, term in listed.items():
             whole[at] += tensor([term])[0]
-    expected = []
-    for start, stop, budget in zip(bounds, bounds[1:], budgets, strict=False):
-        keys = {at: b & 0x7FFFFFFF for at, b in enumerate(bits(whole)) if start <= at < stop and b & 0x7FFFFFFF}
-        expected += sorted(sorted(keys, key=lambda at: (-keys[at], at))[:budget])
+    expected = [
+        start + at
+        for (start, stop), budget in zip(itertools.pairwise(bounds), budgets, strict=True)
+        for at in best(whole[start:stop], budget)
+    ]
     lists = [
         (torch.tensor(sorted(listed), dtype=torch.int32), tensor([listed[at] for at in sorted(listed)]))
         for listed in terms
@@ -298,39 +357,11 @@ def test_accumulate_top_k_segments(drawn: Drawn, added: bool, chunk: int, short:
         )
     assert found.indices.dtype == torch.int32
     assert found.indices.tolist() == expected
-    assert bits(one_nan(found.values)) == bits(one_nan(whole[expected]))
-    assert bits(one_nan(out)) == bits(one_nan(plain))
-
-
-def test_accumulate_top_k_segments_samples_the_terms() -> None:
-    """A long segment is scanned once: the threshold is estimated with the terms, and few candidates pass it."""
-    generator = torch.Generator().manual_seed(0)
-    residual, gradient = torch.randn(2, 1 << 19, generator=generator)
-    indices = torch.randperm(1 << 19, generator=generator)[: 1 << 17].sort().values
-    terms = [(indices.int(), 10 * torch.randn(1 << 17, generator=generator))]
-    whole = (residual + gradient).index_add(0, *terms[0])
-    out, keys = torch.full_like(residual, math.nan), select.select_keys
-    with patch.object(top_k, "select_keys", side_effect=keys) as scans, patch.object(top_k, "largest", lambda s, k: s):
-        found = kernels.accumulate_top_k_segments(residual, gradient, out, [0, 1 << 19], [50_000], terms)
-    assert scans.call_count == 1
-    assert 50_000 <= found.room < 80_000
-    assert torch.equal(found.values, whole[found.indices.long()])
-    assert torch.equal(out, residual + gradient)
-
-
-def test_accumulate_top_k_segments_covers_the_vector() -> None:
-    """Every coordinate is added, so that every coordinate must be in a segment."""
-    vector = torch.ones(9)
-    for bounds in ([1, 9], [0, 8], []):
-        with pytest.raises(ValueError, match="bounds="):
-            kernels.accumulate_top_k_segments(vector, vector, torch.empty(9), bounds, [1] * (len(bounds) - 1))
-
-
-@pytest.mark.parametrize(("bounds", "budgets"), [([0, 4], [1, 1]), ([3, 1], [1])])
-def test_bad_segments_are_rejected(bounds: list[int], budgets: list[int]) -> None:
-    """Bounds must ascend, and there must be one more of them than budgets."""
-    with pytest.raises(ValueError, match="bounds="):
-        kernels.top_k_segments(torch.ones(9), bounds, budgets)
+    assert bits(found.values) == bits(whole[expected])
+    assert bits(out) == bits(plain)
+    if not terms:
+        beyond = torch.cat([plain, tensor([9.0])])  # after the last segment
+        assert kernels.top_k_segments(beyond, bounds, budgets).indices.tolist() == expected
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 3.4e38, None])
@@ -342,3 +373,57 @@ def test_has_non_finite(value: float | None, position: int) -> None:
         values[position] = value
     assert kernels.has_non_finite(values) == (value is not None and not math.isfinite(value))
     assert not kernels.has_non_finite(values[:0])
+
+
+@kernels_only
+def test_longest_vector(device: str) -> None:
+    """Positions near the limit of int32 are selected. Only a GPU has the memory for this test."""
+    if device == "cpu" or torch.cuda.mem_get_info()[0] < 40 << 30:
+        pytest.skip("needs a GPU with 40 GiB free")
+    n = INDEX_LIMIT
+    places = [0, 1, 4095, 2**30, n - 4097, n - 2, n - 1]
+    residual, gradient = torch.zeros(n, device=device), torch.zeros(n, device=device)
+    residual[places] = torch.arange(1.0, 1.0 + len(places), device=device)
+    selected = kernels.accumulate_and_select(residual, gradient, residual, 0.5)
+    assert selected.indices.tolist() == places
+    assert selected.values.tolist() == [1.0 + i for i in range(len(places))]
+    assert kernels.top_k(residual, 3).indices.tolist() == places[-3:]
+
+
+@kernels_only
+def test_cuda_graph_replay(device: str) -> None:
+    """A CUDA graph of a selection replays with new inputs: nothing waits for the host or allocates memory."""
+    if device == "cpu":
+        pytest.skip("CUDA graphs need a GPU")
+    n, k, workspace = 100_000, 1000, kernels.Workspace()
+    residual, added, out = (torch.empty(n, device=device) for _ in range(3))
+    marks, limit = kernels.Marks.empty(n, out.device), torch.ones(1, device=device)
+    room = 60_000  # enough at the first threshold, not at the second
+    indices, values = (torch.empty(room, dtype=d, device=device) for d in (torch.int32, torch.float32))
+    found = torch.zeros(1, dtype=torch.int64, device=device)
+
+    def step() -> kernels.Entries:
+        kernels.mark(residual, added, out, limit, marks)
+        kernels.expand(out, marks, indices, values, found)
+        return kernels.top_k_padded(out, None, out, k, workspace=workspace)
+
+    residual.normal_()
+    added.normal_()
+    step()  # compiles, and allocates the workspace
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        best = step()
+    for seed, threshold in enumerate((1.5, 0.75)):
+        residual.copy_(drawn("normal", n, seed))
+        added.copy_(drawn("heavy", n, seed))
+        limit.fill_(threshold)
+        graph.replay()
+        total = residual + added
+        reaching, largest = kernels.select(total, threshold), kernels.top_k(total, k)
+        assert found.item() == reaching.room
+        written = min(room, reaching.room)
+        assert torch.equal(indices[:written], reaching.indices[:room])
+        assert torch.equal(values[:written], reaching.values[:room])
+        assert torch.equal(best.indices, largest.indices)
+        assert torch.equal(best.values, largest.values)

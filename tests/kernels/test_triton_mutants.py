@@ -5,16 +5,17 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
-import test_dense_bits_triton as dense_bits
-import test_padded_triton as padded
-import test_section_rows_triton as section_rows
-import test_triton_adam_flat as adam
-import test_triton_scatter as scatter
-import test_triton_select as select
+import test_adam_flat as adam
+import test_dense_bits as dense_bits
+import test_padded as padded
+import test_scatter as scatter
+import test_section_rows as section_rows
+import test_selection as select
 from hypothesis import Phase, settings
 from hypothesis.errors import FlakyFailure
 from kernel_cases import EXECUTED, INTERPRETED
@@ -30,292 +31,196 @@ pytestmark = pytest.mark.skipif(
 
 
 class Mutant(NamedTuple):
-    """A bug: its module, the code that it replaces, the new code, and the test that must fail."""
+    """A bug: its module, the test that must fail, the code that it replaces, and the new code."""
 
     module: str
+    check: Callable[..., None]
     old: str
     new: str
-    check: Callable[..., None]
-    options: dict[str, Any] = {}  # noqa: RUF012
 
 
-SELECTING = {
-    "off-by-one mask": Mutant("select", "else at < n", "else at <= n", select.test_mark),
-    "tail taken for a whole tile": Mutant("select", "TILE <= n:", "TILE <= n + 1:", select.test_mark),
-    "gradient forgotten": Mutant("select", "total + gradient.to(tl.float32)", "total", select.test_mark),
-    "float comparison instead of keys": Mutant(
-        "select",
-        "chosen = keys >= threshold_key(threshold_ptr, IS_KEY)",
-        "floats = threshold_key(threshold_ptr, IS_KEY).to(tl.float32, bitcast=True)\n"
-        "    chosen = keys.to(tl.float32, bitcast=True) >= floats",
-        select.test_mark_by_hand,
-        {"ranged": False},
-    ),
-    "sums compared undivided": Mutant(
-        "select", "key_of(divided(total, divisor_ptr, at, None))", "key_of(total)", select.test_mark
-    ),
-    "sums written undivided": Mutant("select", "divided(two, divisor_ptr, second, also)", "two", select.test_expand),
-    "vector searched undivided": Mutant(
-        "top_k", "divided(dense, divisor_ptr, at, whole)", "dense", select.test_top_k_padded
-    ),
-    "strictly above": Mutant("select", "keys >= threshold_key", "keys > threshold_key", select.test_mark),
-    "span end included": Mutant("select", "(at < tl.load(span_ptr", "(at <= tl.load(span_ptr", select.test_mark),
-    # Not at capacity 0, where there is no memory with guards.
-    "beyond the capacity": Mutant(
-        "select", "position < capacity", "position < capacity + (capacity > 0)", select.test_expand
-    ),
-    "count cut at the capacity": Mutant(
-        "select",
-        "(before + tl.sum(counts, axis=0)).to(found_ptr",
-        "tl.minimum(before + tl.sum(counts, axis=0), capacity).to(found_ptr",
-        select.test_expand,
-    ),
-    "one tie too few": Mutant("top_k", "(tied_before < ties)", "(tied_before < ties - 1)", select.test_top_k_ties),
-    "ties from the end": Mutant(
-        "top_k",
-        "equal + tl.cumsum(tied_here, axis=0) - tied_here",
-        "equal + tl.sum(tied_here, axis=0) - tl.cumsum(tied_here, axis=0)",
-        select.test_top_k_padded,
-    ),
-    "larger digits forgotten": Mutant(
-        "top_k",
-        "remaining -= tl.sum(tl.where(lane > value, counts, 0), axis=0)",
-        "remaining -= 0",
-        select.test_top_k_ties,
-    ),
-    "too few candidates unnoticed": Mutant("top_k", "((short == 0) & (found", "((found", select.test_top_k_padded),
-    "positions among the candidates": Mutant(
-        "top_k",
-        "tl.store(out_indices_ptr + slot, tl.load(indices_ptr + at, mask=take, other=0), mask=take)",
-        "tl.store(out_indices_ptr + slot, at, mask=take)",
-        select.test_top_k_padded,
-    ),
-    "second bit beyond the capacity": Mutant(
-        "select", "position + 1 < capacity", "position + 1 <= capacity", select.test_expand
-    ),
+# By module and by the test that finds them: bugs by name, with the code and what replaces it.
+BUGS: dict[str, dict[Callable[..., None], dict[str, tuple[str, str]]]] = {
+    "select": {
+        select.test_mark: {
+            "off-by-one mask": ("else at < n", "else at <= n"),
+            "tail taken for a whole tile": ("TILE <= n:", "TILE <= n + 1:"),
+            "gradient forgotten": ("total + gradient.to(tl.float32)", "total"),
+            "sums compared undivided": ("key_of(divided(total, divisor_ptr, at, None))", "key_of(total)"),
+            "strictly above": ("keys >= threshold_key", "keys > threshold_key"),
+            "span end included": ("(at < tl.load(span_ptr", "(at <= tl.load(span_ptr"),
+        },
+        select.test_mark_by_hand: {
+            "float comparison instead of keys": (
+                "keys >= threshold_key(threshold_ptr, IS_KEY)",
+                "keys.to(tl.float32, bitcast=True) >= threshold_key(threshold_ptr, IS_KEY).to(tl.float32, bitcast=True)",  # noqa: E501
+            )
+        },
+        select.test_expand: {
+            "sums written undivided": ("divided(two, divisor_ptr, second, also)", "two"),
+            # Not at capacity 0, where there is no memory with guards.
+            "beyond the capacity": ("position < capacity", "position < capacity + (capacity > 0)"),
+            "count cut at the capacity": (
+                "(before + tl.sum(counts, axis=0)).to(found_ptr",
+                "tl.minimum(before + tl.sum(counts, axis=0), capacity).to(found_ptr",
+            ),
+            "second bit beyond the capacity": ("position + 1 < capacity", "position + 1 <= capacity"),
+        },
+        section_rows.test_more_bits_than_room: {
+            "positions beyond the room": ("position < capacity", "position < capacity + 4")
+        },
+    },
+    "top_k": {
+        select.test_top_k_padded: {
+            "vector searched undivided": ("divided(dense, divisor_ptr, at, whole)", "dense"),
+            "one tie too few": ("(tied_before < ties)", "(tied_before < ties - 1)"),
+            "ties from the end": (
+                "equal + tl.cumsum(tied_here, axis=0) - tied_here",
+                "equal + tl.sum(tied_here, axis=0) - tl.cumsum(tied_here, axis=0)",
+            ),
+            "larger digits forgotten": (
+                "remaining -= tl.sum(tl.where(lane > value, counts, 0), axis=0)",
+                "remaining -= 0",
+            ),
+            "too few candidates unnoticed": ("((short == 0) & (found", "((found"),
+            "positions among the candidates": (
+                "tl.store(out_indices_ptr + slot, tl.load(indices_ptr + at, mask=take, other=0), mask=take)",
+                "tl.store(out_indices_ptr + slot, at, mask=take)",
+            ),
+        },
+        padded.test_top_k_rows: {
+            "slots for ties that are not taken": ("tl.minimum(tied_before, ties)", "tied_before"),
+            "digits of the first segment": (
+                "tl.num_programs(1) + tl.program_id(1)) * 256 + lane",
+                "tl.num_programs(1)) * 256 + lane",
+            ),
+            "no padding": ("while taken < room:", "while taken < 0:"),
+        },
+    },
+    "entries": {
+        partial(padded.test_bad_indices_never_write_outside, count=1): {
+            "indices behind the end are inside": ("(index < n)\n    tl.atomic_or", "(index < n + 2)\n    tl.atomic_or")
+        },
+        scatter.test_merge: {"bits of earlier groups forgotten": ("counts.cumsum(0, dtype=torch.int32)", "counts")},
+        padded.test_joined: {"padding stays between entries": ("total + at - rank", "at")},
+        padded.test_merge_rows: {
+            "rows of a union in another order": ("tl.cast(row, tl.int64)", "tl.cast(rows - 1 - row, tl.int64)"),
+            "padding before entries": ("earlier = (index >= 0) & (index < sought)", "earlier = index < sought"),
+        },
+        padded.test_add_rows: {
+            "rows added in another order": ("tl.cast(row, tl.int64)", "tl.cast(rows - 1 - row, tl.int64)"),
+            "scale of rows forgotten": ("value * scale", "value"),
+        },
+        padded.test_single_entries: {
+            "values before the first": ("inside = (index >= 0) & (index < n)", "inside = index < n")
+        },
+    },
+    "rebalance": {
+        scatter.test_rebalance: {
+            "rotation undone the wrong way": ("lane - rot", "lane + rot"),
+            "floor ignored": ("left_over < least", "left_over < 0"),
+        },
+    },
+    "adam": {
+        adam.test_adam_flat: {
+            "delivery not remembered": ("tl.int32) + tl.load(control_ptr + CLOCK).to(tl.int32),", "tl.int32),"),
+            "no limit on catching up": ("tl.minimum(waited, limit)", "waited"),
+            "no limit on a tensor's change": ("length > reach", "length > reach + 3.4e38"),
+            "less than a dense step": ("tl.div_rn(reach, length), 1.0)", "tl.div_rn(reach, length), 0.0)"),
+            "no param_rms": (" * param_rms", ""),
+            "NaN is no limit": ("tl.where(reach > FINE, reach, FINE)", "tl.where(reach < FINE, FINE, reach)"),
+            "NaN left out of sums": ("LARGEST_SQUARE, square, LARGEST_SQUARE", "LARGEST_SQUARE, square, 0.0"),
+            "sums of tensors in one": ("total_ptr + SUMS * tensor, square", "total_ptr + 0 * tensor, square"),
+            "sum of one tensor in the first": ("total_ptr + SUMS * first, tl.sum", "total_ptr, tl.sum"),
+            "votes of one tensor in the first": ("total_ptr + SUMS * first + 1", "total_ptr + 1"),
+            "votes of tensors in one": (
+                "total_ptr + SUMS * tensor + 1, _widened",
+                "total_ptr + 1 + 0 * tensor, _widened",
+            ),
+            "values in another dtype than the parameter": (
+                "mask=inside, other=0.0).to(DTYPE)",
+                "mask=inside, other=0.0)",
+            ),
+            "every vote agrees": ("tl.where(mean < 0, -1, 0)", "tl.where(mean < 0, 1, 0)"),
+            "zero votes": ("tl.where(before > 0, 1, tl", "tl.where(before >= 0, 1, tl"),
+            "chance is steady": (" - 3 * tl.sqrt_rn(count), count", ", count"),
+            "no limit where steady": (
+                "tl.minimum(tl.abs(waited), tl.load(control_ptr + STEADY).to(tl.float32))",
+                "tl.abs(waited)",
+            ),
+            "channels as positions": ("within % positions * channels + within // positions", "within"),
+            "no limit on walking": (
+                "tl.minimum(tl.minimum(waited, limit), walk * tl.sqrt_rn(tl.abs(waited)))",
+                "tl.minimum(waited, limit)",
+            ),
+            "outliers catch up": ("waited - 2 * waited, waited)", "waited, waited)"),
+            "outliers by the moment as it is": ("square * (correction * weight) > held", "square > held"),
+            "growth is forgotten": ("tl.where((shorter < second) | (shorter != shorter), shorter, second)", "shorter"),
+            "nothing is forgotten": ("(waited > 1) & (weight > limit)", "(waited > 1) & (weight > 1)"),
+            "a memory of the past alone": ("tl.maximum(steps - waited, MEMORY)", "steps - waited"),
+        },
+    },
+    "sections": {
+        section_rows.test_one_section: {
+            "bits of the next word": ("(shift < 32)", "(shift < 33)"),
+            "free places hold bits": (
+                "tl.where(held, tl.load(indices_ptr + at, mask=held, other=0) - low, 0)",
+                "tl.load(indices_ptr + at, mask=held, other=0) - low",
+            ),
+            "planes of codes reversed": ("row_ptr + LOW_BITS + bit,", "row_ptr + LOW_BITS + BITS - 1 - bit,"),
+            "extents ignored": ("tl.atomic_max(own_ptr + 1, tl.max(", "tl.atomic_max(own_ptr + 1, 0 * tl.max("),
+            "NaN hidden by a scale": ("largest >= INFINITY_KEY", "largest < 0"),
+        },
+        partial(section_rows.test_each_kind_of_malformed_row, fmt=FORMATS["4bit"]): {
+            "equal indices ascend": ("(before < offset)", "(before <= offset)"),
+            "infinite scales accepted": ("(scale > 0) & (scale < 0x7F800000)", "(scale > 0)"),
+            "entries of malformed rows kept": ("    if wrong:", "    if wrong & (program > 0):"),
+        },
+        section_rows.test_offsets_that_overflow: {
+            "overflow unnoticed": ("(high >= 0) & (high <= ((span - 1) >> LOW_BITS)) & ", "(high >= 0) & ")
+        },
+        section_rows.test_long_samples: {
+            "sample of the first values": ("at.to(tl.int64) * stride_of_sample", "at.to(tl.int64)")
+        },
+        section_rows.test_rows: {
+            "scale of the first row": ("extents_ptr + EXTENT * tl.program_id(1).to(tl.int64)", "extents_ptr")
+        },
+        partial(section_rows.test_values_that_would_become_0, fmt=FORMATS["4bit"]): {
+            "entries that are left out counted": ("tl.sum(keep.to(tl.int32)", "tl.sum(used.to(tl.int32)")
+        },
+    },
+    "dense_bits": {
+        partial(dense_bits.test_every_width, bits=2): {
+            "no code for a zero with a minus": (
+                "((values.to(tl.int32, bitcast=True) >> 31) & 1) << (BITS - 1)",
+                "(values < 0).to(tl.int32) << (BITS - 1)",
+            ),
+            "the sign of a code ignored": ("(codes >> (BITS - 1)) != 0", "codes < 0"),
+            "planes of codes in another order": ("(flat >> bit) & 1", "(flat >> (BITS - 1 - bit)) & 1"),
+        },
+        dense_bits.test_steps: {
+            "scales rounded down": ("rounding = (1 << dropped) - 1", "rounding = 0"),
+            "scales of a mean rounded towards zero": ("rounding = 1 << (dropped - 1)", "rounding = 0"),
+            "values behind the last one counted": ("total = tl.where(inside, total, 0.0)", "total = total + 0.0"),
+            "the own part rounded twice": (
+                "tl.where(row == part, own, (levels * scales[:, None]).to(tl.float64))",
+                "(levels * scales[:, None]).to(tl.float64)",
+            ),
+            "the own part sent": ("tl.where(row == part, 0, count)", "count"),
+            "messages in another order": ("tl.cast(row, tl.int64) * size", "tl.cast(parts - 1 - row, tl.int64) * size"),
+            "rest of the mean in units of the mean": ("total - ranks.to(tl.float64) * sent", "total - sent"),
+            "codes of a block that is not finite": ("tl.where(ratio == ratio, ", "tl.where(inside, "),
+            "any scale accepted": ("(scales >= 0) & (scales <= 2 * LIMIT)", "scales == scales"),
+            "the half behind the last scale not written": ("number < 2 * (size - held)", "number * WIDTH < length"),
+        },
+    },
 }
-SCATTERING = {
-    "sums in another order": Mutant(
-        "entries", "tl.cast(row, tl.int64)", "tl.cast(rows - 1 - row, tl.int64)", scatter.test_merge
-    ),
-    "indices behind the end are inside": Mutant(
-        "entries",
-        "(index < n)\n    tl.atomic_or",
-        "(index < n + 2)\n    tl.atomic_or",
-        padded.test_bad_indices_never_write_outside,
-        {"count": 1},
-    ),
-    "bits of earlier groups forgotten": Mutant(
-        "entries", "counts.cumsum(0, dtype=torch.int32)", "counts", scatter.test_merge
-    ),
-    "rotation undone the wrong way": Mutant("rebalance", "lane - rot", "lane + rot", scatter.test_rebalance),
-    "floor ignored": Mutant("rebalance", "left_over < least", "left_over < 0", scatter.test_rebalance),
-    "delivery not remembered": Mutant(
-        "adam", "tl.int32) + tl.load(control_ptr + CLOCK).to(tl.int32),", "tl.int32),", adam.test_adam_flat
-    ),
-    "no limit on catching up": Mutant("adam", "tl.minimum(waited, limit)", "waited", adam.test_adam_flat),
-    "no limit on a tensor's change": Mutant("adam", "length > reach", "length > reach + 3.4e38", adam.test_adam_flat),
-    "less than a dense step": Mutant(
-        "adam", "tl.div_rn(reach, length), 1.0)", "tl.div_rn(reach, length), 0.0)", adam.test_adam_flat
-    ),
-    "no param_rms": Mutant("adam", " * param_rms", "", adam.test_adam_flat),
-    "NaN is no limit": Mutant(
-        "adam", "tl.where(reach > FINE, reach, FINE)", "tl.where(reach < FINE, FINE, reach)", adam.test_adam_flat
-    ),
-    "NaN left out of sums": Mutant(
-        "adam", "LARGEST_SQUARE, square, LARGEST_SQUARE", "LARGEST_SQUARE, square, 0.0", adam.test_adam_flat
-    ),
-    "sums of tensors in one": Mutant(
-        "adam", "total_ptr + SUMS * tensor, square", "total_ptr + 0 * tensor, square", adam.test_adam_flat
-    ),
-    "sum of one tensor in the first": Mutant(
-        "adam", "total_ptr + SUMS * first, tl.sum", "total_ptr, tl.sum", adam.test_adam_flat
-    ),
-    "votes of one tensor in the first": Mutant(
-        "adam", "total_ptr + SUMS * first + 1", "total_ptr + 1", adam.test_adam_flat
-    ),
-    "votes of tensors in one": Mutant(
-        "adam", "total_ptr + SUMS * tensor + 1, _widened", "total_ptr + 1 + 0 * tensor, _widened", adam.test_adam_flat
-    ),
-    "values in another dtype than the parameter": Mutant(
-        "adam", "mask=inside, other=0.0).to(DTYPE)", "mask=inside, other=0.0)", adam.test_adam_flat
-    ),
-    "every vote agrees": Mutant("adam", "tl.where(mean < 0, -1, 0)", "tl.where(mean < 0, 1, 0)", adam.test_adam_flat),
-    "zero votes": Mutant("adam", "tl.where(before > 0, 1, tl", "tl.where(before >= 0, 1, tl", adam.test_adam_flat),
-    "chance is steady": Mutant("adam", " - 3 * tl.sqrt_rn(count), count", ", count", adam.test_adam_flat),
-    "no limit where steady": Mutant(
-        "adam",
-        "tl.minimum(tl.abs(waited), tl.load(control_ptr + STEADY).to(tl.float32))",
-        "tl.abs(waited)",
-        adam.test_adam_flat,
-    ),
-    "channels as positions": Mutant(
-        "adam", "within % positions * channels + within // positions", "within", adam.test_adam_flat
-    ),
-    "no limit on walking": Mutant(
-        "adam",
-        "tl.minimum(tl.minimum(waited, limit), walk * tl.sqrt_rn(tl.abs(waited)))",
-        "tl.minimum(waited, limit)",
-        adam.test_adam_flat,
-    ),
-    "outliers catch up": Mutant("adam", "waited - 2 * waited, waited)", "waited, waited)", adam.test_adam_flat),
-    "outliers by the moment as it is": Mutant(
-        "adam", "square * (correction * weight) > held", "square > held", adam.test_adam_flat
-    ),
-    "growth is forgotten": Mutant(
-        "adam",
-        "tl.where((shorter < second) | (shorter != shorter), shorter, second)",
-        "shorter",
-        adam.test_adam_flat,
-    ),
-    "nothing is forgotten": Mutant(
-        "adam", "(waited > 1) & (weight > limit)", "(waited > 1) & (weight > 1)", adam.test_adam_flat
-    ),
-    "a memory of the past alone": Mutant(
-        "adam", "tl.maximum(steps - waited, MEMORY)", "steps - waited", adam.test_adam_flat
-    ),
+MUTANTS = {
+    name: Mutant(module, check, *bug)
+    for module, checks in BUGS.items()
+    for check, bugs in checks.items()
+    for name, bug in bugs.items()
 }
-PACKING = {
-    "bits of the next word": Mutant("sections", "(shift < 32)", "(shift < 33)", section_rows.test_one_section),
-    "free places hold bits": Mutant(
-        "sections",
-        "tl.where(held, tl.load(indices_ptr + at, mask=held, other=0) - low, 0)",
-        "tl.load(indices_ptr + at, mask=held, other=0) - low",
-        section_rows.test_one_section,
-    ),
-    "planes of codes reversed": Mutant(
-        "sections", "row_ptr + LOW_BITS + bit,", "row_ptr + LOW_BITS + BITS - 1 - bit,", section_rows.test_one_section
-    ),
-    "positions beyond the room": Mutant(
-        "select", "position < capacity", "position < capacity + 4", section_rows.test_more_bits_than_room
-    ),
-    "equal indices ascend": Mutant(
-        "sections",
-        "(before < offset)",
-        "(before <= offset)",
-        section_rows.test_each_kind_of_malformed_row,
-        {"fmt": FORMATS["fp32"]},
-    ),
-    "overflow unnoticed": Mutant(
-        "sections",
-        "(high >= 0) & (high <= ((span - 1) >> LOW_BITS)) & ",
-        "(high >= 0) & ",
-        section_rows.test_offsets_that_overflow,
-    ),
-    "sample of the first values": Mutant(
-        "sections", "at.to(tl.int64) * stride_of_sample", "at.to(tl.int64)", section_rows.test_long_samples
-    ),
-    "extents ignored": Mutant(
-        "sections",
-        "tl.atomic_max(own_ptr + 1, tl.max(",
-        "tl.atomic_max(own_ptr + 1, 0 * tl.max(",
-        section_rows.test_one_section,
-    ),
-    "NaN hidden by a scale": Mutant(
-        "sections", "largest >= INFINITY_KEY", "largest < 0", section_rows.test_one_section
-    ),
-}
-ROWS = {
-    "slots for ties that are not taken": Mutant(
-        "top_k", "tl.minimum(tied_before, ties)", "tied_before", padded.test_top_k_rows
-    ),
-    "digits of the first segment": Mutant(
-        "top_k",
-        "tl.num_programs(1) + tl.program_id(1)) * 256 + lane",
-        "tl.num_programs(1)) * 256 + lane",
-        padded.test_top_k_rows,
-    ),
-    "no padding": Mutant("top_k", "while taken < room:", "while taken < 0:", padded.test_top_k_rows),
-    "padding stays between entries": Mutant("entries", "total + at - rank", "at", padded.test_joined),
-    "rows of a union in another order": Mutant(
-        "entries", "tl.cast(row, tl.int64)", "tl.cast(rows - 1 - row, tl.int64)", padded.test_merge_rows
-    ),
-    "rows added in another order": Mutant(
-        "entries", "tl.cast(row, tl.int64)", "tl.cast(rows - 1 - row, tl.int64)", padded.test_add_rows
-    ),
-    "scale of rows forgotten": Mutant("entries", "value * scale", "value", padded.test_add_rows),
-    "padding before entries": Mutant(
-        "entries", "earlier = (index >= 0) & (index < sought)", "earlier = index < sought", padded.test_merge_rows
-    ),
-    "values before the first": Mutant(
-        "entries", "inside = (index >= 0) & (index < n)", "inside = index < n", padded.test_single_entries
-    ),
-    "scale of the first row": Mutant(
-        "sections", "extents_ptr + EXTENT * tl.program_id(1).to(tl.int64)", "extents_ptr", section_rows.test_rows
-    ),
-    "entries that are left out counted": Mutant(
-        "sections",
-        "tl.sum(keep.to(tl.int32)",
-        "tl.sum(used.to(tl.int32)",
-        section_rows.test_values_that_would_become_0,
-        {"fmt": FORMATS["4bit"]},
-    ),
-    "infinite scales accepted": Mutant(
-        "sections",
-        "(scale > 0) & (scale < 0x7F800000)",
-        "(scale > 0)",
-        section_rows.test_each_kind_of_malformed_row,
-        {"fmt": FORMATS["4bit"]},
-    ),
-    "entries of malformed rows kept": Mutant(
-        "sections",
-        "    if wrong:",
-        "    if wrong & (program > 0):",
-        section_rows.test_each_kind_of_malformed_row,
-        {"fmt": FORMATS["fp32"]},
-    ),
-}
-AVERAGING = {
-    "no code for a zero with a minus": Mutant(
-        "dense_bits",
-        "((values.to(tl.int32, bitcast=True) >> 31) & 1) << (BITS - 1)",
-        "(values < 0).to(tl.int32) << (BITS - 1)",
-        dense_bits.test_every_width,
-        {"bits": 1},
-    ),
-    "scales rounded down": Mutant("dense_bits", "rounding = (1 << dropped) - 1", "rounding = 0", dense_bits.test_steps),
-    "scales of a mean rounded towards zero": Mutant(
-        "dense_bits", "rounding = 1 << (dropped - 1)", "rounding = 0", dense_bits.test_steps
-    ),
-    "values behind the last one counted": Mutant(
-        "dense_bits", "total = tl.where(inside, total, 0.0)", "total = total + 0.0", dense_bits.test_steps
-    ),
-    "the own part rounded twice": Mutant(
-        "dense_bits",
-        "tl.where(row == part, own, (levels * scales[:, None]).to(tl.float64))",
-        "(levels * scales[:, None]).to(tl.float64)",
-        dense_bits.test_steps,
-    ),
-    "the own part sent": Mutant("dense_bits", "tl.where(row == part, 0, count)", "count", dense_bits.test_steps),
-    "messages in another order": Mutant(
-        "dense_bits",
-        "tl.cast(row, tl.int64) * size",
-        "tl.cast(parts - 1 - row, tl.int64) * size",
-        dense_bits.test_steps,
-    ),
-    "rest of the mean in units of the mean": Mutant(
-        "dense_bits", "total - ranks.to(tl.float64) * sent", "total - sent", dense_bits.test_steps
-    ),
-    "codes of a block that is not finite": Mutant(
-        "dense_bits",
-        "tl.where(ratio == ratio, ",
-        "tl.where(inside, ",
-        dense_bits.test_steps,
-    ),
-    "the sign of a code ignored": Mutant(
-        "dense_bits", "(codes >> (BITS - 1)) != 0", "codes < 0", dense_bits.test_every_width, {"bits": 4}
-    ),
-    "any scale accepted": Mutant(
-        "dense_bits", "(scales >= 0) & (scales <= 2 * LIMIT)", "scales == scales", dense_bits.test_steps
-    ),
-    "planes of codes in another order": Mutant(
-        "dense_bits", "(flat >> bit) & 1", "(flat >> (BITS - 1 - bit)) & 1", dense_bits.test_every_width, {"bits": 2}
-    ),
-    "the half behind the last scale not written": Mutant(
-        "dense_bits", "number < 2 * (size - held)", "number * WIDTH < length", dense_bits.test_steps
-    ),
-}
-MUTANTS = SELECTING | SCATTERING | PACKING | ROWS | AVERAGING
 
 # What the executor sees before the result is compared.
 SEEN_BY = {
@@ -360,7 +265,7 @@ def test_mutant_is_caught(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
     In the executor, a check of its own may see the bug before the result is compared: the one of the table.
     """
     mutate(MUTANTS[name], tmp_path, monkeypatch)
-    check, options = MUTANTS[name].check, MUTANTS[name].options
+    check = MUTANTS[name].check
     if hasattr(check, "_hypothesis_internal_use_settings"):
         # Finding the bug is enough. Shrinking the example would take minutes.
         quick = settings(
@@ -372,6 +277,6 @@ def test_mutant_is_caught(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(check, "_hypothesis_internal_use_settings", quick)
     monkeypatch.setattr(EXECUTOR, "orders", ORDERS[:1])
     with pytest.raises((AssertionError, FlakyFailure)) as caught:
-        check("cpu", **options)
+        check(device="cpu")
     if EXECUTED:
         assert getattr(caught.value, "check", "result") == SEEN_BY.get(name, "result")

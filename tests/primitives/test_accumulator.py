@@ -84,21 +84,3 @@ def test_at_least_inside_finds_every_non_finite_value(where: int, value: float) 
     expected[where] = value
     assert not acc.at_least_inside(1.5, 300, 700)[1]
     assert torch.equal(acc.dense().nan_to_num(), expected.nan_to_num())
-
-
-@pytest.mark.parametrize("needs_all", [False, True])
-def test_scaled_sum_has_its_units_back(needs_all: bool) -> None:
-    """Selected, added and cleared in scaled units: the sum has the same bits, whether or not it was divided itself."""
-    acc, expected = random_accumulator()
-    scale = 2.0 ** (torch.arange(1000) % 7)
-    scaled = acc.scaled(scale)
-    chosen = scaled.top_k(40)
-    if needs_all:
-        assert torch.equal(scaled.dense(), expected / scale)
-    assert torch.equal(chosen.values, (expected / scale)[chosen.indices.long()])
-    assert scaled.at_least(0.5).values.tolist() == [x for x in (expected / scale).tolist() if abs(x) >= 0.5]
-    scaled.clear(chosen.indices)
-    scaled.add(chosen.indices[:9], chosen.values[:9])
-    acc.unscale_from(scaled, scale)
-    expected[chosen.indices[9:].long()] = 0.0
-    assert torch.equal(acc.dense(), expected)

@@ -87,17 +87,6 @@ def test_collectives() -> None:
     assert found == list(zip(*alone, strict=True))
 
 
-def test_without_carriers_the_small_one_goes_first() -> None:
-    """Operations that nothing carries are performed alone, in front of the next carrier."""
-    seen: list[str] = []
-    patterns = [
-        carried(by_collectives(rank, 2, 4), by_collectives(rank, 2, 2, "small-"), {"small-gather": "gather"})
-        for rank in range(2)
-    ]
-    SimulatedScheduler(2).run(patterns, before_round=lambda _, ops: seen.append(ops[0].phase))
-    assert seen == ["small-scatter", "scatter", "gather"]
-
-
 def test_an_error_closes_the_other_pattern() -> None:
     """If one pattern raises, the other one is closed."""
     closed = []
