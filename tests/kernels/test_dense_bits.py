@@ -208,6 +208,22 @@ def test_not_finite_blocks_are_marked(bits: int) -> None:
 
 
 @every_width
+def test_hostile_messages_can_be_read(bits: int) -> None:
+    """Values of random words are NaN or below a known magnitude, and their scales say which."""
+    generator, numel, parts = torch.Generator().manual_seed(bits), 20_000, 7
+    words = dense_bits.words(dense_bits.part_length(numel, parts), FORMAT[bits])
+    messages = torch.randint(-(2**31), 2**31, (parts, words), generator=generator).to(torch.int32)
+    values = kernels.read_parts(messages, numel, FORMAT[bits])
+    assert (values.isnan() | (values.abs() <= 2 * dense_bits.LIMIT * 2**bits)).all()
+    of_values = (
+        dense_bits.scales_of(messages, numel, FORMAT[bits]).view(-1)[: -(-numel // 64)].repeat_interleave(64)[:numel]
+    )
+    assert torch.equal(of_values.isnan(), values.isnan())
+    mine = torch.ones(numel)
+    assert kernels.round_mean(messages, mine, 3, FORMAT[bits]).shape == (words,)
+
+
+@every_width
 @pytest.mark.parametrize("numel", [1000, 6000])
 def test_chunks_change_nothing(bits: int, numel: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Values at once and in chunks of two blocks have the same messages, means and remainders."""
