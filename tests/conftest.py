@@ -39,7 +39,7 @@ GROUPS = {
         ),
         *("test_doctor_fails_under_torchrun", "test_subclass_is_found"),
     ),
-    "pages": ("_page.py", "_pages.py", "test_pinned.py", "test_integration", "test_trainer_updates.py"),
+    "pages": ("_page.py", "_pages.py", "test_pinned.py", "test_integration"),
     "promises": ("tests/promises/", "tests/test_ranks.py"),
     "processes": ("tests/distributed/", "test_doctor_under_torchrun", "of_processes"),
 }

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import tritoncomm
 from kit import everywhere
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from tritoncomm import Recipe, SparseOptimizer
+from tritoncomm.checkpoint import ResidualState
 from tritoncomm.step.tensors.shards import local
 
 import laws
@@ -153,11 +157,30 @@ def residual(optimizer: SparseOptimizer) -> torch.Tensor:
     return torch.cat([vector.feedback.residual for vector in optimizer._tritoncomm.setup.exchange.vectors]).clone()
 
 
+def muon(model: nn.Module) -> list[torch.optim.Optimizer]:
+    """Return Muon for matrices, which has no rule for late gradients, and AdamW for the rest, which has one."""
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    rest = [p for p in model.parameters() if p.dim() == 1]
+    return [torch.optim.Muon(matrices, lr=0.05, weight_decay=0.0), torch.optim.AdamW(rest, lr=0.02)]
+
+
+def content(model: nn.Module, optimizer: SparseOptimizer, **fields: Any) -> dict[str, Any]:
+    """Return what torch.distributed.checkpoint saves and loads."""
+    weights, state = get_state_dict(model, optimizer)
+    return {"model": weights, "optimizer": state, "residuals": ResidualState(optimizer, **fields)}
+
+
+def load(model: nn.Module, optimizer: SparseOptimizer, path: Path, **fields: Any) -> None:
+    """Resume as docs/how-to/checkpoints.md shows."""
+    state = content(model, optimizer, **fields)
+    dcp.load(state, checkpoint_id=path)
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+
+
 class Pair:
-    """A plain module, and the same module of another kind: each has an optimizer, and they train alike to the bit.
+    """A plain module, and the same module in DDP: each has an optimizer, and they train alike to the bit.
 
     Args:
-        kind: See :func:`opened`. Shards of FSDP2 have one rank each, which has whole parameters.
         make: Returns the module.
         optimizer: Returns the optimizer of a module.
         settings: Arguments of :func:`exact`.
@@ -166,17 +189,15 @@ class Pair:
 
     def __init__(
         self,
-        kind: str = "ddp",
         make: Callable[[], nn.Module] = net,
         optimizer: Callable[[nn.Module], torch.optim.Optimizer] = adamw,
         settings: dict[str, Any] = {},  # noqa: B006 - it is not changed
         **fields: Any,
     ) -> None:
         self.plain = make()
-        outer = ddp(make(), **fields) if fields else None
-        self.model, given = opened(kind, make()) if outer is None else (outer, {"model": outer})
+        self.model = ddp(make(), **fields)
         self.of_plain = exact(optimizer(self.plain), **settings)
-        self.of_model = exact(optimizer(self.model), **settings | given)
+        self.of_model = exact(optimizer(self.model), **settings, model=self.model)
 
     @property
     def both(self) -> tuple[tuple[nn.Module, SparseOptimizer], ...]:

@@ -14,9 +14,24 @@ import torch
 import torch.distributed as dist
 import tritoncomm
 from kit import log_lines
-from models import Pair, adamw, ddp, equal, exact, flat, gradients, loss_of, net, residual, same, sgd, train
+from models import (
+    Pair,
+    adamw,
+    ddp,
+    equal,
+    exact,
+    flat,
+    gradients,
+    loss_of,
+    mesh,
+    net,
+    residual,
+    same,
+    sgd,
+    sharded,
+    train,
+)
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.distributed.algorithms.join import Join
 from torch.distributed.nn.functional import all_reduce
 from torch.nn.parallel import DistributedDataParallel
@@ -30,25 +45,6 @@ from ranks import ranks
 
 REFUSED = (ConfigurationError, ConfigMismatchError)  # a rank has its own error, or hears of that of another one
 AVERAGED = "equal on all ranks before the exchange"
-
-
-@ranks(3)
-@pytest.mark.parametrize(
-    ("optimizer", "settings", "steps"),
-    [
-        (adamw, {"warmup_steps": 2}, 25),  # past a renewal of the scale, and while DDP builds its buckets
-        (partial(adamw, amsgrad=True), {"algo": "topk_allgather"}, 4),
-        (sgd, {"algo": "spardl", "max_grad_norm": 0.5}, 4),
-        (sgd, {"dense_below": 1024, "small": "8bit", "warmup_steps": 16}, 4),  # as most users call it
-    ],
-)
-def test_methods(rank, world_size, optimizer, settings, steps):
-    """Several methods and optimizers."""
-    pair = Pair(optimizer=optimizer, settings=settings)
-    for step in range(steps):
-        pair.step(lambda model, step=step: loss_of(model, rank, step).backward())
-    assert equal(pair.model)
-    assert pair.of_model.metrics().get("grad_norm") == pair.of_plain.metrics().get("grad_norm")
 
 
 @ranks(2)
@@ -106,59 +102,6 @@ def test_unused_parameters(rank, world_size, view):
     assert equal(pair.model)
 
 
-@ranks(3)
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"gradient_as_bucket_view": True},
-        {"static_graph": True},
-        {"static_graph": True, "gradient_as_bucket_view": True},
-        {"bucket_cap_mb": 1000},
-        {"bucket_cap_mb": 0.0001, "broadcast_buffers": False},
-    ],
-)
-def test_options_of_ddp(rank, world_size, fields):
-    """A static graph, gradients that are views of buckets, one bucket and many. A frozen parameter stays."""
-
-    def frozen():
-        model = net()
-        model[2].bias.requires_grad_(False)
-        return model
-
-    pair = Pair(make=frozen, **fields)
-    for step in range(4):
-        pair.step(lambda model, step=step: loss_of(model, rank, step).backward(), set_to_none=step != 2)
-    assert torch.equal(pair.model.module[2].bias, net()[2].bias)
-
-
-@ranks(3)
-def test_clipping_closure_flush_and_schedule(rank, world_size):
-    """They work as without DDP."""
-    pair = Pair(settings={"max_grad_norm": 0.5})
-    schedules = [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9) for _, optimizer in pair.both]
-    for step in range(6):
-        for (model, optimizer), schedule in zip(pair.both, schedules, strict=True):
-
-            def closure(model=model, optimizer=optimizer, step=step):
-                optimizer.zero_grad()
-                loss = loss_of(model, rank, step)
-                loss.backward()
-                return loss
-
-            if step % 2:
-                assert optimizer.step(closure) > 0
-            else:
-                closure()
-                optimizer.synchronize()
-                nn.utils.clip_grad_norm_(model.parameters(), 0.01)
-                optimizer.step()
-            schedule.step()
-        pair.check()
-    for _, optimizer in pair.both:
-        optimizer.flush()
-    pair.check()
-
-
 class Statistics(nn.Module):
     """Normalizes by statistics of the batches of all ranks: a collective in both passes, as ``SyncBatchNorm`` has."""
 
@@ -210,27 +153,52 @@ def strided(kind):
     return model
 
 
-LAYERS = {
-    "a collective in a backward pass": Statistics,
-    "nested passes": Stack,
-    "two dtypes": TwoTypes,
-    "swapped strides": partial(strided, "swapped"),
-    "gaps": partial(strided, "gaps"),
-}
+def frozen():
+    """Return a model with a bias that does not train."""
+    model = net()
+    model[2].bias.requires_grad_(False)
+    return model
+
+
+SITUATIONS = {
+    "a renewal of the scale, and while DDP builds its buckets": {"settings": {"warmup_steps": 2}, "steps": 25},
+    "AMSGrad": {"optimizer": partial(adamw, amsgrad=True), "settings": {"algo": "topk_allgather"}},
+    "clipped": {"optimizer": sgd, "settings": {"algo": "spardl", "max_grad_norm": 0.5}},
+    "as most users call it": {
+        "optimizer": sgd, "settings": {"dense_below": 1024, "small": "8bit", "warmup_steps": 16}
+    },
+    "views of buckets": {"make": frozen, "gradient_as_bucket_view": True},
+    "a static graph": {"make": frozen, "static_graph": True},
+    "views in a static graph": {"make": frozen, "static_graph": True, "gradient_as_bucket_view": True},
+    "one bucket": {"bucket_cap_mb": 1000},
+    "many buckets": {"bucket_cap_mb": 0.0001, "broadcast_buffers": False},
+    "a collective in a backward pass": {"make": Statistics},
+    "nested passes": {"make": Stack},
+    "two dtypes": {"make": TwoTypes},
+    "swapped strides": {"make": partial(strided, "swapped")},
+    "gaps": {"make": partial(strided, "gaps")},
+}  # fmt: skip
 
 
 @ranks(3)
-@pytest.mark.parametrize("kind", LAYERS)
-def test_kinds_of_layers(rank, world_size, kind):
-    """All train as in a plain module, and hooks see this rank's own gradients."""
-    pair, seen = Pair(make=LAYERS[kind]), []
+@pytest.mark.parametrize("name", SITUATIONS)
+def test_situations(rank, world_size, name):
+    """Methods, options of DDP and kinds of layers: all train as in a plain module. Hooks see this rank's gradients."""
+    fields = dict(SITUATIONS[name])
+    steps = fields.pop("steps", 4)
+    pair, seen = Pair(**fields), []
     for parameter in pair.model.module.parameters():
-        parameter.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
-    for step in range(3):
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
+    for step in range(steps):
         seen.clear()
-        pair.step(lambda model, step=step: loss_of(model, rank, step).backward())
-        assert len(seen) == len(list(pair.plain.parameters()))
+        pair.step(lambda model, step=step: loss_of(model, rank, step).backward(), set_to_none=step != 2)
+        assert len(seen) == sum(parameter.requires_grad for parameter in pair.plain.parameters())
         assert not equal(seen)
+    assert equal(pair.model)
+    assert pair.of_model.metrics().get("grad_norm") == pair.of_plain.metrics().get("grad_norm")
+    if fields.get("make") is frozen:
+        assert torch.equal(pair.model.module[2].bias, net()[2].bias)
 
 
 @ranks(3)
@@ -333,49 +301,6 @@ def trained_alone(kind, *, wrapped):
     return flat(model)
 
 
-@ranks(3)
-def test_optimizer_that_was_not_wrapped(rank, world_size):
-    """Its error says what to do, which works. One of another model, or of a model that averages, steps on."""
-    model = ddp(net())
-    bare = torch.optim.SGD([p for p in model.parameters() if p.dim() == 1], lr=0.1)
-    optimizer = exact(torch.optim.AdamW([p for p in model.parameters() if p.dim() > 1], lr=0.01), model=model)
-    loss_of(model, rank, 0).backward()
-    before = flat(model)
-    with pytest.raises(ConfigurationError, match=r"SGD steps '0\.bias'.*call tritoncomm\.wrap\(optimizer, model=model"):
-        bare.step()
-    assert torch.equal(flat(model), before)
-    optimizer.step()
-    other = exact(bare, model=model)
-    for step in range(1, 4):
-        other.zero_grad()
-        train(model, optimizer, rank, [step])
-        other.step()
-    assert equal(model)
-    averaged = ddp(net())
-    loss_of(averaged, rank, 0).backward()
-    torch.optim.SGD(averaged.parameters(), lr=0.1).step()
-    assert equal(averaged)
-
-
-@ranks(2)
-@pytest.mark.parametrize("kind", ["plain", "ddp"])
-def test_result_of_wrapping_a_list_that_was_not_assigned(rank, world_size, kind):
-    """A step of a part is an error that says so, as long as the result exists."""
-    model = inner = net()
-    model = inner if kind == "plain" else ddp(inner)
-    parts = [sgd(inner[:2]), adamw(inner[2:])]
-    kept = exact(parts, model=model)
-    loss_of(model, rank, 0).backward()
-    before = flat(model)
-    for part in parts:
-        said = rf"this {type(part).__name__} was wrapped.*own step\(\) does not exchange gradients: call step\(\) of"
-        with pytest.raises(RuntimeError, match=said):
-            part.step()
-    assert torch.equal(flat(model), before)
-    train(model, kept, rank, range(2))
-    assert equal(model)
-
-
 @ranks(2)
 def test_released(rank, world_size):
     """The module of a released optimizer still averages nothing, and the error names the way back to dense."""
@@ -455,13 +380,8 @@ def own_hook(state, bucket):  # DDP accepts no annotation that is text
 
 
 @ranks(2)
-def test_other_hooks(rank, world_size):
-    """They are refused by name, at ``wrap`` and later, and nothing has changed. So are DDP's mixed precision."""
-    for hook, state in ((powerSGD_hook, PowerSGDState(None, matrix_approximation_rank=1)), (own_hook, None)):
-        model = ddp(net())
-        model.register_comm_hook(state, hook)
-        with pytest.raises(REFUSED, match=hook.__name__):
-            exact(adamw(model), model=model)
+def test_what_ddp_does_beside(rank, world_size):
+    """Mixed precision of DDP is refused, a failed ``wrap`` leaves a module that averages, and a hook comes too late."""
     halved = DistributedDataParallel(nn.Linear(6, 3), mixed_precision=_MixedPrecision(param_dtype=torch.bfloat16))
     with pytest.raises(REFUSED, match="mixed_precision"):
         exact(adamw(halved), model=halved)
@@ -517,16 +437,18 @@ def test_parameters_that_ddp_does_not_know(rank, world_size, kind):
     assert torch.equal(*ends)
 
 
-@ranks(3)
-def test_process_groups_are_used_again(rank, world_size):
+@ranks(4)
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_process_groups_are_used_again(rank, world_size, kind):
     """Wrapping an optimizer again, or that of another model, creates no further process group."""
-    counts = []
+    over, counts = mesh(), []
+    given = {"process_group": over["replicate"].get_group()} if kind == "fsdp" else {}
     for number in range(5):
-        model = ddp(net())
-        optimizer = exact(adamw(model), model=model)
+        model = ddp(net()) if kind == "ddp" else sharded(net(), over)
+        optimizer = exact(adamw(model), model=model, **given)
         train(model, optimizer, rank, range(1))
         optimizer.release()
-        exact(optimizer, model=model)
+        exact(optimizer, model=model, **given)
         counts.append(len(dist.distributed_c10d._world.pg_names))
         del model, optimizer
         if rank != 1 or number % 2:  # ranks need not collect the garbage at the same time
@@ -553,28 +475,6 @@ def test_early_termination(rank, world_size):
     assert equal(model)
     with ddp(net()).join():  # of a model that averages
         pass
-
-
-@ranks(3)
-def test_new_module_in_a_smaller_group(rank, world_size):
-    """``reset_process_group`` takes a new DDP module around the same module, which averages nothing either."""
-    model = ddp(net())
-    optimizer = exact(adamw(model), model=model)
-    train(model, optimizer, rank, range(4))
-    pending = residual(optimizer)
-    group = dist.new_group([0, 2])
-    if rank == 1:
-        return
-    smaller = ddp(model.module, process_group=group)
-    optimizer.reset_process_group(group, model=smaller)
-    assert torch.allclose(residual(optimizer), pending * 2 / 3)
-    optimizer.zero_grad()
-    loss_of(smaller, rank, 4).backward()
-    assert not same(gradients(smaller).tolist(), group)
-    optimizer.step()
-    train(smaller, optimizer, rank, range(5, 7))
-    assert equal(smaller, group)
-    assert optimizer.metrics()["steps"] == 7
 
 
 @ranks(3)

@@ -1,18 +1,38 @@
-"""Trainers with several optimizers, a scaler, and parameters that train later, beside the same training by hand."""
+"""Trainers with several optimizers, a scaler, parameters that train later, or none that we wrapped."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import tritoncomm
-from test_integrations import LR, SETTINGS, needs, rows, under_torchrun
+from kit import log_lines
+from models import residual, same
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from trainers import (
+    LR,
+    SETTINGS,
+    Net,
+    accelerator,
+    batches,
+    hugging_face,
+    lightning,
+    lightning_module,
+    linear,
+    needs,
+    rows,
+    sparse_gradients,
+    under_torchrun,
+    values,
+    wrap_prepared,
+)  # fmt: skip
+from tritoncomm import ConfigurationError
 
 from ranks import ranks
 
@@ -40,21 +60,7 @@ class Gan(nn.Module):
         return [torch.optim.AdamW(self.critic.parameters(), lr=LR), torch.optim.SGD(self.generator.parameters(), lr=LR)]
 
 
-def values(net: nn.Module) -> list[float]:
-    """Return all parameters."""
-    return torch.cat([parameter.detach().flatten() for parameter in net.parameters()]).tolist()
-
-
-def batches(rank: int, world_size: int, count: int = STEPS) -> list[torch.Tensor]:
-    """Return the batches of this rank."""
-    return list(torch.stack(rows(world_size * 8 * count)).unflatten(0, (count, world_size, 8))[:, rank])
-
-
-def check_equal_on_all_ranks(net: nn.Module) -> None:
-    """The replicas have the same bits."""
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, values(net))
-    assert all(each == gathered[0] for each in gathered)
+PLAYERS = ("critic", "generator")
 
 
 def gan_by_hand(data: list[torch.Tensor], clip: Callable[[Any, Any], None]) -> Gan:
@@ -63,7 +69,7 @@ def gan_by_hand(data: list[torch.Tensor], clip: Callable[[Any, Any], None]) -> G
     model = DistributedDataParallel(net, find_unused_parameters=True)
     players = [tritoncomm.wrap(each, model=model, **SETTINGS) for each in net.optimizers()]
     for x in data:
-        for player, optimizer in zip(("critic", "generator"), players, strict=True):
+        for player, optimizer in zip(PLAYERS, players, strict=True):
             optimizer.zero_grad()
             model(x, player).backward()
             optimizer.synchronize()
@@ -76,195 +82,245 @@ def gan_by_hand(data: list[torch.Tensor], clip: Callable[[Any, Any], None]) -> G
 
 @needs("accelerate")
 @ranks(2, limit=200.0)
-def test_accelerate_gan(rank, world_size):
+@pytest.mark.parametrize("name", ["norm", "value"])
+def test_accelerate_gan(rank, world_size, name):
     """Two models are clipped and stepped in turns. What is not clipped is not exchanged."""
-    from accelerate import Accelerator, DistributedDataParallelKwargs  # noqa: PLC0415 - optional
-    from tritoncomm.integrations.accelerate import wrap  # noqa: PLC0415 - optional
-
     under_torchrun(rank, world_size)
-    data = batches(rank, world_size)
-    for name in ("norm", "value"):
-        unused = DistributedDataParallelKwargs(find_unused_parameters=True)
-        accelerator = Accelerator(cpu=True, kwargs_handlers=[unused])
-        net = Gan()
-        model, *players = accelerator.prepare(net, *net.optimizers())
-        sparse = [wrap(accelerator, model, each, **SETTINGS) for each in players]
-        clip = getattr(accelerator, f"clip_grad_{name}_")
-        for x in data:
-            for player, optimizer in zip(("critic", "generator"), players, strict=True):
-                optimizer.zero_grad()
-                accelerator.backward(model(x, player))
-                clip(getattr(net, player).parameters(), MAX_NORM)
-                assert [each.is_synchronized for each in sparse] == [player == "critic", player == "generator"]
-                optimizer.step()
-        assert values(net) == values(gan_by_hand(data, getattr(nn.utils, f"clip_grad_{name}_")))
-        assert [each.metrics()["skipped_steps"] for each in sparse] == [0.0, 0.0]
-        check_equal_on_all_ranks(net)
+    data = batches(rank, world_size, STEPS)
+    unused = import_module("accelerate").DistributedDataParallelKwargs(find_unused_parameters=True)
+    accelerated, net = accelerator(kwargs_handlers=[unused]), Gan()
+    model, *players = accelerated.prepare(net, *net.optimizers())
+    sparse = [wrap_prepared(accelerated, model, each, **SETTINGS) for each in players]
+    clip = getattr(accelerated, f"clip_grad_{name}_")
+    for x in data:
+        for player, optimizer in zip(PLAYERS, players, strict=True):
+            optimizer.zero_grad()
+            accelerated.backward(model(x, player))
+            clip(getattr(net, player).parameters(), MAX_NORM)
+            assert [each.is_synchronized for each in sparse] == [player == each for each in PLAYERS]
+            optimizer.step()
+    assert values(net) == values(gan_by_hand(data, getattr(nn.utils, f"clip_grad_{name}_")))
+    assert [each.metrics()["skipped_steps"] for each in sparse] == [0.0, 0.0]
+    assert same(values(net))
 
 
 @needs("accelerate")
 @ranks(2, limit=200.0)
-def test_accelerate_gradient(rank, world_size):
-    """With max_grad_norm, the accelerator returns the norm of the mean gradient, and does not clip again."""
-    from accelerate import Accelerator  # noqa: PLC0415 - optional
-    from tritoncomm.integrations.accelerate import wrap  # noqa: PLC0415 - optional
+@pytest.mark.parametrize("clips", [True, False])
+def test_accelerate_fp16(rank, world_size, clips):
+    """A scaler needs no argument. An overflow on one rank is a skipped step, and a lower scale, on all."""
+    under_torchrun(rank, world_size)
+    accelerated, net = accelerator(), linear()
+    # Accelerate has no fp16 on a CPU. This is what it sets on a GPU.
+    accelerated.native_amp, accelerated.state._mixed_precision = True, "fp16"
+    accelerated.scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    optimizer = torch.optim.SGD(net.parameters(), lr=LR)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+    model, optimizer, schedule = accelerated.prepare(net, optimizer, schedule)
+    sparse = wrap_prepared(accelerated, model, optimizer, on_nonfinite="raise", **SETTINGS)
+    skipped, rates, norms = [], [], []
+    for step, x in enumerate(batches(rank, world_size, STEPS)):
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        accelerated.backward(loss * (float("inf") if (step, rank) == (2, 1) else 1.0))
+        if clips:
+            norms.append(float(accelerated.clip_grad_norm_(model.parameters(), MAX_NORM)))
+        optimizer.step()
+        schedule.step()
+        skipped.append(optimizer.step_was_skipped)
+        rates.append(schedule.get_last_lr()[0])
+    assert skipped == [step == 2 for step in range(STEPS)]
+    assert rates[2] == rates[1] > rates[3]
+    assert all(0.1 < norm < 10 for number, norm in enumerate(norms) if number != 2), "norms are unscaled"
+    assert accelerated.scaler.get_scale() == 2.0
+    assert sparse.metrics()["steps"] == STEPS - 1
+    assert same(values(net))
 
+
+@needs("accelerate")
+@ranks(2, limit=200.0)
+def test_accelerate_does_not_clip_again(rank, world_size):
+    """With max_grad_norm, gradients that the accelerator is told to clip are limited already."""
     under_torchrun(rank, world_size)
     found = []
     for clips in (True, False):
-        accelerator = Accelerator(cpu=True)
-        torch.manual_seed(0)
-        model, optimizer = accelerator.prepare(net := nn.Linear(16, 16), torch.optim.AdamW(net.parameters(), lr=LR))
-        sparse = wrap(accelerator, model, optimizer, **SETTINGS, max_grad_norm=MAX_NORM)
-        for x in batches(rank, world_size):
+        accelerated, net = accelerator(), linear()
+        model, optimizer = accelerated.prepare(net, torch.optim.AdamW(net.parameters(), lr=LR))
+        wrap_prepared(accelerated, model, optimizer, **SETTINGS, max_grad_norm=MAX_NORM)
+        for x in batches(rank, world_size, STEPS):
             optimizer.zero_grad()
-            accelerator.backward(model(x).square().mean())
+            accelerated.backward(model(x).square().mean())
             if clips:
-                norm = accelerator.clip_grad_norm_(model.parameters(), 1e-6)
+                accelerated.clip_grad_norm_(model.parameters(), 1e-6)
             optimizer.step()
         found.append(values(net))
-        if clips:
-            assert float(norm) == pytest.approx(sparse.metrics()["grad_norm"])
-            assert norm > MAX_NORM
     assert found[0] == found[1]
 
 
-@needs("accelerate")
-@ranks(2, limit=200.0)
-def test_accelerate_fp16(rank, world_size):
-    """A scaler needs no argument. An overflow on one rank is a skipped step, and a lower scale, on all."""
-    from accelerate import Accelerator  # noqa: PLC0415 - optional
-    from tritoncomm.integrations.accelerate import wrap  # noqa: PLC0415 - optional
-
-    under_torchrun(rank, world_size)
-    for clips in (True, False):
-        accelerator = Accelerator(cpu=True)
-        # Accelerate has no fp16 on a CPU. This is what it sets on a GPU.
-        accelerator.native_amp, accelerator.state._mixed_precision = True, "fp16"
-        accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-        torch.manual_seed(0)
-        optimizer = torch.optim.SGD((net := nn.Linear(16, 16)).parameters(), lr=LR)
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
-        model, optimizer, schedule = accelerator.prepare(net, optimizer, schedule)
-        sparse = wrap(accelerator, model, optimizer, on_nonfinite="raise", **SETTINGS)
-        skipped, rates, norms = [], [], []
-        for step, x in enumerate(batches(rank, world_size)):
-            optimizer.zero_grad()
-            loss = model(x).square().mean()
-            accelerator.backward(loss * (float("inf") if (step, rank) == (2, 1) else 1.0))
-            if clips:
-                norms.append(float(accelerator.clip_grad_norm_(model.parameters(), MAX_NORM)))
-            optimizer.step()
-            schedule.step()
-            skipped.append(optimizer.step_was_skipped)
-            rates.append(schedule.get_last_lr()[0])
-        assert skipped == [step == 2 for step in range(STEPS)]
-        assert rates[2] == rates[1] > rates[3]
-        assert all(0.1 < norm < 10 for number, norm in enumerate(norms) if number != 2), "norms are unscaled"
-        assert accelerator.scaler.get_scale() == 2.0
-        assert sparse.metrics()["steps"] == STEPS - 1
-        check_equal_on_all_ranks(net)
+def alone_in_accelerate(data: list[torch.Tensor], folder: str, *, sparse: bool) -> nn.Module:
+    """Train and clip."""
+    accelerated, net = accelerator(), Net()
+    model, optimizer = accelerated.prepare(net, torch.optim.AdamW(net.parameters(), lr=LR))
+    if sparse:
+        wrap_prepared(accelerated, model, optimizer, **SETTINGS)
+    for x in data:
+        optimizer.zero_grad()
+        accelerated.backward(model(x)["loss"])
+        accelerated.clip_grad_norm_(model.parameters(), MAX_NORM)
+        optimizer.step()
+    return net
 
 
-@needs("lightning")
+def alone_in_lightning(data: list[torch.Tensor], folder: str, *, sparse: bool) -> nn.Module:
+    """Train and clip."""
+    trainer = lightning(1, SETTINGS if sparse else None, max_epochs=1, gradient_clip_val=MAX_NORM)
+    module = lightning_module(Net(), lambda net: torch.optim.AdamW(net.parameters(), lr=LR))
+    trainer.fit(module, torch.utils.data.DataLoader(torch.cat(data), batch_size=8))
+    return module.net
+
+
+def alone_in_transformers(data: list[torch.Tensor], folder: str, *, sparse: bool) -> nn.Module:
+    """Train and clip."""
+    net, callbacks = Net(), [sparse_gradients(**SETTINGS)] if sparse else []
+    hugging_face(folder, net, *callbacks, max_steps=STEPS, max_grad_norm=MAX_NORM, learning_rate=LR).train()
+    return net
+
+
+ALONE = {
+    "accelerate": alone_in_accelerate, "lightning": alone_in_lightning, "transformers": alone_in_transformers
+}  # fmt: skip
+
+
 @ranks(1, limit=200.0)
-def test_alone(rank, world_size):
-    """A single worker trains and clips in Accelerate and Lightning as without this library, to the bit."""
-    import lightning  # noqa: PLC0415 - optional
-    from accelerate import Accelerator  # noqa: PLC0415 - optional
-    from lightning.pytorch.strategies import DDPStrategy  # noqa: PLC0415 - optional
-    from tritoncomm.integrations.accelerate import wrap  # noqa: PLC0415 - optional
-    from tritoncomm.integrations.lightning import SparseDDPStrategy  # noqa: PLC0415 - optional
-
+@pytest.mark.parametrize("framework", [pytest.param(name, marks=needs(name)) for name in ALONE])
+def test_alone(rank, world_size, framework, tmp_path):
+    """A single worker trains and clips as without this library, to the bit."""
     under_torchrun(rank, world_size)
-    data = batches(rank, world_size)
+    data = batches(rank, world_size, STEPS)
+    ours, bare = (values(ALONE[framework](data, str(tmp_path), sparse=each)) for each in (True, False))
+    assert ours == bare != values(Net())
 
-    class Module(lightning.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.net = nn.Linear(16, 16)
 
-        def training_step(self, x: torch.Tensor, _: int) -> torch.Tensor:
-            return self.net(x).square().mean()
+@needs("transformers")
+@ranks(2, limit=200.0)
+def test_limits_of_transformers(rank, world_size, tmp_path):
+    """Without a limit nothing is clipped. A limit that is passed has precedence. The Trainer clips again afterwards."""
+    under_torchrun(rank, world_size)
 
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.AdamW(self.parameters(), lr=LR)
+    def trained(limit: float, *, part: bool = False, **settings: Any) -> tuple[Any, tritoncomm.SparseOptimizer]:
+        net, callback = Net(), sparse_gradients(**SETTINGS | settings)
+        own = {"optimizers": (torch.optim.AdamW(net.layers[0].parameters()), None)} if part else {}
+        trainer = hugging_face(str(tmp_path), net, callback, max_steps=2, max_grad_norm=limit, **own)
+        trainer.train()
+        assert same(values(net))
+        return trainer, callback.optimizer
 
-    def with_lightning(strategy: Any) -> list[float]:
-        trainer = lightning.Trainer(
-            accelerator="cpu", devices=1, strategy=strategy, max_epochs=1, logger=False, enable_progress_bar=False,
-            enable_model_summary=False, enable_checkpointing=False, gradient_clip_val=MAX_NORM,
+    for clips_itself in (trained(0.0), trained(-1.0), trained(MAX_NORM, part=True)):
+        assert "grad_norm" not in clips_itself[1].metrics()
+    trainer, optimizer = trained(MAX_NORM, max_grad_norm=123.0)
+    assert optimizer._tritoncomm.setup.options.max_grad_norm == 123.0
+    parameter = nn.Parameter(torch.ones(100))
+    parameter.grad = torch.ones(100)
+    trainer.accelerator.clip_grad_norm_([parameter], 1.0)
+    assert float(parameter.grad.norm()) == pytest.approx(1.0)
+
+
+@needs("transformers")
+@ranks(2, limit=200.0)
+def test_trainer_that_trains_again(rank, world_size, tmp_path):
+    """After an interrupt, as in a notebook, and from a checkpoint, although it loads one rank's state on all first."""
+    under_torchrun(rank, world_size)
+    transformers = import_module("transformers")
+
+    class Interrupt(transformers.TrainerCallback):
+        def on_step_end(self, _: Any, state: Any, *__: Any, **___: Any) -> None:
+            if state.global_step == 1:
+                raise KeyboardInterrupt
+
+    callback, interrupt = sparse_gradients(**SETTINGS), Interrupt()
+    saving = {"save_strategy": "steps", "save_steps": 2}
+    trainer = hugging_face(str(tmp_path), Net(), callback, interrupt, max_steps=4, **saving)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    trainer.remove_callback(interrupt)
+    trainer.train()
+    assert callback.optimizer is trainer.optimizer.optimizer
+    first = values(trainer.model)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert values(trainer.model) == first
+
+
+class Short(Net):
+    """Runs out of memory once."""
+
+    def forward(self, x: torch.Tensor, labels: Any = None) -> dict[str, torch.Tensor]:
+        """Return the loss, or fail."""
+        if len(x) == 8 and len(self.losses) == 4:
+            raise RuntimeError("CUDA out of memory.")
+        return super().forward(x, labels)
+
+
+@needs("transformers")
+@ranks(2, limit=200.0)
+def test_pending_update_of_a_trainer(rank, world_size, tmp_path):
+    """It goes on in a second ``train()``, and after memory was short, without a warning."""
+    under_torchrun(rank, world_size)
+
+    class Begin(import_module("transformers").TrainerCallback):
+        def on_train_begin(self, *_: Any, **__: Any) -> None:
+            found.append((residual(callback.optimizer), callback.optimizer.metrics()["steps"]))
+
+    for kind in (Short, Net):
+        found: list[tuple[torch.Tensor, float]] = []
+        callback, net = sparse_gradients(**SETTINGS), kind()
+        trainer = hugging_face(
+            str(tmp_path), net, callback, Begin(), max_steps=4 if kind is Net else 6, per_device_train_batch_size=8,
+            auto_find_batch_size=kind is Short, samples=256,
         )  # fmt: skip
-        module = Module()
-        trainer.fit(module, torch.utils.data.DataLoader(torch.cat(data), batch_size=8))
-        return values(module)
-
-    def with_accelerate(**settings: Any) -> list[float]:
-        accelerator, module = Accelerator(cpu=True), Module()
-        model, optimizer = accelerator.prepare(module.net, module.configure_optimizers())
-        if settings:
-            wrap(accelerator, model, optimizer, **settings)
-        for x in data:
-            optimizer.zero_grad()
-            accelerator.backward(model(x).square().mean())
-            accelerator.clip_grad_norm_(model.parameters(), MAX_NORM)
-            optimizer.step()
-        return values(module)
-
-    assert with_accelerate(**SETTINGS) == with_accelerate()
-    dense, sparse = (
-        DDPStrategy(process_group_backend="gloo"),
-        SparseDDPStrategy(process_group_backend="gloo", **SETTINGS),
-    )
-    assert with_lightning(sparse) == with_lightning(dense)
+        with log_lines() as lines:
+            trainer.train()
+            if kind is Net:
+                pending = residual(callback.optimizer)
+                trainer.train()
+                assert torch.equal(found[1][0], pending)
+        assert not lines
+        assert [steps for _, steps in found] == [0, 4]
+        assert found[1][0].any()
+        assert same(values(net))
+    trainer.model.layers[0].weight.requires_grad_(requires_grad=False)
+    trainer.model_wrapped = trainer.model  # so that DDP knows
+    trainer.train()  # by other parameters: the pending update is lost
+    assert found[-1][1] == 0
 
 
 @needs("lightning")
 @ranks(2, limit=200.0)
 def test_lightning_gan(rank, world_size, tmp_path):
     """Two optimizers of one module, toggled and clipped by manual optimization. Both continue from a checkpoint."""
-    folder = str(tmp_path / "checkpoints")
-    import lightning  # noqa: PLC0415 - optional
-    from tritoncomm.integrations.lightning import SparseDDPStrategy  # noqa: PLC0415 - optional
-
     under_torchrun(rank, world_size)
     data = rows(world_size * 8 * STEPS)
 
-    class Module(lightning.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.automatic_optimization = False
-            self.net = Gan()
-            self.seen: list[torch.Tensor] = []
+    def turns(self: Any, x: torch.Tensor, _: int) -> None:
+        self.seen.append(x)
+        for player, optimizer in zip(PLAYERS, self.optimizers(), strict=True):
+            self.toggle_optimizer(optimizer)
+            optimizer.zero_grad()
+            self.manual_backward(self.net(x, player))
+            self.clip_gradients(optimizer, MAX_NORM, "norm")
+            optimizer.step()
+            self.untoggle_optimizer(optimizer)
 
-        def training_step(self, x: torch.Tensor, _: int) -> None:
-            self.seen.append(x)
-            for player, optimizer in zip(("critic", "generator"), self.optimizers(), strict=True):
-                self.toggle_optimizer(optimizer)
-                optimizer.zero_grad()
-                self.manual_backward(self.net(x, player))
-                self.clip_gradients(optimizer, MAX_NORM, "norm")
-                optimizer.step()
-                self.untoggle_optimizer(optimizer)
+    def epoch(self: Any) -> torch.utils.data.DataLoader:
+        half = world_size * 8 * SAVE_AT
+        first = half * self.trainer.current_epoch
+        return torch.utils.data.DataLoader(data[first : first + half], batch_size=8)
 
-        def configure_optimizers(self) -> list[torch.optim.Optimizer]:
-            return self.net.optimizers()
-
-        def train_dataloader(self) -> torch.utils.data.DataLoader:
-            half = world_size * 8 * SAVE_AT
-            first = half * self.trainer.current_epoch
-            return torch.utils.data.DataLoader(data[first : first + half], batch_size=8)
-
-    def train(path: str | None) -> tuple[Module, list[Any]]:
-        module = Module()
-        strategy = SparseDDPStrategy(process_group_backend="gloo", find_unused_parameters=True, **SETTINGS)
-        saving = lightning.pytorch.callbacks.ModelCheckpoint(folder, "{epoch}", save_top_k=-1)
-        trainer = lightning.Trainer(
-            accelerator="cpu", devices=world_size, strategy=strategy, max_epochs=2, logger=False,
-            enable_progress_bar=False, enable_model_summary=False, reload_dataloaders_every_n_epochs=1,
-            callbacks=[] if path else [saving], enable_checkpointing=path is None,
-        )  # fmt: skip
+    def train(path: str | None) -> tuple[Any, list[Any]]:
+        module = lightning_module(Gan(), Gan.optimizers, training_step=turns, train_dataloader=epoch)
+        module.automatic_optimization, module.seen = False, []
+        settings = SETTINGS | {"find_unused_parameters": True}
+        folder = None if path else str(tmp_path)
+        trainer = lightning(world_size, settings, folder, max_epochs=2, reload_dataloaders_every_n_epochs=1)
         trainer.fit(module, ckpt_path=path)
         return module, trainer.optimizers
 
@@ -272,12 +328,11 @@ def test_lightning_gan(rank, world_size, tmp_path):
     assert [each.metrics()["steps"] for each in optimizers] == [STEPS, STEPS]
     assert [each.metrics()["skipped_steps"] for each in optimizers] == [0, 0]
     assert values(module.net) == values(gan_by_hand(module.seen, nn.utils.clip_grad_norm_))
-    check_equal_on_all_ranks(module.net)
-    path = Path(folder) / "epoch=0.ckpt"
-    assert {each.name for each in Path(folder).glob("epoch=0.ckpt.*")} == {
+    assert same(values(module.net))
+    assert {each.name for each in tmp_path.glob("epoch=0.ckpt.*")} == {
         "epoch=0.ckpt.tritoncomm", "epoch=0.ckpt.tritoncomm_1"
     }  # fmt: skip
-    resumed, restored = train(str(path))
+    resumed, restored = train(str(tmp_path / "epoch=0.ckpt"))
     assert values(resumed.net) == values(module.net)
     for one, other in zip(optimizers, restored, strict=True):
         assert one.state_dict()["tritoncomm"]["checksum"] == other.state_dict()["tritoncomm"]["checksum"]
@@ -287,44 +342,25 @@ def test_lightning_gan(rank, world_size, tmp_path):
 @ranks(2, limit=200.0)
 def test_lightning_fp16(rank, world_size):
     """Mixed precision in fp16 with gradient_clip_val is the loop by hand. An overflow is skipped on all ranks."""
-    import lightning  # noqa: PLC0415 - optional
-    from tritoncomm.integrations.lightning import SparseDDPStrategy  # noqa: PLC0415 - optional
-
     under_torchrun(rank, world_size)
-    data = batches(rank, world_size)
+    data = batches(rank, world_size, STEPS)
 
     def loss_of(model: nn.Module, step: int) -> torch.Tensor:
         return model(data[step]).square().mean() * (float("inf") if (step, rank) == (2, 1) else 1.0)
 
-    def network() -> nn.Linear:
-        torch.manual_seed(0)
-        return nn.Linear(16, 16)
-
-    class Module(lightning.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = network()
-
-        def training_step(self, _: torch.Tensor, step: int) -> torch.Tensor:
-            return loss_of(self.net, step)
-
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.AdamW(self.parameters(), lr=LR)
-
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    plugin = lightning.pytorch.plugins.MixedPrecision("16-mixed", "cpu", scaler)
-    trainer = lightning.Trainer(
-        accelerator="cpu", devices=world_size, strategy=SparseDDPStrategy(process_group_backend="gloo", **SETTINGS),
-        plugins=[plugin], max_epochs=1, logger=False, enable_progress_bar=False, enable_model_summary=False,
-        enable_checkpointing=False, gradient_clip_val=MAX_NORM,
+    plugin = import_module("lightning").pytorch.plugins.MixedPrecision("16-mixed", "cpu", scaler)
+    trainer = lightning(world_size, SETTINGS, plugins=[plugin], max_epochs=1, gradient_clip_val=MAX_NORM)
+    module = lightning_module(
+        linear(), lambda net: torch.optim.AdamW(net.parameters(), lr=LR),
+        training_step=lambda self, _, step: loss_of(self.net, step),
     )  # fmt: skip
-    module = Module()
     trainer.fit(module, torch.utils.data.DataLoader(torch.zeros(world_size * STEPS, 1)))
     assert trainer.optimizers[0].metrics()["steps"] == STEPS - 1
     assert plugin.scaler.get_scale() == 2.0
-    check_equal_on_all_ranks(module)
+    assert same(values(module))
 
-    net = network()
+    net = linear()
     model = DistributedDataParallel(net)
     optimizer = tritoncomm.wrap(torch.optim.AdamW(net.parameters(), lr=LR), model=model, **SETTINGS)
     scaler = tritoncomm.amp.GradScaler("cpu", init_scale=4.0)
@@ -346,51 +382,34 @@ def test_lightning_fp16(rank, world_size):
 @pytest.mark.parametrize("settings", [SETTINGS, {"local_steps": 3}])  # an epoch has three
 def test_lightning_fine_tuning(rank, world_size, settings, tmp_path):
     """A callback trains further layers from the second epoch on, and a run that resumes there continues to the bit."""
-    folder = str(tmp_path / "checkpoints")
-    import lightning  # noqa: PLC0415 - optional
-    from tritoncomm.integrations.lightning import SparseDDPStrategy  # noqa: PLC0415 - optional
-
     under_torchrun(rank, world_size)
     data = rows(world_size * 8 * SAVE_AT)
 
-    class Unfreeze(lightning.pytorch.callbacks.BaseFinetuning):
+    class Unfreeze(import_module("lightning").pytorch.callbacks.BaseFinetuning):
         def freeze_before_training(self, module: Any) -> None:
-            self.freeze(module.backbone)
+            self.freeze(module.net.layers[0])
 
         def finetune_function(self, module: Any, epoch: int, optimizer: Any) -> None:
             if epoch >= 1:  # again after it was resumed: Lightning restores groups, and no requires_grad
-                self.unfreeze_and_add_param_group(module.backbone, optimizer)
+                self.unfreeze_and_add_param_group(module.net.layers[0], optimizer)
 
-    class Module(lightning.LightningModule):
-        def __init__(self, *, every: bool = False) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.every, self.backbone, self.head = every, nn.Linear(16, 16), nn.Linear(16, 4)
+    def adamw(net: nn.Module, *, every: bool) -> torch.optim.Optimizer:
+        trained: Iterator[nn.Parameter] = filter(lambda p: every or p.requires_grad, net.parameters())
+        return torch.optim.AdamW(trained, lr=LR)
 
-        def training_step(self, x: torch.Tensor, _: int) -> torch.Tensor:
-            return (self.head(self.backbone(x)) - 1).square().mean()
-
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            trained: Iterator[nn.Parameter] = filter(lambda p: self.every or p.requires_grad, self.parameters())
-            return torch.optim.AdamW(trained, lr=LR)
-
-    def train(path: str | None, *, every: bool = False) -> Module:
-        saving = lightning.pytorch.callbacks.ModelCheckpoint(folder, "{epoch}", save_top_k=-1)
-        trainer = lightning.Trainer(
-            accelerator="cpu", devices=world_size, strategy=SparseDDPStrategy(process_group_backend="gloo", **settings),
-            max_epochs=3, logger=False, enable_progress_bar=False, enable_model_summary=False,
-            callbacks=[Unfreeze(), *([] if path else [saving])], enable_checkpointing=path is None,
-        )  # fmt: skip
-        module = Module(every=every)
+    def train(path: str | None, *, every: bool = False) -> Any:
+        folder = None if path else str(tmp_path)
+        trainer = lightning(world_size, settings, folder, max_epochs=3, callbacks=[Unfreeze()])
+        module = lightning_module(Net(), partial(adamw, every=every))
         trainer.fit(module, torch.utils.data.DataLoader(data, batch_size=8), ckpt_path=path)
-        return module
+        return module.net
 
-    module = train(None)
-    assert values(module.backbone) != values(Module().backbone)
-    check_equal_on_all_ranks(module)
+    net = train(None)
+    assert values(net.layers[0]) != values(Net().layers[0])
+    assert same(values(net))
     for epoch in (0, 1):
-        assert values(train(f"{folder}/epoch={epoch}.ckpt")) == values(module)
-    with pytest.raises(tritoncomm.ConfigurationError, match=r"filter\(lambda p: p.requires_grad"):
+        assert values(train(str(Path(tmp_path, f"epoch={epoch}.ckpt")))) == values(net)
+    with pytest.raises(ConfigurationError, match=r"filter\(lambda p: p.requires_grad"):
         train(None, every=True)
 
 
@@ -398,14 +417,11 @@ def test_lightning_fine_tuning(rank, world_size, settings, tmp_path):
 @ranks(2, limit=200.0)
 def test_fabric(rank, world_size):
     """What Fabric has set up is refused with a fix, which trains as the loop by hand."""
-    from lightning import Fabric  # noqa: PLC0415 - optional
-    from lightning.fabric.strategies import DDPStrategy  # noqa: PLC0415 - optional
-
     under_torchrun(rank, world_size)
-    strategy, found = DDPStrategy(process_group_backend="gloo"), []
-    for launched in (Fabric(accelerator="cpu", strategy=strategy, devices=world_size), None):
-        torch.manual_seed(0)
-        net = nn.Linear(16, 16)
+    library = import_module("lightning")
+    strategy, found = library.fabric.strategies.DDPStrategy(process_group_backend="gloo"), []
+    for launched in (library.Fabric(accelerator="cpu", strategy=strategy, devices=world_size), None):
+        net = linear()
         optimizer = torch.optim.AdamW(net.parameters(), lr=LR)
         if launched is None:
             model = DistributedDataParallel(net)
@@ -413,11 +429,11 @@ def test_fabric(rank, world_size):
         else:
             launched.launch()
             model, prepared = launched.setup(nn.Linear(16, 16), torch.optim.AdamW(net.parameters()))
-            with pytest.raises(tritoncomm.ConfigurationError, match=r"fabric.setup_optimizers\(tritoncomm.wrap\("):
+            with pytest.raises(ConfigurationError, match=r"fabric.setup_optimizers\(tritoncomm.wrap\("):
                 tritoncomm.wrap(prepared, model=model)
             model = launched.setup_module(net)
             optimizer = launched.setup_optimizers(tritoncomm.wrap(optimizer, model=model, **SETTINGS))
-        for x in batches(rank, world_size):
+        for x in batches(rank, world_size, STEPS):
             optimizer.zero_grad()
             loss = model(x).square().mean()
             loss.backward() if launched is None else launched.backward(loss)
@@ -425,19 +441,52 @@ def test_fabric(rank, world_size):
         assert optimizer.metrics()["steps"] == STEPS
         found.append(values(net))
     assert found[0] == found[1]
-    check_equal_on_all_ranks(net)
+    assert same(found[0])
 
 
 @needs("lightning")
 @ranks(2, limit=200.0)
-def test_refusals(rank, world_size):
-    """Optimizers that a trainer has prepared are refused by wrap(), which names what to call instead."""
-    from accelerate import Accelerator  # noqa: PLC0415 - optional
-    from lightning.pytorch.core.optimizer import LightningOptimizer  # noqa: PLC0415 - optional
-
+def test_refused_optimizers(rank, world_size, tmp_path):
+    """What is passed to the wrong function, or was prepared by another trainer, is refused with what to call."""
     under_torchrun(rank, world_size)
-    model, prepared = Accelerator(cpu=True).prepare(net := nn.Linear(4, 4), torch.optim.AdamW(net.parameters()))
-    with pytest.raises(tritoncomm.ConfigurationError, match=r"integrations.accelerate.wrap\(accelerator, model, opt"):
-        tritoncomm.wrap(prepared, model=model)
-    with pytest.raises(tritoncomm.ConfigurationError, match=r"AdamW .*SparseDDPStrategy"):
-        tritoncomm.wrap(LightningOptimizer(torch.optim.AdamW(net.parameters())), model=model)
+    prepared_by_lightning = import_module("lightning").pytorch.core.optimizer.LightningOptimizer(
+        torch.optim.AdamW((net := linear()).parameters())
+    )
+    accelerated = accelerator()
+    model, prepared = accelerated.prepare(net, torch.optim.AdamW(net.parameters()))
+    for call, said in (
+        (lambda: tritoncomm.wrap(prepared, model=model), r"integrations.accelerate.wrap\(accelerator, model, opt"),
+        (lambda: tritoncomm.wrap(prepared_by_lightning, model=model), "AdamW .*SparseDDPStrategy"),
+        (lambda: wrap_prepared(accelerated, net, prepared), "model is a Linear, not a DistributedDataParallel"),
+        (
+            lambda: wrap_prepared(accelerated, model, torch.optim.AdamW(net.parameters())),
+            "optimizer is a AdamW: pass the one that accelerator.prepare",
+        ),
+        (
+            lambda: wrap_prepared(accelerator(), model, prepared),
+            "optimizer is a AcceleratedOptimizer: pass the one that accelerator",
+        ),
+        (
+            lambda: tritoncomm.checkpoint.save(prepared, tmp_path),
+            "optimizer is a AcceleratedOptimizer, which tritoncomm",
+        ),
+    ):
+        with pytest.raises(ConfigurationError, match=said):
+            call()
+
+
+@needs("transformers")
+@ranks(2, limit=200.0)
+def test_refused_uses_of_a_trainer(rank, world_size, tmp_path):
+    """Errors say what a user of the Trainer did. The callback may be added later."""
+    under_torchrun(rank, world_size)
+    evaluated = hugging_face(str(tmp_path), Net(), sparse_gradients(**SETTINGS), max_steps=2)
+    evaluated.evaluate()
+    with pytest.raises(ConfigurationError, match=r"evaluate\(\) or predict\(\) was called before train\(\)"):
+        evaluated.train()
+    late = hugging_face(str(tmp_path), Net(), max_steps=2)
+    late.add_callback(sparse_gradients(**SETTINGS))
+    late.train()
+    jit = hugging_face(str(tmp_path), Net(), sparse_gradients(**SETTINGS), max_steps=2, enable_jit_checkpoint=True)
+    with pytest.raises(ConfigurationError, match="enable_jit_checkpoint=True: such a checkpoint has no residuals"):
+        jit.train()

@@ -11,22 +11,31 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import tritoncomm
 from kit import log_lines
-from models import KINDS, Uneven, equal, exact, flat, mesh, net, opened, same, sharded, total
-from models import loss_of as loss_of_net
+from models import (
+    KINDS,
+    Uneven,
+    content,
+    equal,
+    exact,
+    flat,
+    load,
+    loss_of,
+    mesh,
+    muon,
+    net,
+    opened,
+    same,
+    sharded,
+    total,
+    train,
+)
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from tritoncomm import ConfigMismatchError, ConfigurationError, OkTopk, ProtocolMismatchError, Updates
 from tritoncomm.checkpoint import ResidualState
-from tritoncomm.planning import planner
 
 from ranks import ranks
 
-METHODS = {
-    "1 bit": tritoncomm.recipe("quantized", values="1bit"),
-    "2 bits": tritoncomm.recipe("quantized", values="2bit"),
-    # DGC has a momentum of its own, and is refused.
-    **{name: planner.at(name, 0.1) for name in tritoncomm.algorithms() if name not in ("quantized", "dgc")},
-}
+TWO_BITS = tritoncomm.recipe("quantized", values="2bit")
 SHAPES = [(16, 16), (40,), (8, 8, 2)]
 
 
@@ -57,53 +66,11 @@ def owed(optimizer) -> torch.Tensor:
     return torch.cat(list(optimizer._tritoncomm.setup.exchange.vectors[0].residuals_by_parameter().values()))
 
 
-def linear() -> nn.Linear:
-    """Return a layer."""
-    torch.manual_seed(0)
-    return nn.Linear(8, 8)
-
-
-def step_of(model: nn.Module, optimizer, step: int, rank: int) -> None:
-    """Take a step by a batch of this worker."""
-    rows = torch.randn(4, 8, generator=torch.Generator().manual_seed(100 * step + rank))
-    optimizer.zero_grad()
-    (model(rows) - rows).square().mean().backward()
-    optimizer.step()
-
-
-def adam_of(model: nn.Module, method: str = "2 bits", **settings) -> tritoncomm.SparseOptimizer:
+def adam_of(model: nn.Module, algo: str | tritoncomm.Recipe = TWO_BITS) -> tritoncomm.SparseOptimizer:
     """Return Adam with three local steps and outer momentum."""
     inner = torch.optim.Adam(model.parameters(), lr=0.05)
-    updates = Updates(algo=METHODS[method], outer_lr=0.8, outer_momentum=0.6)
-    return tritoncomm.wrap(inner, model=model, **{"local_steps": 3, "updates": updates, **settings})
-
-
-@ranks(1, 2, 3, 5)
-def test_conservation(rank, world_size):
-    """Residuals and changes before = world size x mean + residuals after, to the bit, for each method, and all agree.
-
-    Between exchanges parameters are what the bare optimizer makes of this worker's gradients. An exchange receives what
-    the method predicts at most.
-    """
-    local_steps = 2 if world_size in (1, 3) else 3  # neither depends on the other
-    for name, recipe in METHODS.items():
-        parameters = parameters_of()
-        optimizer = wrapped(parameters, recipe, local_steps=local_steps)
-        vector = optimizer._tritoncomm.setup.exchange.vectors[0]
-        for step in range(2 * local_steps):
-            before, anchor = owed(optimizer), flat(optimizer._tritoncomm.setup.local.anchors)
-            forecast = vector.feedback.algorithm.predicted_traffic(world_size)
-            moved = flat(parameters) - give(parameters, step, rank, world_size)
-            optimizer.step()
-            if (step + 1) % local_steps:
-                assert torch.equal(flat(parameters), moved), (name, step)
-                continue
-            mean = anchor - flat(optimizer._tritoncomm.setup.local.anchors)
-            left = total(before + anchor - moved) - world_size * mean - total(owed(optimizer))
-            assert not left.any(), (name, step)
-            assert equal(parameters), (name, step)
-            assert torch.equal(flat(parameters), flat(optimizer._tritoncomm.setup.local.anchors))
-            assert vector.meter.received.bytes <= forecast.received.bytes + 100 * world_size, name  # and confirmation
+    updates = Updates(algo=algo, outer_lr=0.8, outer_momentum=0.6)
+    return tritoncomm.wrap(inner, model=model, local_steps=3, updates=updates)
 
 
 @ranks(3)
@@ -183,10 +150,9 @@ def test_length_is_matched(rank, world_size, is_common):
 @ranks(3)
 def test_flush_with_an_outer_rate(rank, world_size):
     """It moves the common parameters by the rate times what all owe and have changed since the last exchange."""
-    model = linear()
+    model = net()
     optimizer = adam_of(model, "oktopk")
-    for step in range(5):
-        step_of(model, optimizer, step, rank)
+    train(model, optimizer, rank, range(5))
     assert optimizer.metrics()["steps_until_exchange"] == 1
     anchors = flat(optimizer._tritoncomm.setup.local.anchors)
     pending = total(owed(optimizer) + anchors - flat(model)) / world_size
@@ -223,11 +189,11 @@ def test_outer_rate(rank, world_size):
 @ranks(2)
 def test_rates_of_local_steps_may_differ(rank, world_size):
     """Also numbers that an optimizer keeps in its groups, once it has stepped by itself. Other options may not."""
-    model = linear()
+    model = net()
     optimizer = tritoncomm.wrap(torch.optim.AdamW(model.parameters(), lr=0.1), model=model, local_steps=2)
     for step in range(4):
         optimizer.param_groups[0]["lr"] = 0.1 / (1 + rank * (step > 1))
-        step_of(model, optimizer, step, rank)
+        train(model, optimizer, rank, [step])
     assert equal(model)
     optimizer.reset_process_group()
     optimizer.param_groups[0]["amsgrad"] = rank == 0
@@ -239,7 +205,7 @@ def test_rates_of_local_steps_may_differ(rank, world_size):
 def test_figures(rank, world_size):
     """Metrics count steps, exchanges and bytes. Synchronizing leaves gradients alone."""
     parameters = parameters_of()
-    optimizer = wrapped(parameters, METHODS["1 bit"], local_steps=2)
+    optimizer = wrapped(parameters, tritoncomm.recipe("quantized", values="1bit"), local_steps=2)
     moved = 0.0
     for step in range(2):
         own = give(parameters, step, rank, world_size)
@@ -294,11 +260,8 @@ def test_kinds_of_models(rank, world_size, settings):
     for kind in KINDS:
         model, given = opened(kind, net())
         inner = torch.optim.RMSprop(model.parameters(), lr=0.01)
-        optimizer = tritoncomm.wrap(inner, updates=Updates(algo=METHODS["2 bits"]), **settings, **given)
-        for step in range(4):
-            optimizer.zero_grad()
-            loss_of_net(model, rank, step).backward()
-            optimizer.step()
+        optimizer = tritoncomm.wrap(inner, updates=Updates(algo=TWO_BITS), **settings, **given)
+        train(model, optimizer, rank, range(4))
         assert equal(model)
         ends.append(flat(model))
     assert torch.equal(ends[0], ends[1])
@@ -314,7 +277,7 @@ def test_one_bad_shard(rank, world_size):
     optimizer = tritoncomm.wrap(inner, model=model, process_group=group, local_steps=2, max_grad_norm=1.0)
     for step in range(4):
         optimizer.zero_grad()
-        loss_of_net(model, rank, step).backward()
+        loss_of(model, rank, step).backward()
         if step == 1 and rank == 0:
             model.head.weight.grad.to_local().fill_(float("nan"))
         optimizer.step()
@@ -324,10 +287,7 @@ def test_one_bad_shard(rank, world_size):
     loaded = {name: 2 * parameter.detach() for name, parameter in model.state_dict().items()}
     model.load_state_dict(loaded)
     optimizer.param_groups[0]["lr"] = 1e-4
-    for step in range(2):
-        optimizer.zero_grad()
-        loss_of_net(model, rank, step).backward()
-        optimizer.step()
+    train(model, optimizer, rank, range(2))
     assert equal(model, group)
     assert all((p - loaded[name]).to_local().abs().max() < 1e-2 for name, p in model.state_dict().items() if p.numel())
 
@@ -335,9 +295,9 @@ def test_one_bad_shard(rank, world_size):
 @ranks(2)
 def test_inside_averaged(rank, world_size):
     """Inside ``averaged()``, which may be nested, whatever would use or replace this worker's parameters raises."""
-    model = linear()
+    model = net()
     optimizer = adam_of(model)
-    step_of(model, optimizer, 0, rank)
+    train(model, optimizer, rank, [0])
     own, state = flat(model), optimizer.state_dict()
     actions = {
         "state_dict()": optimizer.state_dict,
@@ -358,9 +318,9 @@ def test_inside_averaged(rank, world_size):
 @ranks(2)
 def test_loaded_weights(rank, world_size):
     """Between two exchanges they count as a step, and a warning says so once. Behind one they are the new beginning."""
-    model, other = linear(), nn.Linear(8, 8)
+    model, other = net(), net(1)
     optimizer = tritoncomm.wrap(torch.optim.RMSprop(model.parameters(), lr=1e-3), model=model, local_steps=4)
-    step_of(model, optimizer, 0, rank)
+    train(model, optimizer, rank, [0])
     with log_lines() as lines:
         with optimizer.averaged():
             pass
@@ -372,28 +332,26 @@ def test_loaded_weights(rank, world_size):
     assert len([line for line in lines if "Before you load weights, call merge()" in line]) == 1
     optimizer.merge()
     model.load_state_dict(other.state_dict())
-    step_of(model, optimizer, 1, rank)
+    train(model, optimizer, rank, [1])
     with optimizer.averaged():
         assert torch.equal(flat(model), flat(other))
 
 
 @ranks(2)
-@pytest.mark.parametrize("loaders", [(1,), (0, 1)])
-def test_weights_that_differ(rank, world_size, loaders):
+def test_weights_that_differ(rank, world_size):
     """They are refused, in ``merge`` and ``flush``, too, until all load a checkpoint, as the error says."""
-    model = linear()
+    model = net()
     optimizer = tritoncomm.wrap(torch.optim.RMSprop(model.parameters(), lr=1e-3), model=model)
-    step_of(model, optimizer, 0, rank)
+    train(model, optimizer, rank, [0])
     saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-    if rank in loaders:
-        with torch.no_grad():
-            model.weight.mul_(2 + rank)
-    for action in (lambda: step_of(model, optimizer, 1, rank), optimizer.merge, optimizer.flush):
+    with torch.no_grad():
+        model[0].weight.mul_(2 + rank)
+    for action in (lambda: train(model, optimizer, rank, [1]), optimizer.merge, optimizer.flush):
         with pytest.raises(ProtocolMismatchError, match=r"loaded weights of the common .*load the same checkpoint"):
             action()
     model.load_state_dict(saved[0])
     optimizer.load_state_dict(saved[1])
-    step_of(model, optimizer, 1, rank)
+    train(model, optimizer, rank, [1])
     assert equal(model)
 
 
@@ -401,38 +359,24 @@ def test_weights_that_differ(rank, world_size, loaders):
 @pytest.mark.parametrize("saved_after", [3, 4, 5])
 def test_checkpoint_of_torch(rank, world_size, saved_after, tmp_path):
     """It resumes to the bit, after any number of local steps, if they were merged."""
-    model = linear()
+    model = net()
     optimizer = adam_of(model)
-    for step in range(saved_after):
-        step_of(model, optimizer, step, rank)
+    train(model, optimizer, rank, range(saved_after))
     if saved_after > 3:
         with pytest.raises(RuntimeError, match=r"local steps? w.* not exchanged: call merge\(\)"):
             ResidualState(optimizer).state_dict()
     optimizer.merge()
     dcp.save(content(model, optimizer), checkpoint_id=tmp_path)
-    again = linear()
+    again = net()
     resumed = adam_of(again)
     load(again, resumed, tmp_path)
-    again.load_state_dict(nn.Linear(8, 8).state_dict())  # what belongs to this rank comes after the model
+    again.load_state_dict(net(1).state_dict())  # what belongs to this rank comes after the model
     with resumed.averaged():
         assert torch.equal(flat(again), flat(model))
     for step in range(saved_after, 8):
-        step_of(model, optimizer, step, rank)
-        step_of(again, resumed, step, rank)
+        train(model, optimizer, rank, [step])
+        train(again, resumed, rank, [step])
         assert torch.equal(flat(again), flat(model))
-
-
-def content(model, optimizer, **fields) -> dict:
-    """Return what is saved."""
-    weights, state = get_state_dict(model, optimizer)
-    return {"model": weights, "optimizer": state, "residuals": ResidualState(optimizer, **fields)}
-
-
-def load(model, optimizer, path, **fields) -> None:
-    """Load it."""
-    state = content(model, optimizer, **fields)
-    dcp.load(state, checkpoint_id=path)
-    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
 
 
 @ranks(4)
@@ -448,83 +392,49 @@ def test_checkpoint_of_shards(rank, world_size, steps, tmp_path):
         inner = torch.optim.AdamW(model.parameters(), lr=0.01)
         return model, tritoncomm.wrap(inner, model=model, process_group=group if is_sharded else None, **settings)
 
-    def train(model, optimizer, numbers):
-        for number in numbers:
-            optimizer.zero_grad()
-            loss_of_net(model, rank, number).backward()
-            optimizer.step()
-
     def pending(optimizer):
         return total(
             sum(each.double().sum() for each in (owed(optimizer), *optimizer._tritoncomm.setup.local._deltas()))
         )
 
     model, optimizer = made(True)
-    train(model, optimizer, range(steps))
+    train(model, optimizer, rank, range(steps))
     optimizer.merge()
     dcp.save(content(model, optimizer), checkpoint_id=tmp_path)
     again, resumed = made(True)
     load(again, resumed, tmp_path)
     before = pending(optimizer) / 2  # replicas
     for each in ((model, optimizer), (again, resumed)):
-        train(*each, range(steps, steps + 5))
+        train(*each, rank, range(steps, steps + 5))
     assert torch.equal(flat(again), flat(model))
     assert torch.equal(owed(resumed), owed(optimizer))
     plain, other = made(False)
     load(plain, other, tmp_path, checkpoint_id=tmp_path)
     torch.testing.assert_close(pending(other) / world_size, before)
-    train(plain, other, range(4, 8))
+    train(plain, other, rank, range(4, 8))
     assert equal(plain)
-
-
-def mixed() -> nn.Sequential:
-    """Return a model with matrices and vectors."""
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
-
-
-def muon(model: nn.Module) -> list[torch.optim.Optimizer]:
-    """Return Muon for matrices, which has no rule for late gradients, and AdamW for the rest, which has one."""
-    matrices = [p for p in model.parameters() if p.dim() > 1]
-    rest = [p for p in model.parameters() if p.dim() == 1]
-    return [torch.optim.Muon(matrices, lr=0.05, weight_decay=0.0), torch.optim.AdamW(rest, lr=0.02)]
 
 
 @ranks(2)
 @pytest.mark.parametrize("settings", [{}, {"local_steps": 2}])
 def test_list_of_muon_and_adamw(rank, world_size, settings, tmp_path):
     """One exchange has the updates of both. A checkpoint of torch resumes them, to the bit."""
-    model = mixed()
+    model = net()
     parts = muon(model)
     optimizer = tritoncomm.wrap(parts, model=model, max_grad_norm=1.0, **settings)
     assert all(own is part.param_groups[0] for own, part in zip(optimizer.param_groups, parts, strict=True))
-    for step in range(4):
-        step_of(model, optimizer, step, rank)
+    train(model, optimizer, rank, range(4))
     assert equal(model)
     figures = optimizer.metrics()
     assert figures["steps"] == 4 // settings.get("local_steps", 1)
     assert figures["inner_steps"] == 4
     dcp.save(content(model, optimizer), checkpoint_id=tmp_path)
-    again = mixed()
+    again = net()
     resumed = tritoncomm.wrap(muon(again), model=again, max_grad_norm=1.0, **settings)
     load(again, resumed, tmp_path)
-    for step in range(4, 6):
-        step_of(model, optimizer, step, rank)
-        step_of(again, resumed, step, rank)
+    train(model, optimizer, rank, range(4, 6))
+    train(again, resumed, rank, range(4, 6))
     assert torch.equal(flat(again), flat(model))
-
-
-@ranks(2)
-def test_order_of_a_list_in_a_checkpoint(rank, world_size, tmp_path):
-    """Another one is refused by name."""
-    model = mixed()
-    optimizer = tritoncomm.wrap(muon(model), model=model)
-    step_of(model, optimizer, 0, rank)
-    tritoncomm.checkpoint.save(optimizer, tmp_path)
-    other = mixed()
-    reverse = tritoncomm.wrap(muon(other)[::-1], model=other)
-    with pytest.raises(ConfigurationError, match="written for Muon and AdamW, this optimizer is AdamW and Muon"):
-        tritoncomm.checkpoint.load(reverse, tmp_path)
 
 
 class Plain(torch.optim.Optimizer):
@@ -543,32 +453,22 @@ class Plain(torch.optim.Optimizer):
 
 @ranks(1, 2)
 @pytest.mark.parametrize("large", [0, 1])  # either of them has most of the norm
-@pytest.mark.parametrize("travels", ["gradients", "updates"])
-def test_one_norm_of_a_list(rank, world_size, large, travels):
-    """It limits the mean, or the gradients of this worker where updates are exchanged: those of all optimizers."""
+def test_one_norm_of_a_list(rank, world_size, large):
+    """Where updates are exchanged, it limits the gradients of this worker: those of all optimizers together."""
     parameters = [nn.Parameter(torch.zeros(600)), nn.Parameter(torch.zeros(20, 30))]
-    first = Plain if travels == "updates" else torch.optim.SGD
-    kinds = [first(parameters[:1], lr=1.0), torch.optim.SGD(parameters[1:], lr=1.0)]
-    fields = {"updates": Updates(algo="dense")} if travels == "updates" else {"density": 1.0}
-    optimizer = exact(kinds, max_grad_norm=1.0, **fields)
+    kinds = [Plain(parameters[:1]), torch.optim.SGD(parameters[1:], lr=1.0)]
+    optimizer = exact(kinds, max_grad_norm=1.0, updates=Updates(algo="dense"))
     generator = torch.Generator().manual_seed(rank)
     grads = [torch.randn(p.shape, generator=generator) * 100.0 ** (i == large) for i, p in enumerate(parameters)]
     for parameter, grad in zip(parameters, grads, strict=True):
         parameter.grad = grad.clone()
     optimizer.step()
-    means = [total(grad) / world_size for grad in grads]
-    own, whole = (float(torch.nn.utils.get_total_norm(each)) for each in (grads, means))
-    if travels == "updates":
-        (vector,) = optimizer._tritoncomm.setup.exchange.vectors
-        gain = 1.0 if vector.gain is None else vector.gain
-        for parameter, grad in zip(parameters, grads, strict=True):
-            torch.testing.assert_close(-parameter.detach(), total(grad / own) / world_size * gain, rtol=1e-4, atol=1e-6)
-        assert optimizer.metrics()["grad_norm"] == pytest.approx(own)
-        return
-    for parameter, mean in zip(parameters, means, strict=True):
-        factor = float(parameter.detach().norm() / mean.norm()) * whole
-        assert factor == pytest.approx(1, abs=0.15 if world_size > 1 else 1e-4)  # the norm of the mean is an estimate
-    assert optimizer.metrics()["grad_norm"] == pytest.approx(whole, rel=0.15)
+    own = float(nn.utils.get_total_norm(grads))
+    (vector,) = optimizer._tritoncomm.setup.exchange.vectors
+    gain = 1.0 if vector.gain is None else vector.gain
+    for parameter, grad in zip(parameters, grads, strict=True):
+        torch.testing.assert_close(-parameter.detach(), total(grad / own) / world_size * gain, rtol=1e-4, atol=1e-6)
+    assert optimizer.metrics()["grad_norm"] == pytest.approx(own)
 
 
 @ranks(2)
@@ -607,14 +507,13 @@ def test_limit_is_one_of_gradients(rank, world_size, local_steps):
 @pytest.mark.parametrize("kind", ["no scaler", "torch", "ours"])
 def test_nan_in_a_list(rank, world_size, kind):
     """A NaN in a gradient of one worker leaves out its step. The updates of the others are exchanged all the same."""
-    model = mixed()
+    model = net()
     optimizer = tritoncomm.wrap(muon(model), model=model)
     make = tritoncomm.amp.GradScaler if kind == "ours" else torch.amp.GradScaler
     scaler = make("cpu", init_scale=1000.0, enabled=kind != "no scaler")
     for step in range(4):
         optimizer.zero_grad()
-        rows = torch.randn(4, 8, generator=torch.Generator().manual_seed(100 * step + rank))
-        scaler.scale((model(rows) - rows).square().mean()).backward()
+        scaler.scale(loss_of(model, rank, step)).backward()
         matrices, bias = flat([model[0].weight, model[2].weight]), flat([model[0].bias])
         if step == 2 and rank == 1:
             model[0].bias.grad[0] = float("nan")
@@ -629,10 +528,10 @@ def test_nan_in_a_list(rank, world_size, kind):
 @ranks(2)
 def test_parameter_that_one_of_a_list_gets_later(rank, world_size):
     """It is an error before any of them steps. What it says to do works."""
-    model, extra = mixed(), nn.Parameter(torch.ones(4))
+    model, extra = net(), nn.Parameter(torch.ones(4))
     parts = muon(model)
     optimizer = tritoncomm.wrap(parts, model=model)
-    step_of(model, optimizer, 0, rank)
+    train(model, optimizer, rank, [0])
     before = flat(model)
     parts[1].add_param_group({"params": [extra]})
     extra.grad = torch.ones(4)
@@ -652,15 +551,14 @@ def test_parameter_that_one_of_a_list_gets_later(rank, world_size):
 @ranks(2)
 def test_local_steps_beside_exchanged_gradients(rank, world_size):
     """Of two optimizers of one model, one does not compare what the other one trains locally."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8))
+    model = net()
     first = tritoncomm.wrap(torch.optim.AdamW(model[0].parameters()), model=model)
-    second = tritoncomm.wrap(torch.optim.AdamW(model[1].parameters()), model=model, local_steps=4)
+    second = tritoncomm.wrap(torch.optim.AdamW(model[2:].parameters()), model=model, local_steps=4)
     for step in range(11):  # the first one compares after 1 and 10 steps
         second.zero_grad()
-        step_of(model, first, step, rank)
+        train(model, first, rank, [step])
         second.step()
     assert equal(model[0])
-    assert not equal(model[1])
+    assert not equal(model[2])
     second.merge()
-    assert same(flat(model[1]).tolist())
+    assert same(flat(model[2]).tolist())

@@ -8,8 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import tritoncomm
-from models import mesh, same
-from test_local_steps import muon
+from models import mesh, muon, same
 from test_rules import Lion
 from torch import nn
 from torch.distributed.fsdp import fully_shard
