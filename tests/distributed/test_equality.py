@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 from kit import log_lines
-from models import adamw, ddp, equal, exact, flat, loss_of, mesh, residual, same, sgd, sharded, tiny, train
+from models import adamw, ddp, equal, exact, flat, loss_of, mesh, net, residual, sgd, sharded, tiny, train
 from torch import nn
 from tritoncomm import ConfigMismatchError, ConfigurationError, ProtocolMismatchError
 from tritoncomm.step.agree import replica
@@ -42,33 +42,6 @@ class Features(nn.Module):
 
 
 @ranks(2)
-def test_rest_of_the_model(rank, world_size):
-    """With ``model``, parameters that the optimizer does not hold are compared, or copied, as are buffers."""
-
-    def wrap(outer: nn.Module, **fields):
-        return exact(SGD([p for p in outer.parameters() if p.requires_grad]), **fields)
-
-    model = Features(rank)
-    with pytest.raises(ConfigMismatchError, match=r"broadcast_parameters=True.*content of features.weight: rank 0 has"):
-        wrap(model, model=model)
-    wrap(model)  # nobody sees it
-    wrap(model, model=model, broadcast_parameters=True)
-    assert same([*map(torch.Tensor.tolist, model.state_dict().values())])
-    # Statistics that each rank has collected, as after a resume of a plain module: a warning.
-    model.norm(torch.randn(4, 6, generator=torch.Generator().manual_seed(rank)))
-    with log_lines() as lines:
-        wrap(model, model=model)
-    found = [line for line in lines if "norm.running_mean" in line]
-    assert len(found) == (rank == 0)
-    assert not found or "2 buffers" in found[0]
-    other = Features(0)
-    if rank:
-        other.register_buffer("more", torch.ones(1))
-    with pytest.raises(ConfigMismatchError, match=r"shape of more: rank 0 has nothing, rank 1 has \(1,\)"):
-        wrap(other, model=other)
-
-
-@ranks(2)
 def test_rest_of_a_model_in_ddp(rank, world_size):
     """What DDP was told to ignore may differ, and buffers that it broadcasts in each pass are not compared."""
     model = Features(rank)
@@ -83,6 +56,11 @@ def test_rest_of_a_model_in_ddp(rank, world_size):
         with log_lines() as lines:
             exact(adamw(outer), model=outer)
         assert any("buffers of the model differ" in line for line in lines) == (rank == 0 and not broadcast)
+    other = Features(0)
+    if rank:
+        other.register_buffer("more", torch.ones(1))
+    with pytest.raises(ConfigMismatchError, match=r"shape of more: rank 0 has nothing, rank 1 has \(1,\)"):
+        exact(adamw(other), model=other)
 
 
 CHANGES = {
@@ -121,7 +99,7 @@ def test_drift_of_shards(rank, world_size):
     """Replicas of a sharded model are compared within their group, and all ranks learn what differs."""
     over = mesh()
     group = over["replicate"].get_group()
-    model = sharded(tiny_net(), over)
+    model = sharded(net(), over)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(replica, "EVERY", 3)
         optimizer = exact(adamw(model), model=model, process_group=group)
@@ -132,12 +110,6 @@ def test_drift_of_shards(rank, world_size):
         said = r"2\.weight differs between ranks: rank 1 has .*, rank 3 has .*after step 3\."
         with pytest.raises(ProtocolMismatchError, match=said):
             train(model, optimizer, rank, [6])
-
-
-def tiny_net() -> nn.Sequential:
-    """Return a model all of whose parameters train."""
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 20), nn.Tanh(), nn.Linear(20, 4), nn.Linear(4, 3))
 
 
 @ranks(2)
@@ -154,18 +126,6 @@ def test_parameters_that_are_held_later(rank, world_size, local_steps):
         optimizer.add_param_group({"params": list(model[2].parameters())})
         train(model, optimizer, rank, range(4, 8))
     assert equal(model)
-
-
-@ranks(2)
-def test_step_of_a_forgotten_optimizer(rank, world_size):
-    """What an optimizer that is not wrapped changes is found in the second step."""
-    model = tiny()
-    optimizer = exact(SGD(model[0].parameters()), model=model)
-    forgotten = SGD(model[2].parameters())
-    train(model, optimizer, rank, range(1))
-    forgotten.step()
-    with pytest.raises(ProtocolMismatchError, match=r"step 2 .*2.weight differs between ranks.*after step 0\."):
-        train(model, optimizer, rank, range(1, 2))
 
 
 class SAM(torch.optim.Optimizer):
@@ -264,7 +224,7 @@ def test_optimizer_that_exchanges_by_itself(rank, world_size):
     """ZeRO is refused."""
     from torch.distributed.optim import ZeroRedundancyOptimizer  # noqa: PLC0415 - it takes a while
 
-    zero = ZeroRedundancyOptimizer(tiny_net().parameters(), optimizer_class=torch.optim.Adam, lr=0.1)
+    zero = ZeroRedundancyOptimizer(net().parameters(), optimizer_class=torch.optim.Adam, lr=0.1)
     for fields in ({}, {"updates": False}):
         with pytest.raises(ConfigurationError, match="ZeroRedundancyOptimizer steps a part"):
             exact(zero, **fields)

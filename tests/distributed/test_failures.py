@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import re
 import signal
@@ -10,6 +9,8 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from datetime import timedelta
+from functools import partial
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -28,7 +29,6 @@ from tritoncomm import (
 from tritoncomm.scheduler import failure_report
 from tritoncomm.scheduler.process_group import ProcessGroupScheduler
 from tritoncomm.scheduler.rounds import AllReduce, InSubgroup, Post, Round, Wait
-from tritoncomm.step.exchange.vector import VectorExchange
 
 from ranks import ranks
 
@@ -191,34 +191,6 @@ def test_lost_in_confirmation(rank, world_size, kind):
     assert equal(run.model, group)
 
 
-@ranks(3)
-def test_unconfirmed_step_of_a_rank_that_is_not_lost(rank, world_size):
-    """It is taken by all ranks after they regroup."""
-    model = tiny()
-    optimizer = exact(adamw(model), timeout=FAST)
-    train(model, optimizer, rank, range(1))
-    scheduler = optimizer._tritoncomm.setup.vector.scheduler
-    perform = scheduler._perform
-
-    def lossy(op):
-        reply = perform(op)
-        if op.phase == "confirm" and rank == 1:
-            raise scheduler._failed(op, RuntimeError("Connection closed by peer"))
-        return reply
-
-    scheduler._perform = lossy
-    with suppress(ExchangeError):
-        train(model, optimizer, rank, [1])
-    if rank != 1:
-        optimizer.zero_grad()
-    with pytest.raises(ExchangeError):
-        optimizer.step()
-    group = dist.new_group(use_local_synchronization=True)
-    optimizer.reset_process_group(group)
-    assert optimizer.metrics()["steps"] == 2
-    assert equal(model, group)
-
-
 @ranks(3, lost=(2,))
 def test_lost_with_scaler(rank, world_size):
     """The scaler whose ranks agree names a lost rank, and then agrees among the others."""
@@ -270,95 +242,115 @@ def test_slow_rank(rank, world_size):
     assert not torch.equal(flat(model), before)
 
 
-def scheduled(pattern, seconds: float = 5.0, **fields) -> Callable[[], object]:
-    """Return what runs a pattern between all ranks."""
-    scheduler = ProcessGroupScheduler(timeout=timedelta(seconds=seconds), stamp="test", **fields)
-    return lambda: scheduler.run(pattern)
+class Plan(NamedTuple):
+    """What a rank is to do in a pattern between three ranks, of which rank 1 is at fault, with its numbers."""
+
+    rank: int
+    numbers: tuple[int, ...] = ()
+
+    @property
+    def odd(self) -> bool:
+        """Whether this rank is at fault."""
+        return self.rank == 1
 
 
-@ranks(3)
-@pytest.mark.parametrize(
-    ("actual", "expected"), [(10, 20), (20, 10), (10, 100_000), (100_000, 10), (100_000, 100_001), (100_001, 100_000)]
-)
-def test_mismatched_lengths(rank, world_size, actual, expected):
-    """A message of another length than expected raises an error on all ranks, also on one that waits for both."""
-
-    def pattern():
-        sends = ({1: words(actual)}, {}, {})[rank]
-        yield Round("ragged", sends, ({}, {0: expected}, {})[rank])
-        yield AllReduce("after", torch.ones(2))
-
-    text = str(error_of(scheduled(pattern()), ProtocolMismatchError, within=5))
-    assert f"expected step 1, round 1, phase 'ragged', {expected} words; received step 1, round 1, phase " in text
-    assert f"'ragged' (first 8 bytes), {actual} words" in text
-    assert "rank 1 from rank 0" in text
+def ragged(plan: Plan):
+    """Send another number of words than is expected. The third rank waits for both."""
+    actual, expected = plan.numbers
+    yield Round("ragged", ({1: words(actual)}, {}, {})[plan.rank], ({}, {0: expected}, {})[plan.rank])
+    yield AllReduce("after", torch.ones(2))
 
 
-@ranks(3)
-@pytest.mark.parametrize(
-    ("kind", "said"),
-    [
-        ("dtype", r"phase 'ring' sends .*shape \(4,\) and dtype torch\.float32: .*one-dimensional"),
-        ("phase", "phase 'ring', 4 words; received .* phase 'balance'"),
-        ("step", "expected step 1, .* received step 2"),
-        ("settings", "a different method or settings"),
-    ],
-)
-def test_mismatches(rank, world_size, kind, said):
-    """If one rank has another message, step or method, all ranks report it at once, with the values of both sides."""
-    odd = rank == 1
-    if kind in ("dtype", "phase"):
+def ring(plan: Plan, phase: str = "ring", message: torch.Tensor | None = None):
+    """Send around a ring, one rank in another phase or something else."""
+    right, left = (plan.rank + 1) % 3, (plan.rank - 1) % 3
+    message = words(4) if message is None or not plan.odd else message
+    yield Round(phase if plan.odd else "ring", {right: message}, {left: 4})
+    yield AllReduce("after", torch.ones(2))
 
-        def pattern():
-            right, left = (rank + 1) % world_size, (rank - 1) % world_size
-            message = torch.ones(4) if odd and kind == "dtype" else words(4)
-            yield Round("balance" if odd and kind == "phase" else "ring", {right: message}, {left: 4})
-            yield AllReduce("after", torch.ones(2))
 
-        action = scheduled(pattern(), 20.0)
+def collective(plan: Plan):
+    """Enter a collective while the others exchange messages."""
+    if plan.odd:
+        yield AllReduce("sums", torch.ones(*plan.numbers))
     else:
-        model = tiny()
-        optimizer = exact(adamw(model), "topk_allgather", timeout=timedelta(seconds=20))
-        loss_of(model, rank, 0).backward()
-        if odd and kind == "step":
-            optimizer._tritoncomm.setup.vector.scheduler.step += 1
-        elif odd:
-            vector = optimizer._tritoncomm.setup.vector
-            options = dataclasses.replace(vector.options, recipe=tritoncomm.TopkAllgather(density=0.2000001))
-            optimizer._tritoncomm.setup.exchange.vectors = [VectorExchange(vector.layout.named, options)]
-            optimizer._tritoncomm.setup.vector.scheduler.set_exchange_id(1)  # as if all ranks had agreed on it
-        action = optimizer.step
-    error_text = str(error_of(action, ProtocolMismatchError, within=15))
-    assert re.search(said, error_text), error_text
+        others = [peer for peer in range(3) if peer != plan.rank]
+        yield Round("lists", {peer: words(4) for peer in others}, dict.fromkeys(others, 4))
+
+
+def computing(plan: Plan):
+    """Let two ranks disagree while the third one computes."""
+    if plan.rank == 2:
+        time.sleep(LONG)
+    peers = {1 - plan.rank: words(4)} if plan.rank < 2 else {}
+    yield Round("balance" if plan.rank == 0 else "gather", peers, dict.fromkeys(peers, 4))
+    yield AllReduce("after", torch.ones(2))
+
+
+def broken(plan: Plan):
+    """Fail."""
+    yield AllReduce("before", torch.ones(2))
+    if plan.odd:
+        raise MemoryError("no room for the lists")
+    yield AllReduce("after", torch.ones(2))
+
+
+def unknown_subgroup(plan: Plan):
+    """Name a subgroup that this rank does not have."""
+
+    def inner():
+        yield AllReduce("inner", torch.ones(2))
+
+    if plan.rank < 2:
+        yield InSubgroup("team", (0, 1) if plan.rank == 0 else (1, 2), inner())
+    yield AllReduce("after", torch.ones(2))
+
+
+def lengths(actual: int, expected: int) -> tuple[Any, ...]:
+    """Return an entry of ``FAULTS``."""
+    said = (
+        rf"rank 1 from rank 0.*expected step 1, round 1, phase 'ragged', {expected} words; received step 1, round 1, "
+        rf"phase 'ragged' \(first 8 bytes\), {actual} words"
+    )
+    return partial(ragged), (actual, expected), ProtocolMismatchError, said
+
+
+# A pattern and its numbers; the error, and what it says on all ranks, or to those that do not know.
+FAULTS = {
+    **{f"{sent} of {wanted} words": lengths(sent, wanted) for sent, wanted in (
+        (10, 20), (20, 10), (10, 100_000), (100_000, 10), (100_000, 100_001), (100_001, 100_000)
+    )},
+    "dtype": (
+        partial(ring, message=torch.ones(4)), (), ProtocolMismatchError,
+        r"phase 'ring' sends .*shape \(4,\) and dtype torch\.float32: .*one-dimensional",
+    ),
+    "phase": (
+        partial(ring, phase="balance"), (), ProtocolMismatchError, "phase 'ring', 4 words; received .* phase 'balance'"
+    ),
+    "step": (ring, (), ProtocolMismatchError, "expected step 0, .* received step 1"),
+    "settings": (ring, (), ProtocolMismatchError, "a different method or settings"),
+    # A short collective consists of messages, too, and is noticed at once. A long one is noticed after the time-out.
+    "a short collective": (collective, (3,), ProtocolMismatchError, "rank 1 was in step 1, round 1, phase 'sums' of"),
+    "a long collective": (collective, (1000,), ExchangeTimeoutError, "rank 1 was in step 1, round 1, phase 'sums' of"),
+    "while one computes": (computing, (), ProtocolMismatchError, "phase 'balance'"),
+    "a failure": (broken, (), ExchangeError, "rank 1 failed, see its traceback: no room for the lists"),
+    "a subgroup": (unknown_subgroup, (), ExchangeError, "rank 1 failed"),
+}  # fmt: skip
 
 
 @ranks(3)
-@pytest.mark.parametrize(("size", "kind"), [(3, ProtocolMismatchError), (1000, ExchangeTimeoutError)])
-def test_mismatched_operations(rank, world_size, size, kind):
-    """If one rank is in a collective and the others exchange messages, the error says where each rank was.
-
-    A small collective consists of messages, too, and is noticed at once. A long one is noticed after the time-out.
-    """
-
-    def pattern():
-        if rank == 1:
-            yield AllReduce("sums", torch.ones(size))
-        else:
-            others = [peer for peer in range(world_size) if peer != rank]
-            yield Round("lists", {peer: words(4) for peer in others}, dict.fromkeys(others, 4))
-
-    text = str(error_of(scheduled(pattern(), 2.0), kind, within=8))
-    assert ("phase 'lists'" if rank == 1 else "rank 1 was in step 1, round 1, phase 'sums' of test") in text
-
-
-@ranks(3)
-def test_mismatched_versions(rank, world_size):
-    """Different releases are detected before anything is exchanged."""
-    with pytest.MonkeyPatch.context() as patch:
-        if rank == 1:
-            patch.setattr(tritoncomm.step.agree.setup, "__version__", "0.0.1")
-        with pytest.raises(ConfigMismatchError, match=r"version: .*rank 1 has '0\.0\.1'"):
-            exact(adamw(tiny()))
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults(rank, world_size, fault):
+    """If one rank does something else, all report it in time, with the values of both sides."""
+    pattern, numbers, kind, said = FAULTS[fault]
+    stamp = "other" if fault == "settings" and rank == 1 else "test"
+    seconds = timedelta(seconds=2 if kind is ExchangeTimeoutError else 20)
+    scheduler = ProcessGroupScheduler(timeout=seconds, stamp=stamp, subgroups=[(0, 1)] if fault == "a subgroup" else [])
+    scheduler.step += fault == "step" and rank == 1
+    error = error_of(lambda: scheduler.run(pattern(Plan(rank, numbers))), kind, within=10)
+    assert kind is not ExchangeError or error.peers == (1,)
+    is_known = rank == 1 and pattern in (collective, broken, unknown_subgroup)
+    assert is_known or re.search(said, str(error)), error
 
 
 @ranks(3)
@@ -382,47 +374,14 @@ def test_overlapping_messages(rank, world_size):
 
 
 @ranks(2)
-@pytest.mark.parametrize("width", [4, 400])
-def test_optimizers_in_different_orders(rank, world_size, width):
-    """Optimizers with equal shapes that are stepped in different orders raise an error.
-
-    Messages say of which optimizer they are. Long collectives do not, but the confirmation does.
-    """
-    models = [torch.nn.Linear(width, 4) for _ in range(2)]
+def test_optimizers_in_different_orders(rank, world_size):
+    """Long collectives do not say of which optimizer they are, but the confirmation does."""
+    models = [torch.nn.Linear(400, 4) for _ in range(2)]
     optimizers = [exact(torch.optim.SGD(each.parameters()), "dense", broadcast_parameters=True) for each in models]
     for model in models:
-        model(torch.ones(1, width)).sum().backward()
+        model(torch.ones(1, 400)).sum().backward()
     error = error_of(optimizers[rank].step, ProtocolMismatchError, within=10)
     assert "step the same optimizers in the same order" in str(error).lower()
-
-
-@ranks(3)
-def test_computing_rank_is_not_blamed(rank, world_size):
-    """A mismatch between two ranks does not blame a third rank that is still computing."""
-    if rank == 2:
-        time.sleep(LONG)
-
-    def pattern():
-        peers = {1 - rank: words(4)} if rank < 2 else {}
-        yield Round("balance" if rank == 0 else "gather", peers, dict.fromkeys(peers, 4))
-        yield AllReduce("after", torch.ones(2))
-
-    assert "phase 'balance'" in str(error_of(scheduled(pattern(), 20.0), ProtocolMismatchError, within=10))
-
-
-@ranks(3)
-def test_broken_method(rank, world_size):
-    """If the method fails on one rank, all ranks report that failure without waiting for the time-out."""
-
-    def pattern():
-        yield AllReduce("before", torch.ones(2))
-        if rank == 1:
-            raise MemoryError("no room for the lists")
-        yield AllReduce("after", torch.ones(2))
-
-    error = error_of(scheduled(pattern(), 20.0), ExchangeError, within=10)
-    assert error.peers == (1,)
-    assert "rank 1 failed, see its traceback: no room for the lists" in str(error)
 
 
 @ranks(3, lost=(1,))
@@ -452,21 +411,8 @@ def test_connection_that_closes_while_this_rank_closes_its_own(rank, world_size)
             patch.setattr(failure_report.dist, "irecv", probed)
         began = time.monotonic()
         with pytest.raises(ExchangeError):
-            scheduled(pattern(), 20.0)()
+            ProcessGroupScheduler(timeout=timedelta(seconds=20), stamp="test").run(pattern())
     assert time.monotonic() - began < 15
-
-
-@ranks(2)
-def test_unknown_subgroup(rank, world_size):
-    """All ranks hear at once of a rank whose pattern names a subgroup that it does not have."""
-
-    def inner():
-        yield AllReduce("inner", torch.ones(2))
-
-    def pattern():
-        yield InSubgroup("team", (0, 1) if rank == 0 else (1, 2), inner())
-
-    assert error_of(scheduled(pattern(), 20.0, subgroups=[(0, 1)]), ExchangeError, within=10).peers == (1,)
 
 
 def fail_or_hang(hangs: bool) -> None:

@@ -25,7 +25,7 @@ MODULES = {
 def made(kind: str, **fields) -> tuple[nn.Module, tritoncomm.SparseOptimizer]:
     """Return a module of a kind and its optimizer."""
     if kind in KINDS:
-        model, given = opened(kind, net(), shards=2)
+        model, given = opened(kind, net(), shards=torch.distributed.get_world_size() // 2)
     else:
         model = ddp(net(), **MODULES[kind])
         given = {"model": model}
@@ -81,10 +81,12 @@ def heard(rank: int, kind: str, act, micro: int = 1, steps: int = 10) -> list[st
 
 
 # Every kind of module with every act, and of both, a half with two micro-batches. A static graph allows one alone.
+# Clipping of shards is not looked for.
 LOOPS = [
-    (kind, act, 1 if kind == "a static graph" else 1 + (i + j) % 2)
-    for i, kind in enumerate(kind for kind in MODULES if kind != "fsdp")
+    (kind, act, 1 if kind in ("a static graph", "fsdp") else 1 + (i + j) % 2)
+    for i, kind in enumerate(MODULES)
     for j, act in enumerate(ACTS)
+    if kind != "fsdp" or act not in HEARD
 ]
 
 
@@ -97,13 +99,6 @@ def test_loops(rank, world_size, kind, act, micro):
     for line in said:
         assert f"the norm {HEARD[act]} in 10 of the first 10 steps" in line
         assert f"Pass max_grad_norm={HEARD[act]} to wrap()" in line
-
-
-@ranks(4)
-@pytest.mark.parametrize("act", ["nothing", "scale", "clip averages", "zero", "not reached"])
-def test_loops_with_shards(rank, world_size, act):
-    """Nothing is said."""
-    assert heard(rank, "fsdp", ACTS[act]) == []
 
 
 @ranks(2)

@@ -16,9 +16,7 @@ import torch.distributed as dist
 import tritoncomm
 from kit import log_lines
 from models import adamw, exact, loss_of, tiny, train
-from test_equality import flip
 from tritoncomm import (
-    ConfigMismatchError,
     ConfigurationError,
     ExchangeError,
     ExchangeTimeoutError,
@@ -66,46 +64,8 @@ def wrapped(model, **fields) -> tritoncomm.SparseOptimizer:
     return exact(adamw(model), process_group=pair(), **fields)
 
 
-@ranks(4)
-def test_settings(rank, world_size):
-    """Settings that differ, entries of a list, one field of a recipe, and an argument that is wrong on one rank."""
-    if rank not in MEMBERS:
-        return
-    odd = rank == AT_FAULT
-    for said, seed, fields in (
-        (r"density of OkTopk: rank 2 has 0\.2, rank 3 has 0\.3", 0, {"density": 0.3 if odd else 0.2}),
-        (r"values of OkTopk: rank 2 has 'fp32', rank 3 has '4bit'", 0, {"values": "4bit" if odd else "fp32"}),
-        (r"content of parameter 1: rank 2 has -?\d+, rank 3 has -?\d+", int(odd), {}),
-    ):
-        with pytest.raises(ConfigMismatchError, match=said) as caught:
-            wrapped(tiny(seed), **fields)
-        assert named(caught.value) == {2, 3}
-    with pytest.raises(ConfigurationError if odd else ConfigMismatchError) as caught:
-        wrapped(tiny(), dense_below=-1 if odd else 0)
-    assert odd or "ranks [3] reported an error: rank 3: dense_below=-1" in str(caught.value)
-
-
-@ranks(4)
-def test_drift(rank, world_size):
-    """Replicas that differ, in a step and in a save."""
-    if rank not in MEMBERS:
-        return
-    model = tiny()
-    optimizer = wrapped(model)
-    if rank == AT_FAULT:
-        flip(model[0].weight)
-    said = r"differs between ranks: rank 2 has -?\d+, rank 3 has -?\d+"
-    with pytest.raises(ProtocolMismatchError, match=said):
-        train(model, optimizer, rank, range(2))
-    with pytest.raises(ConfigMismatchError, match=said):
-        checkpoint.save(optimizer, "unused")
-
-
-@ranks(4)
-def test_nan_gradient(rank, world_size):
+def nan_gradient(rank, tmp_path):
     """A NaN in a gradient, with each policy: of the exchange, and of local steps."""
-    if rank not in MEMBERS:
-        return
     for policy, local_steps in [(policy, steps) for policy in ("raise", "skip") for steps in (1, 2)]:
         model = tiny()
         optimizer = wrapped(model, on_nonfinite=policy, local_steps=local_steps)
@@ -126,11 +86,8 @@ def test_nan_gradient(rank, world_size):
         assert [named(line) for line in lines] == told, (policy, local_steps, lines)
 
 
-@ranks(4)
-def test_inf_residual(rank, world_size):
+def inf_residual(rank, tmp_path):
     """An Inf that no gradient has. Most methods find its rank. Others find a sum that overflows."""
-    if rank not in MEMBERS:
-        return
     naming = set()
     for algo in algorithms():
         for fields in ({}, {"static": True}):
@@ -152,11 +109,8 @@ def test_inf_residual(rank, world_size):
     assert {("oktopk",), ("oktopk", "static"), ("topk_allgather",), ("topk_dsa",)} <= naming, naming
 
 
-@ranks(4)
-def test_lonely_gradient(rank, world_size):
+def lonely_gradient(rank, tmp_path):
     """A NaN that a group of one worker finds."""
-    if rank not in MEMBERS:
-        return
     alone = ProcessGroupScheduler(dist.new_group([rank], use_local_synchronization=True))
     for recipe in (tritoncomm.OkTopk(density=0.2), TopkDSA(density=0.2)):
         feedback = ErrorFeedback(recipe.build(20))
@@ -166,11 +120,8 @@ def test_lonely_gradient(rank, world_size):
         assert named(caught.value) == {rank}
 
 
-@ranks(4)
-def test_scale(rank, world_size):
+def scale(rank, tmp_path):
     """A step that the scaler of one rank did not want to skip."""
-    if rank not in MEMBERS:
-        return
     model = tiny()
     optimizer = wrapped(model)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
@@ -182,11 +133,8 @@ def test_scale(rank, world_size):
     assert [named(line) for line in lines if "did not find" in line] == ([] if rank == AT_FAULT else [{2}])
 
 
-@ranks(4)
-def test_numbers_received(rank, world_size):
+def numbers_received(rank, tmp_path):
     """Numbers and messages that a method rejects."""
-    if rank not in MEMBERS:
-        return
     number, odd = MEMBERS.index(rank), rank == AT_FAULT
     found = Verdict(CPU)
     found.check_messages(torch.tensor([int(odd)], dtype=torch.int32))
@@ -229,11 +177,8 @@ def _gathering_all(number: int):
     yield AllReduce("end", torch.ones(1))
 
 
-@ranks(4)
-def test_messages(rank, world_size):
+def messages(rank, tmp_path):
     """A message of another phase, in a group and in a subgroup of it. All texts of the error are of both ranks."""
-    if rank not in MEMBERS:
-        return
     number, odd = MEMBERS.index(rank), rank == AT_FAULT
 
     def crossing():
@@ -254,11 +199,8 @@ def test_messages(rank, world_size):
         assert named(text) == {2, 3}
 
 
-@ranks(4)
-def test_failed(rank, world_size):
+def failed(rank, tmp_path):
     """A method that fails on one rank, and a rank that comes too late."""
-    if rank not in MEMBERS:
-        return
 
     def pattern(error: Exception | None, delay: float):
         yield AllReduce("before", torch.ones(1))
@@ -280,28 +222,8 @@ def test_failed(rank, world_size):
         assert named(caught.value) <= {2, 3}
 
 
-@ranks(4, lost=(3,))
-def test_lost(rank, world_size):
-    """A rank that ends in a step, and one that ends while ranks compare settings."""
-    if rank not in MEMBERS:
-        return
-    model, groups = tiny(), [pair(), pair()]
-    optimizer = exact(adamw(model), process_group=groups[0])
-    train(model, optimizer, rank, range(1))
-    if rank == AT_FAULT:
-        os._exit(0)
-    for action in (lambda: train(model, optimizer, rank, [1]), lambda: exact(adamw(model), process_group=groups[1])):
-        with pytest.raises(PeerLostError, match=r"failed on rank 2, .*lost rank 3 ") as caught:
-            action()
-        assert caught.value.peers == (AT_FAULT,)
-        assert named(caught.value) == {2, 3}
-
-
-@ranks(4)
-def test_places(rank, world_size, tmp_path):
+def places(rank, tmp_path):
     """A node that is none, and the folder of another group."""
-    if rank not in MEMBERS:
-        return
     group, alone = pair(), dist.new_group([rank], use_local_synchronization=True)
     with pytest.raises(ConfigurationError, match=r"node_group has ranks \[2, 3\] of \[[23]\]"):
         exact(adamw(tiny()), process_group=alone, node_group=group)
@@ -314,11 +236,8 @@ def test_places(rank, world_size, tmp_path):
             checkpoint.save(optimizer, tmp_path)
 
 
-@ranks(4)
-def test_warnings(rank, world_size):
+def warnings(rank, tmp_path):
     """What the first rank says for all is said where rank 0 is not one of them."""
-    if rank not in MEMBERS:
-        return
     model = tiny()
     optimizer = wrapped(model)
     with log_lines() as lines:
@@ -336,11 +255,8 @@ def test_warnings(rank, world_size):
     assert all(part in line for part, line in zip(told, lines, strict=rank == MEMBERS[0]))
 
 
-@ranks(4)
-def test_state_of_another_rank(rank, world_size):
+def state_of_another_rank(rank, tmp_path):
     """A state belongs to a place in the group."""
-    if rank not in MEMBERS:
-        return
     model = tiny()
     optimizer = wrapped(model)
     train(model, optimizer, rank, range(2))
@@ -350,3 +266,37 @@ def test_state_of_another_rank(rank, world_size):
     said = f"written with rank={other} in its process group, here it is {mine}: load the state of this rank"
     with pytest.raises(ConfigurationError, match=said):
         optimizer.load_state_dict(states[other])
+
+
+SITUATIONS = {
+    each.__name__: each
+    for each in (
+        nan_gradient, inf_residual, lonely_gradient, scale, numbers_received, messages, failed, places, warnings,
+        state_of_another_rank,
+    )
+}  # fmt: skip
+
+
+@ranks(4)
+@pytest.mark.parametrize("name", SITUATIONS)
+def test_names(rank, world_size, name, tmp_path):
+    """Ranks have their global numbers in every text, and in every error."""
+    if rank in MEMBERS:
+        SITUATIONS[name](rank, tmp_path)
+
+
+@ranks(4, lost=(3,))
+def test_lost(rank, world_size):
+    """A rank that ends in a step, and one that ends while ranks compare settings."""
+    if rank not in MEMBERS:
+        return
+    model, groups = tiny(), [pair(), pair()]
+    optimizer = exact(adamw(model), process_group=groups[0])
+    train(model, optimizer, rank, range(1))
+    if rank == AT_FAULT:
+        os._exit(0)
+    for action in (lambda: train(model, optimizer, rank, [1]), lambda: exact(adamw(model), process_group=groups[1])):
+        with pytest.raises(PeerLostError, match=r"failed on rank 2, .*lost rank 3 ") as caught:
+            action()
+        assert caught.value.peers == (AT_FAULT,)
+        assert named(caught.value) == {2, 3}
