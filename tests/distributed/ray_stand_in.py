@@ -10,7 +10,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, make_dataclass
 from datetime import timedelta
 from pathlib import Path
 from types import ModuleType
@@ -20,6 +20,10 @@ import torch
 import torch.distributed as dist
 
 STORAGE = Path("storage")
+ScalingConfig = make_dataclass("ScalingConfig", ["num_workers", ("use_gpu", bool, False)])
+FailureConfig = make_dataclass("FailureConfig", ["max_failures"])
+RunConfig = make_dataclass("RunConfig", ["name", "storage_path", "failure_config"])  # storage is the current folder
+TorchConfig = make_dataclass("TorchConfig", ["backend", ("timeout_s", int, 1800)])
 
 
 @dataclass
@@ -37,45 +41,12 @@ class Checkpoint:
         yield self.path
 
 
-@dataclass
-class ScalingConfig:
-    """The number of workers must be that of torchrun."""
-
-    num_workers: int = 1
-    use_gpu: bool = False
-
-
-@dataclass
-class FailureConfig:
-    """Not used: nothing fails here."""
-
-    max_failures: int = 0
-
-
-@dataclass
-class RunConfig:
-    """``storage_path`` is ignored: checkpoints are in the current folder."""
-
-    name: str | None = None
-    storage_path: str | None = None
-    failure_config: FailureConfig | None = None
-
-
-@dataclass
-class TorchConfig:
-    """The process group."""
-
-    backend: str | None = None
-    init_method: str = "env"
-    timeout_s: int = 1800
-
-
 class TorchTrainer:
     """Runs the training function in this process."""
 
     def __init__(
-        self, train_loop_per_worker: Callable[[dict], None], *, train_loop_config: dict, torch_config: TorchConfig,
-        scaling_config: ScalingConfig, run_config: RunConfig,
+        self, train_loop_per_worker: Callable[[dict], None], *, train_loop_config: dict, torch_config: Any,
+        scaling_config: Any, run_config: Any,
     ) -> None:  # fmt: skip
         assert scaling_config.num_workers == int(os.environ["WORLD_SIZE"])
         assert run_config.failure_config.max_failures == 3
@@ -88,9 +59,7 @@ class TorchTrainer:
         dist.destroy_process_group()
 
 
-def prepare_model(
-    model: torch.nn.Module, move_to_device: bool = True, parallel_strategy: str | None = "ddp"
-) -> torch.nn.Module:
+def prepare_model(model: torch.nn.Module, parallel_strategy: str | None = "ddp") -> torch.nn.Module:
     """Return the model, in DDP unless ``parallel_strategy`` is None."""
     return model if parallel_strategy is None else torch.nn.parallel.DistributedDataParallel(model)
 
@@ -98,8 +67,7 @@ def prepare_model(
 def report(metrics: dict[str, Any], checkpoint: Checkpoint | None = None) -> None:
     """Merge the folders of all workers into one."""
     assert all(isinstance(value, float) for value in metrics.values())
-    number = len(list(STORAGE.glob("checkpoint-*"))) if dist.get_rank() == 0 else 0
-    numbers = [number]
+    numbers = [len(list(STORAGE.glob("checkpoint-*")))]
     dist.broadcast_object_list(numbers, src=0)
     shutil.copytree(checkpoint.path, STORAGE / f"checkpoint-{numbers[0]:06}", dirs_exist_ok=True)
     dist.barrier()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from models import KINDS, adamw, equal, exact, flat, gradients, loss_of, mesh, net, opened, same, total, train
+from models import KINDS, adamw, equal, exact, gradients, loss_of, mesh, net, opened, same, total
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from tritoncomm.step.tensors.shards import local
 
@@ -57,19 +57,6 @@ def test_gradient_times_one_factor_is_added(rank, world_size, kind, is_scaled):
     assert equal(model, replicas)
 
 
-@ranks(2)
-def test_limit_that_is_not_reached(rank, world_size):
-    """It changes no bit. An optimizer that is wrapped again without one has none."""
-    models = net(), net()
-    optimizers = exact(adamw(models[0])), exact(adamw(models[1]), max_grad_norm=1e9)
-    for model, optimizer in zip(models, optimizers, strict=True):
-        train(model, optimizer, rank, range(4))
-    assert torch.equal(*map(flat, models))
-    optimizers[1].release()
-    train(models[1], exact(optimizers[1]), rank, range(1))
-    assert "grad_norm" not in optimizers[1].metrics()
-
-
 @ranks(4)
 @pytest.mark.parametrize("large", [1, 5])  # a bias that is split, and one of which all ranks have a copy
 def test_copies_count_once(rank, world_size, large):
@@ -88,18 +75,3 @@ def test_copies_count_once(rank, world_size, large):
     optimizer.step()
     assert optimizer.metrics()["grad_norm"] == pytest.approx(float(gradients(whole).norm()), rel=0.15)
     assert same(optimizer.metrics()["grad_norm"])
-
-
-@ranks(1)
-def test_one_worker(rank, world_size):
-    """A single worker clips as torch does, to the bit."""
-    models = net(), net()
-    optimizer, plain = exact(adamw(models[0]), max_grad_norm=0.05), adamw(models[1])
-    for step in range(4):
-        train(models[0], optimizer, rank, [step])
-        plain.zero_grad()
-        loss_of(models[1], rank, step).backward()
-        norm = torch.nn.utils.clip_grad_norm_(models[1].parameters(), 0.05)
-        plain.step()
-        assert optimizer.metrics()["grad_norm"] == float(norm)
-    assert torch.equal(*map(flat, models))

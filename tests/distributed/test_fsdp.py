@@ -270,23 +270,6 @@ def test_flush_and_clipping_after_synchronize(rank, world_size):
     assert equal(model, group)
 
 
-@ranks(4)
-def test_nodes(rank, world_size):
-    """With ``node_group`` and the dense method, four replicas in two nodes average like plain averaging."""
-    over, node = mesh(1), dist.new_subgroups(2)[0]
-    model = sharded(Uneven(), over)
-    group = over["replicate"].get_group()
-    optimizer = exact(sgd(model), "dense", model=model, process_group=group, node_group=node)
-    loss_of(model, rank, 0).backward()
-    whole = total(gradients(model)) / world_size
-    optimizer.step()
-    assert torch.allclose(gradients(model), whole, atol=1e-6)
-    optimizer.release()
-    exact(optimizer, model=model, process_group=group, node_group=node)
-    train(model, optimizer, rank, range(1, 4))
-    assert equal(model)
-
-
 def refused(trained: nn.Module, group: dist.ProcessGroup | None, match: str, **fields) -> None:
     """Wrap an optimizer of a model, with it as ``model`` unless ``fields`` have another one, and expect an error."""
     with pytest.raises(REFUSED, match=match):

@@ -77,27 +77,6 @@ def test_given_up_step(rank, world_size, kind, is_scaled):
     assert optimizer.metrics()["steps"] == 4
 
 
-@ranks(2)
-def test_failing_flush_is_repeated(rank, world_size):
-    """By ``step()``, with the same result."""
-    ends = []
-    for fails in (False, True):
-        model = net()
-        optimizer = exact(adamw(model), max_grad_norm=0.01)
-        train(model, optimizer, rank, range(3))
-        if fails:
-            hook = optimizer.register_step_pre_hook(broken)
-            with pytest.raises(OSError, match="disk"):
-                optimizer.flush()
-            hook.remove()
-            optimizer.step()
-        else:
-            optimizer.flush()
-        assert not residual(optimizer).any()
-        ends.append(flat(model))
-    assert torch.equal(*ends)
-
-
 class FailingSGD(torch.optim.SGD):
     """SGD whose update fails once, after it has changed a parameter, if ``fails`` is set."""
 
