@@ -1,4 +1,4 @@
-"""What surrounds the exchange in real training: every optimizer, scalers, precision, nodes, and what is said."""
+"""What surrounds the exchange in real training: every optimizer, precision, a broadcast and nodes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from models import adamw, equal, exact, flat, gradients, loss_of, muon, residual
 from schedulefree import AdamWScheduleFree
 from test_rules import Lion
 from torch import nn
-from tritoncomm import ConfigMismatchError, ConfigurationError
+from tritoncomm import ConfigMismatchError, ConfigurationError, NonFiniteError
 
 from ranks import ranks
 
@@ -156,3 +156,18 @@ def test_nodes(rank, world_size):
     odd = dist.new_group([rank % 2, rank % 2 + 2], use_local_synchronization=True)
     with pytest.raises(ConfigurationError, match="consecutive ranks"):
         exact(sgd(models[0]), node_group=odd)
+
+
+@ranks(2)
+def test_policy_under_a_scaler_of_torch(rank, world_size):
+    """``on_nonfinite`` decides about an overflow that ``synchronize`` finds, also after ``unscale_``."""
+    model = tiny()
+    optimizer, scaler = exact(sgd(model), on_nonfinite="raise"), torch.amp.GradScaler("cpu", init_scale=4.0)
+    before = flat(model)
+    scaler.scale(loss_of(model, rank, 0)).backward()
+    if rank == 1:
+        model[0].weight.grad[0, 0] = float("inf")
+    scaler.unscale_(optimizer)
+    with pytest.raises(NonFiniteError):
+        optimizer.synchronize()
+    assert torch.equal(flat(model), before)
