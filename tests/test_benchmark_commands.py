@@ -21,6 +21,7 @@ PAGES = sorted(
     for pattern in ("*.md", "docs/**/*.md", "benchmarks/**/*.md", "kernels/*.md", "tests/**/*.md")
     for file in ROOT.glob(pattern)
 )
+FOLDERS = ("docs", "tritoncomm", "kernels", "tests", "benchmarks")
 PLACEHOLDERS = "NAME", "my_methods"  # a reader fills in these
 
 
@@ -92,13 +93,15 @@ def test_commands_of_a_page(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
                     main(arguments)
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_results_of_a_page(page: str) -> None:
-    """Every results file that the page names exists."""
-    text = (ROOT / page).read_text()
-    named = re.findall(r"benchmarks/results/([\w/-]+\.\w+)", text)
-    named += [code for code, _ in spans(text) if re.fullmatch(r"(h200/)?[a-z]\w+\.json", code)]
-    assert [name for name in named if not (BENCHMARKS / "results" / name).exists()] == []
+def test_results_that_are_named_exist() -> None:
+    """Every results file that a page, a comment or a test names exists."""
+    named = {code for page in PAGES for code, _ in spans((ROOT / page).read_text())}
+    named = {code for code in named if re.fullmatch(r"(h200/)?[a-z]\w+\.json", code)}
+    scripts = [file for folder in FOLDERS for file in (ROOT / folder).rglob("*.py")]
+    for file in (*scripts, *(ROOT / page for page in PAGES)):
+        named |= set(re.findall(r"benchmarks/results/([\w/-]+\.\w+)", file.read_text()))
+    assert len(named) > 20
+    assert [name for name in sorted(named) if not (BENCHMARKS / "results" / name).exists()] == []
 
 
 def test_every_result_has_a_command(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,6 @@ from pages import ROOT, blocks
 
 PAGES = ["README.md", "CONTRIBUTING.md", "benchmarks/README.md", "benchmarks/results/README.md", "kernels/README.md"]
 PAGES += sorted(str(file.relative_to(ROOT)) for file in (ROOT / "docs").rglob("*.md"))
-FOLDERS = ("docs", "tritoncomm", "kernels", "tests", "benchmarks")
 
 
 def test_documented_method_obeys_the_laws() -> None:
@@ -128,18 +127,6 @@ def test_documented_simulation_runs() -> None:
 def test_readme_is_short() -> None:
     """The README has at most 700 words."""
     assert len((ROOT / "README.md").read_text().split()) <= 700
-
-
-def test_results_are_listed() -> None:
-    """The index names every result, and every result that a page, a comment or a test names exists."""
-    folder = ROOT / "benchmarks/results"
-    index = (folder / "README.md").read_text()
-    files = {str(file.relative_to(folder)) for file in folder.rglob("*.*")} - {"README.md"}
-    assert files == set(re.findall(r"\]\(((?:h200/)?[^/)]+)\)", index))
-    files = [*ROOT.glob("*.md"), *(f for d in FOLDERS for end in ("*.md", "*.py") for f in (ROOT / d).rglob(end))]
-    named = {name for file in files for name in re.findall(r"benchmarks/results/([\w/-]+\.\w+)", file.read_text())}
-    assert named
-    assert [name for name in sorted(named) if not (folder / name).exists()] == []
 
 
 @pytest.mark.parametrize("page", PAGES)

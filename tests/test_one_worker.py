@@ -72,30 +72,63 @@ def test_one_worker_of_several_rejects(monkeypatch: pytest.MonkeyPatch) -> None:
         sparse.reset_process_group()
 
 
-def test_one_worker_trains_what_is_unfrozen_or_added(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A parameter that is unfrozen, or added to the original optimizer, is trained as by the bare optimizer."""
+KINDS = {
+    "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=0.05, weight_decay=0.1),
+    "Adam": lambda parameters: torch.optim.Adam(parameters, lr=0.05, amsgrad=True, fused=True),
+    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("dtype", "scaler"),
+    [
+        (torch.float32, ""),
+        (torch.float64, ""),
+        (torch.bfloat16, ""),
+        (torch.float32, "scales"),
+        (torch.float32, "unscales"),
+    ],
+)
+def test_one_worker_is_the_bare_optimizer(
+    monkeypatch: pytest.MonkeyPatch, kind: str, dtype: torch.dtype, scaler: str
+) -> None:
+    """Parameters and state are those of the bare optimizer to the bit, whatever the density, and so is an overflow.
+
+    What is unfrozen, or added to the original optimizer, is trained, and what has no gradient is left alone.
+    """
     monkeypatch.setattr(options, "is_alone", lambda _: True)
 
-    def trained(*, wrapped: bool, scaled: bool) -> list[torch.Tensor]:
-        net = model()
+    def trained(*, wrapped: bool) -> tuple[list[torch.Tensor], torch.optim.Optimizer]:
+        net = model().to(dtype)
         net[0].weight.requires_grad_(False)
-        inner = torch.optim.AdamW(net.parameters(), lr=0.05)
-        optimizer = sparse_wrap(inner) if wrapped else inner
-        scaler = torch.amp.GradScaler("cpu", init_scale=64.0, enabled=scaled)
-        added = nn.Parameter(torch.ones(3))
-        for step in range(4):
+        unused, added = (nn.Parameter(torch.ones(3, dtype=dtype)) for _ in range(2))
+        optimizer = inner = KINDS[kind]([*net.parameters(), unused])
+        if wrapped:
+            optimizer = sparse_wrap(inner, density=0.001)
+        scaling = torch.amp.GradScaler("cpu", init_scale=64.0, enabled=bool(scaler))
+        for step in range(5):
             if step == 2:
                 net[0].weight.requires_grad_(True)
             if step == 3:
                 inner.add_param_group({"params": [added], "lr": 0.1})
             optimizer.zero_grad()
-            x = torch.randn(4, net[0].in_features, generator=torch.Generator().manual_seed(step))
-            scaler.scale(net(x).square().mean() + added.square().sum()).backward()
-            scaler.step(optimizer)
-            scaler.update()
-        return [*net.parameters(), added]
+            x = torch.randn(4, net[0].in_features, generator=torch.Generator().manual_seed(step)).to(dtype)
+            loss = net(x).square().mean() + added.square().sum()
+            scaling.scale(loss * (torch.inf if scaler and step == 1 else 1.0)).backward()
+            if scaler == "unscales":
+                scaling.unscale_(optimizer)
+            scaling.step(optimizer)
+            scaling.update()
+        return [*net.parameters(), unused, added], optimizer
 
-    for scaled in (False, True):
-        bare, ours = trained(wrapped=False, scaled=scaled), trained(wrapped=True, scaled=scaled)
-        assert all(map(torch.equal, bare, ours))
-        assert not torch.equal(ours[-1], torch.ones(3))
+    (bare, plain), (ours, optimizer) = trained(wrapped=False), trained(wrapped=True)
+    assert not torch.equal(ours[-1], torch.ones(3))
+    for p, q in zip(bare, ours, strict=True):
+        assert torch.equal(p, q)
+        assert (p.grad is None) == (q.grad is None)
+        assert plain.state[p].keys() == optimizer.state[q].keys()
+        for name, value in plain.state[p].items():
+            assert torch.equal(torch.as_tensor(value), torch.as_tensor(optimizer.state[q][name])), name
+    assert optimizer.metrics()["density_delivered"] == 1
+    assert optimizer.metrics()["residual_norm"] == 0

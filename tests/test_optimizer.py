@@ -14,56 +14,13 @@ from tritoncomm import ConfigurationError
 from small_model import backward, model, sgd, sparse_wrap
 
 
-def test_wrapper_shares_groups_and_state() -> None:
-    """The wrapper shares groups, state and defaults with the wrapped optimizer, also after a load replaces them."""
-    inner = sgd(model())
-    optimizer = sparse_wrap(inner)
-    assert isinstance(optimizer, torch.optim.Optimizer)
-    inner.load_state_dict(inner.state_dict())
-    assert optimizer.param_groups is inner.param_groups
-    assert optimizer.state is inner.state
-    assert optimizer.defaults is inner.defaults
-    assert "OkTopk" in repr(optimizer)
-    assert "SGD" in repr(optimizer)
-
-
-def test_density_one_equals_the_bare_optimizer() -> None:
-    """With one worker and density 1, the wrapper gives the same bits as the bare optimizer."""
-    plain, wrapped = model(), model()
-    bare, optimizer = sgd(plain), sparse_wrap(sgd(wrapped), density=1.0)
-    for step in range(5):
-        for net, opt in ((plain, bare), (wrapped, optimizer)):
-            opt.zero_grad()
-            backward(net, step)
-            opt.step()
-    assert all(map(torch.equal, plain.parameters(), wrapped.parameters()))
-
-
-def test_a_step_without_gradients() -> None:
-    """Gradients of zero deliver entries of the residual. Where there are none, nothing changes."""
-    net = model()
-    optimizer = sparse_wrap(sgd(net), density=0.1)
-    backward(net)
-    optimizer.step()
-    residual_norm = optimizer.metrics()["residual_norm"]
-    before = [p.detach().clone() for p in net.parameters()]
-    optimizer.zero_grad()
-    optimizer.step()
-    assert all(p.grad is None for p in net.parameters())
-    assert optimizer.metrics()["residual_norm"] == residual_norm
-    assert all(map(torch.equal, before, net.parameters()))
-    for parameter in net.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    for _ in range(2):  # of what nobody had a gradient of, the residual waits for one step more
-        optimizer.step()
-    assert optimizer.metrics()["residual_norm"] < residual_norm
-
-
 def test_metrics_are_flat_floats() -> None:
     """metrics() is a flat dict of floats, before and after the first step."""
     net = model()
     optimizer = sparse_wrap(sgd(net), density=0.1)
     assert all(isinstance(v, float) for v in optimizer.metrics().values())
+    optimizer.step()
+    assert optimizer.metrics()["residual_norm"] == 0  # nobody had a gradient
     backward(net)
     optimizer.step()
     metrics = optimizer.metrics()
@@ -82,7 +39,6 @@ def test_metrics_are_flat_floats() -> None:
         ({"timeout": 5}, "timeout=5: give a datetime.timedelta"),
         ({"timeout": timedelta(0)}, r"timeout=0:00:00: must be above 0"),
         ({"timeout": timedelta.max}, "at most 365 days"),
-        ({"algo": ["oktopk"]}, "unknown algorithm"),
         ({"algo": "nope"}, "unknown algorithm 'nope'"),
         ({"density": 0}, "density=0"),
         ({"tau": 3}, "no argument 'tau'.*repartition_every"),
@@ -110,6 +66,12 @@ def test_bad_arguments_are_named(arguments: dict[str, object], named: str) -> No
         sparse_wrap(sgd(model()), **arguments)
 
 
+def test_a_module_is_no_optimizer() -> None:
+    """The error says what to pass."""
+    with pytest.raises(ConfigurationError, match=r"a Sequential: pass a torch\.optim\.Optimizer"):
+        sparse_wrap(model())
+
+
 def test_residual_norm_of_large_values() -> None:
     """The norm of a residual is finite as long as the residual is, although its squares overflow."""
     net = model()
@@ -120,12 +82,6 @@ def test_residual_norm_of_large_values() -> None:
     left = torch.cat(optimizer._tritoncomm.setup.vector.feedback.residual.double().split(7))
     assert optimizer.metrics()["residual_norm"] == pytest.approx(float(left.norm()))
     assert left.any()
-
-
-def test_algo_accepts_a_recipe() -> None:
-    """``algo`` may be a recipe with all its settings."""
-    optimizer = sparse_wrap(sgd(model()), algo=tritoncomm.OkTopk(density=0.2, bucket_width=2))
-    assert optimizer.recipe == tritoncomm.OkTopk(density=0.2, bucket_width=2)
 
 
 def test_add_param_group_keeps_the_warm_up() -> None:
@@ -166,9 +122,3 @@ def test_closure_after_synchronize() -> None:
     backward(net)
     optimizer.synchronize()
     assert optimizer.step(lambda: 1.0) == 1.0
-
-
-def test_a_module_is_no_optimizer() -> None:
-    """The error says what to pass."""
-    with pytest.raises(ConfigurationError, match=r"a Sequential: pass a torch\.optim\.Optimizer"):
-        sparse_wrap(model())

@@ -12,7 +12,6 @@ import pytest
 import torch
 import tritoncomm
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 from small_model import backward, model
 
@@ -49,18 +48,6 @@ def same(a: nn.Module, b: nn.Module) -> bool:
 
 
 @every
-def test_zero_grad(make: Make) -> None:
-    """zero_grad() sets gradients to None, or to zero on request."""
-    net = model()
-    optimizer = make(net)
-    backward(net)
-    optimizer.zero_grad(set_to_none=False)
-    assert all(p.grad is not None and not p.grad.any() for p in net.parameters())
-    optimizer.zero_grad()
-    assert all(p.grad is None for p in net.parameters())
-
-
-@every
 def test_learning_rate_set_after_a_load(make: Make) -> None:
     """A learning rate that is set after load_state_dict() takes effect, and the state has the model's parameters."""
     net = model()
@@ -72,7 +59,6 @@ def test_learning_rate_set_after_a_load(make: Make) -> None:
     before = copy.deepcopy(net)
     train(net, optimizer, 1, 2)
     assert same(net, before)
-    assert "lr" in optimizer.defaults
     assert all(parameter in set(net.parameters()) for parameter in optimizer.state)
 
 
@@ -93,24 +79,6 @@ def test_state_and_groups_can_be_assigned(make: Make) -> None:
     optimizer.param_groups[0]["weight_decay"] = 0.0
     train(nets[1], optimizer, 1, 6)
     assert same(*nets)
-
-
-@every
-@pytest.mark.parametrize("steps", [0, 2])
-def test_add_param_group(make: Make, steps: int) -> None:
-    """A group that is added before or after the first step trains with its own settings."""
-    net = model()
-    optimizer = make(net)
-    train(net, optimizer, steps)
-    extra = nn.Parameter(torch.ones(6))
-    optimizer.add_param_group({"params": [extra], "lr": 0.5})
-    assert len(optimizer.param_groups) == 2
-    for step in range(4):
-        optimizer.zero_grad()
-        backward(net, step)
-        extra.grad = torch.full((6,), 100.0)
-        optimizer.step()
-    assert (extra < 0.9).all()
 
 
 @every
@@ -173,12 +141,6 @@ def test_copies_are_refused(make: Make) -> None:
 
 
 @every
-def test_repr(make: Make) -> None:
-    """repr() shows the settings of the optimizer."""
-    assert "lr: 0.0" in repr(make(model()))
-
-
-@every
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 def test_compile(make: Make) -> None:
     """torch.compile(optimizer.step) gives the same parameters as step()."""
@@ -195,39 +157,6 @@ def test_compile(make: Make) -> None:
 
 
 @every
-def test_distributed_checkpoint_state(make: Make, group_of_one: None) -> None:
-    """get_ and set_optimizer_state_dict transfer the state, and their synthetic step moves no parameter."""
-    net = model()
-    optimizer = make(net)
-    train(net, optimizer, 3)
-    optimizer.zero_grad()
-    trained = copy.deepcopy(net)
-    saved = get_optimizer_state_dict(net, optimizer)
-    assert same(net, trained)
-    fresh = copy.deepcopy(net)
-    other = make(fresh)
-    set_optimizer_state_dict(fresh, other, saved)
-    assert same(fresh, trained)
-    for a, b in zip(net.parameters(), fresh.parameters(), strict=True):
-        assert optimizer.state[a].keys() == other.state[b].keys()
-        for key, value in optimizer.state[a].items():
-            assert torch.equal(torch.as_tensor(other.state[b][key]), torch.as_tensor(value)), key
-
-
-@every
-def test_zero_learning_rate_is_exchanged(make: Make) -> None:
-    """A step with learning rate 0, as at the start of a warm-up, is exchanged like any other step."""
-    net = model()
-    optimizer = make(net)
-    optimizer.param_groups[0]["lr"] = 0.0
-    before = copy.deepcopy(net)
-    train(net, optimizer, 1)
-    assert same(net, before)
-    if isinstance(optimizer, tritoncomm.SparseOptimizer):
-        assert optimizer.metrics()["steps"] == 1
-
-
-@every
 def test_frozen_tied_and_empty_parameters(make: Make) -> None:
     """Frozen parameters stay unchanged, tied ones stay tied, and zero-element ones are accepted."""
     net = model()
@@ -240,52 +169,12 @@ def test_frozen_tied_and_empty_parameters(make: Make) -> None:
     assert torch.equal(net.frozen, before.frozen)
     assert not torch.equal(net.tied, before.tied)
     assert net.tied is net[0].weight
-
-
-@every_bare
-def test_class_can_be_derived(make: Make) -> None:
-    """A framework can derive a class from its own class and the optimizer's class."""
-    optimizer = wrapped(make)(model())
-
-    class Strategy:
-        """Stands for a class of a framework."""
-
-    mixed = type("Mixed", (Strategy, type(optimizer)), {})
-    assert issubclass(mixed, torch.optim.Optimizer)
-
-
-def test_error_under_a_scaler_leaves_no_scale() -> None:
-    """An error leaves no scale on the optimizer, which the scaler would multiply with the next scale."""
-    net, control = model(), model()
-    at_density_one = lambda net: tritoncomm.wrap(BARE["momentum"](net), density=1.0)  # noqa: E731
-    # At density 1, because residuals would keep the scaled gradients that synchronize() averaged.
-    optimizer, reference = at_density_one(net), at_density_one(control)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    scaled_backward(scaler, net, 0)
-    optimizer.synchronize()
-    with pytest.raises(RuntimeError, match="averaged scaled gradients"):
-        scaler.step(optimizer)
-    scaler.update()
-    optimizer.zero_grad()
-    for step in range(2):
-        optimizer.zero_grad()
-        scaled_backward(scaler, net, step)
-        scaler.step(optimizer)
-        scaler.update()
-        reference.zero_grad()
-        backward(control, step)
-        reference.step()
-    assert all(map(torch.allclose, net.parameters(), control.parameters()))
-
-
-def scaled_backward(scaler: torch.amp.GradScaler, net: nn.Module, seed: int) -> None:
-    """Backpropagate the scaled loss of :func:`backward`."""
-    x = torch.randn(16, 4, generator=torch.Generator().manual_seed(seed))
-    scaler.scale((net(x) - x.sum(1, keepdim=True)).square().mean()).backward()
+    optimizer.zero_grad(set_to_none=False)
+    assert all(p.grad is not None and not p.grad.any() for p in net[:3].parameters())
 
 
 def test_proxy_class() -> None:
-    """A proxy whose class derives from the optimizer's class works like the optimizer."""
+    """A proxy whose class derives from the optimizer's class, as a framework makes it, works like the optimizer."""
     net, control = model(), model()
     real, reference = MAKERS["wrapped-momentum"](net), MAKERS["wrapped-momentum"](control)
 

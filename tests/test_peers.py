@@ -82,16 +82,6 @@ def test_sparseloco_keeps_what_it_does_not_send(peers: ModuleType) -> None:
     assert [traffic.bytes for traffic in world.traffic] == [2 * -(-bits // 8)] * 3  # to two others
 
 
-def test_sparseloco_delivers_later(peers: ModuleType) -> None:
-    """Of an update that stays the same, every entry is delivered in the end, in turn."""
-    world = peers.SparseLoCoWorld(2, [torch.Size([4096])], count=1024)
-    update = torch.rand(1, 4096, generator=torch.Generator().manual_seed(1)).expand(2, -1) + 0.5
-    total = torch.zeros(4096)
-    for _ in range(100):
-        total += world.step(update)[0].to_dense()
-    torch.testing.assert_close(total / 100, update[0], rtol=0.2, atol=0)
-
-
 @pytest.mark.parametrize("name", KILOBYTES)
 def test_every_peer_trains(train: ModuleType, peers: ModuleType, name: str) -> None:
     """It lowers the loss, sends what it is known to send, and the curve ends with the last step."""

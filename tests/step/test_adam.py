@@ -3,62 +3,17 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import math
 from collections.abc import Callable
 
 import pytest
 import torch
-import tritoncomm
 from torch import nn
-from tritoncomm import ConfigurationError, Late
-from tritoncomm.step.rules import late as late_rule
+from tritoncomm import Late
 from tritoncomm.step.rules.adam import StalenessAwareAdam
-from tritoncomm.step.rules.step import coupled_decay
 
 from deliveries import ages_of, take_step
-from tritoncomm_kernels import AdamControl, root_mean_square
-
-KINDS = (torch.optim.Adam, torch.optim.AdamW)
-OPTIONS = [
-    {},
-    {"weight_decay": 0.1},
-    {"amsgrad": True},
-    {"maximize": True, "weight_decay": 0.01},
-    {"betas": (0.0, 0.9)},
-    {"betas": (0.0, 0.0)},
-    {"eps": 1e-3, "lr": torch.tensor(0.02)},
-    {"foreach": True},
-]
-
-
-def run(kind, steps, *, delivered, gradient, numel: int = 12, **options):
-    """Return parameter and optimizer after ``steps`` steps. ``delivered(t)`` has indices, or is None for all."""
-    torch.manual_seed(0)
-    parameter = nn.Parameter(torch.randn(numel))
-    late = options.pop("late", Late())
-    optimizer = kind([parameter], **({"lr": 0.02} | options))
-    aware = StalenessAwareAdam(optimizer, late)
-    for t in range(1, steps + 1):
-        parameter.grad = gradient(t).add_(parameter.detach(), alpha=coupled_decay(optimizer).get(id(parameter), 0.0))
-        take_step(aware, [parameter], [delivered(t)])
-    return parameter.detach(), optimizer
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("options", OPTIONS, ids=lambda o: ",".join(o) or "plain")
-@pytest.mark.parametrize("everything", [None, torch.arange(12)], ids=["dense", "indexed"])
-def test_density_one_equals_torch(kind, options: dict[str, object], everything: torch.Tensor | None) -> None:
-    """If every coordinate is delivered in every step, the trajectory equals torch's up to rounding."""
-    gradients = torch.randn(60, 12, generator=torch.Generator().manual_seed(1))
-    got, _ = run(kind, 60, delivered=lambda _: everything, gradient=lambda t: gradients[t - 1].clone(), **options)
-    torch.manual_seed(0)
-    parameter = nn.Parameter(torch.randn(12))
-    optimizer = kind([parameter], **({"lr": 0.02} | options))
-    for gradient in gradients:
-        parameter.grad = gradient.clone()
-        optimizer.step()
-    assert torch.allclose(got, parameter.detach(), rtol=2e-5, atol=2e-6)
+from tritoncomm_kernels import root_mean_square
 
 
 # Each of the three limits is the smallest in some.
@@ -72,23 +27,15 @@ def test_delayed_deliveries_catch_up(tau: int, catch_up: int) -> None:
     limited = min(tau, catch_up, 3 * math.sqrt(tau))
     steady = 0.6  # of 25 entries, all agree: 4 (25 - 3 * 5) / 25 - 1
     later = limited + steady * (min(tau, 3 * catch_up) - limited)
-    steps, share = 20 * tau, (limited + 19 * later) / (20 * tau)
-    adam = torch.optim.AdamW
-    dense, _ = run(
-        adam, steps, delivered=lambda _: None, gradient=lambda _: torch.ones(25), weight_decay=0, numel=25
-    )  # fmt: skip
-    late, _ = run(
-        adam,
-        steps,
-        delivered=lambda t: torch.arange(25) if t % tau == 0 else torch.arange(0),
-        gradient=lambda t: torch.full((25,), float(tau)) if t % tau == 0 else torch.zeros(25),
-        late=Late(max_catch_up=catch_up, max_relative_update=math.inf),
-        weight_decay=0,
-        numel=25,
-    )
-    torch.manual_seed(0)
-    start = torch.randn(25)
-    assert torch.allclose((late - start) / (dense - start), torch.tensor(share), rtol=1e-4)
+    parameter = nn.Parameter(torch.zeros(25))
+    optimizer = torch.optim.AdamW([parameter], lr=0.02, weight_decay=0)
+    aware = StalenessAwareAdam(optimizer, Late(max_catch_up=catch_up, max_relative_update=math.inf))
+    for t in range(1, 20 * tau + 1):
+        due = t % tau == 0
+        parameter.grad = torch.full((25,), float(tau * due))
+        take_step(aware, [parameter], [torch.arange(25 if due else 0)])
+    moved = -0.02 * (limited + 19 * later)  # a dense step by a constant gradient is one learning rate
+    assert torch.allclose(parameter.detach(), torch.tensor(moved), rtol=1e-4)
 
 
 @pytest.mark.parametrize("beta2", [0.5, 0.95, 0.999, 0.99999])
@@ -140,7 +87,7 @@ def test_an_outlier_counts_for_one_step(beta2: float, times: float, steps: int) 
     assert torch.allclose(before - parameter.detach(), torch.tensor(expected), rtol=1e-4)
 
 
-@pytest.mark.parametrize("rate", [1e-5, 1e-4, 4e-4, 1e-3, 3e-3, 1e-2, 0.1])
+@pytest.mark.parametrize("rate", [1e-5, 4e-4, 3e-3, 0.1])
 @pytest.mark.parametrize("size", [0.0, 0.02])
 @pytest.mark.parametrize("share", [1.0, 0.25, 0.01])
 def test_relative_update_is_limited(rate: float, size: float, share: float) -> None:
@@ -158,65 +105,7 @@ def test_relative_update_is_limited(rate: float, size: float, share: float) -> N
     assert torch.allclose((delivered - size) / rate * sign[: len(delivered)], torch.tensor(each), rtol=5e-3)
 
 
-def test_defaults_are_the_same_everywhere() -> None:
-    """A limit has one default, whether it is that of ``wrap``, of other rules or of the kernels."""
-    of_kernels = inspect.signature(AdamControl.of).parameters
-    assert of_kernels["max_relative_update"].default == Late().max_relative_update
-    assert of_kernels["max_sqrt_staleness"].default == late_rule.MAX_SQRT_STALENESS
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_current_coordinates_take_a_dense_step(kind) -> None:
-    """If the limit binds because of a delayed coordinate, the other coordinates still move as in torch."""
-    gradients = torch.randn(41, 12, generator=torch.Generator().manual_seed(1))
-    gradients[40] *= 100  # a step of several learning rates
-    moved = {}
-    for change in (0.0, math.inf):
-        moved[change], _ = run(
-            kind, 41, gradient=lambda t: gradients[t - 1].clone(), betas=(0.0, 0.9),
-            delivered=lambda t: torch.arange(int(0 < t - 1 < 40), 12), late=Late(max_relative_update=change),
-        )  # fmt: skip
-    torch.manual_seed(0)
-    parameter = nn.Parameter(torch.randn(12))
-    optimizer = kind([parameter], lr=0.02, betas=(0.0, 0.9))
-    for gradient in gradients:
-        before = parameter.detach().clone()
-        parameter.grad = gradient.clone()
-        optimizer.step()
-    assert (parameter.detach() - before).abs().mean() > 1.5 * 0.02, "the limit would bind in torch's own step"
-    assert torch.allclose(moved[0.0][1:], parameter.detach()[1:], rtol=2e-5, atol=2e-6)
-    assert torch.equal(moved[0.0][1:], moved[math.inf][1:])
-    assert not torch.equal(moved[0.0][0], moved[math.inf][0])
-
-
-def test_root_mean_square_is_renewed_periodically() -> None:
-    """The root mean square of a parameter is computed in every step at first, then in every twentieth."""
-    parameter = nn.Parameter(torch.zeros(2000))
-    optimizer = torch.optim.AdamW([parameter], lr=0.01)
-    aware = StalenessAwareAdam(optimizer, Late())
-    renewed = []
-    for _ in range(65):
-        held = root_mean_square(parameter)
-        parameter.grad = torch.ones(2000)
-        take_step(aware, [parameter], [None])
-        renewed.append(torch.equal(ages_of(optimizer, parameter)[1], held))
-    assert [step for step, fresh in enumerate(renewed) if fresh] == [*range(21), 40, 60]
-
-
-def test_infinite_relative_update() -> None:
-    """``max_relative_update=inf`` lets weights of zero catch up as well."""
-    for change, steps in ((math.inf, 12.0), (0.2, 1.0)):
-        parameter = nn.Parameter(torch.zeros(1000))
-        adam = torch.optim.Adam([parameter], lr=0.0, betas=(0.0, 0.999))
-        aware = StalenessAwareAdam(adam, Late(max_relative_update=change))
-        for t in range(1, 18):
-            parameter.grad = torch.full((1000,), 1.0 if t == 1 else -16.0)
-            aware.optimizer.param_groups[0]["lr"] = 0.01 * (t == 17)
-            take_step(aware, [parameter], [None if t in (1, 17) else torch.arange(0)])
-        assert torch.allclose(parameter.detach(), torch.tensor(0.01 * steps), rtol=1e-3)
-
-
-@pytest.mark.parametrize("agree", [0, 500, 600, 672, 700, 797, 798, 1000])
+@pytest.mark.parametrize("agree", [0, 600, 672, 700, 797, 798])
 @pytest.mark.parametrize("change", [0.0, math.inf])
 @pytest.mark.parametrize("tau", [16, 100])
 def test_signs_decide_how_far_to_catch_up(agree: int, change: float, tau: int) -> None:
@@ -243,17 +132,6 @@ def test_signs_decide_how_far_to_catch_up(agree: int, change: float, tau: int) -
     assert (steady == 0, steady == 1) == (agree <= 672, agree >= 798)
     assert torch.allclose(moved, torch.tensor(limited + steady * (min(tau, 60) - limited)), rtol=2e-3)
     assert torch.equal(parameter.detach()[1000:], torch.zeros(1000))
-
-
-def test_step_count_is_fp32() -> None:
-    """The step count is fp32 even if the default dtype is bf16, which counts only to 256."""
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        _, optimizer = run(torch.optim.Adam, 2, delivered=lambda _: None, gradient=lambda _: torch.ones(12))
-    finally:
-        torch.set_default_dtype(torch.float32)
-    ((parameter, state),) = optimizer.state.items()
-    assert state["step"].dtype == ages_of(optimizer, parameter)[1].dtype == torch.float32
 
 
 def test_root_mean_square() -> None:
@@ -290,86 +168,6 @@ def test_delayed_small_deliveries_are_accurate(tau: int, later: float) -> None:
     assert moved[torch.float32] == pytest.approx(moved[torch.float64], rel=1e-4)
 
 
-def test_undelivered_coordinates_only_decay() -> None:
-    """Coordinates that are not delivered change by weight decay alone."""
-    got, optimizer = run(
-        torch.optim.AdamW,
-        7,
-        delivered=lambda _: torch.tensor([2, 5]),
-        gradient=lambda _: torch.ones(12),
-        weight_decay=0.5,
-    )
-    torch.manual_seed(0)
-    expected = torch.randn(12)
-    for _ in range(7):
-        expected *= 1 - 0.02 * 0.5
-    still = [i for i in range(12) if i not in (2, 5)]
-    assert torch.equal(got[still], expected[still])
-    assert not torch.equal(got[[2, 5]], expected[[2, 5]])
-    last, _ = ages_of(optimizer, *optimizer.state)
-    assert last.tolist() == [7 if i in (2, 5) else 0 for i in range(12)]
-    assert last.dtype == torch.int32
-
-
-def test_scale_invariance() -> None:
-    """Gradients times a power of two leave the trajectory unchanged if eps is too small to be added."""
-    gradients = torch.randn(30, 12, generator=torch.Generator().manual_seed(2)) + 0.1
-    schedule = [torch.randperm(12, generator=torch.Generator().manual_seed(t))[:4].sort().values for t in range(31)]
-    results = [
-        run(
-            torch.optim.Adam, 30, delivered=lambda t: schedule[t],
-            gradient=lambda t, scale=scale: gradients[t - 1] * scale, eps=1e-30,
-        )[0]
-        for scale in (1.0, 256.0)
-    ]  # fmt: skip
-    assert torch.equal(*results)
-
-
-def test_strided_and_half_precision_parameters() -> None:
-    """Channels-last and bf16 parameters are updated in place, like contiguous fp32 parameters."""
-    torch.manual_seed(0)
-    plain = nn.Parameter(torch.randn(2, 3, 4, 4))
-    strided = nn.Parameter(plain.detach().clone().to(memory_format=torch.channels_last))
-    half = nn.Parameter(plain.detach().clone().bfloat16())
-    for parameter in (plain, strided, half):
-        aware = StalenessAwareAdam(torch.optim.AdamW([parameter], lr=0.01), Late())
-        for t in range(5):
-            generator = torch.Generator().manual_seed(t)
-            parameter.grad = torch.randn(2, 3, 4, 4, generator=generator).to(parameter)
-            take_step(aware, [parameter], [torch.arange(t, 90, 2)])
-    assert not strided.is_contiguous()
-    assert torch.equal(plain, strided)
-    assert torch.allclose(plain, half.float(), atol=0.03)
-
-
-def test_eps_of_zero_is_refused() -> None:
-    """With eps=0, an entry that rounding makes 0 would become NaN. Without the staleness-aware step it is torch's."""
-    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(4, 4))], eps=0)
-    with pytest.raises(ConfigurationError, match=r"eps=0.*eps above 0"):
-        tritoncomm.wrap(optimizer)
-    tritoncomm.wrap(optimizer, late=False)
-
-
-@pytest.mark.parametrize("option", ["capturable", "differentiable"])
-def test_unsupported_options_are_rejected(option: str) -> None:
-    """An unsupported option is rejected by name, with the fix."""
-    optimizer = torch.optim.Adam([nn.Parameter(torch.ones(2))], **{option: True})
-    with pytest.raises(ConfigurationError, match=f"{option}=True.*late=False"):
-        tritoncomm.wrap(optimizer)
-    assert tritoncomm.wrap(optimizer, late=False)
-
-
-def test_groups_keep_their_own_settings() -> None:
-    """Each parameter group uses its own learning rate."""
-    fast, slow = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
-    optimizer = torch.optim.AdamW([{"params": [fast], "lr": 0.1}, {"params": [slow], "lr": 0.001}], weight_decay=0)
-    for parameter in (fast, slow):
-        parameter.grad = torch.ones(3)
-    take_step(StalenessAwareAdam(optimizer, Late()), [fast, slow], [None, None])
-    assert torch.allclose(1 - fast, torch.full((3,), 0.1), rtol=1e-4)
-    assert torch.allclose(1 - slow, torch.full((3,), 0.001), rtol=1e-3)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_ages_are_counted_apart_from_the_optimizers_step(dtype: torch.dtype) -> None:
     """After 100 steps of its own, a delivery of four gradients counts as four steps, and bias corrections go on."""
@@ -393,36 +191,23 @@ def test_ages_are_counted_apart_from_the_optimizers_step(dtype: torch.dtype) -> 
     assert ages_of(optimizer, parameter)[0].tolist() == [4] * 6
 
 
-def _steps_itself(optimizer: torch.optim.Optimizer) -> None:
-    optimizer.step()
+def replace_count(optimizer: torch.optim.Optimizer) -> None:
+    """Put another tensor in the place of a count."""
+    list(optimizer.state.values())[1]["step"] = torch.tensor(40.0)
 
 
-def _loads(optimizer: torch.optim.Optimizer) -> None:
-    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+INTERFERENCES: dict[str, Callable[[torch.optim.Optimizer], object]] = {
+    "steps itself": lambda optimizer: optimizer.step(),
+    "loads": lambda optimizer: optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict())),
+    "replaces a count": replace_count,
+    "writes a count": lambda optimizer: list(optimizer.state.values())[1]["step"].fill_(40.0),
+    "forgets a state": lambda optimizer: optimizer.state.pop(optimizer.param_groups[0]["params"][0]),
+    "leaves one out": lambda optimizer: setattr(optimizer.param_groups[0]["params"][2], "grad", None),
+}
 
 
-def _replaces_a_count(optimizer: torch.optim.Optimizer) -> None:
-    for state in list(optimizer.state.values())[1:]:
-        state["step"] = torch.tensor(40.0)
-
-
-def _writes_a_count(optimizer: torch.optim.Optimizer) -> None:
-    list(optimizer.state.values())[1]["step"].fill_(40.0)
-
-
-def _forgets_a_state(optimizer: torch.optim.Optimizer) -> None:
-    del optimizer.state[optimizer.param_groups[0]["params"][0]]
-
-
-def _leaves_one_out(optimizer: torch.optim.Optimizer) -> None:
-    optimizer.param_groups[0]["params"][2].grad = None
-
-
-@pytest.mark.parametrize(
-    "interfere",
-    [_steps_itself, _loads, _replaces_a_count, _writes_a_count, _forgets_a_state, _leaves_one_out],
-)
-def test_state_that_somebody_changed(interfere: Callable[[torch.optim.Optimizer], None]) -> None:
+@pytest.mark.parametrize("interfere", INTERFERENCES.values(), ids=INTERFERENCES)
+def test_state_that_somebody_changed(interfere: Callable[[torch.optim.Optimizer], object]) -> None:
     """A step that has kept tensors from earlier steps reads a state that somebody changed like one without them."""
     outcomes = []
     for keeps in (True, False):
@@ -439,6 +224,18 @@ def test_state_that_somebody_changed(interfere: Callable[[torch.optim.Optimizer]
             take_step(aware if keeps else StalenessAwareAdam(optimizer, Late()), parameters, [at, None, at])
         states = [state for _, state in sorted(optimizer.state_dict()["state"].items())]
         outcomes.append([*parameters, *(state[name] for state in states for name in sorted(state))])
-    assert len(outcomes[0]) == 3 + 3 * 3
     for kept, fresh in zip(*outcomes, strict=True):
         assert torch.equal(kept, fresh)
+
+
+def test_step_count_is_fp32() -> None:
+    """The step count is fp32 even if the default dtype is bf16, which counts only to 256."""
+    parameter = nn.Parameter(torch.ones(12))
+    optimizer = torch.optim.Adam([parameter])
+    parameter.grad = torch.ones(12)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        take_step(StalenessAwareAdam(optimizer, Late()), [parameter], [None])
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert optimizer.state[parameter]["step"].dtype == ages_of(optimizer, parameter)[1].dtype == torch.float32

@@ -45,16 +45,15 @@ def decayed(kind: str, **fields) -> torch.Tensor:
     [({}, 1e-3), ({"algo": "spardl"}, 1e-3), ({"density": 0.01}, 0.02), ({"algo": "exdyna"}, 0.05)],
     ids=str,
 )
-@pytest.mark.parametrize("kind", ["Adam", "Adam, maximize"])
-def test_half_without_gradients_decays(kind: str, fields: dict[str, object], far: float) -> None:
+def test_half_without_gradients_decays(fields: dict[str, object], far: float) -> None:
     """Every entry of the half without gradients decays as in a dense run.
 
     All stayed at 1 when only what was delivered decayed. In the residual, decay would wait for some 33 steps at a time.
     It does so when it is small beside what is delivered, which is larger at 1 %: sums of 100 steps. In its first steps,
     ``exdyna`` delivers nothing that would tell.
     """
-    assert decayed(kind).abs().max() == pytest.approx(0.0156, abs=1e-4)
-    assert decayed(kind, **fields).abs().max() == pytest.approx(0.0156, abs=far)
+    assert decayed("Adam").abs().max() == pytest.approx(0.0156, abs=1e-4)
+    assert decayed("Adam", **fields).abs().max() == pytest.approx(0.0156, abs=far)
 
 
 @pytest.mark.parametrize("algo", ["oktopk", "topk_allgather", "random_block"])
@@ -95,24 +94,6 @@ def test_every_optimizer_with_coupled_decay(kind: str) -> None:
     assert (1 - sparse).min() > 0.5 * (1 - dense).max()
     if kind.startswith("SGD"):  # linear: a late sum moves as far as its parts
         assert torch.allclose(sparse, dense, atol=0.02)
-
-
-@pytest.mark.parametrize("options", [{}, {"amsgrad": True}, {"maximize": True}])
-def test_density_one_is_a_dense_run(options: dict[str, bool]) -> None:
-    """If every entry is delivered, the vector contains the decay, and the step is torch's up to rounding."""
-    found = []
-    for sparse in (False, True):
-        parameter = Parameter(torch.linspace(-2, 2, 1024).view(32, 32))
-        optimizer = torch.optim.Adam([parameter], lr=0.01, weight_decay=0.1, **options)
-        if sparse:
-            optimizer = tritoncomm.wrap(optimizer, density=1.0, values="fp32")
-        generator = torch.Generator().manual_seed(0)
-        for _ in range(50):
-            parameter.grad = torch.randn(32, 32, generator=generator)
-            optimizer.step()
-        found.append(parameter.detach())
-    assert (found[0] - torch.linspace(-2, 2, 1024).view(32, 32)).abs().mean() > 0.05
-    assert torch.allclose(*found, rtol=2e-5, atol=2e-6)
 
 
 def test_decoupled_decay_stays_with_the_optimizer() -> None:
@@ -203,7 +184,21 @@ def test_clipping_by_gradient_leaves_decay_alone() -> None:
     assert torch.allclose(parameter, torch.full((32, 32), 1.8), atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["SGD", "SGD, maximize", "Adam", "RMSprop"])
+def test_decay_passes_the_momentum_of_a_method() -> None:
+    """``dgc`` has a momentum of its own, which makes steady decay ten times as strong. Without it, 0.74 is left."""
+    parameter = Parameter(torch.ones(64, 64))
+    optimizer = tritoncomm.wrap(
+        torch.optim.SGD([parameter], lr=0.1, weight_decay=0.05), "dgc", density=0.1, warmup_steps=0
+    )
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(60):
+        optimizer.zero_grad()
+        (parameter[:32] * torch.randn(32, 64, generator=generator)).mean().backward()
+        optimizer.step()
+    assert 0.0 < float(parameter[32:].detach().mean()) < 0.3
+
+
+@pytest.mark.parametrize("kind", ["SGD, maximize", "Adam"])
 @pytest.mark.parametrize("fields", [{"density": 0.25}, {"density": 1.0}, {"algo": "spardl", "density": 0.25}], ids=str)
 def test_clipping_after_synchronize_leaves_decay_alone(kind: str, fields: dict[str, object]) -> None:
     """``synchronize()`` shows the mean of the gradients, as in a dense run, whose optimizer adds the decay later."""
@@ -228,19 +223,36 @@ def test_clipping_after_synchronize_leaves_decay_alone(kind: str, fields: dict[s
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
 
 
+RULES = {
+    "SGD": lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9, weight_decay=0.1),
+    "AdamW": lambda ps: torch.optim.AdamW(ps, lr=0.01),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        ("SGD", torch.float32),  # decay is added to .grad, which rounds it in other dtypes
+        *(("AdamW", dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64)),
+    ],
+)
 @pytest.mark.parametrize("static", [False, True])
-@pytest.mark.parametrize("density", [0.1, 1.0])
-def test_synchronize_changes_no_bit_of_a_step(density: float, static: bool) -> None:
-    """Nobody changes a gradient between the two calls: the step is that of one call, also if a hook fails before it."""
+def test_synchronize_changes_no_bit_of_a_step(kind: str, dtype: torch.dtype, static: bool) -> None:
+    """Rules read what was delivered, or ``.grad`` where somebody may have changed it: the bits are the same.
+
+    So they are if a hook fails before the step, and ``.grad`` is the mean either way.
+    """
     results = []
     for synchronizes in (False, True):
-        parameter, seen = Parameter(torch.linspace(-1, 1, 4096).view(64, 64)), []
-        base = torch.optim.SGD([parameter], lr=0.1, momentum=0.9, weight_decay=0.1)
-        recipe = tritoncomm.OkTopk(density=density, static=static)
-        optimizer = tritoncomm.wrap(base, algo=recipe, warmup_steps=1)
-        generator = torch.Generator().manual_seed(0)
-        for step in range(6):
-            parameter.grad = torch.randn(64, 64, generator=generator) / 8
+        generator, kept = torch.Generator().manual_seed(0), []
+        shapes = (40, 50), (7,), (30, 20), ()
+        parameters = [Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in shapes]
+        base = RULES[kind](parameters)
+        recipe = tritoncomm.OkTopk(density=0.1, static=static)
+        optimizer = tritoncomm.wrap(base, recipe, dense_below=100, warmup_steps=1)
+        for step in range(5):
+            for parameter in parameters:
+                parameter.grad = (torch.randn(parameter.shape, generator=generator) / 8).to(dtype)
             if synchronizes:
                 optimizer.synchronize()
                 if step == 3:
@@ -249,36 +261,10 @@ def test_synchronize_changes_no_bit_of_a_step(density: float, static: bool) -> N
                         optimizer.step()
                     handle.remove()
             optimizer.step()
-            seen.append(parameter.grad.clone())
-        results.append((parameter.detach(), optimizer._tritoncomm.setup.residuals[parameter], *seen))
+            kept += [parameter.grad.clone() for parameter in parameters]
+        states = [value for parameter in parameters for _, value in sorted(base.state[parameter].items())]
+        results.append([*kept, *parameters, *states, *optimizer.state_dict()["tritoncomm"]["residuals"]])
+    assert any((gradient == 0).any() for gradient in kept[4:])
     for one, two in zip(*results, strict=True):
         assert torch.equal(one, two)
-
-
-def test_synchronize_shows_no_decay() -> None:
-    """What it puts into ``.grad`` is the mean of the gradients."""
-    parameter = Parameter(torch.ones(64, 64))
-    optimizer = tritoncomm.wrap(torch.optim.Adam([parameter], weight_decay=1.0), density=0.5, warmup_steps=0)
-    gradient = torch.zeros(64, 64)
-    gradient[0] = torch.arange(1.0, 65.0)
-    parameter.grad = gradient.clone()
-    optimizer.synchronize()
-    assert torch.equal(parameter.grad, gradient)
-    optimizer.zero_grad()
-    parameter.grad = gradient.clone()
-    optimizer.step()
-    assert torch.equal(parameter.grad[0], gradient[0] + 1.0)
-
-
-def test_decay_passes_the_momentum_of_a_method() -> None:
-    """``dgc`` has a momentum of its own, which makes steady decay ten times as strong. Without it, 0.74 is left."""
-    parameter = Parameter(torch.ones(64, 64))
-    optimizer = tritoncomm.wrap(
-        torch.optim.SGD([parameter], lr=0.1, weight_decay=0.05), "dgc", density=0.1, warmup_steps=0
-    )
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(60):
-        optimizer.zero_grad()
-        (parameter[:32] * torch.randn(32, 64, generator=generator)).mean().backward()
-        optimizer.step()
-    assert 0.0 < float(parameter[32:].detach().mean()) < 0.3
+        assert torch.equal(one.signbit(), two.signbit())  # torch.equal() says that 0.0 is -0.0

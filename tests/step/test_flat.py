@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
-import tritoncomm
 from torch import nn
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.step.exchange.layout import BucketLayout
@@ -48,12 +46,3 @@ def test_layout_of_a_mean_with_padding() -> None:
         found = [parameter.grad.clone() for parameter in (a, b)]
         layout.scatter(layout.split(mean.trimmed()))
         assert all(torch.equal(grad, parameter.grad) for grad, parameter in zip(found, (a, b), strict=True))
-
-
-def test_the_error_for_a_sparse_gradient_names_its_parameter() -> None:
-    """It is the name in the model, and the error says what to change."""
-    model = nn.Sequential(nn.Linear(3, 4), nn.Embedding(5, 4, sparse=True))
-    optimizer = tritoncomm.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model=model)
-    (model[0](torch.ones(2, 3)).sum() + model[1](torch.tensor([1])).sum()).backward()
-    with pytest.raises(tritoncomm.ConfigurationError, match=r"1\.weight has a gradient of layout.*sparse=False"):
-        optimizer.step()

@@ -1,210 +1,285 @@
-"""The shared part of rules for late gradients, and those of Lion and of SGD with momentum."""
+"""Rules for late gradients: what all have in common, those of Lion and of SGD, and rules that users may write."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import tritoncomm
 from test_rules import Lion
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from tritoncomm import Late
 from tritoncomm.primitives.sparse_vector import SparseVector
+from tritoncomm.step.exchange.feedback import Ages, Ledger
 from tritoncomm.step.exchange.layout import BucketLayout, Delivered
+from tritoncomm.step.rules import choose
+from tritoncomm.step.rules.adam import StalenessAwareAdam
+from tritoncomm.step.rules.aware import AwareStep
 from tritoncomm.step.rules.choose import exchanges_updates, find_rule
-from tritoncomm.step.rules.late import LateRule
 from tritoncomm.step.rules.lion import LateLion
 from tritoncomm.step.rules.sgd import LateSGD
+from tritoncomm.step.rules.step import coupled_decay
 
 from deliveries import ages_of, begin_step, forget_ages, take_step
+from ranks import ranks
 from tritoncomm_kernels import Entries
 
-RATE, DECAY = 0.01, 0.1
+RATE, SHAPES = 0.01, ((6, 5), (7,))
+BETAS = (0.9, 0.8, 0.95)
 
 
-def made(**fields) -> tuple[list[nn.Parameter], Lion]:
-    """Return two parameters and their optimizer."""
+class Adan(torch.optim.Optimizer):
+    """X. Xie et al., "Adan" (2022), without weight decay. It counts its steps in ``counts_in``."""
+
+    def __init__(self, params, lr: float = RATE, counts_in: str = "group") -> None:
+        super().__init__(params, {"lr": lr})
+        self.counts_in = counts_in
+
+    @torch.no_grad()
+    def step(self, closure=None) -> None:
+        """Take a step."""
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            for p in group["params"]:
+                state = self.state[p]
+                state["step"] = state.get("step", 0) + 1
+                at = group["step"] if self.counts_in == "group" else state["step"]
+                average, change, square, before = (state.get(name, torch.zeros_like(p)) for name in LateAdan.held)
+                difference = p.grad - before if at > 1 else torch.zeros_like(p)
+                one, two, three = BETAS
+                state["average"] = one * average + (1 - one) * p.grad
+                state["change"] = two * change + (1 - two) * difference
+                state["square"] = three * square + (1 - three) * (p.grad + two * difference).square()
+                state["before"] = p.grad.clone()
+                root = (state["square"] / (1 - three**at)).sqrt() + 1e-8
+                p.sub_(
+                    (state["average"] / (1 - one**at) + two * state["change"] / (1 - two**at)) / root, alpha=group["lr"]
+                )
+
+
+class LateAdan(tritoncomm.LateRule):
+    """Its rule: the gradient has changed once since the last delivery of a coordinate."""
+
+    held = ("average", "change", "square", "before")
+    counts_in = "group"
+
+    @classmethod
+    def fits(cls, optimizer: torch.optim.Optimizer) -> bool:
+        return isinstance(optimizer, Adan) and optimizer.counts_in == cls.counts_in
+
+    def advance(self, group, held, mean, tau):
+        one, two, three = BETAS
+        difference = torch.where(held["step"] == tau, 0.0, mean - held["before"])  # nothing was delivered before
+        kept, added = self.powers(one, tau)
+        average = kept * held["average"] + added * mean
+        kept, _ = self.powers(two, tau)
+        change = kept * held["change"] + kept / two * (1 - two) * difference
+        kept, added = self.powers(three, tau)
+        square = kept * held["square"] + added * (mean + two * difference).square()
+        lost = [self.powers(beta, held["step"])[1] for beta in BETAS]
+        direction = (average / lost[0] + two * change / lost[1]) / ((square / lost[2]).sqrt() + 1e-8)
+        return direction, {"average": average, "change": change, "square": square, "before": mean}
+
+
+class LateAdanOfStates(LateAdan):
+    """The same, where each parameter has a count."""
+
+    counts_in = "state"
+
+
+class Sizes(torch.optim.Optimizer):
+    """Halves the size of a step each time. A size begins at the learning rate."""
+
+    def __init__(self, params, lr: float = RATE) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None) -> None:
+        """Take a step."""
+        for group in self.param_groups:
+            for p in group["params"]:
+                size = self.state[p].setdefault("size", torch.full_like(p, group["lr"]))
+                p.sub_(size * p.grad.sign())
+                size.mul_(0.5)
+
+
+class LateSizes(tritoncomm.LateRule):
+    """Its rule, which says what the state begins with."""
+
+    held = ("size",)
+
+    @staticmethod
+    def fits(optimizer: torch.optim.Optimizer) -> bool:
+        return isinstance(optimizer, Sizes)
+
+    def initial(self, group, name, parameter):
+        assert name == "size"
+        return torch.full_like(parameter, group["lr"])
+
+    def advance(self, group, held, mean, tau):
+        return held["size"] / group["lr"] * mean.sign(), {"size": held["size"] * 0.5}
+
+
+ADAMS = torch.optim.Adam, torch.optim.AdamW
+
+
+class Kind(NamedTuple):
+    """An optimizer with options, and its rule."""
+
+    make: Callable[..., torch.optim.Optimizer]
+    rule: type[AwareStep]
+    options: dict[str, Any] = {}  # noqa: RUF012 - never changed
+
+
+def adams(**options: Any) -> dict[str, Kind]:
+    """Return Adam and AdamW with some options."""
+    label = ",".join(f"{name}={value}" for name, value in options.items())
+    return {f"{kind.__name__} {label}": Kind(kind, StalenessAwareAdam, options) for kind in ADAMS}
+
+
+KINDS = {
+    **adams(),
+    **adams(weight_decay=0.1),
+    **adams(amsgrad=True),
+    **adams(maximize=True, weight_decay=0.01),
+    **adams(betas=(0.0, 0.9)),
+    **adams(betas=(0.0, 0.0)),
+    **adams(eps=1e-3, lr=torch.tensor(0.02)),
+    **adams(foreach=True),
+    "Lion": Kind(Lion, LateLion, {"weight_decay": 0.1}),
+    **{
+        f"SGD {options}": Kind(torch.optim.SGD, LateSGD, {"momentum": 0.5} | options)
+        for options in ({}, {"nesterov": True}, {"maximize": True}, {"momentum": 1.0}, {"momentum": 0.9})
+    },
+    "Adan": Kind(Adan, LateAdan),
+    "Adan of states": Kind(Adan, LateAdanOfStates, {"counts_in": "state"}),
+    "Sizes": Kind(Sizes, LateSizes),
+}
+
+
+def made(kind: Kind) -> tuple[list[nn.Parameter], torch.optim.Optimizer]:
+    """Return two parameters and their optimizer, in groups with different rates."""
     generator = torch.Generator().manual_seed(0)
-    parameters = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in ((6, 5), (7,))]
-    return parameters, Lion(parameters, **{"lr": RATE, "weight_decay": DECAY} | fields)
+    parameters = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in SHAPES]
+    optimizer = kind.make(parameters[:1], **{"lr": RATE} | kind.options)
+    optimizer.add_param_group({"params": parameters[1:], "lr": 0.1 * RATE})
+    return parameters, optimizer
 
 
-def gradients(steps: int) -> Iterator[list[torch.Tensor]]:
-    """Yield the gradients of some steps."""
-    generator = torch.Generator().manual_seed(1)
-    for _ in range(steps):
-        yield [torch.randn(shape, generator=generator) for shape in ((6, 5), (7,))]
+def give_gradients(step: int, *owners: list[nn.Parameter]) -> None:
+    """Give the parameters of all ``owners`` the gradients of a step."""
+    generator = torch.Generator().manual_seed(step)
+    for each in zip(*owners, strict=True):
+        gradient = torch.randn(each[0].shape, generator=generator)
+        for parameter in each:
+            parameter.grad = gradient.clone()
 
 
-def test_fits_by_name_and_options() -> None:
-    """A class called Lion with Lion's options has the rule, others do not."""
-    _, lion = made()
-    assert find_rule(lion) is LateLion
-    assert find_rule(type("Tiger", (Lion,), {})(made()[0])) is None
-
-
-@pytest.mark.parametrize(
-    ("option", "plain", "other"),
-    [
-        ("maximize", False, True), ("caution", False, True), ("cautious", False, True), ("cautious_factor", 1.0, 0.5),
-        ("weight_decouple", True, False), ("fixed_decay", False, True), ("corrected_weight_decay", False, True),
-    ],
-)  # fmt: skip
-def test_variants_have_no_rule(option: str, plain: object, other: object) -> None:
-    """An option by which a public Lion takes another step than the paper's leaves this step to the optimizer."""
-    _, lion = made()
-    for value, rule in ((plain, LateLion), (other, None)):
-        lion.param_groups[0][option] = value
-        assert find_rule(lion) is rule
-
-
-@pytest.mark.parametrize(("name", "value"), [("maximize", True), ("decoupled_wd", True), ("use_gc", True)])
-def test_options_outside_of_groups(name: str, value: object) -> None:
-    """What a Lion keeps as an attribute may change its step, too, and so may an option that nobody knows."""
-    _, lion = made()
-    lion.update_fn = lion.step  # as some keep the arithmetic
-    setattr(lion, name, not value)
-    assert find_rule(lion) is LateLion
-    setattr(lion, name, value)
-    assert find_rule(lion) is None
-    delattr(lion, name)
-    lion.defaults["adanorm"] = lion.param_groups[0]["adanorm"] = True
-    assert find_rule(lion) is None
-
-
-def test_delivered_at_once_is_the_optimizer_itself() -> None:
-    """If every coordinate is delivered in every step, the result is Lion's."""
-    (ours, lion), (theirs, plain) = made(), made()
-    rule = LateLion(lion, Late())
-    for given in gradients(6):
-        for one, other, gradient in zip(ours, theirs, given, strict=True):
-            one.grad, other.grad = gradient.clone(), gradient.clone()
-        take_step(rule, ours, [None, None])
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize("indexed", [False, True])
+def test_delivered_at_once_is_the_optimizer_itself(kind: Kind, indexed: bool) -> None:
+    """If every coordinate is delivered in every step, the optimizer itself would end there, or may go on from there."""
+    (ours, late), (theirs, plain) = made(kind), made(kind)
+    rule = kind.rule(late, Late())
+    everything = [torch.arange(parameter.numel()) if indexed else None for parameter in ours]
+    for step in range(30):
+        give_gradients(step, ours, theirs)
         plain.step()
+        if step in (10, 11):  # as after release() and another wrap()
+            late.step()
+            forget_ages(late) if step == 11 else None
+            continue
+        for parameter in ours:
+            parameter.grad.add_(parameter.detach(), alpha=coupled_decay(late).get(id(parameter), 0.0))
+        take_step(rule, ours, everything)
     for one, other in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(one, other)
-        torch.testing.assert_close(lion.state[one]["exp_avg"], plain.state[other]["exp_avg"])
+        torch.testing.assert_close(one, other, rtol=2e-5, atol=2e-6)
+        for name, value in plain.state[other].items():
+            if not (name == "step" and kind.rule is LateAdan):  # it counts in the group
+                torch.testing.assert_close(late.state[one][name], value, rtol=2e-5, atol=2e-6, msg=name)
+    if kind.rule is LateAdan:
+        assert late.param_groups[0]["step"] == plain.param_groups[0]["step"] == 30
+    if kind.rule is LateSGD:
+        assert all(map(torch.equal, ours, theirs))
 
 
-def test_a_late_sum() -> None:
-    """After tau steps, a coordinate moves by f learning rates, and its average by tau steps of the mean gradient."""
-    parameter = nn.Parameter(torch.full((10,), 1000.0))
-    lion = Lion([parameter], lr=RATE, weight_decay=0.0)
-    rule = LateLion(lion, Late())
+def late_sum(optimizer: torch.optim.Optimizer, late: Late, value: float, delivered: torch.Tensor) -> torch.Tensor:
+    """Deliver the sum ``value`` of 16 steps to some coordinates. Return how far the parameter moves."""
+    (parameter,) = optimizer.param_groups[0]["params"]
+    rule, start = find_rule(optimizer)(optimizer, late), parameter.detach().clone()
     for step in range(16):
-        last = step == 15
-        parameter.grad = torch.full((10,), 16.0 if last else 0.0)
-        take_step(rule, [parameter], [torch.tensor([3])] if last else [torch.tensor([], dtype=torch.int64)])
-    moved = torch.zeros(10)
-    moved[3] = RATE * 12  # 16 steps, and 3 times their root at most
-    torch.testing.assert_close(1000.0 - parameter.detach(), moved, rtol=0, atol=1e-3)
-    expected = torch.zeros(10)
-    expected[3] = 1 - 0.99**16
-    torch.testing.assert_close(lion.state[parameter]["exp_avg"], expected)
+        parameter.grad = torch.full_like(parameter, value)
+        take_step(rule, [parameter], [delivered if step == 15 else torch.arange(0)])
+    return start - parameter.detach()
 
 
-def test_catching_up_is_limited_by_the_tensor() -> None:
-    """A tensor moves by a twentieth of its norm at most, unless dense steps would move it further."""
-    for start, factor in ((1.0, 0.05 / RATE), (1e-3, 1.0)):
-        parameter = nn.Parameter(torch.full((100,), start))
-        rule = LateLion(Lion([parameter], lr=RATE, weight_decay=0.0), Late())
-        for step in range(16):
-            last = step == 15
-            parameter.grad = torch.ones(100)
-            take_step(rule, [parameter], [torch.arange(100 if last else 0)])
-        torch.testing.assert_close(start - parameter.detach(), torch.full((100,), RATE * factor))
+def lion(parameters: list[nn.Parameter], **options: Any) -> Lion:
+    """Return Lion."""
+    return Lion(parameters, **{"lr": RATE} | options)
 
 
-def sgd(parameters: list[nn.Parameter], **options) -> torch.optim.SGD:
+def sgd(parameters: list[nn.Parameter], **options: Any) -> torch.optim.SGD:
     """Return SGD with momentum."""
     return torch.optim.SGD(parameters, **{"lr": RATE, "momentum": 0.5} | options)
 
 
-def test_sgd_has_a_rule_with_momentum() -> None:
-    """The defaults decide, since schedules change groups. Gradients travel either way, and not those of a subclass."""
-    (parameters, _), kind = made(), type("Other", (torch.optim.SGD,), {"step": lambda self, closure=None: None})
-    assert find_rule(sgd(parameters)) is LateSGD
-    assert find_rule(kind(parameters, lr=RATE, momentum=0.5)) is None
-    for options in ({"momentum": 0.0}, {"dampening": 0.1}):
-        assert find_rule(sgd(parameters, **options)) is None
-        assert not exchanges_updates(sgd(parameters, **options))
-    groups = [{"params": parameters[:1]}, {"params": parameters[1:], "momentum": 0.0}]
-    assert find_rule(sgd(groups)) is LateSGD
+MOMENTUM = 3 * (1 - 0.5**16) / (1 - 0.5)  # of 16 steps with a gradient of 3
+LATE = {
+    "Lion": (lion, Late(), 12, ("exp_avg", 3 * (1 - 0.99**16))),  # 3 times the root of 16
+    "SGD": (sgd, Late(), 16 * MOMENTUM, ("momentum_buffer", MOMENTUM)),
+    "nesterov": (
+        lambda parameters: sgd(parameters, nesterov=True), Late(), 16 * (3 + 0.5 * MOMENTUM),
+        ("momentum_buffer", MOMENTUM),
+    ),
+    "limited": (sgd, Late(max_catch_up=5), 5 * MOMENTUM, ("momentum_buffer", MOMENTUM)),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("option", [{"dampening": 0.5}, {"differentiable": True}], ids=str)
-def test_sgd_refuses_options_by_name(option: dict[str, object]) -> None:
-    """Those of a group that the rule cannot honour are refused, also when they come later."""
-    (name, value), optimizer = *option.items(), sgd([nn.Parameter(torch.ones(4))])
-    rule = LateSGD(optimizer, Late())
-    optimizer.param_groups[0][name] = value
-    with pytest.raises(tritoncomm.ConfigurationError, match=f"{name}={value}.*leave it out"):
-        rule.check_options()
-
-
-@pytest.mark.parametrize("options", [{}, {"nesterov": True}, {"maximize": True}, {"momentum": 1.0}], ids=str)
-def test_sgd_delivered_at_once_is_the_optimizer_itself(options: dict[str, bool]) -> None:
-    """If every coordinate is delivered in every step, the result is torch's to the bit, which can continue from it."""
-    (ours, _), (theirs, _) = made(), made()
-    late, plain = sgd(ours, **options), sgd(theirs, **options)
-    rule = LateSGD(late, Late())
-    for step, given in enumerate(gradients(8)):
-        for one, other, gradient in zip(ours, theirs, given, strict=True):
-            one.grad, other.grad = gradient.clone(), gradient.clone()
-        if step < 6:
-            take_step(rule, ours, [None, None])
-        else:
-            late.step()
-        plain.step()
-    for one, other in zip(ours, theirs, strict=True):
-        assert torch.equal(one, other)
-        assert torch.equal(late.state[one]["momentum_buffer"], plain.state[other]["momentum_buffer"])
-
-
-@pytest.mark.parametrize("nesterov", [False, True])
-def test_a_late_sum_of_sgd(nesterov: bool) -> None:
-    """The momentum is that of tau steps of the mean gradient, and moves the coordinate tau times. Then it rests."""
+@pytest.mark.parametrize(("make", "late", "steps", "kept"), LATE.values(), ids=LATE)
+def test_a_late_sum(make, late: Late, steps: float, kept: tuple[str, float]) -> None:
+    """A coordinate moves as in tau steps of the mean gradient, within the limits, and others rest."""
     parameter = nn.Parameter(torch.full((10,), 1000.0))
-    late = sgd([parameter], nesterov=nesterov)
-    rule = LateSGD(late, Late())
-    for step in range(20):
-        last = step == 15
-        parameter.grad = torch.full((10,), 48.0 if last else 0.0)
-        take_step(rule, [parameter], [torch.tensor([3])] if last else [torch.tensor([], dtype=torch.int64)])
-    momentum = 3 * (1 - 0.5**16) / (1 - 0.5)
-    moved = torch.zeros(10)
-    moved[3] = RATE * 16 * (3 + 0.5 * momentum if nesterov else momentum)
-    torch.testing.assert_close(1000.0 - parameter.detach(), moved, rtol=0, atol=1e-3)
-    assert float(late.state[parameter]["momentum_buffer"][3]) == pytest.approx(momentum)
+    optimizer = make([parameter])
+    moved = late_sum(optimizer, late, 48.0, torch.tensor([3]))
+    expected = torch.zeros(10).index_fill(0, torch.tensor(3), 1.0)
+    torch.testing.assert_close(moved, RATE * steps * expected, rtol=0, atol=1e-3)
+    name, value = kept
+    torch.testing.assert_close(optimizer.state[parameter][name], value * expected)
 
 
-@pytest.mark.parametrize(("start", "moved"), [(1.0, 2 * 0.05), (1e-3, RATE * 2), (0.0, RATE * 2)])
-def test_catching_up_of_sgd_is_limited_by_the_tensor(start: float, moved: float) -> None:
+@pytest.mark.parametrize(
+    ("make", "start", "moved", "share"),
+    [
+        (lion, 1.0, 0.05, 1.0),
+        (lion, 1e-3, RATE, 1.0),
+        (sgd, 1.0, 2 * 0.05, 0.25),  # a quarter of the coordinates moves twice as far as the root mean square
+        (sgd, 1e-3, 2 * RATE, 0.25),
+        (sgd, 0.0, 2 * RATE, 0.25),
+    ],
+)
+def test_catching_up_is_limited_by_the_tensor(make, start: float, moved: float, share: float) -> None:
     """A tensor moves by a twentieth of its norm at most, or each coordinate by a dense step."""
-    parameter = nn.Parameter(torch.full((100,), start))
-    rule = LateSGD(sgd([parameter]), Late())
-    for step in range(16):
-        last = step == 15
-        parameter.grad = torch.full((100,), 16.0)
-        take_step(rule, [parameter], [torch.arange(25 if last else 0)])
-    expected = torch.zeros(100)
-    expected[:25] = moved  # a quarter of the coordinates, which moves twice as far as the root mean square
-    torch.testing.assert_close(start - parameter.detach(), expected, rtol=1e-3, atol=1e-7)
+    optimizer = make([nn.Parameter(torch.full((100,), start))])
+    found = late_sum(optimizer, Late(), 16.0, torch.arange(int(100 * share)))
+    torch.testing.assert_close(found, moved * (torch.arange(100) < 100 * share), rtol=1e-3, atol=1e-7)
 
 
-@pytest.mark.parametrize("rule", [LateSGD, LateLion])
-def test_formats_of_parameters(rule: type[LateRule]) -> None:
+@pytest.mark.parametrize("make", [torch.optim.Adam, sgd, lion])
+def test_formats_of_parameters(make) -> None:
     """Parameters may have any strides, and fp64 is not rounded."""
     found, start = [], torch.linspace(-1, 1, 120, dtype=torch.float64).view(2, 3, 4, 5) / 3
     transposed = start.transpose(0, 3).contiguous().transpose(0, 3)
     for values in (start.clone(), start.clone(memory_format=torch.channels_last), transposed):
         parameter = nn.Parameter(values)
-        kind = sgd([parameter]) if rule is LateSGD else Lion([parameter])
-        late = rule(kind, Late())
+        optimizer = make([parameter], lr=1e-9)
+        late = find_rule(optimizer)(optimizer, Late())
         for step in range(4):
-            parameter.grad = torch.full_like(parameter, 1e-9 if rule is LateSGD else 1.0)
+            parameter.grad = torch.arange(1.0, 121, dtype=torch.float64).view(start.shape)
             take_step(late, [parameter], [torch.arange(step, 120, 2)])
         assert parameter.dtype == torch.float64
         assert not torch.equal(parameter.detach(), start)
@@ -213,79 +288,37 @@ def test_formats_of_parameters(rule: type[LateRule]) -> None:
     assert torch.equal(found[0], found[2])
 
 
-def test_a_step_of_the_optimizer_delivers_every_coordinate() -> None:
-    """A gradient after it is not late, and the momentum of those steps stays."""
-    parameter = nn.Parameter(torch.ones(4))
-    optimizer = sgd([parameter])
-    rule = LateSGD(optimizer, Late())
-    for _ in range(10):
-        parameter.grad = torch.ones(4)
-        take_step(rule, [parameter], [torch.arange(0)])
-    optimizer.step()
-    forget_ages(optimizer)
-    again = LateSGD(optimizer, Late())  # as after release() and another wrap()
-    take_step(again, [parameter], [torch.arange(4)])
-    assert torch.equal(optimizer.state[parameter]["momentum_buffer"], torch.full((4,), 1.5))
-
-
 @pytest.mark.parametrize("value", [0.0, 0.9])
 def test_momentum_may_change(value: float) -> None:
-    """A schedule may set it, also to 0, and torch does the same if every coordinate is delivered."""
-    (ours, _), (theirs, _) = made(), made()
-    late, plain = sgd(ours), sgd(theirs)
+    """A schedule may set it, also to 0. A state that was saved without it starts with one of zeros."""
+    (ours, late), (theirs, plain) = (made(KINDS["SGD {}"]) for _ in range(2))
     rule = LateSGD(late, Late())
-    for step, given in enumerate(gradients(6)):
+    late.state[ours[0]]["momentum_buffer"] = None
+    for step in range(6):
         for optimizer in (late, plain):
             optimizer.param_groups[0]["momentum"] = value if step in (2, 3) else 0.5
-        for one, other, gradient in zip(ours, theirs, given, strict=True):
-            one.grad, other.grad = gradient.clone(), gradient.clone()
+        give_gradients(step, ours, theirs)
         take_step(rule, ours, [None, None])
         plain.step()
     for one, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(one, other)
 
 
-@pytest.mark.parametrize(("limit", "factor"), [(None, 16), (5.0, 5)])
-def test_catching_up_of_sgd_may_be_limited(limit: float | None, factor: float) -> None:
-    """A sum counts for all its steps by default: noise has cancelled in it. ``max_catch_up`` limits that."""
-    parameter = nn.Parameter(torch.full((4,), 1000.0))
-    rule = LateSGD(sgd([parameter]), Late(max_catch_up=limit))
-    for step in range(16):
-        last = step == 15
-        parameter.grad = torch.full((4,), 16.0)
-        take_step(rule, [parameter], [torch.arange(4 if last else 0)])
-    expected = torch.full((4,), factor * RATE * (1 - 0.5**16) / (1 - 0.5))
-    torch.testing.assert_close(1000.0 - parameter.detach(), expected, rtol=0, atol=1e-3)
-
-
-def test_momentum_that_torch_has_not_kept() -> None:
-    """A state that was saved without momentum starts with one of zeros."""
-    parameter = nn.Parameter(torch.ones(4))
-    late = sgd([parameter])
-    late.state[parameter]["momentum_buffer"] = None
-    parameter.grad = torch.ones(4)
-    take_step(LateSGD(late, Late()), [parameter], [None])
-    torch.testing.assert_close(parameter.detach(), torch.full((4,), 1 - RATE))
-
-
-@pytest.mark.parametrize(("rule", "kind"), [(LateLion, Lion), (LateSGD, sgd)])
-def test_one_list_with_padding_is_the_same(rule: type[LateRule], kind: Callable[..., torch.optim.Optimizer]) -> None:
+@pytest.mark.parametrize("make", [lion, sgd])
+def test_one_list_with_padding_is_the_same(make) -> None:
     """The form for a GPU, in which only the device knows the number of entries, ends with the same values."""
-    (ours, _), (theirs, _) = made(), made()
-    first, other = kind(ours), kind(theirs)
-    by_list, by_flat = (rule(each, Late()) for each in (first, other))
+    (ours, first), (theirs, other) = (made(Kind(make, LateSGD)) for _ in range(2))
+    by_list, by_flat = (find_rule(each)(each, Late()) for each in (first, other))
     layout = BucketLayout(theirs)
     generator = torch.Generator().manual_seed(2)
-    for number, given in enumerate(gradients(8)):
+    for number in range(8):
+        give_gradients(number, ours, theirs)
         chosen = (torch.rand(layout.numel, generator=generator) < 0.3).nonzero()[:, 0]
-        flat = torch.cat([gradient.reshape(-1) for gradient in given])
+        flat = torch.cat([parameter.grad.reshape(-1) for parameter in ours])
         padding = torch.full((3,), -1, dtype=torch.int32)
         entries = Entries(torch.cat([chosen.int(), padding]), torch.cat([flat[chosen], torch.zeros(3)]))
         reads = number % 2 == 1
         indices = [chosen[chosen < 30], chosen[chosen >= 30] - 30]
-        for parameters in (ours, theirs):
-            for parameter, gradient in zip(parameters, given, strict=True):
-                parameter.grad = gradient.clone()
         take_step(by_list, ours, indices, None if reads else [flat[chosen[chosen < 30]], flat[chosen[chosen >= 30]]])
         mean = SparseVector.padded(entries, layout.numel)
         step = Delivered(mean, layout, begin_step(by_flat, layout))
@@ -295,25 +328,106 @@ def test_one_list_with_padding_is_the_same(rule: type[LateRule], kind: Callable[
             assert torch.equal(ages_of(first, one)[0], ages_of(other, two)[0])
 
 
-@pytest.mark.parametrize("kind", [Lion, sgd])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_resume(dtype: torch.dtype, kind: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> None:
-    """A run that is saved and loaded continues to the bit, also with parameters that cannot hold step counts."""
-    ends = []
-    for resumes in (False, True):
-        torch.manual_seed(0)
-        model = nn.Linear(40, 40).to(dtype)
-        optimizer = tritoncomm.wrap(kind(list(model.parameters())), density=0.1, warmup_steps=2)
-        generator = torch.Generator().manual_seed(3)
-        for step in range(8):
-            if resumes and step == 4:
-                state = copy.deepcopy(optimizer.state_dict())
-                optimizer.release()
-                optimizer = tritoncomm.wrap(kind(list(model.parameters())), density=0.1, warmup_steps=2)
-                optimizer.load_state_dict(state)
-            optimizer.zero_grad()
-            model(torch.randn(4, 40, generator=generator).to(dtype)).square().mean().backward()
-            optimizer.step()
-        assert optimizer.metrics()["longest_wait"] > 0
-        ends.append(torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()]))
-    assert torch.equal(*ends)
+@pytest.mark.parametrize(
+    ("option", "plain", "other"),
+    [
+        ("maximize", False, True), ("caution", False, True), ("cautious", False, True), ("cautious_factor", 1.0, 0.5),
+        ("weight_decouple", True, False), ("fixed_decay", False, True), ("corrected_weight_decay", False, True),
+    ],
+)  # fmt: skip
+def test_variants_of_lion_have_no_rule(option: str, plain: object, other: object) -> None:
+    """An option, or an attribute, by which a public Lion takes another step leaves this step to the optimizer."""
+    optimizer = lion([nn.Parameter(torch.ones(4))])
+    optimizer.update_fn = optimizer.step  # as some keep the arithmetic
+    for values in (optimizer.param_groups[0], vars(optimizer)):
+        for value, rule in ((other, None), (plain, LateLion)):
+            values[option] = value
+            assert find_rule(optimizer) is rule
+    optimizer.defaults["adanorm"] = optimizer.param_groups[0]["adanorm"] = True  # nobody knows what it does
+    assert find_rule(optimizer) is None
+    assert find_rule(type("Tiger", (Lion,), {})([nn.Parameter(torch.ones(4))])) is None
+
+
+def test_sgd_has_a_rule_with_momentum() -> None:
+    """The defaults decide, since schedules change groups. Gradients travel either way, and not those of a subclass."""
+    parameters, kind = [nn.Parameter(torch.ones(4))], type("Other", (torch.optim.SGD,), {"step": lambda self: None})
+    assert find_rule(sgd(parameters)) is LateSGD
+    assert find_rule(kind(parameters, lr=RATE, momentum=0.5)) is None
+    for options in ({"momentum": 0.0}, {"dampening": 0.1}):
+        assert find_rule(sgd(parameters, **options)) is None
+        assert not exchanges_updates(sgd(parameters, **options))
+        assert find_rule(sgd([{"params": parameters, **options}])) is LateSGD
+
+
+def test_a_late_delivery_of_a_rule_that_counts() -> None:
+    """All tensors of a group see one count, which grows without a delivery, too."""
+    both = [nn.Parameter(torch.ones(shape)) for shape in SHAPES]
+    optimizer = Adan(both)
+    rule = LateAdan(optimizer, Late())
+    for step in range(4):
+        for each in both:
+            each.grad = torch.full_like(each, 4.0)
+        take_step(rule, both, [torch.tensor([3] if step == 3 else [], dtype=torch.int64), torch.arange(0)])
+    assert optimizer.param_groups[0]["step"] == 4
+    assert float(optimizer.state[both[0]]["average"].view(-1)[3]) == pytest.approx(1 - 0.9**4)
+    assert float(optimizer.state[both[0]]["change"].abs().sum()) == 0  # it is the first delivery of the coordinate
+
+
+@pytest.mark.parametrize("kind", [LateAdan, LateAdanOfStates])
+def test_steps_count_again_after_a_load(kind: type[LateAdan], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint that is loaded again and again repeats the same steps, and each counts."""
+    monkeypatch.setattr(choose, "RULES", [kind])
+    parameter = nn.Parameter(torch.ones(6, 5))
+    optimizer = tritoncomm.wrap(Adan([parameter], counts_in=kind.counts_in), density=1.0)
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    state = copy.deepcopy(optimizer.state_dict())
+    for _ in range(5):
+        parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        held = optimizer.param_groups[0] if kind.counts_in == "group" else optimizer.state[parameter]
+        assert held["step"] == 2
+        optimizer.load_state_dict(state)
+
+
+def test_vectors_of_a_step_share_one_count() -> None:
+    """A rule is called for each vector. The count of a group grows once in a step, also without a gradient."""
+    both = [nn.Parameter(torch.ones(shape)) for shape in SHAPES]
+    optimizer = Adan(both)
+    rule = LateAdan(optimizer, Late())
+    for _ in range(3):
+        rule.begin()
+        for each in both:
+            layout = BucketLayout([each])
+            each.grad = torch.ones_like(each)
+            ages = Ages(layout.parameters, layout.bounds)
+            ages.open(Ledger(torch.zeros(each.numel()), None), 1)
+            ages.begin()
+            rule.step(Delivered(SparseVector.full(torch.ones(each.numel())), layout, ages))
+    assert optimizer.param_groups[0]["step"] == 3
+    rule.begin()
+    assert optimizer.param_groups[0]["step"] == 4
+
+
+@ranks(4)
+@pytest.mark.parametrize("counts_in", ["group", "state"])
+def test_empty_shards_count(rank, world_size, counts_in):
+    """A rank whose shard of a parameter is empty counts as the others do."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = fully_shard(nn.Linear(8, 1, bias=False), mesh=mesh["shard"])
+    tritoncomm.add_rule(LateAdan if counts_in == "group" else LateAdanOfStates)
+    fields = {"dense_below": 0, "warmup_steps": 0, "model": model, "process_group": mesh["replicate"].get_group()}
+    optimizer = tritoncomm.wrap(Adan(model.parameters(), counts_in=counts_in), density=0.5, **fields)
+    for step in range(3):
+        optimizer.zero_grad()
+        model(torch.randn(4, 8, generator=torch.Generator().manual_seed(step))).sum().backward()
+        optimizer.step()
+    held = optimizer.param_groups[0] if counts_in == "group" else optimizer.state[model.weight]
+    assert held["step"] == 3
+
+
+def test_counts_in_is_checked() -> None:
+    """Another place is an error that names the two."""
+    kind = type("Wrong", (LateAdan,), {"counts_in": "groups"})
+    with pytest.raises(tritoncomm.ConfigurationError, match=r"counts_in='groups'.*'state'.*'group'"):
+        kind(Adan([nn.Parameter(torch.ones(4))]), Late())

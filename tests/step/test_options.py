@@ -235,3 +235,6 @@ def test_default_formats(monkeypatch: pytest.MonkeyPatch) -> None:
     assert options.resolved_small(None) == "8bit"
     with pytest.raises(ConfigurationError, match=r"small='9bit'"):
         wrapped(small="9bit")
+    group = {"params": [torch.nn.Parameter(torch.zeros(4, 4))], "dense": "yes"}
+    with pytest.raises(ConfigurationError, match="a parameter group has dense='yes'"):
+        tritoncomm.wrap(torch.optim.SGD([group]))

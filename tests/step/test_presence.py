@@ -36,28 +36,13 @@ def take(optimizer: torch.optim.Optimizer, p: Parameter, q: Parameter, steps: in
         optimizer.step()
 
 
-@pytest.mark.parametrize("fields", [{}, {"algo": "dense"}, {"max_grad_norm": 1e9}], ids=str)
-def test_a_parameter_that_is_used_once(fields: dict[str, Any]) -> None:
-    """After its only step, which is dense, the parameter does not move. It went to -0.06 with momentum and decay."""
-
-    def last(*, wrapped: bool) -> tuple[float, float]:
-        p, q = pair()
-        optimizer: torch.optim.Optimizer = MAKERS["SGD"]([p, q])
-        if wrapped:
-            optimizer = tritoncomm.wrap(optimizer, warmup_steps=20, **fields)
-        for i in range(50):
-            optimizer.zero_grad(set_to_none=True)
-            (p.mean() + (q.mean() if i == 0 else 0)).backward()
-            optimizer.step()
-        return float(q.detach().mean()), float(p.detach().mean())
-
-    assert last(wrapped=True)[0] == last(wrapped=False)[0] == pytest.approx(0.9900, abs=1e-4)
-    if fields.get("algo") == "dense":
-        assert last(wrapped=True) == last(wrapped=False)
+ALGORITHMS = ("oktopk", "spardl", "exdyna", "topk_allgather", "dgc", "random_k", "random_block")
 
 
-@pytest.mark.parametrize("algo", ["oktopk", "spardl", "exdyna", "topk_allgather", "dgc", "random_k", "random_block"])
-@pytest.mark.parametrize("kind", MAKERS)
+@pytest.mark.parametrize(
+    ("kind", "algo"),
+    [("Adam", "oktopk"), ("RMSprop", "oktopk"), *((kind, algo) for kind in ("SGD", "AdamW") for algo in ALGORITHMS)],
+)
 def test_nothing_of_it_changes(kind: str, algo: str) -> None:
     """Values, state, step count and residual stay to the bit, from the first step without gradient on."""
     p, q = pair()
@@ -97,52 +82,18 @@ def test_a_moment_waits() -> None:
 
 
 def test_a_residual_takes_no_place() -> None:
-    """After the first step without gradient, all that is delivered belongs to the other parameter."""
+    """After the first step without gradient, all that is delivered belongs to the other parameter, until a flush."""
     p, q = pair()
-    optimizer = tritoncomm.wrap(torch.optim.SGD([p, q], lr=0.1), "topk_allgather", density=0.1)
+    optimizer = tritoncomm.wrap(torch.optim.SGD([p, q], lr=1.0), "topk_allgather", density=0.1)
     take(optimizer, p, q, 4, using=lambda _: True)
     take(optimizer, p, q, 2, using=lambda _: False)
     assert int(torch.count_nonzero(p.grad)) == int(0.1 * 2 * 64 * 64)
-
-
-def test_flush_delivers_it() -> None:
-    """A flush leaves no residual, also of parameters that nobody uses."""
-    p, q = pair()
-    optimizer = tritoncomm.wrap(torch.optim.SGD([p, q], lr=1.0), density=0.1)
-    take(optimizer, p, q, 4, using=lambda _: True)
-    take(optimizer, p, q, 3, using=lambda _: False)
     value, residual = q.detach().clone(), optimizer._tritoncomm.setup.vector.residuals_by_parameter()[q].clone()
     optimizer.flush()
     assert torch.allclose(q.detach(), value - residual.view(64, 64))
     assert optimizer.metrics()["residual_norm"] == 0
     take(optimizer, p, q, 1, using=lambda _: False)
     assert q.grad is None
-
-
-@pytest.mark.parametrize("kind", ["SGD", "Adam", "AdamW"])
-def test_a_rate_of_zero_is_like_frozen(kind: str) -> None:
-    """A group without a rate takes no part while another has one: the other trains as beside frozen parameters."""
-    found = []
-    for freezes in (False, True):
-        p, q = pair()
-        inner = MAKERS[kind]([p])
-        inner.add_param_group({"params": [q]})
-        optimizer = tritoncomm.wrap(inner, density=0.05, warmup_steps=2)
-        rate = inner.param_groups[1]["lr"]
-        take(optimizer, p, q, 5, using=lambda _: True)
-        residual = optimizer._tritoncomm.setup.vector.residuals_by_parameter()[q].clone()
-        inner.param_groups[1]["lr"] = 0.0 if not freezes else rate
-        q.requires_grad_(not freezes)
-        value = q.detach().clone()
-        take(optimizer, p, q, 6, using=lambda _: True)
-        assert torch.equal(q, value)
-        assert torch.equal(optimizer._tritoncomm.setup.vector.residuals_by_parameter()[q], residual)
-        inner.param_groups[1]["lr"] = rate
-        q.requires_grad_(requires_grad=True)
-        take(optimizer, p, q, 6, using=lambda _: True)
-        assert not torch.equal(q, value)
-        found.append((p, q, optimizer._tritoncomm.setup.vector.feedback.residual))
-    assert all(map(torch.equal, *found))
 
 
 def test_all_rates_of_zero() -> None:
