@@ -22,13 +22,6 @@ GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
 WAITS = ("stream synchronize", "event synchronize", "device synchronize")
 
 
-def test_the_cpu_knows_at_once() -> None:
-    """On the CPU, the time is that of the host, and is known at the end."""
-    span = Span(CPU)
-    time.sleep(0.01)
-    assert 0.01 <= span.end().seconds < 5.0  # busy machines are slow
-
-
 def test_a_gpu_is_not_waited_for() -> None:
     """Until the host has waited for other reasons, the time is unknown and counts as 0."""
     with ranks.alone() as gpu:

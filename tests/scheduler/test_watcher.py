@@ -6,7 +6,7 @@ import gc
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -83,62 +83,36 @@ def exchange(rank: int, name: str, number: int, fault: Callable[[], None], timeo
     raise AssertionError(f"rank {rank} raised no error")
 
 
-def outcomes(
-    name: str, number: int, fault: Callable[[], None], timeout: timedelta, *, garbage: bool
-) -> list[tuple[Any, ...]]:
-    """Return what :func:`exchange` returns on each rank."""
-    network = Network(WORLD_SIZE, limit=5.0, garbage_after_abort=garbage)
-    return ranks.run(
-        lambda rank: exchange(rank, name, number, fault, timeout), WORLD_SIZE, network=network, errors=True
-    )
-
-
-def survivors(found: list[Any]) -> Iterator[tuple[Any, ...]]:
-    """Return the outcomes of all ranks but the victim."""
-    for rank, outcome in enumerate(found):
-        if rank != VICTIM:
-            assert isinstance(outcome, tuple), outcome
-            yield outcome
-
-
 CASES = [(name, 1, True) for name in METHODS] + [
     ("oktopk-short-periods", 0, False),
     ("oktopk-short-periods", 3, False),
     ("hierarchical-2", 3, False),
     ("dense", 0, True),
 ]
-every = pytest.mark.parametrize(("name", "number", "garbage"), CASES)
 
 
-@every
-def test_a_rank_that_raises(name: str, number: int, garbage: bool) -> None:
-    """All ranks raise its error long before the time-out, whatever they read after their wait was ended."""
+@pytest.mark.parametrize(("name", "number", "garbage"), CASES)
+@pytest.mark.parametrize("dies", [False, True])
+def test_a_rank_that_raises_or_dies(name: str, number: int, garbage: bool, dies: bool) -> None:
+    """All ranks raise its error long before the time-out, and name one that dies after it.
 
-    def fault() -> None:
-        raise MemoryError("no room for the lists")
-
-    for error, seconds, unchanged in outcomes(name, number, fault, LATE, garbage=garbage):
-        assert type(error) is ExchangeError, error
-        assert error.peers == (VICTIM,)
-        assert "rank 1 failed, see its traceback: no room for the lists" in str(error)
-        assert seconds < LATE.total_seconds() / 2
-        assert unchanged
-
-
-@every
-def test_a_rank_that_dies(name: str, number: int, garbage: bool) -> None:
-    """All others name it after the time-out."""
+    What they read after their wait was ended does not matter.
+    """
 
     def fault() -> None:
-        raise ranks.Died
+        raise ranks.Died if dies else MemoryError("no room for the lists")
 
-    found = outcomes(name, number, fault, SOON, garbage=garbage)
-    assert isinstance(found[VICTIM], ranks.Died)
-    for error, seconds, unchanged in survivors(found):
-        assert type(error) is ExchangeTimeoutError, error
+    network = Network(WORLD_SIZE, limit=5.0, garbage_after_abort=garbage)
+    main = lambda rank: exchange(rank, name, number, fault, SOON if dies else LATE)  # noqa: E731
+    found = ranks.run(main, WORLD_SIZE, network=network, errors=True)
+    if dies:
+        assert isinstance(found.pop(VICTIM), ranks.Died)
+    for error, seconds, unchanged in found:
+        assert type(error) is (ExchangeTimeoutError if dies else ExchangeError), error
         assert error.peers == (VICTIM,)
-        assert "no answer from rank 1 within the time-out" in str(error)
-        assert 0.9 < seconds < 5
+        said = "no answer from rank 1 within the time-out" if dies else "rank 1 failed, see its traceback: no room for"
+        assert said in str(error)
+        assert 0.9 * dies < seconds < 5
         assert unchanged
 
 
@@ -163,22 +137,33 @@ def test_a_rank_that_hangs(name: str) -> None:
         assert unchanged
 
 
+def sums(delay: float = 0.0, times: int = 1) -> Pattern[float]:
+    """Add numbers of all ranks some times, and wait before each of them. Return the sum of what was read."""
+    total = torch.zeros(1, device="cuda")
+    for _ in range(times):
+        time.sleep(delay)
+        total = total + (yield AllReduce("sum", torch.ones(1, device="cuda")))
+    return float(total)
+
+
+def made(timeout: timedelta, device: torch.device | str = "cuda") -> ProcessGroupScheduler:
+    """Return a scheduler whose ranks have met."""
+    scheduler = ProcessGroupScheduler(None, timeout, device, "test")
+    scheduler.agree_on_exchange_id()
+    ranks.meet()
+    return scheduler
+
+
 def test_a_rank_that_fails_outside_of_an_exchange() -> None:
     """The others wait in an exchange that this rank never enters."""
 
     def main(rank: int) -> Exception:
-        scheduler = ProcessGroupScheduler(None, LATE, "cuda", "test")
-        scheduler.agree_on_exchange_id()
-        ranks.meet()
+        scheduler = made(LATE)
         if rank == VICTIM:
             scheduler.fail(ValueError("a batch of the wrong shape"))
             return scheduler._failure
-
-        def pattern() -> Pattern[None]:
-            yield AllReduce("sum", torch.ones(2, device="cuda"))
-
         with pytest.raises(ExchangeError) as caught:
-            scheduler.run(pattern())
+            scheduler.run(sums())
         return caught.value
 
     for error in ranks.run(main, 3, network=Network(3, limit=5.0)):
@@ -186,22 +171,20 @@ def test_a_rank_that_fails_outside_of_an_exchange() -> None:
         assert "a batch of the wrong shape" in str(error)
 
 
-@pytest.mark.parametrize("result", ["value", "not finite"])
-def test_garbage_is_not_a_result(result: str) -> None:
+@pytest.mark.parametrize("is_finite", [False, True])
+def test_garbage_is_not_a_result(is_finite: bool) -> None:
     """A pattern that ends normally, or rejects the step, with what it read after the abort raises the failure."""
 
     def main(rank: int) -> Exception:
-        scheduler = ProcessGroupScheduler(None, SOON, "cuda", "test")
-        scheduler.agree_on_exchange_id()
-        ranks.meet()
+        scheduler = made(SOON)
         if rank == VICTIM:
             raise ranks.Died
 
         def pattern() -> Pattern[float]:
-            total = yield AllReduce("sum", torch.ones(2, device="cuda"))
-            if result == "value":
-                return float(total[0])
-            raise NonFiniteError("the sum is not finite")
+            total = yield from sums()
+            if not is_finite:
+                raise NonFiniteError("the sum is not finite")
+            return total
 
         with pytest.raises(ExchangeTimeoutError) as caught:
             scheduler.run(pattern())
@@ -215,16 +198,53 @@ def test_waits_have_no_time_out() -> None:
     """NCCL polls with sleeps in a wait with a time-out. The watcher limits the wait instead."""
 
     def main(rank: int) -> list[str]:
-        scheduler = ProcessGroupScheduler(None, LATE, "cuda", "test")
-
         def pattern() -> Pattern[None]:
             yield Round("ring", {1 - rank: torch.ones(4, dtype=torch.int32, device="cuda")}, {1 - rank: 4})
-            yield AllReduce("sum", torch.ones(2, device="cuda"))
+            yield from sums()
 
-        scheduler.run(pattern())
+        ProcessGroupScheduler(None, LATE, "cuda", "test").run(pattern())
         return [kind for kind, _ in current_gpu().syncs if "time-out" in kind]
 
     assert ranks.run(main, 2) == [[], []]
+
+
+def late_rank(rank: int) -> float:
+    """A rank is late by less than the time-out in each of many waits, which take longer than it together."""
+    return ProcessGroupScheduler(None, SOON, "cuda", "test").run(sums(0.5 * (rank == VICTIM), times=3))
+
+
+def queued_work(rank: int) -> float:
+    """The GPUs of all ranks are busy with earlier work for longer than the time-out."""
+    scheduler = made(SOON)
+    current_gpu().keep_busy(2.0)
+    return scheduler.run(sums(times=3))
+
+
+def earlier_report(rank: int) -> float:
+    """A default group that was initialized again has the name and the store of one that failed."""
+    ProcessGroupScheduler(None, LATE, "cuda", "test").watcher._tell(ValueError("a failure in an earlier group"))
+    dist.barrier()
+    watcher._stale.pop(dist.group.WORLD)  # as if the group was another one
+    return ProcessGroupScheduler(None, LATE, "cuda", "test").run(sums(0.4 * (rank == VICTIM), times=3))
+
+
+@pytest.mark.parametrize("main", [late_rank, queued_work, earlier_report])
+def test_what_is_no_failure(main: Callable[[int], float]) -> None:
+    """An exchange goes on with a rank that is late, behind queued work, and beside an old report."""
+    assert ranks.run(main, 2) == [6.0, 6.0]
+
+
+def test_the_thread_stays_on_the_device_of_its_rank() -> None:
+    """A new thread begins on GPU 0. What asks for an event there would take memory of GPU 0 on every rank."""
+
+    def main(rank: int) -> set[int]:
+        torch.cuda.set_device(rank)
+        scheduler = made(LATE, torch.device("cuda", rank))
+        current_gpu().devices.clear()
+        assert scheduler.run(sums(0.5 * (rank == VICTIM))) == 2.0
+        return set(current_gpu().devices)
+
+    assert ranks.run(main, 2, network=Network(2, several_gpus=True)) == [{0}, {1}]
 
 
 def test_a_fast_exchange_does_not_ask_the_store() -> None:
@@ -244,63 +264,6 @@ def test_a_fast_exchange_does_not_ask_the_store() -> None:
         return [soon, len(asked) > 0]
 
     assert ranks.run(main, 2) == [[0, True], [0, True]]
-
-
-def test_a_slow_exchange_is_not_aborted() -> None:
-    """A rank that is late by less than the time-out is waited for. A step of many waits may take longer than it."""
-
-    def main(rank: int) -> float:
-        scheduler = ProcessGroupScheduler(None, SOON, "cuda", "test")
-
-        def pattern() -> Pattern[float]:
-            total = torch.zeros(1, device="cuda")
-            for _ in range(3):
-                if rank == VICTIM:
-                    time.sleep(0.5)
-                total = total + (yield AllReduce("sum", torch.ones(1, device="cuda")))
-            return float(total)
-
-        return scheduler.run(pattern())
-
-    assert ranks.run(main, 2) == [6.0, 6.0]
-
-
-def test_the_thread_stays_on_the_device_of_its_rank() -> None:
-    """A new thread begins on GPU 0. What asks for an event there would take memory of GPU 0 on every rank."""
-
-    def main(rank: int) -> set[int]:
-        torch.cuda.set_device(rank)
-        scheduler = ProcessGroupScheduler(None, LATE, torch.device("cuda", rank), "test")
-        scheduler.agree_on_exchange_id()
-        current_gpu().devices.clear()
-
-        def pattern() -> Pattern[float]:
-            if rank == VICTIM:
-                time.sleep(0.5)
-            total = yield AllReduce("sum", torch.ones(1, device="cuda"))
-            return float(total)
-
-        assert scheduler.run(pattern()) == 2.0
-        return set(current_gpu().devices)
-
-    assert ranks.run(main, 2, network=Network(2, several_gpus=True)) == [{0}, {1}]
-
-
-def test_queued_work_of_this_rank_is_no_wait() -> None:
-    """The GPUs of all ranks are busy with earlier work for longer than the time-out when the exchange is enqueued."""
-
-    def main(rank: int) -> float:
-        scheduler = ProcessGroupScheduler(None, SOON, "cuda", "test")
-        scheduler.agree_on_exchange_id()
-        current_gpu().keep_busy(2.0)
-
-        def pattern() -> Pattern[float]:
-            total = yield AllReduce("sum", torch.ones(1, device="cuda"))
-            return float(total)
-
-        return scheduler.run(pattern())
-
-    assert ranks.run(main, 2) == [2.0, 2.0]
 
 
 def waits(own: watcher.Watcher, seconds: float) -> bool:
@@ -362,9 +325,7 @@ def test_a_store_that_does_not_answer() -> None:
     released = threading.Event()
 
     def main(rank: int) -> float:
-        scheduler = ProcessGroupScheduler(None, SOON, "cuda", "test")
-        scheduler.agree_on_exchange_id()
-        ranks.meet()
+        scheduler = made(SOON)
         if rank == VICTIM:
             raise ranks.Died
         scheduler.watcher._store = SilentStore(released)
@@ -376,26 +337,6 @@ def test_a_store_that_does_not_answer() -> None:
     found = ranks.run(main, 2, network=Network(2, limit=5.0), errors=True)
     released.set()
     assert 0.9 < found[0] < 5
-
-
-def test_a_report_from_before_is_ignored() -> None:
-    """A default group that was initialized again may have the same name and the same store."""
-
-    def main(rank: int) -> float:
-        ProcessGroupScheduler(None, LATE, "cuda", "test").watcher._tell(ValueError("a failure in an earlier group"))
-        dist.barrier()
-        watcher._stale.pop(dist.group.WORLD)  # as if the group was another one
-        scheduler = ProcessGroupScheduler(None, LATE, "cuda", "test")
-
-        def pattern() -> Pattern[float]:
-            if rank == VICTIM:
-                time.sleep(0.4)  # for which the others look for reports
-            total = yield AllReduce("sum", torch.ones(1, device="cuda"))
-            return float(total)
-
-        return scheduler.run(pattern())
-
-    assert ranks.run(main, 2) == [2.0, 2.0]
 
 
 def test_a_destroyed_group_frees_its_store() -> None:
@@ -470,12 +411,3 @@ def test_the_watchdog_of_nccl(
         assert "lost rank" in text
         assert (f"set {name}=0 before init_process_group" in text) == (setting != "0")
         assert ("collectives of your own then wait for a lost rank without end" in text) == (setting != "0")
-
-
-def test_the_cpu_has_no_watcher(tmp_path) -> None:
-    """gloo ends its waits itself."""
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        assert ProcessGroupScheduler(None, SOON).watcher is None
-    finally:
-        dist.destroy_process_group()
