@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +10,7 @@ from pathlib import Path
 import pytest
 from tritoncomm.slow import namespaces
 
-from processes import children, end_soon, is_running
+from processes import children, is_running
 
 needs_namespaces = pytest.mark.skipif(namespaces.missing() is not None, reason=str(namespaces.missing()))
 
@@ -90,25 +89,3 @@ def test_delay_without_tap(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
         "needs the kernel's TAP interfaces, so load the module tun, or leave the delay out."
     )
     assert children(os.getpid()) == before
-
-
-KILLED = """
-import time
-from tritoncomm.slow.namespaces import Network
-with Network(2, "10mbit", "1ms") as network:
-    print("ready", flush=True)
-    time.sleep(60)
-"""
-
-
-@needs_namespaces
-def test_nothing_is_left_after_a_kill() -> None:
-    """If the process that made the network is killed, the network goes with it."""
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-c", KILLED]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
-        assert process.stdout.readline() == "ready\n"
-        helpers = children(process.pid)
-        assert len(helpers) == 4, "two hosts, the switch, and the cables"
-        process.send_signal(signal.SIGKILL)
-    assert end_soon(helpers)
