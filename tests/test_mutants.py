@@ -37,14 +37,6 @@ class DropsOne(OkTopkAlgorithm):
         return SparseVector(mean.indices[:-1], mean.values[:-1], mean.numel)
 
 
-class CountsTwice(OkTopkAlgorithm):
-    """Delivers entries and keeps them in the residual as well."""
-
-    def reduce(self, acc, rank, world_size):
-        acc.clear = lambda indices: None
-        return (yield from super().reduce(acc, rank, world_size))
-
-
 class SumsInArrivalOrder(TopkAllgatherAlgorithm):
     """Adds its own list first, so the ranks round differently."""
 
@@ -164,14 +156,6 @@ class WritesTooEarly(OkTopkAlgorithm):
             return stop.value
 
 
-class KeepsScaledResidual(StagedAlgorithm):
-    """Leaves the residual in scaled units."""
-
-    def reduce(self, acc, rank, world_size):
-        acc.unscale_from = lambda scaled, scale: (scaled.dense(), acc.absorb(scaled))
-        return (yield from super().reduce(acc, rank, world_size))
-
-
 class ScalesByOwnResidual(StagedAlgorithm):
     """Updates the moment with this rank's residual, which other ranks do not have."""
 
@@ -215,21 +199,6 @@ class ForgetsWhatItRounds(BrokenQuantized):
             return result
 
         return edit(zeroed)
-
-
-class KeepsWhatItSends(BrokenQuantized):
-    """Keeps its values as well as sending them."""
-
-    def broken(self, edit, work, acc, rank, world_size, number):
-        def kept(values):
-            before = values.clone()
-            result, own = work(values), dense_bits.part_length(acc.numel, world_size)
-            if number == 1:
-                before[own * rank : own * (rank + 1)] = values[own * rank : own * (rank + 1)]
-                values.copy_(before)
-            return result
-
-        return edit(kept)
 
 
 class ReadsItsOwnSum(QuantizedAlgorithm):
@@ -309,8 +278,6 @@ def atomicity_in_every_round(recipe, case: laws.Case) -> None:
     [
         (laws.conservation, BrokenOkTopk(density=0.1, kind=DropsOne), CASE),
         (laws.equivalence, BrokenOkTopk(density=0.1, kind=DropsOne), CASE),
-        (laws.conservation, BrokenOkTopk(density=0.1, kind=CountsTwice), CASE),
-        (laws.equivalence, BrokenOkTopk(density=0.1, kind=CountsTwice), CASE),
         (laws.agreement, BrokenTopk(density=0.5, kind=SumsInArrivalOrder), FLOATS),
         (laws.atomicity, BrokenOkTopk(density=0.1, kind=ForgetsToRollBack), CASE),
         (atomicity_in_every_round, BrokenOkTopk(density=0.1, kind=WritesTooEarly), CASE),
@@ -324,15 +291,11 @@ def atomicity_in_every_round(recipe, case: laws.Case) -> None:
         (laws.conservation, BrokenOkTopk(density=0.1, kind=WritesItsGradient), CASE),
         (laws.equivalence, BrokenOkTopk(density=0.1, kind=WritesItsGradient), CASE),
         (laws.budget, BrokenTopk(density=0.1, kind=ExceedsForecast), CASE),
-        (laws.conservation, scaled(KeepsScaledResidual), CASE),
-        (laws.equivalence, scaled(KeepsScaledResidual), CASE),
         (laws.conservation, scaled(ScalesByOwnResidual), CASE),
         (laws.conservation, tailed(ForgetsItsError), CASE),
         (laws.equivalence, tailed(ForgetsItsError), THREE),
         (laws.conservation, quantized(ForgetsWhatItRounds), LONG),
         (laws.equivalence, quantized(ForgetsWhatItRounds, "8bit"), LONG),
-        (laws.conservation, quantized(KeepsWhatItSends), LONG),
-        (laws.equivalence, quantized(KeepsWhatItSends), LONG),
         (laws.agreement, quantized(ReadsItsOwnSum), LONG),
     ],
     ids=lambda value: getattr(value, "__name__", None) or getattr(getattr(value, "kind", None), "__name__", ""),

@@ -74,15 +74,11 @@ def reloaded(folder: Path) -> None:
 
 
 DOORS: dict[str, Callable[[Path], object]] = {
-    "wrap": lambda folder: wrapped(),
     "an invalid argument": lambda folder: refused(),
     "a rejected step": lambda folder: rejected(),
     "a checkpoint": reloaded,
     "add_param_group": lambda folder: wrapped()[0].add_param_group({"params": [torch.nn.Parameter(torch.ones(4))]}),
     "reset_process_group": lambda folder: wrapped()[0].reset_process_group(),
-    "broadcast_parameters": lambda folder: tritoncomm.wrap(
-        torch.optim.SGD([torch.nn.Parameter(torch.ones(8))], lr=0.1), broadcast_parameters=True
-    ),
 }
 
 

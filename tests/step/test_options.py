@@ -52,16 +52,6 @@ def test_readable_size(size: float, text: str) -> None:
     assert readable_size(size) == text
 
 
-def test_defaults_are_documented() -> None:
-    """``wrap`` has the default method and density that the planner names."""
-    parameters = inspect.signature(tritoncomm.wrap).parameters
-    text = " ".join(inspect.getdoc(tritoncomm.wrap).split())
-    assert parameters["algo"].default is None
-    assert f'``"{DEFAULT_ALGO}"``' in text.split("algo: ")[1].split(" density: ")[0]
-    assert parameters["density"].default is None
-    assert f"Default: None, which is {DEFAULT_DENSITY}, or the density of a recipe" in text
-
-
 @pytest.mark.parametrize(
     ("kind", "arguments", "named"),
     [
@@ -84,41 +74,41 @@ def test_options_check_themselves(kind: type, arguments: dict[str, object], name
         kind(**arguments)
 
 
-@pytest.mark.parametrize("algo", ["oktopk", OkTopk()])
-def test_unknown_keyword_is_named(algo: str | Recipe) -> None:
+def test_unknown_keyword_is_named() -> None:
     """The error names the unknown keyword, the closest name, the function's arguments and the recipe's fields."""
+    optimizer = torch.optim.SGD([torch.ones(3)], lr=0.1)
     with pytest.raises(ConfigurationError) as caught:
-        tritoncomm.wrap(torch.optim.SGD([torch.ones(3)], lr=0.1), algo=algo, densty=0.1, taus=3)
+        tritoncomm.wrap(optimizer, OkTopk(), densty=0.1, taus=3)
     text = str(caught.value)
     assert "has no argument 'densty' (did you mean 'density'?), 'taus'" in text
     arguments, fields = text.split("its arguments are ")[1].split("; the fields of 'oktopk' are ")
     assert {"algo", "density", "warmup_steps", "dense_below", "max_grad_norm"} <= set(arguments.split(", "))
     assert "recipe_fields" not in arguments
     assert {"repartition_every", "bucket_width"} <= set(fields.split(", "))
-    with pytest.raises(ConfigurationError, match=r"'outer_lr'.*; outer_lr is one of tritoncomm\.Updates; the fields"):
-        tritoncomm.wrap(torch.optim.SGD([torch.ones(3)], lr=0.1), outer_lr=0.5)
 
 
-@pytest.mark.parametrize("algo", ["dense", "exdyna", "micro"])
-def test_field_of_other_methods(algo: str) -> None:
-    """The error about ``values`` for a method without them names the methods that have them."""
-    optimizer = torch.optim.SGD([torch.ones(3)], lr=0.1)
-    takers = [name for name in algorithms() if "values" in field_names(name)]
-    assert {"oktopk", "spardl", "quantized"} < set(takers)
-    said = rf"'values' \(a field of {', '.join(takers)}\)"
+TAKERS = [name for name in algorithms() if "values" in field_names(name)]
+WARMUP = Warmup(recipe=OkTopk(), steps=3)
+
+
+@pytest.mark.parametrize(
+    ("algo", "fields", "said"),
+    [
+        (None, {"outer_lr": 0.5}, r"'outer_lr'.*; outer_lr is one of tritoncomm\.Updates; the fields"),
+        *((algo, {"values": "4bit"}, rf"'values' \(a field of {', '.join(TAKERS)}\)") for algo in ("dense", "exdyna")),
+        # The fields of a recipe that contains another are its own.
+        (WARMUP, {"step": 2}, r"'step' \(did you mean 'steps'\?\).* are recipe, steps"),
+        (WARMUP, {"steps": 2}, "carries its own steps"),
+    ],
+)
+def test_field_of_other_methods(algo: str | Recipe | None, fields: dict[str, object], said: str) -> None:
+    """The error about a field that the method does not have names those that have it."""
+    assert {"oktopk", "spardl", "quantized"} < set(TAKERS)
     with pytest.raises(ConfigurationError, match=said):
-        tritoncomm.wrap(optimizer, algo=algo, values="4bit")
-    with pytest.raises(ConfigurationError, match=said):
-        tritoncomm.recipe(algo, values="4bit")
-
-
-def test_unknown_keyword_with_a_recipe_in_a_recipe() -> None:
-    """The fields of a recipe that contains another are its own."""
-    optimizer, recipe = torch.optim.SGD([torch.ones(3)], lr=0.1), Warmup(recipe=OkTopk(), steps=3)
-    with pytest.raises(ConfigurationError, match=r"'step' \(did you mean 'steps'\?\).* are recipe, steps"):
-        tritoncomm.wrap(optimizer, recipe, step=2)
-    with pytest.raises(ConfigurationError, match="carries its own steps"):
-        tritoncomm.wrap(optimizer, recipe, steps=2)
+        tritoncomm.wrap(torch.optim.SGD([torch.ones(3)], lr=0.1), algo, **fields)
+    if isinstance(algo, str):
+        with pytest.raises(ConfigurationError, match=said):
+            tritoncomm.recipe(algo, **fields)
 
 
 def test_static_form_on_a_gpu() -> None:
@@ -171,14 +161,9 @@ def test_choice_is_logged(recipe: Recipe, numel: int, level: int, said: str, cap
     assert said in record.getMessage()
     assert "e+" not in record.getMessage()
     assert level == logging.INFO or len(record.getMessage()) < 200
-
-
-def test_only_the_first_rank_logs(caplog: pytest.LogCaptureFixture) -> None:
-    """Only the first rank logs, and no rank logs if nothing is exchanged."""
-    caplog.set_level(logging.INFO, "tritoncomm")
-    log_choice(OkTopk(), 1, 4, [(OkTopk().build(10), 0)])
-    log_choice(OkTopk(), 0, 1, [(OkTopk().build(10), 0)])
-    assert not caplog.records
+    for rank, world_size in ((1, 4), (0, 1)):  # another rank than the first one, and where nothing is exchanged
+        log_choice(recipe, rank, world_size, [(recipe.build(numel), 0)])
+    assert caplog.records == [record]
 
 
 def test_default_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,6 +194,9 @@ def test_default_formats(monkeypatch: pytest.MonkeyPatch) -> None:
     constants = dict(re.findall(r"^(DEFAULT_(?:VALUES|SMALL|START|DENSITY)) = \"?([\w.]+)\"?$", source, re.MULTILINE))
     expected = {"VALUES": "4bit", "SMALL": "8bit", "START": "2bit", "DENSITY": "0.03"}
     assert constants == {f"DEFAULT_{name}": value for name, value in expected.items()}
+    text = " ".join(inspect.getdoc(tritoncomm.wrap).split())
+    assert f'``"{DEFAULT_ALGO}"``' in text.split("algo: ")[1].split(" density: ")[0]
+    assert f"Default: None, which is {DEFAULT_DENSITY}, or the density of a recipe" in text
     monkeypatch.setattr(options, "DEFAULT_VALUES", constants["DEFAULT_VALUES"])
     monkeypatch.setattr(options, "DEFAULT_SMALL", constants["DEFAULT_SMALL"])
 

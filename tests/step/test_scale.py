@@ -54,24 +54,6 @@ def test_sums_of_squares(shapes: list[tuple[int, ...]], seed: int, share: float,
             assert torch.allclose(found, expected, rtol=1e-11, atol=largest * 2.0**-40)
 
 
-@pytest.mark.parametrize(
-    ("shape", "cut"),
-    [
-        ((30, 40), (30, 40, 1)),
-        ((64, 32, 3, 3), (64, 288, 1)),
-        ((8, 512, 1024), (4096, 1024, 1)),
-        ((1, 1024, 768), (1024, 768, 1)),
-        ((1, 500), (1, 1, 500)),
-        ((500,), (1, 1, 500)),
-        ((), (1, 1, 1)),
-        ((3, 0), (3, 0, 1)),
-    ],
-)
-def test_matrix_views(shape: tuple[int, ...], cut: tuple[int, int, int]) -> None:
-    """A tensor is viewed as a matrix with few rows and columns. A vector has a single mean for all elements."""
-    assert FactoredSecondMoment([shape]).cuts == [cut]
-
-
 def test_sums_do_not_depend_on_the_order() -> None:
     """Sums have the same bits for any order of the entries, as in atomic additions on a GPU."""
     matrices = FactoredSecondMoment([(30, 40)])
@@ -102,15 +84,6 @@ def test_scale_of_a_factored_moment(seed: int) -> None:
     assert scale.dtype == torch.float32
     assert (torch.frexp(scale).mantissa == 0.5).all()
     assert ((scale / exact).log2().abs() <= 0.5 + 1e-6).all()
-
-
-def test_scale_without_a_moment() -> None:
-    """Without a moment the scale is 1 everywhere, and an empty vector is accepted."""
-    matrices = FactoredSecondMoment([(2, 3)])
-    zeros = matrices.sums(SparseVector.full(torch.zeros(6)))
-    assert torch.equal(matrices.root(*zeros, 2.0**-10), torch.ones(6))
-    empty = FactoredSecondMoment([])
-    assert empty.root(*empty.sums(SparseVector.full(torch.zeros(0))), 2.0**-10).shape == (0,)
 
 
 def test_scale_is_renewed() -> None:
