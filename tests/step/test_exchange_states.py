@@ -104,6 +104,20 @@ def test_a_signal_in_the_exchange() -> None:
     assert held(net, optimizer) == held(other, twin)
 
 
+def test_loading_in_every_state() -> None:
+    """A state that is loaded replaces what is READY, too."""
+    net, optimizer = opened()
+    saved, before = copy.deepcopy(optimizer.state_dict()), held(net, optimizer)
+    optimizer.zero_grad()
+    backward(net, 2)
+    optimizer.synchronize()
+    optimizer.load_state_dict(saved)
+    assert state_of(optimizer) is State.IDLE
+    assert held(net, optimizer) == before
+    optimizer.zero_grad()
+    train(net, optimizer, range(3, 4))
+
+
 @pytest.mark.parametrize(
     ("lost_by", "act"), [((1,), "step"), ((0, 1), "step"), ((1,), "flush"), ((0, 1), "flush"), ((1,), "zero_grad")]
 )

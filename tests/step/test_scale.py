@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import math
 
 import pytest
@@ -183,6 +184,26 @@ def test_thresholds_after_a_renewal(algo: str) -> None:
         densities.append(world.step(gradient.reshape(4, 5000))[0].density)
     assert max(densities[20:]) <= 1.5 * max(densities[10:20])
     assert 0.6 <= sum(densities[20:]) / 40 / 0.02 <= 1.1
+
+
+def test_resume_across_a_renewal() -> None:
+    """A run that is saved and resumed before the scale is renewed equals an uninterrupted run."""
+    net = model()
+    optimizer = adamw(net)
+    train(net, optimizer, 0, 35)
+    again = copy.deepcopy(net)
+    loaded = adamw(again)
+    content = io.BytesIO()
+    torch.save(optimizer.state_dict(), content)
+    content.seek(0)
+    loaded.load_state_dict(torch.load(content, weights_only=True))
+    assert moment_of(loaded) == moment_of(optimizer)
+    train(net, optimizer, 35, 65)
+    train(again, loaded, 35, 65)
+    assert all(map(torch.equal, net.parameters(), again.parameters()))
+    assert torch.equal(
+        optimizer._tritoncomm.setup.vector.feedback.residual, loaded._tritoncomm.setup.vector.feedback.residual
+    )
 
 
 @pytest.mark.parametrize("algo", ["oktopk", "exdyna"])
