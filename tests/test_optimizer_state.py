@@ -149,38 +149,6 @@ def test_own_state_without_residuals_ends_no_wait(load: Callable[..., None]) -> 
     assert torch.equal(*ends)
 
 
-def test_state_of_a_dense_run_ends_every_wait() -> None:
-    """After loading the state of unmodified AdamW, every coordinate counts as delivered in its last step."""
-    net = model()
-    optimizer = sparse_wrap(torch.optim.AdamW(net.parameters(), lr=0.01), density=0.1, warmup_steps=0)
-    bare = torch.optim.AdamW(net.parameters(), lr=0.01)
-    for seed in range(5):
-        step(net, optimizer, seed)
-    for seed in range(7):
-        step(net, bare, seed)
-    assert optimizer.metrics()["longest_wait"] > 2
-    optimizer.load_state_dict(bare.state_dict())
-    assert optimizer.metrics()["longest_wait"] == 0
-    step(net, optimizer, 5)
-    assert optimizer.metrics()["longest_wait"] == 1
-    assert float(optimizer.state[net[0].weight]["step"]) == 8
-
-
-def test_ages_end_with_residuals() -> None:
-    """With residuals="reset", nothing waits for its delivery any more."""
-    net = model()
-    optimizer = sparse_wrap(sgd(net), density=0.1, warmup_steps=0)
-    for seed in range(5):
-        step(net, optimizer, seed)
-    state = copy.deepcopy(optimizer.state_dict())
-    assert optimizer.metrics()["longest_wait"] > 2
-    optimizer.load_state_dict(state, residuals="reset")
-    assert optimizer.metrics()["longest_wait"] == 0
-    assert optimizer.metrics()["steps"] == 5
-    optimizer.load_state_dict(state)
-    assert optimizer.metrics()["longest_wait"] > 2
-
-
 def test_root_mean_square_is_resumed() -> None:
     """A checkpoint restores the root mean square of a parameter, which only some steps compute, also of bf16."""
     net = model().bfloat16()
@@ -199,17 +167,41 @@ def test_root_mean_square_is_resumed() -> None:
     assert all(map(torch.equal, before, after))
 
 
+def load_dense(optimizer: torch.optim.Optimizer, bare: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Load the state of the unmodified optimizer."""
+    optimizer.load_state_dict(copy.deepcopy(bare.state_dict()))
+    return optimizer
+
+
+def reset_residuals(optimizer: torch.optim.Optimizer, bare: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Load the optimizer's own state without residuals."""
+    state = copy.deepcopy(optimizer.state_dict())
+    optimizer.load_state_dict(state)
+    assert optimizer.metrics()["longest_wait"] > 2
+    optimizer.load_state_dict(state, residuals="reset")
+    return optimizer
+
+
+def wrap_loaded(optimizer: torch.optim.Optimizer, bare: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Wrap an optimizer that has loaded the state."""
+    bare.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    return sparse_wrap(bare, density=0.1, warmup_steps=0)
+
+
+@pytest.mark.parametrize(("change", "steps"), [(load_dense, 7), (reset_residuals, 5), (wrap_loaded, 5)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_wrapping_a_loaded_optimizer(dtype: torch.dtype) -> None:
-    """Ages are lost with the residual that waited: every coordinate counts as delivered when wrap() is called."""
+def test_ages_end_with_residuals(change: Callable[..., torch.optim.Optimizer], steps: int, dtype: torch.dtype) -> None:
+    """Where no residual waits any more, every coordinate counts as delivered in the last step of the optimizer."""
     net = model().to(dtype)
-    first = sparse_wrap(torch.optim.AdamW(net.parameters(), lr=0.01), density=0.2, warmup_steps=0)
-    for seed in range(9):
-        step(net, first, seed)
-    assert first.metrics()["longest_wait"] > 1
+    optimizer = sparse_wrap(torch.optim.AdamW(net.parameters(), lr=0.01), density=0.1, warmup_steps=0)
     bare = torch.optim.AdamW(net.parameters(), lr=0.01)
-    bare.load_state_dict(first.state_dict())
-    again = sparse_wrap(bare, density=0.2, warmup_steps=0)
-    step(net, again, 9)
-    assert again.metrics()["longest_wait"] == 1
-    assert all(float(state["step"]) == 10 for state in again.state.values())
+    for seed in range(5):
+        step(net, optimizer, seed)
+    for seed in range(7):
+        step(net, bare, seed)
+    assert optimizer.metrics()["longest_wait"] > 2
+    optimizer = change(optimizer, bare)
+    assert optimizer.metrics()["longest_wait"] == 0
+    step(net, optimizer, 5)
+    assert optimizer.metrics()["longest_wait"] == 1
+    assert all(float(state["step"]) == steps + 1 for state in optimizer.state.values())
