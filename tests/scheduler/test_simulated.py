@@ -29,6 +29,24 @@ def run(*steps_by_rank):
 
 
 @pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (Round("p", {1: words(1, 2)}, {1: 2}), Round("p", {0: words(1, 2)}, {0: 2})),
+        (AllReduce("p", words(1, 2)), AllReduce("p", words(3, 4))),
+        (AllGather("p", words(1, 2)), AllGather("p", words(3, 4))),
+    ],
+)
+def test_every_rank_has_its_own_reply(first, second) -> None:
+    """What a rank does with a reply is seen by no other rank, not even by the one that sent it."""
+    (one,), (other,) = run([first], [second])
+    one, other = (each[1 - rank] if isinstance(each, dict) else each for rank, each in enumerate((one, other)))
+    sent, kept = getattr(second, "sends", {}).get(0), other.clone()
+    one.zero_()
+    assert torch.equal(other, kept)
+    assert sent is None or sent.tolist() == [1, 2]
+
+
+@pytest.mark.parametrize(
     ("first", "second", "named"),
     [
         ([AllReduce("x", words(1))], [AllGather("x", words(1))], "rank 0 yields AllReduce.*rank 1 yields AllGather"),

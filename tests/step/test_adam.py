@@ -8,8 +8,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import tritoncomm
 from torch import nn
-from tritoncomm import Late
+from tritoncomm import ConfigurationError, Late
 from tritoncomm.step.rules.adam import StalenessAwareAdam
 
 from deliveries import ages_of, take_step
@@ -239,3 +240,12 @@ def test_step_count_is_fp32() -> None:
     finally:
         torch.set_default_dtype(torch.float32)
     assert optimizer.state[parameter]["step"].dtype == ages_of(optimizer, parameter)[1].dtype == torch.float32
+
+
+@pytest.mark.parametrize("options", [{"eps": 0}, {"capturable": True}, {"differentiable": True}], ids=str)
+def test_options_that_the_rule_refuses_are_torchs(options: dict[str, object]) -> None:
+    """Without the rule, as its error advises, the optimizer may have them."""
+    optimizer = torch.optim.Adam([nn.Parameter(torch.ones(4))], **options)
+    with pytest.raises(ConfigurationError, match=r"late=False"):
+        tritoncomm.wrap(optimizer)
+    assert tritoncomm.wrap(optimizer, late=False)
