@@ -262,6 +262,16 @@ def test_concentrated_gradients_are_delivered(recipe: ExDyna, world_size: int) -
     assert sum(delivered[210:]) / 50 > 0.6
 
 
+@pytest.mark.parametrize("density", [1e-5, 2e-4])
+def test_small_k(density: float) -> None:
+    """With k of 1 or 2, about k entries are delivered per step while residuals grow."""
+    world = SimulatedWorld(ExDyna(density=density), 4, 10_000)
+    generator = torch.Generator().manual_seed(0)
+    delivered = [len(world.step(torch.randn(4, 10_000, generator=generator))[0]) for _ in range(400)]
+    k = max(1, int(10_000 * density))
+    assert 0.5 * k < sum(delivered[100:]) / 300 <= 2 * k
+
+
 def test_threshold_with_zero_columns() -> None:
     """Zero columns of a matrix do not distort the threshold."""
     world = SimulatedWorld(ExDyna(density=0.01), 2, 65_536)

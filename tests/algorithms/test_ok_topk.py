@@ -13,6 +13,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from ok_topk_oracle import Oracle
 from tritoncomm import OkTopk, ProtocolMismatchError, SimulatedWorld, SparseVector, recipe
+from tritoncomm.primitives.accumulator import Accumulator
 from tritoncomm.primitives.region_cuts import consensus_cuts, offsets, propose_cuts, widest
 from tritoncomm.scheduler.cost import HEADER_WORDS, WORD, Forecast
 from tritoncomm.scheduler.rounds import Op
@@ -226,6 +227,35 @@ def test_empty_messages_are_never_posted() -> None:
     assert [traffic.messages for traffic in received] == [0, 0, 3, 0]
 
 
+def test_regions_are_summed_in_rotation_order() -> None:
+    """The owner r of a region adds the ranks in the order r, r-1, r-2, ..., bit for bit on floats."""
+    world_size, numel = 5, 300
+    world = SimulatedWorld(OkTopkVariant(density=1.0, force_sparse=True, bucket_width=2), world_size, numel)
+    gradient = normal(world_size, numel) * normal(world_size, numel, 1).exp()
+    mean = world.step(gradient)[0]
+    cuts = laws.states_of(world)[0].cuts
+    expected = torch.zeros(numel)
+    for owner in range(world_size):
+        region = slice(cuts[owner], cuts[owner + 1])
+        for shift in range(world_size):
+            expected[region] += gradient[(owner - shift) % world_size, region]
+    assert laws.same_bits(mean.values, (expected / world_size)[mean.indices.long()])
+    assert len(mean) == numel
+
+
+def test_each_rank_selects_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step makes one pass over the accumulator of each rank, not one per region."""
+    passes = []
+    for name in ("at_least", "top_k"):
+        original = getattr(Accumulator, name)
+        monkeypatch.setattr(Accumulator, name, lambda self, x, original=original: passes.append(1) or original(self, x))
+    world = SimulatedWorld(OkTopk(density=0.1), 6, 100)
+    for step in range(5):
+        passes.clear()
+        world.step(normal(6, 100, step))
+        assert len(passes) == 6
+
+
 def test_reduction_overlaps_the_next_bucket() -> None:
     """Every bucket is posted before the previous one is reduced."""
     kinds: list[str] = []
@@ -263,7 +293,7 @@ def test_indices_beyond_the_integers_of_fp32() -> None:
     near = 2**31 - 5
     proposal = propose_cuts(Entries(torch.tensor([near - 2, near - 1, near], dtype=torch.int32), torch.ones(3)), 3)
     assert consensus_cuts((proposal * 3).tolist(), 2**31 - 1) == (0, near - 1, near, 2**31 - 1)
-    with pytest.raises(ValueError, match=r"numel=2147483648.*split"):
+    with pytest.raises(ValueError, match=r"numel=2147483648: .*fully_shard"):
         OkTopk().build(2**31)
 
 
@@ -280,9 +310,11 @@ def test_indices_beyond_the_integers_of_fp32() -> None:
         ({"static_room": 0.5}, "static_room=0.5"),
         ({"static_room": math.inf}, "static_room=inf"),
         ({"static_room": 10**400}, "static_room"),
+        ({"values": "5bit"}, "values='5bit'.*must be one of fp32, 8bit"),
+        ({"packed": "auto"}, "packed='auto'.*must be True or False"),
     ],
 )
-def test_bad_fields_are_named(fields: dict[str, float], named: str) -> None:
+def test_bad_fields_are_named(fields: dict[str, object], named: str) -> None:
     """The error names the invalid field and its value."""
     with pytest.raises(ValueError, match=named):
         OkTopk(**fields)
