@@ -296,8 +296,8 @@ BROKEN = [
     BrokenLine(
         "elements of .grad that share memory are overwritten",
         "step/exchange/layout.py",
-        "size == 1 or own == other for size",
-        "size == 1 or own is not None for size",
+        "size == 1 or own == other\n",
+        "size == 1 or own is not None\n",
         "exchange test_gradients_may_have_any_strides",
     ),
     BrokenLine(
@@ -1220,15 +1220,15 @@ BROKEN = [
     BrokenLine(
         "weights of a small tensor that were loaded are exchanged like a step",
         "step/local/steps.py",
-        "(changes > _LARGE**2 * sizes).any()",
+        "(changes > large * torch.maximum(sizes, least)).any()",
         "changes.sum() > _LARGE**2 * sizes.sum()",
         "local test_weights_that_all_workers_load_are_the_new_beginning",
     ),
     BrokenLine(
         "a state does not have weights that were loaded before it",
         "step/local/steps.py",
-        "        self.note_loading()\n        state, (group,)",
-        "        state, (group,)",
+        '"anchors": [] if is_loaded else [',
+        '"anchors": [',
         "local test_weights_loaded_before_a_save_are_saved",
     ),
     BrokenLine(
@@ -1239,10 +1239,38 @@ BROKEN = [
         "local test_weights_loaded_before_a_save_are_saved",
     ),
     BrokenLine(
+        "any change of a tensor of zeros counts as loaded weights",
+        "step/local/steps.py",
+        "torch.maximum(sizes, least)",
+        "sizes",
+        "local test_small_change_of_a_tensor_of_zeros_is_a_part_of_a_step",
+    ),
+    BrokenLine(
+        "one tensor that is changed rounds all others",
+        "step/local/steps.py",
+        "torch.where(held.to(own.dtype) == own, held, own.to(held.dtype))",
+        "own",
+        "local test_tensor_that_is_loaded_rounds_no_other",
+    ),
+    BrokenLine(
+        "a state that is taken changes the anchor",
+        "step/local/steps.py",
+        "        self._load_later()\n        is_loaded = self._is_stale or self._were_loaded()",
+        "        self.note_loading()\n        is_loaded = False",
+        "local test_state_taken_while_an_average_is_swapped_in",
+    ),
+    BrokenLine(
+        "a state is loaded with gradients enabled",
+        "optimizer.py",
+        "outlives an evaluation\n    @torch.no_grad()\n",
+        "outlives an evaluation\n",
+        "local test_state_is_loaded_without_gradients",
+    ),
+    BrokenLine(
         "a loss scale that was divided out of thrown away gradients counts for the next",
         "step/local/steps.py",
-        "        self._divided = []\n        for anchor",
-        "        for anchor",
+        "gradient is each and version_of(gradient) == version",
+        "version_of(gradient) == version",
         "local test_loss_scale_is_divided_out_after_a_hook_has_failed",
     ),
     BrokenLine(
@@ -1262,8 +1290,8 @@ BROKEN = [
     BrokenLine(
         "a gradient keeps strides that other ranks do not have",
         "step/exchange/layout.py",
-        "    return strides == wanted or all(",
-        "    return 0 not in strides or all(",
+        "    return gradient.stride() == parameter.stride() or all(",
+        "    return 0 not in gradient.stride() or all(",
         "exchange test_strides_of_a_gradient_on_one_rank_change_no_bits",
     ),
     BrokenLine(

@@ -208,8 +208,8 @@ class SparseOptimizer(torch.optim.Optimizer):
             state = exchange_state.marked(saved_state(self), setup.exchange)
         return hooks.changed("state_dict_post", state | {"tritoncomm": own})
 
-    @torch.no_grad()
     @torch.inference_mode(False)  # what is loaded outlives an evaluation
+    @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any], *, residuals: str = "restore") -> None:
         """Load what :meth:`state_dict` of the same rank returned, or the state of an optimizer that is not wrapped.
 

@@ -261,6 +261,72 @@ def test_weights_loaded_before_a_save_are_saved(rank, world_size, way, tmp_path)
     assert torch.equal(again.weight, other)
 
 
+@ranks(2)
+@pytest.mark.parametrize("savers", [(0,), (0, 1)])
+def test_state_taken_while_an_average_is_swapped_in(rank, world_size, savers):
+    """It changes nothing, also on one rank alone. Loaded with the weights of a model, it keeps them."""
+    p, q = weight(32), weight(32)
+    first, second = local([p], 2), local([q], 2)
+    for number in range(2):
+        step(first, p, gradient(32, rank, number) / 64)
+    own, state = p.detach().clone(), None
+    with torch.no_grad():
+        p.fill_(0.5)
+        if rank in savers:
+            state = copy.deepcopy(first.state_dict())
+        p.copy_(own)
+    before = first.metrics()["bytes_sent_total"]
+    for number in range(2):
+        step(first, p, gradient(32, rank, number) / 64)
+    assert equal_on_all_ranks([p])
+    assert first.metrics()["bytes_sent_total"] > before
+    if len(savers) == world_size:
+        with torch.no_grad():
+            q.copy_(own)
+        second.load_state_dict(state)
+        for number in range(2):
+            step(second, q, gradient(32, rank, number) / 64)
+        assert torch.equal(p, q)
+
+
+@ranks(2)
+def test_small_change_of_a_tensor_of_zeros_is_a_part_of_a_step(rank, world_size):
+    """Workers may differ in it, as in their steps."""
+    p, zeros = weight(64, 1.0), weight(64)
+    optimizer = local([p, zeros], 1, updates=True)
+    with torch.no_grad():
+        zeros.add_(1e-9 * (rank + 1))
+    p.grad, zeros.grad = torch.full_like(p, 0.5), torch.zeros_like(zeros)
+    optimizer.step()
+    assert equal_on_all_ranks([p, zeros])
+
+
+@ranks(2)
+@pytest.mark.parametrize("loads", [False, True])
+def test_tensor_that_is_loaded_rounds_no_other(rank, world_size, loads):
+    """Means that are less than the rounding of a parameter add up beside it."""
+    p, other = weight(64, 1.0, dtype=torch.bfloat16), weight(64)
+    optimizer = local([p, other], 1, updates=True)
+    for number in range(64):
+        p.grad, other.grad = torch.full_like(p, 2.0**-8 * (1 - rank)), torch.zeros_like(other)
+        optimizer.step()
+        if loads:
+            with torch.no_grad():
+                other.fill_(number)
+    optimizer.flush()
+    assert flat([p]).mean().item() == pytest.approx(1 - 64 * 2.0**-9, abs=2.0**-7)
+
+
+@ranks(2)
+def test_state_is_loaded_without_gradients(rank, world_size):
+    """As torch does, whose hooks and subclasses may change parameters."""
+    p = weight(8)
+    optimizer, found = sparse(sgd([p])), []
+    optimizer.register_load_state_dict_post_hook(lambda _: found.append(torch.is_grad_enabled()))
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert found == [False]
+
+
 def residual_of(optimizer) -> torch.Tensor:
     """Return the residual of the only parameter."""
     return optimizer.state_dict()["tritoncomm"]["residuals"][0].clone()

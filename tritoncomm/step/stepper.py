@@ -171,7 +171,6 @@ class Stepper:
         """See :meth:`tritoncomm.SparseOptimizer.merge`."""
         local_steps.check_not_averaged("merge()")
         if not self.setup.is_synchronized:
-            local_steps.note_loading()
             if not local_steps.taken:
                 return
             local_steps.give(alone=self.setup.exchange.owes_nothing())

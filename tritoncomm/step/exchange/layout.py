@@ -220,10 +220,12 @@ def _writable(gradient: torch.Tensor, parameter: torch.Tensor) -> bool:
         if gradient.placements != parameter.placements:  # type: ignore[attr-defined]
             return False
         gradient, parameter = local(gradient), local(parameter)
-    strides, wanted = gradient.stride(), parameter.stride()
-    # Without a second element, a stride has no meaning.
-    return strides == wanted or all(
-        size == 1 or own == other for size, own, other in zip(gradient.shape, strides, wanted, strict=True)
+    # What is like a parameter has no gaps in memory, and without a second element, a stride has no meaning.
+    return gradient.stride() == parameter.stride() or all(
+        size == 1 or own == other
+        for size, own, other in zip(
+            gradient.shape, gradient.stride(), torch.empty_like(parameter, device="meta").stride(), strict=True
+        )
     )
 
 

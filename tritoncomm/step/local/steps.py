@@ -40,6 +40,7 @@ logger = logging.getLogger("tritoncomm")
 
 _TAKEN = "local_steps"  # an option of the anchor's optimizer
 _LARGE = 1e-3  # relative change of a parameter outside of a step, above which it was loaded
+_SAMPLED = 64  # values of a parameter that are looked at
 
 
 class LocalSteps:
@@ -101,8 +102,10 @@ class LocalSteps:
         self.fault = ""
         self._has_said = self._has_told_change = self._is_stale = self._is_broken = False
         self._swaps = 0  # contexts in which parameters are the anchor
-        self._divided: list[int] = []  # versions of gradients that were divided by a loss scale
+        self._divided: list[tuple[torch.Tensor, int]] = []  # by a loss scale: gradients, and their versions
         self._versions: list[int] = []
+        self._samples: list[torch.Tensor] = []  # views of some values of each parameter
+        self._sampled_at: list[int] = []
         self._note_versions()
 
     def _extend(self) -> list[torch.Tensor]:
@@ -179,10 +182,10 @@ class LocalSteps:
         overflowed = found is not None and bool(found) and not self._has_shards
         trained = gradients_of(self._optimizers)
         gradients = [*map(local, trained)]
-        if scale is not None and not overflowed and self._divided != [version_of(each) for each in gradients]:
+        if scale is not None and not overflowed and not self._are_divided(gradients):
             for gradient in gradients:
                 gradient.div_(scale.to(gradient.device))
-            self._divided = [version_of(each) for each in gradients]  # a hook may raise, and the step be repeated
+            self._divided = [(each, version_of(each)) for each in gradients]  # a hook may raise before the step
         limit = self._options.max_grad_norm
         norm = torch.zeros(()) if limit is None else norm_of(trained)
         figure = math.nan if limit is None else float(norm)  # the host waits for a GPU once
@@ -196,6 +199,13 @@ class LocalSteps:
         self.steps.step([], self._counted(), whole)
         self._note_versions()
 
+    def _are_divided(self, gradients: Sequence[torch.Tensor]) -> bool:
+        """Return True if these ``gradients`` were divided by the loss scale, in a step that has failed."""
+        return len(gradients) == len(self._divided) and all(
+            gradient is each and version_of(gradient) == version
+            for gradient, (each, version) in zip(gradients, self._divided, strict=True)
+        )
+
     @contextmanager
     def _counted(self) -> Iterator[None]:
         yield
@@ -207,21 +217,30 @@ class LocalSteps:
         self._divided = []
 
     def _note_versions(self) -> None:
+        """Note what the parameters are, to detect that somebody else writes to them."""
         self._versions = [version_of(parameter) for parameter in self.parameters]
+        if not self.taken:  # otherwise a change counts as a step
+            places = self._places()
+            if places != self._sampled_at:
+                self._samples, self._sampled_at = [*map(_sample, self.parameters)], places
+            self._sampled = torch.cat(self._samples) if self._samples else torch.zeros(0)
+
+    def _places(self) -> list[int]:
+        """Return where the parameters are in memory."""
+        return [local(parameter).data_ptr() for parameter in self.parameters]
 
     def _were_changed(self) -> bool:
         """Return True if somebody has written to the parameters since the last step or exchange."""
         return self._versions != [version_of(parameter) for parameter in self.parameters]
 
     def _differ(self) -> bool:
-        """Return True if some values of the parameters are not those of the anchor.
+        """Return True if parameters are elsewhere, or have other values, than after the last exchange.
 
-        Between an exchange and the next step, nobody has then written to them in a way that counts as a version, as by
-        ``.data``.
+        ``.data`` has no version. A sample tells whether somebody has written to it, and the host waits for a GPU once.
         """
-        pairs = [(_sample(anchor), _sample(parameter)) for anchor, parameter in self._pairs()]
-        changed = [(anchor.to(own.dtype) != own).any() for anchor, own in pairs]
-        return bool(changed) and bool(torch.stack(changed).any())  # the host waits for a GPU once
+        if self._places() != self._sampled_at:
+            return True
+        return bool(self._samples) and not torch.equal(torch.cat(self._samples), self._sampled)
 
     def _were_loaded(self) -> bool:
         """Return True if somebody has given a parameter other values since the last exchange.
@@ -234,7 +253,12 @@ class LocalSteps:
         changes, sizes = (
             torch.stack([each.double().square().sum() for each in held]) for held in (self._deltas(), anchors)
         )
-        return bool((changes > _LARGE**2 * sizes).any())
+        numbers_of = sizes.new_tensor([anchor.numel() for anchor in anchors])
+        # Tensors begin with zeros, too: beside the others, some change of them is small.
+        least = _LARGE**2 * numbers_of * sizes.sum() / numbers_of.sum().clamp(min=1)
+        rounding = [2 * torch.finfo(parameter.dtype).eps for parameter in self.parameters]
+        large = sizes.new_tensor(rounding).clamp(min=_LARGE) ** 2
+        return bool((changes > large * torch.maximum(sizes, least)).any())
 
     @torch.no_grad()
     def note_loading(self) -> None:
@@ -318,8 +342,7 @@ class LocalSteps:
         return zip(self.anchors, self.parameters, strict=True)
 
     def withdraw(self) -> None:
-        """Forget what :meth:`give` has given, and that gradients were divided by a loss scale."""
-        self._divided = []
+        """Forget what :meth:`give` has given."""
         for anchor in self.anchors:
             anchor.grad = None
 
@@ -361,9 +384,10 @@ class LocalSteps:
 
     @torch.no_grad()
     def accept(self) -> None:
-        """Let the anchor be the parameters of this worker."""
+        """Let the anchor be the parameters of this worker. Where these are its rounded values, it stays."""
         for anchor, parameter in self._pairs():
-            write(anchor, parameter)
+            held, own = local(anchor.detach()), local(parameter.detach())
+            held.copy_(torch.where(held.to(own.dtype) == own, held, own.to(held.dtype)))
         self._is_stale = False
         self._note_versions()
 
@@ -430,12 +454,16 @@ class LocalSteps:
         }
 
     def saved(self) -> dict[str, Any]:
-        """Return this worker's state. Between two exchanges, it holds the parameters of this worker."""
-        self.note_loading()
+        """Return this worker's state. Between two exchanges, it holds the parameters of this worker.
+
+        It has no anchors if somebody has given the parameters other values: those of the model then count.
+        """
+        self._load_later()
+        is_loaded = self._is_stale or self._were_loaded()
         state, (group,) = self.outer.state, self.outer.param_groups
         momentum = [state[each].get("momentum_buffer", torch.zeros_like(each)).clone() for each in self.anchors]
         return {
-            "anchors": [anchor.detach().clone() for anchor in self.anchors],
+            "anchors": [] if is_loaded else [anchor.detach().clone() for anchor in self.anchors],
             "momentum": momentum if group["momentum"] else [],
             "parameters": [parameter.detach().clone() for parameter in self.parameters] if self.taken else [],
             "taken": self.taken,
@@ -483,6 +511,7 @@ class LocalSteps:
         """
         self._later = state, inner
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def _load_later(self) -> None:
         if self._later is None:
@@ -507,6 +536,11 @@ class LocalSteps:
 
 
 def _sample(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a view of up to three values in each dimension of ``tensor``, or of this rank's shard."""
+    """Return a view of up to 64 values of ``tensor``, or of this rank's shard, in one dimension."""
     own = local(tensor.detach())
-    return own[tuple(slice(None, None, max(1, size // 2)) for size in own.shape)]
+    if own.stride() != torch.empty_like(own, device="meta").stride():  # there are gaps in its memory
+        while own.dim() > 1:
+            own = own[..., 0]
+        return own
+    step = own.numel() // _SAMPLED | 1  # an odd one meets all columns
+    return own.as_strided((-(-own.numel() // step),), (step,), own.storage_offset())
