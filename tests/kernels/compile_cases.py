@@ -108,7 +108,7 @@ def _without(constants: dict[str, Any], name: str) -> dict[str, Any]:
 
 def selecting() -> list[Case]:
     """Return the cases that mark an existing vector, and that count and expand bits: of marks, unions and sections."""
-    own, words, group = select_triton, select_triton.WORDS, select_triton.GROUP
+    own, words, group = select_triton, max(select_triton.WORDS, TILE // 32), select_triton.GROUP
     none = {"divisor_ptr": None}
     choice = {"TILE": TILE, "ADD": False, "SPAN": False, "IS_KEY": True} | none
     turn = {"TILES": words * 32 // TILE, "WORDS": words, "CHUNK": own.CHUNK, "SUMMED": False, "ROWS": False}
