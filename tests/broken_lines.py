@@ -599,7 +599,7 @@ BROKEN = [
     BrokenLine(
         "showing the average counts as a change by the user",
         "step/local/steps.py",
-        "            if swaps:\n                self._note_versions()",
+        "            if swaps:\n                self._note()",
         "            pass",
         "local test_average_is_shown_and_taken_back",
     ),
@@ -1212,15 +1212,15 @@ BROKEN = [
     ),
     BrokenLine(
         "weights that .data was given are exchanged like a step",
-        "step/local/steps.py",
-        "(self._were_changed() or self._differ())",
-        "self._were_changed()",
+        "step/local/watch.py",
+        "return not self._samples or torch.equal(torch.cat(self._samples), self._values)",
+        "return True",
         "local test_weights_that_all_workers_load_are_the_new_beginning",
     ),
     BrokenLine(
         "weights of a small tensor that were loaded are exchanged like a step",
-        "step/local/steps.py",
-        "(changes > large * torch.maximum(sizes, least)).any()",
+        "step/local/watch.py",
+        "(changes > limits**2 * sizes).any()",
         "changes.sum() > _LARGE**2 * sizes.sum()",
         "local test_weights_that_all_workers_load_are_the_new_beginning",
     ),
@@ -1240,9 +1240,9 @@ BROKEN = [
     ),
     BrokenLine(
         "any change of a tensor of zeros counts as loaded weights",
-        "step/local/steps.py",
-        "torch.maximum(sizes, least)",
-        "sizes",
+        "step/local/watch.py",
+        "sizes = torch.maximum(sizes, _LARGE**2 * usual * counts)",
+        "pass",
         "local test_small_change_of_a_tensor_of_zeros_is_a_part_of_a_step",
     ),
     BrokenLine(
@@ -1255,7 +1255,7 @@ BROKEN = [
     BrokenLine(
         "a state that is taken changes the anchor",
         "step/local/steps.py",
-        "        self._load_later()\n        is_loaded = self._is_stale or self._were_loaded()",
+        "        self._load_later()\n        is_loaded = self._were_loaded()",
         "        self.note_loading()\n        is_loaded = False",
         "local test_state_taken_while_an_average_is_swapped_in",
     ),
@@ -1297,9 +1297,23 @@ BROKEN = [
     BrokenLine(
         "a format of values that differs is taken for parameters that differ",
         "step/agree/compare.py",
-        'VALUES, STATE = "content of",',
-        'VALUES, STATE = "values of",',
+        'CONTENT, STATE = "content of",',
+        'CONTENT, STATE = "values of",',
         "agreement test_format_that_differs_is_no_matter_of_parameters",
+    ),
+    BrokenLine(
+        "a checkpoint that is loaded in inference mode makes tensors that no step can change",
+        "checkpoint.py",
+        "@torch.inference_mode(False)  # what is loaded outlives an evaluation\n",
+        "",
+        "local test_evaluation_in_inference_mode_may_exchange",
+    ),
+    BrokenLine(
+        "an overflow of a local step is not counted",
+        "step/local/steps.py",
+        "            self._left_out += overflowed\n",
+        "",
+        "local test_overflow_leaves_out_the_step_of_its_worker",
     ),
     # end
 ]

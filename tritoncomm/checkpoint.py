@@ -135,6 +135,7 @@ def _check_owner(optimizer: SparseOptimizer, folder: Path) -> None:
         each.unlink(missing_ok=True)  # of a group that had other ranks before
 
 
+@torch.inference_mode(False)  # what is loaded outlives an evaluation
 def load(optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
     """Load what :func:`save` wrote, with the same or another number of ranks, replicas and shards, on all ranks.
 

@@ -584,6 +584,21 @@ def test_gradients_may_have_any_strides(rank, world_size, kind):
 
 
 @ranks(2)
+@pytest.mark.parametrize("kind", ["plain", "channels_last", "size 1", "gaps"])
+def test_mean_is_written_into_the_gradient_of_the_backward_pass(rank, world_size, kind):
+    """What holds ``.grad``, such as a bucket of DDP, sees the mean."""
+    whole = torch.ones(4, 3, 1, 2).to(memory_format=torch.channels_last) if kind == "size 1" else torch.ones(4, 3, 2, 2)
+    whole = whole.to(memory_format=torch.channels_last) if kind == "channels_last" else whole
+    p = nn.Parameter(whole[..., ::2] if kind == "gaps" else whole)
+    optimizer = sparse(sgd([p]), density=1.0)
+    ((1.0 + rank) * p).sum().backward()
+    held = p.grad
+    optimizer.synchronize()
+    assert p.grad is held
+    assert torch.equal(held, torch.full_like(held, 1.5))
+
+
+@ranks(2)
 @pytest.mark.parametrize("algo", ["dense", "quantized"])
 def test_strides_of_a_gradient_on_one_rank_change_no_bits(rank, world_size, algo):
     """A mean has the strides of its parameter, on the rank whose gradient has others and on one without gradient."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 
 import pytest
 import torch
@@ -333,18 +334,23 @@ def residual_of(optimizer) -> torch.Tensor:
 
 
 @ranks(2)
-@pytest.mark.parametrize("action", ["merge", "flush", "load_state_dict"])
-def test_evaluation_in_inference_mode_may_exchange(rank, world_size, action):
+@pytest.mark.parametrize("action", ["merge", "flush", "load_state_dict", "checkpoint"])
+def test_evaluation_in_inference_mode_may_exchange(rank, world_size, action, tmp_path):
     """What merge(), flush() and a load make there can be changed by the steps that follow."""
     p = weight(32)
     optimizer = local([p], 4, updates=tritoncomm.Updates(outer_momentum=0.5))
-    if action == "flush":
+    if action in ("flush", "checkpoint"):
         optimizer = sparse(torch.optim.AdamW([p], lr=0.1))
-    if action == "merge":
+    if action in ("merge", "checkpoint"):
         step(optimizer, p, gradient(32, rank, 0))
+    folder = everywhere(str(tmp_path))[0]
+    if action == "checkpoint":
+        tritoncomm.checkpoint.save(optimizer, folder)
     with torch.inference_mode():
         if action == "load_state_dict":
             optimizer.load_state_dict(optimizer.state_dict())
+        elif action == "checkpoint":
+            tritoncomm.checkpoint.load(optimizer, folder)
         else:
             getattr(optimizer, action)()
     for number in range(8):
@@ -365,6 +371,17 @@ def test_loss_scale_is_divided_out_after_a_hook_has_failed(rank, world_size):
     optimizer.zero_grad()
     scaled_step(optimizer, scaler, p, batches=2)
     assert torch.equal(p.detach(), torch.full((4,), -2.0))
+
+
+@ranks(2)
+def test_overflow_leaves_out_the_step_of_its_worker(rank, world_size):
+    """The metric counts it, and the other worker steps."""
+    p = weight(4)
+    optimizer, scaler = local([p], 2), torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler.scale(p.sum() * (math.inf if rank else 1)).backward()
+    scaler.step(optimizer)
+    assert optimizer.metrics()["left_out_steps"] == rank
+    assert p.detach().any() == (rank == 0)
 
 
 def scaled_step(optimizer, scaler, parameter, batches=1) -> None:

@@ -58,10 +58,15 @@ class Settings:
         """What the second run exchanges."""
         if self.local_steps > 1:
             return f"{self.optimizer}, updates of {self.local_steps} local steps"
-        if self.optimizer == "muon":
+        if self.exchanges_updates:
             return "muon and adamw, updates"
         values = "" if self.values == "fp32" else f" with {self.values} values"
         return f"{self.algo} at density {self.density:.3%}{values}"
+
+    @property
+    def exchanges_updates(self) -> bool:
+        """Whether the second run exchanges updates, by their default method."""
+        return self.local_steps > 1 or self.optimizer == "muon"
 
     @property
     def lr_warmup(self) -> int:
@@ -109,7 +114,7 @@ def compare(rank: int, world_size: int, send: Send, settings: Settings) -> list[
         "warmup_steps": settings.warmup,
         "small": settings.small,
     }
-    if settings.local_steps > 1 or settings.optimizer == "muon":  # updates are exchanged, by their default method
+    if settings.exchanges_updates:
         chosen = {"local_steps": settings.local_steps}
     return [dense, _train(settings.label, rank, world_size, send, settings, text, chosen)]
 

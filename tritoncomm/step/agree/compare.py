@@ -25,10 +25,10 @@ UPDATES_ADVICE = (
     "load a checkpoint on all ranks"
 )
 # What names of such fields begin with. Those of a recipe are "FIELD of RECIPE", and none is called content.
-VALUES, STATE = "content of", "optimizer state"
+CONTENT, STATE = "content of", "optimizer state"
 # What to do if a field differs whose name begins with this. For others: configure the ranks identically.
 _ADVICE = {
-    VALUES: "give all ranks the same parameters, or call wrap(..., broadcast_parameters=True)",
+    CONTENT: "give all ranks the same parameters, or call wrap(..., broadcast_parameters=True)",
     STATE: "load the same state on all ranks",
     UPDATES: UPDATES_ADVICE,
 }

@@ -27,6 +27,7 @@ from tritoncomm.step.agree.number import number_of_text, numbers
 from tritoncomm.step.exchange.claim import frozen
 from tritoncomm.step.exchange.vector import listed
 from tritoncomm.step.local.anchor import anchor_of, delta_of, write
+from tritoncomm.step.local.watch import Watch
 from tritoncomm.step.model.ignored import ignored_of, non_finite
 from tritoncomm.step.model.parameters import KnownParameters
 from tritoncomm.step.optimizer_list import parts_of
@@ -39,8 +40,6 @@ from tritoncomm.step.torch_internals import original_class, version_of
 logger = logging.getLogger("tritoncomm")
 
 _TAKEN = "local_steps"  # an option of the anchor's optimizer
-_LARGE = 1e-3  # relative change of a parameter outside of a step, above which it was loaded
-_SAMPLED = 64  # values of a parameter that are looked at
 
 
 class LocalSteps:
@@ -103,10 +102,8 @@ class LocalSteps:
         self._has_said = self._has_told_change = self._is_stale = self._is_broken = False
         self._swaps = 0  # contexts in which parameters are the anchor
         self._divided: list[tuple[torch.Tensor, int]] = []  # by a loss scale: gradients, and their versions
-        self._versions: list[int] = []
-        self._samples: list[torch.Tensor] = []  # views of some values of each parameter
-        self._sampled_at: list[int] = []
-        self._note_versions()
+        self._watch = Watch()
+        self._note()
 
     def _extend(self) -> list[torch.Tensor]:
         """Make an anchor for each parameter that has none yet, and return the new ones."""
@@ -197,7 +194,7 @@ class LocalSteps:
             limit_norm(trained, norm, limit)
             self.steps.grad_norm = figure
         self.steps.step([], self._counted(), whole)
-        self._note_versions()
+        self._note()
 
     def _are_divided(self, gradients: Sequence[torch.Tensor]) -> bool:
         """Return True if these ``gradients`` were divided by the loss scale, in a step that has failed."""
@@ -216,49 +213,16 @@ class LocalSteps:
         self.is_pending = self.is_due
         self._divided = []
 
-    def _note_versions(self) -> None:
-        """Note what the parameters are, to detect that somebody else writes to them."""
-        self._versions = [version_of(parameter) for parameter in self.parameters]
-        if not self.taken:  # otherwise a change counts as a step
-            places = self._places()
-            if places != self._sampled_at:
-                self._samples, self._sampled_at = [*map(_sample, self.parameters)], places
-            self._sampled = torch.cat(self._samples) if self._samples else torch.zeros(0)
-
-    def _places(self) -> list[int]:
-        """Return where the parameters are in memory."""
-        return [local(parameter).data_ptr() for parameter in self.parameters]
-
-    def _were_changed(self) -> bool:
-        """Return True if somebody has written to the parameters since the last step or exchange."""
-        return self._versions != [version_of(parameter) for parameter in self.parameters]
-
-    def _differ(self) -> bool:
-        """Return True if parameters are elsewhere, or have other values, than after the last exchange.
-
-        ``.data`` has no version. A sample tells whether somebody has written to it, and the host waits for a GPU once.
-        """
-        if self._places() != self._sampled_at:
-            return True
-        return bool(self._samples) and not torch.equal(torch.cat(self._samples), self._sampled)
+    def _note(self) -> None:
+        """Note what the parameters are. A change between two exchanges counts as a step."""
+        if self.taken:
+            self._watch.note_versions(self.parameters)
+        else:
+            self._watch.note(self.parameters)
 
     def _were_loaded(self) -> bool:
-        """Return True if somebody has given a parameter other values since the last exchange.
-
-        Weights were loaded, and the anchor is no common origin any more. A small change is exchanged like a step.
-        """
-        if self.taken or not (self._were_changed() or self._differ()):
-            return False
-        anchors = [local(anchor.detach()) for anchor in self.anchors]
-        changes, sizes = (
-            torch.stack([each.double().square().sum() for each in held]) for held in (self._deltas(), anchors)
-        )
-        numbers_of = sizes.new_tensor([anchor.numel() for anchor in anchors])
-        # Tensors begin with zeros, too: beside the others, some change of them is small.
-        least = _LARGE**2 * numbers_of * sizes.sum() / numbers_of.sum().clamp(min=1)
-        rounding = [2 * torch.finfo(parameter.dtype).eps for parameter in self.parameters]
-        large = sizes.new_tensor(rounding).clamp(min=_LARGE) ** 2
-        return bool((changes > large * torch.maximum(sizes, least)).any())
+        """Return True if weights were loaded since the last exchange: the anchor is no common origin any more."""
+        return self._is_stale or (not self.taken and self._watch.were_loaded(self.parameters, self.anchors))
 
     @torch.no_grad()
     def note_loading(self) -> None:
@@ -267,7 +231,7 @@ class LocalSteps:
         Another rank may have loaded others, or none: the next exchange compares them.
         """
         self._load_later()
-        if self._is_stale or self._were_loaded():
+        if self._were_loaded():
             self.outer.param_groups[0][LOADED] = number_of_text(repr(numbers(self.parameters)))
             self.accept()
 
@@ -376,7 +340,7 @@ class LocalSteps:
                 for key in [each for each in optimizer.state if id(each) not in self._ignored]:
                     del optimizer.state[key]
         self.taken, self.is_pending = 0, False
-        self._note_versions()
+        self._note()
 
     def _go_to_anchor(self) -> None:
         for anchor, parameter in self._pairs():
@@ -389,7 +353,7 @@ class LocalSteps:
             held, own = local(anchor.detach()), local(parameter.detach())
             held.copy_(torch.where(held.to(own.dtype) == own, held, own.to(held.dtype)))
         self._is_stale = False
-        self._note_versions()
+        self._note()
 
     @torch.no_grad()
     def fold(self, residuals: Mapping[torch.Tensor, torch.Tensor]) -> None:
@@ -410,7 +374,7 @@ class LocalSteps:
         """Let the parameters be the anchor in the body, and this worker's own again behind it."""
         self._load_later()
         swaps = self.taken > 0 and not self._swaps
-        if swaps and not self._has_told_change and self._were_changed():
+        if swaps and not self._has_told_change and self._watch.were_written(self.parameters):
             self._has_told_change = True
             logger.warning(
                 "parameters were changed outside of step() while %d local steps were not exchanged: this counts as a "
@@ -430,7 +394,7 @@ class LocalSteps:
                 for parameter, values in zip(self.parameters, own, strict=False):
                     write(parameter, values)
             if swaps:
-                self._note_versions()
+                self._note()
 
     @contextmanager
     def without_momentum(self) -> Iterator[None]:
@@ -459,7 +423,7 @@ class LocalSteps:
         It has no anchors if somebody has given the parameters other values: those of the model then count.
         """
         self._load_later()
-        is_loaded = self._is_stale or self._were_loaded()
+        is_loaded = self._were_loaded()
         state, (group,) = self.outer.state, self.outer.param_groups
         momentum = [state[each].get("momentum_buffer", torch.zeros_like(each)).clone() for each in self.anchors]
         return {
@@ -502,7 +466,7 @@ class LocalSteps:
         self.outer.param_groups[0]["lr"] = state["outer_lr"]
         self.forget_loading()
         self.taken, self.total, self.is_pending = state["taken"], state["total"], state["pending"]
-        self._note_versions()
+        self._note()
 
     def load_later(self, state: Mapping[str, Any], inner: Mapping[torch.Tensor, Any]) -> None:
         """Load ``state``, and the ``inner`` state of each parameter, before the next step, exchange, save or context.
@@ -533,14 +497,3 @@ class LocalSteps:
         self.withdraw()
         if self._later is None:
             self.taken, self.is_pending, self._is_stale = 0, False, True
-
-
-def _sample(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a view of up to 64 values of ``tensor``, or of this rank's shard, in one dimension."""
-    own = local(tensor.detach())
-    if own.stride() != torch.empty_like(own, device="meta").stride():  # there are gaps in its memory
-        while own.dim() > 1:
-            own = own[..., 0]
-        return own
-    step = own.numel() // _SAMPLED | 1  # an odd one meets all columns
-    return own.as_strided((-(-own.numel() // step),), (step,), own.storage_offset())
