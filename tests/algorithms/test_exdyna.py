@@ -272,6 +272,20 @@ def test_small_k(density: float) -> None:
     assert 0.5 * k < sum(delivered[100:]) / 300 <= 2 * k
 
 
+@pytest.mark.parametrize(("density", "most"), [(1e-5, 10), (5e-4, 2), (9e-4, 2)])
+def test_small_k_follows_a_fall_of_scale(density: float, most: int) -> None:
+    """With k of 1, 5 or 9, too few for one empty step to tell, delivery resumes soon after values have become small."""
+    world = SimulatedWorld(ExDyna(density=density), 4, 10_000)
+    generator = torch.Generator().manual_seed(0)
+    huge = torch.zeros(4, 10_000)
+    huge[:, :: 10_000 // world.workers[0].algorithm.k] = 1e6
+    while world.residuals.any() or huge.any():
+        world.step(huge)
+        huge.zero_()
+    means = (world.step(torch.randn(4, 10_000, generator=generator))[0] for _ in range(most + 1))
+    assert any(len(mean) for mean in means)
+
+
 def test_threshold_with_zero_columns() -> None:
     """Zero columns of a matrix do not distort the threshold."""
     world = SimulatedWorld(ExDyna(density=0.01), 2, 65_536)

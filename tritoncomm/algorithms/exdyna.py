@@ -51,7 +51,8 @@ _MANY_PASS, _FEW_PASS = 1.1, 0.909
 _RAISE, _RAISE_FINE, _LOWER = 1.005, 1.00125, 0.995
 _LARGEST_CHANGE = 0.05
 # In robust mode the threshold is estimated again if the count differs from k by more than a factor of 8, and by more
-# than 3 sqrt(k). Scaling it online would take longer.
+# than 3 sqrt(k). Scaling it online would take longer. With a k of at most 9, which an empty step does not differ from
+# by that much, all empty steps in a row count as one.
 _RESTART, _NOISE = 8.0, 3.0
 _MANY = 16  # smallest k for which the logarithm of a count is close to the logarithm of its mean
 
@@ -158,14 +159,15 @@ class ExDynaState:
     """State carried to the next step. It is the same on all ranks, because it depends on shared counts only.
 
     A ``threshold`` of 0 must be estimated before use. ``settled`` is True once a positive threshold was in use.
-    ``blocks`` is the number of blocks of each partition at the next step. In the static form on a GPU, only the GPU
-    knows it.
+    ``empty`` is the number of last steps in which nothing passed, although there was something. ``blocks`` is the
+    number of blocks of each partition at the next step. In the static form on a GPU, only the GPU knows it.
     """
 
     step: int = 0
     world_size: int = 0
     threshold: float = 0.0
     settled: bool = False
+    empty: int = 0
     blocks: tuple[int, ...] | Partitions = ()
 
 
@@ -213,10 +215,14 @@ class ExDynaAlgorithm(BudgetedAlgorithm):
         imbalance = max(counts.passed) * world_size / total if total else 1.0
         self.report = {"threshold": threshold, "passed": float(total), "imbalance": imbalance}
         # Online threshold scaling and dynamic partition allocation, for the next step.
+        if any(counts.non_zero):
+            empty = 0 if total else state.empty + 1
+            state = replace(state, threshold=self._scaled(threshold, total, max(1, empty)), empty=empty)
+        else:
+            state = replace(state, threshold=threshold)
         self.state = replace(
             state,
             step=state.step + 1,
-            threshold=self._scaled(threshold, total) if any(counts.non_zero) else threshold,
             settled=state.settled or threshold > 0,
             blocks=self._rebalanced(partitions, layout, counts.on_device, state.step, imbalance),
         )
@@ -364,13 +370,13 @@ class ExDynaAlgorithm(BudgetedAlgorithm):
         numbers = tuple(blocks.blocks.tolist()) if isinstance(blocks, Partitions) else blocks
         return asdict(replace(self.state, blocks=numbers))
 
-    def _scaled(self, threshold: float, found: int) -> float:
-        """Online threshold scaling: return the next threshold after ``found`` entries passed in total."""
-        ratio = found / self.k
+    def _scaled(self, threshold: float, found: int, steps: int) -> float:
+        """Online threshold scaling: return the next threshold after ``found`` entries passed in ``steps`` steps."""
+        ratio, expected = found / self.k, self.k * steps
         rule = self.recipe.chosen("threshold_rule")
         if rule == "off" or threshold == 0:
             return threshold
-        far = abs(found - self.k) > _NOISE * math.sqrt(self.k) and not 1 / _RESTART <= ratio <= _RESTART
+        far = abs(found - expected) > _NOISE * math.sqrt(expected) and not 1 / _RESTART <= ratio <= _RESTART
         if far and not self.recipe.parity:
             return 0.0  # estimate it again, because scaling could take hundreds of steps
         if rule == "prop":

@@ -56,8 +56,9 @@ class OkTopk(EntryRecipe, StaticRecipe):
     * ``local_cap``, ``global_cap``: largest number of entries that a rank selects, and that a step delivers, in
       multiples of k.
     * ``correct_thresholds``: correct reused thresholds by the observed counts.
-    * ``strict_volume``: guarantee at most 6k(P-1)/P words on every step that reuses thresholds. Both caps become 1,
-      and no pair of ranks exchanges more than k/P entries in phase 1.
+    * ``strict_volume``: guarantee at most 6k(P-1)/P words and O(P) on every step that reuses thresholds. The latter are
+      counts, and what rounding k/P up to whole entries adds. Both caps become 1, and no pair of ranks exchanges more
+      than k/P entries in phase 1.
     * ``static_room``: room of a message of the static form, in multiples of an even share of the caps. With
       ``strict_volume`` it is 1 in phase 1, and at most 1.5 in phase 2. Entries above it stay in the residual, and
       nothing is balanced. If more sums than the global cap arrive, all ranks keep the largest of them. Steps that

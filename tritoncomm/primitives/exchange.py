@@ -100,7 +100,7 @@ class Step:
         self.is_finite = not kernels.has_non_finite(values)
 
     def check_sums(self, sums: torch.Tensor) -> None:
-        """Let all ranks, which hold the same ``sums``, reject the step if one of them is NaN or Inf."""
+        """Let all ranks reject the step if one of ``sums`` is NaN or Inf, also if only this rank holds it."""
         if kernels.has_non_finite(sums):
             raise NonFiniteError(SUMS_OVERFLOW)
 
