@@ -77,6 +77,45 @@ def test_tensor_parallel(rank, world_size):
     assert len(wrapped._tritoncomm.setup.exchange.vectors) == 2
 
 
+@ranks(4)
+@pytest.mark.parametrize("kind", ["loaded", "broken"])
+def test_shards_decide_together(rank, world_size, kind):
+    """Copies stay equal if one shard alone shows that weights were loaded, or that a local step has broken them."""
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    model = Block()
+    parallelize_module(model, grid["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    data = grid["data"].get_group()
+    optimizer = tritoncomm.wrap(adamw(model), model=model, process_group=data, updates=True, warmup_steps=0)
+
+    def train(steps):
+        for step in steps:
+            optimizer.zero_grad()
+            generator = torch.Generator().manual_seed(10 * step + grid["data"].get_local_rank())
+            model(torch.randn(4, 8, generator=generator)).square().mean().backward()
+            optimizer.step()
+
+    train(range(3))
+    if kind == "loaded":
+        state = {name: value.clone() for name, value in model.state_dict().items()}
+        if grid["tensor"].get_local_rank() == 0:
+            state["up.weight"].to_local().add_(0.5)
+        state["norm.weight"] *= 1.0002
+        model.load_state_dict(state)
+    else:
+
+        def overflow(*_):
+            if rank == 0:
+                model.up.weight.data.to_local()[0, 0] = torch.inf
+
+        hook = optimizer.register_step_post_hook(overflow)
+        train([3])
+        hook.remove()
+        assert optimizer.metrics()["dropped_deltas"] == (grid["data"].get_local_rank() == 0)
+    train(range(4, 8))
+    assert equal(model, data)
+    assert equal(model.norm, grid["tensor"].get_group())
+
+
 class Embedded(nn.Module):
     """An embedding, which tensor parallelism replicates, before a block."""
 

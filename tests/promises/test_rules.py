@@ -56,6 +56,27 @@ def test_optimizer_is_itself_if_everything_is_delivered(rank, world_size, kind):
 
 
 @ranks(2)
+@pytest.mark.parametrize("kind", KINDS)
+def test_group_whose_rate_begins_at_zero_has_its_state_if_everything_is_delivered(rank, world_size, kind):
+    """At density 1, a group with a rate of 0 beside others keeps its state as the original optimizer does."""
+    ours, bare = [weight(32, 1.0), weight(32, 1.0)], [weight(32, 1.0), weight(32, 1.0)]
+    optimizers = [KINDS[kind]([{"params": [each]} for each in own]) for own in (ours, bare)]
+    schedules = [
+        torch.optim.lr_scheduler.LambdaLR(each, [lambda _: 1.0, lambda step: float(step >= 3)]) for each in optimizers
+    ]
+    optimizer = sparse(optimizers[0], density=1.0)
+    for step in range(8):
+        for number, (p, q) in enumerate(zip(ours, bare, strict=True)):
+            p.grad = gradient(32, rank, 100 * number + step, world_size) / 64
+            q.grad = mean(p.grad)
+        for each in (optimizer, optimizers[1], *schedules):
+            each.step()
+    for p, q in zip(ours, bare, strict=True):
+        assert torch.allclose(p, q, rtol=1e-4, atol=1e-5)
+    assert equal_on_all_ranks(ours)
+
+
+@ranks(2)
 @pytest.mark.parametrize("kind", ["adamw", "lion", "sgd"])
 def test_steady_gradient_moves_as_far_as_in_a_dense_run(rank, world_size, kind):
     """A coordinate that is delivered every few steps catches up, and momentum does not coast in between."""

@@ -11,7 +11,13 @@ import torch.distributed.checkpoint as dcp
 import tritoncomm
 from kit import equal_on_all_ranks, everywhere, flat, gradient, log_lines, sgd, sparse, take, weight
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
 from tritoncomm import ConfigMismatchError, ConfigurationError, checkpoint
 
 from ranks import ranks
@@ -379,6 +385,37 @@ def test_checkpoint_of_torch_goes_on_to_the_bit(rank, world_size, tmp_path):
     again.train(rank, range(5, 10), world_size)
     assert torch.equal(flat(run.model.parameters()), flat(again.model.parameters()))
     assert again.optimizer.metrics()["residual_norm"] == run.optimizer.metrics()["residual_norm"]
+
+
+@ranks(2)
+@pytest.mark.parametrize("options", [{}, {"full_state_dict": True}, {"full_state_dict": True, "cpu_offload": True}])
+def test_checkpoint_of_torch_keeps_the_state_of_each_worker(rank, world_size, options, tmp_path):
+    """Where updates are exchanged, options with which torch gives all ranks the state of one do not reach it."""
+    options, parts = StateDictOptions(**options), []
+    for folder in (None, tmp_path / "saved"):
+        torch.manual_seed(0)
+        model = nn.Linear(16, 16, bias=False)
+        inner = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+        optimizer = sparse(inner, model=model, local_steps=2)
+        if folder is None:
+            take(optimizer, [model.weight], rank, range(4), world_size)
+        states = get_state_dict(model, optimizer, options=options)
+        residuals = checkpoint.ResidualState(optimizer, checkpoint_id=folder)
+        content = {"model": states[0], "optimizer": states[1], "residuals": residuals}
+        if folder is None:
+            dcp.save(content, checkpoint_id=tmp_path / "saved")
+        else:
+            dcp.load(content, checkpoint_id=folder)
+            set_state_dict(
+                model,
+                optimizer,
+                model_state_dict=content["model"],
+                optim_state_dict=content["optimizer"],
+                options=options,
+            )
+        take(optimizer, [model.weight], rank, range(4, 8), world_size)
+        parts.append(flat([model.weight]))
+    assert torch.equal(*parts)
 
 
 @ranks(3)

@@ -211,7 +211,8 @@ class Stepper:
     def _settling(self, local_steps: LocalSteps) -> Iterator[None]:
         exchange = self.setup.exchange
         gains = {id(each): vector.gain for vector in exchange.vectors for each in vector.layout.parameters}
-        with exchange.update(), local_steps.settling(gains):
+        momentum = local_steps.without_momentum() if exchange.pending.is_flush else nullcontext()
+        with momentum, exchange.update(), local_steps.settling(gains):
             yield
 
     def note_failure(self, error: BaseException) -> None:
@@ -275,8 +276,7 @@ class Stepper:
             parameter.grad = None
         setup.exchange.pending.gradients = setup.exchange.gradients
         try:
-            with nullcontext() if setup.local is None else setup.local.without_momentum():
-                self._apply(untouched=False)
+            self._apply(untouched=False)
         except BaseException as error:
             self.note_failure(error)
             raise

@@ -179,7 +179,9 @@ class GradientExchange:
             raise ConfigurationError("torch.distributed was initialized after wrap(): initialize it before")
         vectors, step = self.vectors, step or Pending()
         span = Span(vectors[0].device)
-        unrated, delays = without_rate(self.optimizer), vectors[-1].delays
+        # At density 1 nothing waits, so nothing rests, either.
+        delays = vectors[-1].delays and not self.options.recipe.delivers_all()
+        unrated = without_rate(self.optimizer)
         # A single worker that has a residual of earlier exchanges applies all of it, and is then the bare optimizer.
         delivers_all = vectors[0].is_bare and not self.owes_nothing()
         self._begin(step)

@@ -34,7 +34,7 @@ from tritoncomm.step.optimizer_list import parts_of
 from tritoncomm.step.rules.step import OptimizerSteps, gradients_of, limit_norm, norm_of
 from tritoncomm.step.settings import WrapOptions
 from tritoncomm.step.tensors.names import OTHER_PARAMETERS, label
-from tritoncomm.step.tensors.shards import all_finite, like_parameter, local
+from tritoncomm.step.tensors.shards import all_finite, like_parameter, local, on_any_shard
 from tritoncomm.step.torch_internals import original_class, version_of
 
 logger = logging.getLogger("tritoncomm")
@@ -228,10 +228,11 @@ class LocalSteps:
     def note_loading(self) -> None:
         """Let weights that were loaded since the last exchange be the anchor.
 
-        Another rank may have loaded others, or none: the next exchange compares them.
+        Another rank may have loaded others, or none: the next exchange compares them. The shards of a model were loaded
+        together, also those that have changed by little.
         """
         self._load_later()
-        if self._were_loaded():
+        if on_any_shard(self.parameters, flag=self._were_loaded()):
             self.outer.param_groups[0][LOADED] = number_of_text(repr(numbers(self.parameters)))
             self.accept()
 
@@ -275,9 +276,9 @@ class LocalSteps:
         deltas = self._deltas()
         norms = torch.stack([delta.norm() for delta in deltas])
         figures = norms.tolist()  # the host waits for a GPU once
-        if self._options.on_nonfinite != "raise" and not all(map(math.isfinite, figures)):
-            self._drop_broken(deltas)
-            norms = torch.stack([delta.norm() for delta in deltas])
+        if self._options.on_nonfinite != "raise":
+            self._drop_broken(deltas, finite=all(map(math.isfinite, figures)) or all_finite(deltas))
+            norms = torch.zeros_like(norms) if self._is_broken else norms
         self.delta_norm = torch.linalg.vector_norm(norms)
         self.fault, self._bad = listed(self._bad), {}
         still = frozen(self._whole, self._pairs())
@@ -291,9 +292,9 @@ class LocalSteps:
         self._is_broken = False
         return [delta_of(local(a.detach()), local(p.detach())) for a, p in self._pairs()]
 
-    def _drop_broken(self, deltas: Sequence[torch.Tensor]) -> None:
-        """Replace ``deltas`` by zeros if a parameter is NaN or Inf."""
-        self._is_broken = not all_finite(deltas)
+    def _drop_broken(self, deltas: Sequence[torch.Tensor], *, finite: bool) -> None:
+        """Replace ``deltas`` by zeros unless they are ``finite``, and so are those of other shards."""
+        self._is_broken = on_any_shard(self.parameters, flag=not finite)
         if self._is_broken:
             logger.warning(
                 "a local step has made parameters NaN or Inf on this rank: it continues from the mean of the others"
@@ -364,7 +365,7 @@ class LocalSteps:
         """
         self.note_loading()
         deltas = self._deltas()
-        self._drop_broken(deltas)
+        self._drop_broken(deltas, finite=all_finite(deltas))
         for anchor, delta in zip(self.anchors, deltas, strict=True):
             residuals[anchor].view(delta.shape).add_(delta)
         self.settle()
@@ -422,7 +423,7 @@ class LocalSteps:
 
         It has no anchors if somebody has given the parameters other values: those of the model then count.
         """
-        self._load_later()
+        self._load_later(again=True)  # torch asks for a state before it loads one
         is_loaded = self._were_loaded()
         state, (group,) = self.outer.state, self.outer.param_groups
         momentum = [state[each].get("momentum_buffer", torch.zeros_like(each)).clone() for each in self.anchors]
@@ -477,10 +478,12 @@ class LocalSteps:
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def _load_later(self) -> None:
-        if self._later is None:
+    def _load_later(self, *, again: bool = False) -> None:
+        """Load what :meth:`load_later` was given, if anything, and ``again`` at the next use."""
+        later = self._later
+        if later is None:
             return
-        state, inner = self._later
+        state, inner = later
         self.load(state)
         for optimizer in self._optimizers:
             held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -488,6 +491,7 @@ class LocalSteps:
             kind = original_class(optimizer)
             groups = kind.state_dict(optimizer)["param_groups"]
             kind.load_state_dict(optimizer, {"state": states, "param_groups": groups})
+        self._later = later if again else None
 
     def renew(self) -> None:
         """Take the parameters for the anchor when the next step begins: a state without an anchor was loaded.

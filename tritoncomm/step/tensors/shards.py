@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.nn.parameter import is_lazy
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -87,6 +88,23 @@ def _ranks_along(mesh: Any, dimension: int) -> tuple[int, ...]:
     place: list[int | slice] = list(mesh.get_coordinate())
     place[dimension] = slice(None)
     return tuple(sorted(mesh.mesh[tuple(place)].tolist()))
+
+
+def on_any_shard(parameters: Iterable[Any], *, flag: bool) -> bool:
+    """Return whether ``flag`` is True on any rank that has a shard of the same copy of ``parameters``.
+
+    If one is a DTensor, all these ranks call this together, and the host waits for a GPU.
+    """
+    split: dict[tuple[int, ...], tuple[Any, int]] = {}
+    word: torch.Tensor | None = None
+    for each in parameters:
+        for dimension, placement in enumerate(getattr(each, "placements", ())):
+            if not placement.is_replicate():
+                split.setdefault(_ranks_along(each.device_mesh, dimension), (each.device_mesh, dimension))
+                word = torch.tensor([flag], dtype=torch.int32, device=local(each).device) if word is None else word
+    for mesh, dimension in split.values():
+        dist.all_reduce(word, dist.ReduceOp.MAX, mesh.get_group(dimension))
+    return flag if word is None else bool(word)
 
 
 def like_parameter(parameter: Any, values: torch.Tensor) -> torch.Tensor:
