@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import pytest
 import torch
-from tritoncomm.algorithms import Algorithm
+from tritoncomm.algorithms.base import Algorithm
 from tritoncomm.algorithms.ok_topk import OkTopk, OkTopkAlgorithm
 from tritoncomm.algorithms.quantized import Quantized, QuantizedAlgorithm
 from tritoncomm.algorithms.topk_allgather import TopkAllgather, TopkAllgatherAlgorithm

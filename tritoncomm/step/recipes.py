@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 
 from tritoncomm.algorithms import (
-    Algorithm,
     Dense,
     Hierarchical,
     Recipe,
@@ -25,7 +24,7 @@ from tritoncomm.algorithms import (
     recipe,
     with_suggestions,
 )
-from tritoncomm.algorithms.base import StaticRecipe
+from tritoncomm.algorithms.base import Algorithm, StaticRecipe
 from tritoncomm.algorithms.wrapper import WrapperRecipe
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.scheduler import cost

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from tritoncomm.algorithms import Algorithm
+from tritoncomm.algorithms.base import Algorithm
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.primitives.accumulator import Accumulator
 from tritoncomm.primitives.sparse_vector import SparseVector
