@@ -13,18 +13,13 @@ from pathlib import Path
 import pytest
 import torch
 import tritoncomm
+from trainers import FRAMEWORKS
 
 from depth import DEEP, TORCHRUN
 from pages import ROOT, blocks, code_of, in_place_of_ddp, section
 from prepared_launcher import PreparedLauncher
 
-# The frameworks of docs/how-to/trainers.md, with the number of workers that torchrun starts, and the folder of the last
-# checkpoint. Lightning starts its second process itself where there is no torchrun.
-TRAINERS = {
-    "accelerate": (2, None),
-    "transformers": (2, "trainer/checkpoint-20"),
-    "lightning": (0 if DEEP else 2, None),
-}
+TRAINERS = "docs/how-to/trainers.md"
 COUNT_STEPS = """import atexit
 from torch.optim.optimizer import register_optimizer_step_post_hook
 steps = []
@@ -36,7 +31,7 @@ atexit.register(lambda: print(f"{len(steps)} steps here"))
 @pytest.fixture(scope="module")
 def launcher() -> Iterator[PreparedLauncher]:
     """A stand-in for torchrun, which has imported this package and the trainers."""
-    prepared = PreparedLauncher("transformers.trainer", "lightning", "accelerate", real=DEEP)
+    prepared = PreparedLauncher("transformers.trainer", *FRAMEWORKS, real=DEEP)
     yield prepared
     prepared.close()
 
@@ -88,15 +83,19 @@ def test_preempted_page_saves(launcher: PreparedLauncher, tmp_path: Path) -> Non
     assert steps == [34, 34]  # flush() takes one, too
 
 
-@pytest.mark.parametrize("framework", TRAINERS)
+@pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_trainer_page_trains_and_resumes(framework: str, launcher: PreparedLauncher, tmp_path: Path) -> None:
-    """A second run resumes from the checkpoint half way, and reports what the first run did, to the bit."""
-    world_size, last = TRAINERS[framework]
+    """A second run resumes from the checkpoint half way, and reports what the first run did, to the bit.
+
+    The page says what to delete before. A script that it does not start with torchrun starts its second process itself.
+    """
+    text = section(TRAINERS, framework.capitalize())
+    world_size = 2 if "`torchrun`" in text or not DEEP else 0
     if importlib.util.find_spec(framework) is None:
         pytest.skip(f"{framework} is not installed: tox -e trainers has it")
     script = _script(framework, tmp_path)
     reported, steps = _reported(launcher.run(script, folder=tmp_path, world_size=world_size))
-    if last is not None:
+    for last in re.findall(r"Before the second run, delete `(.+?)`", text):
         shutil.rmtree(tmp_path / last)
     resumed, steps_after = _reported(launcher.run(script, folder=tmp_path, world_size=world_size))
     assert resumed == reported
@@ -108,8 +107,8 @@ def _script(page: str, folder: Path) -> Path:
     """Write the script of a page, or of a trainer, into ``folder``, with a report of the steps that it takes."""
     if page == "fsdp":
         code = in_place_of_ddp("docs/how-to/fsdp.md", 0)
-    elif page in TRAINERS:
-        (code,) = code_of(section("docs/how-to/trainers.md", page.capitalize()))
+    elif page in FRAMEWORKS:
+        (code,) = code_of(section(TRAINERS, page.capitalize()))
     else:
         code = blocks(f"docs/how-to/{page}.md")[0]
     script = folder / "train.py"

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ import tritoncomm
 from models import same
 from torch import nn
 
+FRAMEWORKS = sorted(file.stem for file in Path(tritoncomm.__file__).parent.glob("integrations/[a-z]*.py"))
 SETTINGS = {"algo": "oktopk", "density": 0.05, "warmup_steps": 2, "dense_below": 0}
 MAX_NORM, LR = 0.5, 3e-3
 

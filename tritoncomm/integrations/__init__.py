@@ -1,4 +1,4 @@
-"""Sparse gradients in trainers, one module per framework. Importing a module imports its framework.
+"""Sparse gradients in trainers. Each module here is about one, has the name of its package, and imports it.
 
 A module does what its trainer does not do by itself:
 

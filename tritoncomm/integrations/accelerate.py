@@ -11,8 +11,8 @@ from torch import nn
 
 from tritoncomm import checkpoint
 from tritoncomm.algorithms import Recipe
-from tritoncomm.integrations import residuals as beside
-from tritoncomm.integrations.prepared import connect
+from tritoncomm.integrations.shared import residuals as beside
+from tritoncomm.integrations.shared.prepared import connect
 from tritoncomm.optimizer import SparseOptimizer
 
 __all__ = ["wrap"]

@@ -17,7 +17,7 @@ import tritoncomm
 from tritoncomm import checkpoint as checkpoints
 from tritoncomm.algorithms import Recipe
 from tritoncomm.amp import with_equal_scales
-from tritoncomm.integrations import residuals as beside
+from tritoncomm.integrations.shared import residuals as beside
 from tritoncomm.optimizer import SparseOptimizer, setup_of, stepper_of
 
 __all__ = ["SparseDDPStrategy"]

@@ -11,8 +11,8 @@ from transformers import Trainer, TrainerCallback
 from tritoncomm import checkpoint
 from tritoncomm.algorithms import Recipe
 from tritoncomm.errors import ConfigurationError
-from tritoncomm.integrations import residuals as beside
-from tritoncomm.integrations.prepared import connect, has_peers, renew_methods
+from tritoncomm.integrations.shared import residuals as beside
+from tritoncomm.integrations.shared.prepared import connect, has_peers, renew_methods
 from tritoncomm.optimizer import SparseOptimizer
 from tritoncomm.step import agree
 from tritoncomm.step.optimizer_list import parts_of

@@ -1,0 +1,1 @@
+"""What modules about trainers have in common."""
