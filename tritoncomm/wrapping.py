@@ -71,10 +71,10 @@ def wrap(
     """Wrap ``optimizer`` so that its steps use gradients that a sparse exchange has averaged over all ranks.
 
     An exchange delivers the fraction ``density`` of the entries. The others stay in a residual on each rank, which is
-    added to its next gradient (error feedback). Adam, AdamW, Lion, and SGD with momentum take a staleness-aware step: a
-    coordinate that is delivered after tau steps catches up, which means that its delivery counts for tau steps. Except
-    for SGD, it counts for 3 sqrt(tau) or the limit of :class:`~tritoncomm.Late` if that is less, and for more where
-    gradients are steady.
+    added to its next gradient (error feedback). Optimizers with a rule for late gradients, such as AdamW, take a
+    staleness-aware step: a coordinate that is delivered after tau steps catches up, which means that its delivery
+    counts for tau steps. Except for SGD, it counts for 3 sqrt(tau) or the limit of :class:`~tritoncomm.Late` if that is
+    less, and for more where gradients are steady.
 
     Optimizers without such a rule, like Muon, exchange *updates*: each rank takes the optimizer's own step by its own
     gradients, and what the step has changed is exchanged in one bit per value, with error feedback. So does every
@@ -133,9 +133,9 @@ def wrap(
             ``max_grad_norm`` limits by themselves. Default: None, for a plain module. Nobody then sees whether buffers,
             and parameters that the optimizer does not hold, differ between ranks.
         updates: Whether updates are exchanged instead of gradients, or an :class:`~tritoncomm.Updates`, which says how,
-            and implies True. Default: None, which is False for SGD, Adam, AdamW, Lion and schedule-free optimizers, and
-            for all with ``algo="dense"`` or ``"quantized"``, in which no gradient is late. It is True for others, and
-            for all with ``local_steps``.
+            and implies True. Default: None, which is False for SGD, optimizers with a rule for late gradients and
+            schedule-free ones, and for all with ``algo="dense"`` or ``"quantized"``, in which no gradient is late. It
+            is True for others, and for all with ``local_steps``.
         local_steps: Number of steps between two exchanges of updates. With 1, the mean of updates is lengthened to the
             mean of their lengths: a mean of several updates is shorter, because their noise cancels. Its length is
             estimated from 2 KB that all ranks sum. Default: 1.
