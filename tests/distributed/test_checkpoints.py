@@ -291,7 +291,7 @@ def test_damaged_files(rank, world_size, damage, tmp_path):
     """They are rejected with their names."""
     attempts = Attempts(rank, tmp_path)
     names = sorted(f"{attempts.data.name}/{file.name}" for file in attempts.data.iterdir())
-    assert len(names) > world_size  # one of each rank, and what these hold
+    assert len(names) >= world_size
     for name in names:
         with attempts.changed(name, DAMAGES[damage]):
             attempts.refused(f"{re.escape(name)} cannot be loaded: .*(checksum does not match|No such file)")
