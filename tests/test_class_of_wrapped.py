@@ -72,21 +72,6 @@ def test_release_gives_the_class_back() -> None:
     copy.deepcopy(optimizer)
 
 
-def test_release_of_a_list() -> None:
-    """The parts of a released list step by themselves again, and before raise by name."""
-    net = model()
-    parts = [torch.optim.SGD(net[0].parameters(), lr=0.1), torch.optim.AdamW(net[2].parameters())]
-    together = wrap(parts)
-    backward(net)
-    for part in parts:
-        with pytest.raises(RuntimeError, match=rf"this {type(part).__name__} was wrapped.*release\(\)"):
-            part.step()
-    together.release()
-    for part in parts:
-        part.step()
-    assert type(together) is tritoncomm.OptimizerList
-
-
 def test_hooks_see_averages_once_also_after_a_load() -> None:
     """Every load of torch patches the class's step with hooks. They still run once, around the update, as in torch."""
     net = model()

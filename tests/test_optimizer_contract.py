@@ -12,6 +12,8 @@ import pytest
 import torch
 import tritoncomm
 from torch import nn
+from tritoncomm import algorithms
+from tritoncomm.algorithms import at_density
 
 from small_model import backward, model
 
@@ -81,9 +83,14 @@ def test_state_and_groups_can_be_assigned(make: Make) -> None:
     assert same(*nets)
 
 
-@every
-def test_state_dict_loads_with_weights_only(make: Make) -> None:
-    """The state dict loads with weights_only=True and continues the run bit for bit."""
+@pytest.mark.parametrize("algo", algorithms())
+def test_state_dict_loads_with_weights_only(algo: str) -> None:
+    """The state of every method loads with weights_only=True and continues the run bit for bit."""
+
+    def make(net: nn.Module) -> torch.optim.Optimizer:
+        recipe = at_density(algo, 0.2)
+        return tritoncomm.wrap(torch.optim.SGD(net.parameters(), lr=0.05), recipe, dense_below=0)
+
     straight, stopped = model(), model()
     first, second = make(straight), make(stopped)
     train(straight, first, 3)

@@ -224,27 +224,6 @@ def test_lost_with_scaler(rank, world_size):
     assert equal(model, group)
 
 
-@ranks(3)
-def test_slow_rank(rank, world_size):
-    """A time-out names the rank that comes too late, also on itself. A new group continues with all ranks."""
-    model = tiny()
-    optimizer = exact(adamw(model), timeout=timedelta(seconds=1))
-    loss_of(model, rank, 0).backward()
-    before, pending = flat(model), residual(optimizer)
-    if rank == 1:
-        time.sleep(LONG)
-    error = error_of(optimizer.step, ExchangeTimeoutError, within=8)
-    assert error.peers == (1,)
-    assert "step 1, round" in str(error)
-    assert "of oktopk" in str(error)
-    assert torch.equal(flat(model), before)
-    assert torch.equal(residual(optimizer), pending)
-    optimizer.reset_process_group(dist.new_group())
-    optimizer.step()
-    assert equal(model, optimizer.process_group)
-    assert not torch.equal(flat(model), before)
-
-
 class Plan(NamedTuple):
     """What a rank is to do in a pattern between three ranks, of which rank 1 is at fault, with its numbers."""
 

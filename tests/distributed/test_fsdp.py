@@ -19,7 +19,6 @@ from models import (
     loss_of,
     mesh,
     net,
-    residual,
     same,
     sgd,
     sharded,
@@ -119,27 +118,6 @@ def test_accumulation(rank, world_size):
     assert pair.optimizer.metrics()["steps"] == 4
 
 
-@ranks(4)
-@pytest.mark.parametrize(("algo", "density"), [("dense", None), ("oktopk", 1.0)])
-def test_dense_training(rank, world_size, algo, density):
-    """The dense method and density 1 train like plain averaging over all ranks, also a layer that one replica uses."""
-    model, group = shards_of()
-    reference = Uneven()
-    fields = {} if density is None else {"density": density}
-    optimizer = exact(adamw(model), algo, model=model, process_group=group, **fields)
-    plain = adamw(reference)
-    for step in range(4):
-        optimizer.zero_grad()
-        plain.zero_grad()
-        loss_of(model, rank, step, spare=step != 2 or rank < 2).backward()
-        for r in range(world_size):
-            (loss_of(reference, r, step, spare=step != 2 or r < 2) / world_size).backward()
-        optimizer.step()
-        plain.step()
-    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
-        assert torch.allclose(p.full_tensor(), q, atol=1e-5)
-
-
 class Twice(nn.Module):
     """Uses a layer twice, with or without recomputation in backward."""
 
@@ -224,30 +202,6 @@ def test_loss_scaling(rank, world_size):
         assert torch.equal(flat(model), flat(other)), step
         assert same(scaler.get_scale())
     assert optimizer.metrics()["skipped_steps"] == 1
-
-
-@ranks(4)
-@pytest.mark.parametrize("policy", ["skip", "raise"])
-def test_rejected_steps(rank, world_size, policy):
-    """A NaN in one shard skips the step of all shards and replicas, or raises on all."""
-    model, group = shards_of()
-    optimizer = exact(adamw(model), model=model, process_group=group, on_nonfinite=policy)
-    train(model, optimizer, rank, range(2))
-    before, pending = flat(model), residual(optimizer)
-    optimizer.zero_grad()
-    loss_of(model, rank, 2).backward()
-    if rank == 1:
-        next(model.parameters()).grad.to_local().view(-1)[0] = float("nan")
-    if policy == "raise":
-        with pytest.raises(tritoncomm.NonFiniteError, match=r"rank 1: layers\.0\.weight \(1 values\)"):
-            optimizer.step()
-    else:
-        optimizer.step()
-    assert torch.equal(flat(model), before)
-    assert torch.equal(residual(optimizer), pending)
-    train(model, optimizer, rank, [3])
-    assert flat(model).isfinite().all()
-    assert equal(model, group)
 
 
 @ranks(4)

@@ -137,26 +137,6 @@ def test_accelerate_fp16(rank, world_size, clips):
     assert same(values(net))
 
 
-@needs("accelerate")
-@ranks(2, limit=200.0)
-def test_accelerate_does_not_clip_again(rank, world_size):
-    """With max_grad_norm, gradients that the accelerator is told to clip are limited already."""
-    under_torchrun(rank, world_size)
-    found = []
-    for clips in (True, False):
-        accelerated, net = accelerator(), linear()
-        model, optimizer = accelerated.prepare(net, torch.optim.AdamW(net.parameters(), lr=LR))
-        wrap_prepared(accelerated, model, optimizer, **SETTINGS, max_grad_norm=MAX_NORM)
-        for x in batches(rank, world_size, STEPS):
-            optimizer.zero_grad()
-            accelerated.backward(model(x).square().mean())
-            if clips:
-                accelerated.clip_grad_norm_(model.parameters(), 1e-6)
-            optimizer.step()
-        found.append(values(net))
-    assert found[0] == found[1]
-
-
 def alone_in_accelerate(data: list[torch.Tensor], folder: str, *, sparse: bool) -> nn.Module:
     """Train and clip."""
     accelerated, net = accelerator(), Net()

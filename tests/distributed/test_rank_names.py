@@ -5,7 +5,6 @@ Rank 3 is at fault in every situation.
 
 from __future__ import annotations
 
-import os
 import re
 import time
 from datetime import timedelta
@@ -21,7 +20,6 @@ from tritoncomm import (
     ExchangeError,
     ExchangeTimeoutError,
     NonFiniteError,
-    PeerLostError,
     ProtocolMismatchError,
     algorithms,
     checkpoint,
@@ -62,28 +60,6 @@ def scheduler(seconds: float = 20, **fields) -> ProcessGroupScheduler:
 def wrapped(model, **fields) -> tritoncomm.SparseOptimizer:
     """Return a wrapped AdamW of ranks 2 and 3."""
     return exact(adamw(model), process_group=pair(), **fields)
-
-
-def nan_gradient(rank, tmp_path):
-    """A NaN in a gradient, with each policy: of the exchange, and of local steps."""
-    for policy, local_steps in [(policy, steps) for policy in ("raise", "skip") for steps in (1, 2)]:
-        model = tiny()
-        optimizer = wrapped(model, on_nonfinite=policy, local_steps=local_steps)
-        loss_of(model, rank, 0).backward()
-        if rank == AT_FAULT:
-            model[0].weight.grad[0, 0] = torch.nan
-        with log_lines() as lines:
-            if policy != "raise":
-                optimizer.step()
-            else:
-                for _ in range(local_steps - 1):
-                    optimizer.step()
-                with pytest.raises(NonFiniteError, match=r"gradients of rank 3: ") as caught:
-                    optimizer.step()
-                assert caught.value.ranks == (AT_FAULT,)
-                assert named(caught.value) == {AT_FAULT}
-        told = [{AT_FAULT}] if policy != "raise" and (rank == AT_FAULT or local_steps == 1) else []
-        assert [named(line) for line in lines] == told, (policy, local_steps, lines)
 
 
 def inf_residual(rank, tmp_path):
@@ -255,24 +231,10 @@ def warnings(rank, tmp_path):
     assert all(part in line for part, line in zip(told, lines, strict=rank == MEMBERS[0]))
 
 
-def state_of_another_rank(rank, tmp_path):
-    """A state belongs to a place in the group."""
-    model = tiny()
-    optimizer = wrapped(model)
-    train(model, optimizer, rank, range(2))
-    states = [None, None]
-    dist.all_gather_object(states, optimizer.state_dict(), optimizer.process_group)
-    mine, other = MEMBERS.index(rank), 1 - MEMBERS.index(rank)
-    said = f"written with rank={other} in its process group, here it is {mine}: load the state of this rank"
-    with pytest.raises(ConfigurationError, match=said):
-        optimizer.load_state_dict(states[other])
-
-
 SITUATIONS = {
     each.__name__: each
     for each in (
-        nan_gradient, inf_residual, lonely_gradient, scale, numbers_received, messages, failed, places, warnings,
-        state_of_another_rank,
+        inf_residual, lonely_gradient, scale, numbers_received, messages, failed, places, warnings,
     )
 }  # fmt: skip
 
@@ -283,20 +245,3 @@ def test_names(rank, world_size, name, tmp_path):
     """Ranks have their global numbers in every text, and in every error."""
     if rank in MEMBERS:
         SITUATIONS[name](rank, tmp_path)
-
-
-@ranks(4, lost=(3,))
-def test_lost(rank, world_size):
-    """A rank that ends in a step, and one that ends while ranks compare settings."""
-    if rank not in MEMBERS:
-        return
-    model, groups = tiny(), [pair(), pair()]
-    optimizer = exact(adamw(model), process_group=groups[0])
-    train(model, optimizer, rank, range(1))
-    if rank == AT_FAULT:
-        os._exit(0)
-    for action in (lambda: train(model, optimizer, rank, [1]), lambda: exact(adamw(model), process_group=groups[1])):
-        with pytest.raises(PeerLostError, match=r"failed on rank 2, .*lost rank 3 ") as caught:
-            action()
-        assert caught.value.peers == (AT_FAULT,)
-        assert named(caught.value) == {2, 3}

@@ -66,25 +66,6 @@ def test_every_optimizer_trains_at_its_defaults(rank, world_size, name):
     assert ends[1] < limit * ends[0], ends
 
 
-@ranks(2)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_autocast(rank, world_size, dtype):
-    """Replicas agree and the loss falls with bf16 forward passes and with bf16 parameters."""
-    model = tiny().to(dtype)
-    optimizer = exact(adamw(model))
-    losses = []
-    for step in range(30):
-        optimizer.zero_grad()
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            loss = loss_of(model, rank, step % 3)
-        loss.backward()
-        optimizer.step()
-        losses.append(float(loss.detach()))
-    assert losses[-1] < losses[0]
-    assert equal(model)
-    assert residual(optimizer).dtype == torch.float32
-
-
 @ranks(3)
 def test_nothing_is_late(rank, world_size):
     """With ``quantized``, AdamW takes its own step on the delivered mean, to the bit, and has no state of delays."""

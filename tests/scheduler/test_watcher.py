@@ -29,10 +29,6 @@ from emulated_cuda.network import Network
 
 VICTIM, WORLD_SIZE, NUMEL = 1, 4, 90
 SOON, LATE = timedelta(seconds=1), timedelta(seconds=15)
-METHODS = (
-    *("oktopk-short-periods", "spardl", "exdyna", "topk_allgather", "dense", "hierarchical-2"),
-    *("spardl-static", "topk-allgather-static-4bit"),
-)
 
 
 @pytest.fixture(autouse=True)
@@ -83,11 +79,12 @@ def exchange(rank: int, name: str, number: int, fault: Callable[[], None], timeo
     raise AssertionError(f"rank {rank} raised no error")
 
 
-CASES = [(name, 1, True) for name in METHODS] + [
+# A collective, messages and a subgroup. tests/emulated_cuda/test_failures.py has other methods.
+CASES = [
+    ("dense", 1, True),
     ("oktopk-short-periods", 0, False),
-    ("oktopk-short-periods", 3, False),
+    ("hierarchical-2", 1, True),
     ("hierarchical-2", 3, False),
-    ("dense", 0, True),
 ]
 
 
@@ -113,27 +110,6 @@ def test_a_rank_that_raises_or_dies(name: str, number: int, garbage: bool, dies:
         said = "no answer from rank 1 within the time-out" if dies else "rank 1 failed, see its traceback: no room for"
         assert said in str(error)
         assert 0.9 * dies < seconds < 5
-        assert unchanged
-
-
-# Messages, a collective, and a subgroup: what the others find does not depend on whether the rank goes on later.
-@pytest.mark.parametrize("name", ["oktopk-short-periods", "dense", "hierarchical-2"])
-def test_a_rank_that_hangs(name: str) -> None:
-    """All others name it after the time-out. When it goes on, it raises an error that names itself."""
-    released = threading.Event()
-    waiting = threading.Barrier(WORLD_SIZE - 1, action=released.set)
-
-    def main(rank: int) -> tuple[Any, ...]:
-        outcome = exchange(rank, name, 1, lambda: released.wait(10) and None, SOON)
-        if rank != VICTIM:
-            waiting.wait(10)
-        return outcome
-
-    network = Network(WORLD_SIZE, limit=5.0, garbage_after_abort=True)
-    for error, seconds, unchanged in ranks.run(main, WORLD_SIZE, network=network, errors=True):
-        assert type(error) is ExchangeTimeoutError, error
-        assert error.peers == (VICTIM,)
-        assert 0.9 < seconds < 5
         assert unchanged
 
 

@@ -56,23 +56,6 @@ def test_half_without_gradients_decays(fields: dict[str, object], far: float) ->
     assert decayed("Adam", **fields).abs().max() == pytest.approx(0.0156, abs=far)
 
 
-@pytest.mark.parametrize("algo", ["oktopk", "topk_allgather", "random_block"])
-def test_decay_that_gradients_outweigh_is_late_like_them(algo: str) -> None:
-    """Where a step of decay is small beside what is delivered, it adds no coordinates, and none of it is lost."""
-    parameter = Parameter(torch.full((64, 64), 0.5))
-    optimizer = tritoncomm.wrap(
-        torch.optim.SGD([parameter], lr=0.0, weight_decay=1.0), algo, density=0.1, warmup_steps=0, values="fp32"
-    )
-    generator, came, went = torch.Generator().manual_seed(0), torch.zeros(64, 64), torch.zeros(64, 64)
-    for _ in range(5):
-        parameter.grad = torch.randint(-8, 9, (64, 64), generator=generator).float() * 64
-        came += parameter.grad + 0.5
-        optimizer.step()
-        assert torch.count_nonzero(parameter.grad) < 1000
-        went += parameter.grad
-    assert torch.equal(came, went + optimizer._tritoncomm.setup.residuals[parameter].view(64, 64))
-
-
 def test_decay_is_not_sent() -> None:
     """Where it outweighs the gradient, entries of gradients are all that is selected."""
     parameter = Parameter(torch.ones(64, 64))
@@ -109,39 +92,6 @@ def test_decoupled_decay_stays_with_the_optimizer() -> None:
         torch.optim.SGD([parameter], lr=0.1),
     ):
         assert coupled_decay(decoupled) == {}
-
-
-class SGDW(torch.optim.SGD):
-    """A subclass whose own step decays parameters apart from the gradient."""
-
-    @torch.no_grad()
-    def step(self, closure=None) -> None:
-        """Decay, and take a step."""
-        decays = [group["weight_decay"] for group in self.param_groups]
-        for group, decay in zip(self.param_groups, decays, strict=True):
-            torch._foreach_mul_(group["params"], 1 - group["lr"] * decay)
-            group["weight_decay"] = 0
-        super().step()
-        for group, decay in zip(self.param_groups, decays, strict=True):
-            group["weight_decay"] = decay
-
-
-@pytest.mark.parametrize("density", [1.0, 0.1])
-def test_a_step_of_a_subclass_decays_by_itself(density: float) -> None:
-    """Nothing is known of the decay in an overridden step, and it is left to it."""
-    found = []
-    for wraps in (False, True):
-        parameter = Parameter(torch.ones(32, 32))
-        optimizer: torch.optim.Optimizer = SGDW([parameter], lr=0.1, momentum=0.9, weight_decay=0.1)
-        assert coupled_decay(optimizer) == {}
-        if wraps:
-            optimizer = tritoncomm.wrap(optimizer, density=density, values="fp32")
-        for _ in range(50):
-            parameter.grad = torch.zeros(32, 32)
-            optimizer.step()
-        found.append(parameter.detach())
-    assert torch.allclose(*found)
-    assert torch.allclose(found[0], torch.full((32, 32), 0.99**50))
 
 
 def test_options_are_as_before_after_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
