@@ -23,15 +23,21 @@ PAGES = ["README.md", "CONTRIBUTING.md", "benchmarks/README.md", "benchmarks/res
 PAGES += sorted(str(file.relative_to(ROOT)) for file in (ROOT / "docs").rglob("*.md"))
 
 
-def test_documented_method_obeys_the_laws() -> None:
-    """The method on the page runs as printed, is short, and obeys all laws, also with rounded values."""
+def documented_method() -> Any:
+    """Return the method on the page, which is short."""
     (code,) = blocks("docs/how-to/add-an-algorithm.md")
     assert code.count("\n") < 90
-    names: dict[str, object] = {"__name__": "page"}
+    names: dict[str, Any] = {"__name__": "page"}
     exec(compile(code, "add-an-algorithm.md", "exec", dont_inherit=True), names)  # noqa: S102 - our own page
+    return names["TensorTopk"]
+
+
+def test_documented_method_obeys_the_laws() -> None:
+    """The method on the page runs as printed, is short, and obeys all laws, also with rounded values."""
+    method = documented_method()
     case = laws.Case(5, 60, ("random", "ties", "zero", "random"))
     for fields in ({"density": 0.4}, {"density": 1.0}, {"density": 0.1, "values": "4bit"}):
-        recipe = names["TensorTopk"](**fields)
+        recipe = method(**fields)
         for law in (laws.conservation, laws.agreement, laws.form, laws.equivalence, laws.identity, laws.budget):
             law(recipe, case)
         for law in (laws.atomicity, laws.refusal, laws.resume, laws.determinism, laws.overflow, laws.faults):
@@ -40,10 +46,8 @@ def test_documented_method_obeys_the_laws() -> None:
 
 def test_documented_method_selects_in_each_tensor() -> None:
     """The method on the page has a budget for every tensor, in simulation and in ``wrap``."""
-    (code,) = blocks("docs/how-to/add-an-algorithm.md")
-    names: dict[str, object] = {"__name__": "page"}
-    exec(compile(code, "add-an-algorithm.md", "exec", dont_inherit=True), names)  # noqa: S102 - our own page
-    recipe = names["TensorTopk"](density=0.1)
+    method = documented_method()
+    recipe = method(density=0.1)
     world = tritoncomm.SimulatedWorld(recipe, 2, 100, bounds=(0, 40, 100))
     mean = world.step(torch.arange(1.0, 101.0).repeat(2, 1))[0]
     assert mean.indices.tolist() == [36, 37, 38, 39, 94, 95, 96, 97, 98, 99]
@@ -60,10 +64,8 @@ def test_documented_method_selects_in_each_tensor() -> None:
 
 def test_documented_method_on_gpus() -> None:
     """The method on the page, which knows nothing of verdicts, is trained on emulated GPUs, with a dense warm-up."""
-    (code,) = blocks("docs/how-to/add-an-algorithm.md")
-    names: dict[str, object] = {"__name__": "page"}
-    exec(compile(code, "add-an-algorithm.md", "exec", dont_inherit=True), names)  # noqa: S102 - our own page
-    recipe = Warmup(recipe=names["TensorTopk"](density=0.4), steps=2)
+    method = documented_method()
+    recipe = Warmup(recipe=method(density=0.4), steps=2)
     given = exchanges.gradients(2, 60, 4)
     found, expected = exchanges.emulated(recipe, given), exchanges.simulated(recipe, given)
     for own, other in zip(found, expected, strict=True):
@@ -72,12 +74,10 @@ def test_documented_method_on_gpus() -> None:
 
 def test_registered_method_works_everywhere(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     """A registered method works in ``algo=``, under the laws, and in ``plan`` and ``simulate``."""
-    (code,) = blocks("docs/how-to/add-an-algorithm.md")
-    names: dict[str, object] = {"__name__": "page"}
-    exec(compile(code, "add-an-algorithm.md", "exec", dont_inherit=True), names)  # noqa: S102 - our own page
+    method = documented_method()
     module = importlib.import_module("tritoncomm.algorithms")
     monkeypatch.setattr(module, "_BY_NAME", dict(module._BY_NAME))
-    assert tritoncomm.register(names["TensorTopk"]) is names["TensorTopk"]
+    assert tritoncomm.register(method) is method
     assert "tensor_topk" in tritoncomm.algorithms()
     ours = recipes.under_test(0.3)["tensor_topk"]
     assert ours == tritoncomm.recipe("tensor_topk", density=0.3)

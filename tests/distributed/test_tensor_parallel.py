@@ -6,10 +6,11 @@ import copy
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import tritoncomm
 from kit import log_lines
-from models import adamw, equal, exact, flat
+from models import adamw, equal, exact, flat, gradients, loss_of, mesh, net, same
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -114,6 +115,26 @@ def test_shards_decide_together(rank, world_size, kind):
     train(range(4, 8))
     assert equal(model, data)
     assert equal(model.norm, grid["tensor"].get_group())
+
+
+@ranks(4)
+@pytest.mark.parametrize("large", [1, 5])  # a bias that is split, and one of which all ranks have a copy
+def test_copies_count_once(rank, world_size, large):
+    """Parameters of which tensor parallelism keeps copies count once in the norm, whichever has most of it."""
+    over = mesh()
+    replicas = over["replicate"].get_group()
+    model, whole = net(), net()
+    with torch.no_grad():
+        for each in (model, whole):
+            each[2].bias.mul_(large)
+    split = parallelize_module(model, over["shard"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    optimizer = exact(adamw(split), process_group=replicas, max_grad_norm=0.5)
+    (loss_of(split, dist.get_rank(replicas), 0) * large).backward()
+    for replica in range(2):
+        (loss_of(whole, replica, 0) * large / 2).backward()
+    optimizer.step()
+    assert optimizer.metrics()["grad_norm"] == pytest.approx(float(gradients(whole).norm()), rel=0.15)
+    assert same(optimizer.metrics()["grad_norm"])
 
 
 class Embedded(nn.Module):

@@ -13,20 +13,12 @@ from tritoncomm import ConfigurationError, Quantized, SparDL
 from tritoncomm.__main__ import main
 from tritoncomm.algorithms import Dense, algorithms
 from tritoncomm.planning.comparison import compare_methods, picture, shortened
-from tritoncomm.planning.planner import TRUSTED, Setting, at
+from tritoncomm.planning.planner import Setting, at
 from tritoncomm.planning.synthetic_gradients import AdversarialGradients, LayeredGradients
 from tritoncomm.primitives.packing import Encoding
 from tritoncomm.scheduler.cost import HEADER_WORDS, WORD, Link
 
 SLOW, FAST = Link.parse("1gbit,50us"), Link.parse("400gbit,100us")
-
-
-def test_computation_hides_dense_exchanges() -> None:
-    """A dense all-reduce overlaps with half of the computation, unless the user says something else."""
-    for overlap, share in (({}, 0.5), ({"overlap": 0.0}, 0.0), ({"overlap": 1.0}, 1.0)):
-        dense = Setting(numel=1_000_000, workers=8, link=SLOW, step=0.02, **overlap).estimate(Dense())
-        assert dense.is_dense
-        assert dense.step == pytest.approx(0.02 + dense.exchange - share * 0.02)
 
 
 def test_prediction_is_traffic_on_the_link() -> None:
@@ -39,18 +31,6 @@ def test_prediction_is_traffic_on_the_link() -> None:
         assert found.exchange == expected
         assert found.step == pytest.approx(0.02 + expected + 0.003)
     assert setting.estimate(Dense()).step == replace(setting, work=0.0).estimate(Dense()).step
-
-
-def test_best_method() -> None:
-    """The best method is a trusted one at the given density. Without computation, little of a dense step is left."""
-    slow = Setting(numel=25_000_000, workers=8, link=SLOW)
-    for density in (0.01, 0.02):
-        best = slow.best(density)
-        assert best.recipe.name in TRUSTED
-        assert best.recipe.density == density
-        assert best.step < 0.1 * slow.estimate(Dense()).step
-    hidden = Setting(numel=100_000, workers=64, link=FAST, step=0.1)
-    assert hidden.best(0.01).step > hidden.estimate(Dense()).step == 0.1
 
 
 @pytest.mark.parametrize(

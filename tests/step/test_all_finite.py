@@ -10,33 +10,21 @@ DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_bad_value_is_found(dtype: torch.dtype, bad: float) -> None:
-    """A single NaN or Inf is found at any place, whatever stands before and behind it."""
+def test_values_of_a_dtype(dtype: torch.dtype) -> None:
+    """NaN and Inf are found at any place, also two Inf that cancel. Values whose sum or squares overflow are finite."""
     values = torch.zeros(1001, dtype=dtype)
-    for place in (0, 500, 1000):
-        tensor = values.index_fill(0, torch.tensor(place), bad)
-        assert not all_finite([values, tensor])
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_infinities_that_cancel_are_found(dtype: torch.dtype) -> None:
-    """Inf and minus Inf do not cancel, in one tensor or in several."""
-    tensor = torch.zeros(1001, dtype=dtype)
-    tensor[0], tensor[1000] = math.inf, -math.inf
-    assert not all_finite([tensor])
-    assert not all_finite([tensor[:1], tensor[1000:]])
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("sign", [1, -1])
-def test_large_values_are_finite(dtype: torch.dtype, sign: int) -> None:
-    """Finite values whose sum or squares overflow are finite, also if partial sums overflow in both directions."""
-    large = torch.full((4096,), sign * torch.finfo(dtype).max, dtype=dtype)
-    assert all_finite([large])
-    assert all_finite([torch.cat([large, -large])])
-    large[77] = math.nan
-    assert not all_finite([large])
+    for bad in (math.nan, math.inf, -math.inf):
+        for place in (0, 500, 1000):
+            assert not all_finite([values, values.index_fill(0, torch.tensor(place), bad)])
+    values[0], values[1000] = math.inf, -math.inf
+    assert not all_finite([values])
+    assert not all_finite([values[:1], values[1000:]])
+    for sign in (1, -1):
+        large = torch.full((4096,), sign * torch.finfo(dtype).max, dtype=dtype)
+        assert all_finite([large])
+        assert all_finite([torch.cat([large, -large])])
+        large[77] = math.nan
+        assert not all_finite([large])
 
 
 def test_any_tensors() -> None:
