@@ -28,10 +28,28 @@ from tritoncomm.algorithms import algorithms, field_names
 from tritoncomm.algorithms.base import StaticRecipe
 from tritoncomm.planning import planner
 from tritoncomm.step import settings as options
-from tritoncomm.step.recipes import log_choice, resolve_recipe, with_form
+from tritoncomm.step.recipes import log_choice, readable_size, resolve_recipe, with_form
 from tritoncomm.step.settings import DEFAULT_ALGO, DEFAULT_DENSITY
 
 from baselines import DGC
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [
+        (0, "0 bytes"),
+        (999, "999 bytes"),
+        (999.6, "1.00 kB"),
+        (10_600, "10.6 kB"),
+        (246_000, "246 kB"),
+        (999_500, "1.00 MB"),
+        (5.2e6, "5.20 MB"),
+        (1.23e12, "1,230.00 GB"),
+    ],
+)
+def test_readable_size(size: float, text: str) -> None:
+    """A size has three digits and a unit, and no exponent."""
+    assert readable_size(size) == text
 
 
 @pytest.mark.parametrize(
