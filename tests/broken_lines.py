@@ -1330,6 +1330,27 @@ BROKEN = [
         "",
         "rules test_group_whose_rate_begins_at_zero_has_its_state_if_everything_is_delivered",
     ),
+    BrokenLine(
+        "the first entry of a tensor in fp16 counts for the one before",
+        "step/exchange/layout.py",
+        "mean.indices.clamp(min=0), right=True)",
+        "mean.indices.clamp(min=0))",
+        "exchange test_overflow_is_found_in_the_first_entry_of_a_tensor",
+    ),
+    BrokenLine(
+        "a step that was skipped may be in the way of further parameters",
+        "step/setup.py",
+        'raise RuntimeError(f"a step was skipped',
+        'print(f"a step was skipped',
+        "exchange test_parameters_are_not_added_in_a_step_that_was_skipped",
+    ),
+    BrokenLine(
+        "gradients after a flush that failed are lost",
+        "step/stepper.py",
+        "            self._apply(untouched=False)\n        except BaseException as error:\n            self.note_failure(error)\n",
+        "            self._apply(untouched=False)\n        except BaseException:\n",
+        "exchange test_backward_pass_after_a_flush_that_failed_is_noticed",
+    ),
 ]
 
 

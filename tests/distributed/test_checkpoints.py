@@ -22,15 +22,13 @@ from tritoncomm import ConfigMismatchError, ConfigurationError, checkpoint
 from tritoncomm.step.saved import state as exchange_state
 
 from baselines import DGC
-from depth import DEEP
 from ranks import POOL, ranks
 
 REFUSED = (ConfigurationError, ConfigMismatchError)
 
 
 # Where a save is killed: the rank, and how far it is with what it does in the folder.
-PLACES = [(0, 0.0), (0, 0.5), (0, 0.75), (0, 0.875), (1, 0.6)]
-PLACES += [(0, 0.25), (0, 0.625), (1, 0.0)] if DEEP else []
+PLACES = [*((0, part) for part in (0.0, 0.25, 0.5, 0.625, 0.75, 0.875)), *((1, part) for part in (0.0, 0.3, 0.6, 0.9))]
 
 
 def digest(optimizer: tritoncomm.SparseOptimizer) -> str:

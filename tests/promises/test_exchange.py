@@ -116,6 +116,58 @@ def test_overflow_in_half_precision_is_refused(rank, world_size):
 
 
 @ranks(2)
+def test_overflow_is_found_in_the_first_entry_of_a_tensor(rank, world_size):
+    """A residual and a gradient overflow together in fp16, beside a tensor in fp32 for which they do not."""
+    wide, p = weight(8), weight(8, dtype=torch.float16)
+    optimizer = sparse(sgd([wide, p], lr=2.0**-12), density=1 / 8)
+    for first in ([40000.0, 61440.0, 61440.0], [40000.0, 0.0, 0.0]):
+        wide.grad, p.grad = torch.zeros(8), torch.tensor([*first, *[0.0] * 5], dtype=torch.float16)
+        optimizer.step()
+    assert flat([p]).tolist()[:3] == [0.0, -15.0, -15.0]
+    assert optimizer.metrics()["skipped_steps"] == 1
+
+
+@ranks(2)
+def test_parameters_are_not_added_in_a_step_that_was_skipped(rank, world_size):
+    """The error says how to end the step, and nothing has changed."""
+    p, q = weight(8), weight(8)
+    optimizer = sparse(sgd([p]))
+    p.grad = torch.full((8,), torch.nan if rank == 1 else 1.0)
+    optimizer.synchronize()
+    with pytest.raises(RuntimeError, match=r"call zero_grad\(\) before add_param_group"):
+        optimizer.add_param_group({"params": [q]})
+    assert len(optimizer.param_groups) == 1
+    optimizer.zero_grad()
+    optimizer.add_param_group({"params": [q]})
+    take(optimizer, [p, q], rank, [0], world_size)
+    assert equal_on_all_ranks([p, q])
+
+
+@ranks(2)
+def test_backward_pass_after_a_flush_that_failed_is_noticed(rank, world_size):
+    """It would be lost: the step applies what the flush has averaged."""
+    p, failures = weight(32), [ValueError("a hook")]
+    optimizer = sparse(sgd([p]))
+
+    def hook(*_):
+        if failures:
+            raise failures.pop()
+
+    take(optimizer, [p], rank, range(2), world_size)
+    handle = optimizer.register_step_pre_hook(hook)
+    with pytest.raises(ValueError, match="a hook"):
+        optimizer.flush()
+    p.grad.add_(1.0)
+    with pytest.raises(RuntimeError, match="changed since"):
+        optimizer.step()
+    optimizer.zero_grad()
+    handle.remove()
+    optimizer.flush()
+    whole = [gradient(32, each, step, world_size) for step in range(2) for each in range(world_size)]
+    assert torch.equal(flat([p]), -torch.stack(whole).sum(0) / world_size)
+
+
+@ranks(2)
 def test_gradient_that_cannot_be_exchanged_is_refused_by_name(rank, world_size):
     """The rank with a sparse gradient says what to do. The others skip the step, and all go on."""
     model = nn.ModuleDict({"words": nn.Embedding(4, 4, sparse=rank == 1), "head": nn.Linear(4, 4)})

@@ -248,7 +248,7 @@ class Stepper:
                 raise
             logger.log(logging.INFO if found is not None else logging.WARNING, "step skipped on all ranks: %s", error)
             exchange.skip()
-        exchange.pending.gradients, exchange.pending.scale = exchange.gradients, scale
+        exchange.pending.gradients = exchange.gradients
 
     def _fault(self, found: torch.Tensor | None, own: Sequence[torch.Tensor]) -> str:
         """Return what is NaN or Inf on this rank beside the gradients that are exchanged, or an empty text.
