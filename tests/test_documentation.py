@@ -29,7 +29,7 @@ def documented_method() -> Any:
     assert code.count("\n") < 90
     names: dict[str, Any] = {"__name__": "page"}
     exec(compile(code, "add-an-algorithm.md", "exec", dont_inherit=True), names)  # noqa: S102 - our own page
-    return names["TensorTopk"]
+    return names["MyTensorTopk"]
 
 
 def test_documented_method_obeys_the_laws() -> None:
@@ -78,16 +78,16 @@ def test_registered_method_works_everywhere(monkeypatch: pytest.MonkeyPatch, cap
     module = importlib.import_module("tritoncomm.algorithms")
     monkeypatch.setattr(module, "_BY_NAME", dict(module._BY_NAME))
     assert tritoncomm.register(method) is method
-    assert "tensor_topk" in tritoncomm.algorithms()
-    ours = recipes.under_test(0.3)["tensor_topk"]
-    assert ours == tritoncomm.recipe("tensor_topk", density=0.3)
+    assert "my_tensor_topk" in tritoncomm.algorithms()
+    ours = recipes.under_test(0.3)["my_tensor_topk"]
+    assert ours == tritoncomm.recipe("my_tensor_topk", density=0.3)
     case = laws.Case(4, 90, ("random", "disjoint", "random"))
     for law in (laws.budget, laws.overflow, laws.faults):
         law(ours, case)
     assert main(["plan", "--numel", "1e7", "--workers", "16", "--all"]) == 0
-    assert "tensor_topk" in capsys.readouterr().out
-    assert main(["simulate", "--algo", "tensor_topk", "--workers", "4", "--numel", "1e5", "--steps", "2"]) == 0
-    assert "tensor_topk" in capsys.readouterr().out
+    assert "my_tensor_topk" in capsys.readouterr().out
+    assert main(["simulate", "--algo", "my_tensor_topk", "--workers", "4", "--numel", "1e5", "--steps", "2"]) == 0
+    assert "my_tensor_topk" in capsys.readouterr().out
 
 
 def test_documented_optimizer_has_a_rule(monkeypatch: pytest.MonkeyPatch) -> None:

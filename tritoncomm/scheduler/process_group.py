@@ -179,10 +179,10 @@ class ProcessGroupScheduler:
         )
         self._subgroups: dict[tuple[int, ...], ProcessGroupScheduler] = {}
         for ranks in subgroups:
+            members = tuple(self.ranks[r] for r in ranks)
             if list(ranks) != sorted(set(ranks)):  # torch sorts the ranks of a group, and messages would go astray
-                raise ConfigurationError(f"subgroup {ranks} of {stamp!r}: list its ranks once, in ascending order")
+                raise ConfigurationError(f"subgroup {members} of {stamp!r}: list its ranks once, in ascending order")
             if self.rank in ranks or needs_all_ranks():
-                members = tuple(self.ranks[r] for r in ranks)
                 limit = timeout or watcher.timeout_of(group, self.device)  # and not torch's default
                 subgroup = _subgroup(group or dist.group.WORLD, members, limit, self.ranks)
             if self.rank in ranks:

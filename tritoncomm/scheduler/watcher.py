@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from tritoncomm.errors import ExchangeError, ExchangeTimeoutError, PeerLostError
 from tritoncomm.scheduler.failure_report import IsInterruption, ends_program
-from tritoncomm.scheduler.ranks import name_of
+from tritoncomm.scheduler.ranks import name_of, speaks
 from tritoncomm_kernels import devices
 
 logger = logging.getLogger("tritoncomm")
@@ -96,7 +96,7 @@ class Watcher:
         self._reached = 0.0  # the last time that the GPU had not reached the start
         self._reason: ExchangeError | None = None
         self._reported = False
-        if dist.get_rank() == 0:
+        if speaks(group):
             _log_advice(logging.INFO if timeout is None else logging.WARNING)
 
     def __enter__(self) -> Watcher:  # noqa: PYI034 - Self is not in Python 3.10
