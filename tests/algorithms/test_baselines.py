@@ -15,7 +15,6 @@ from tritoncomm.step.exchange.stages import Staged
 
 import laws
 from baselines import DGC, GaussianK, GTopk, HardThreshold, SIDCo, TopkDSA
-from baselines.gtopk import tree
 from baselines.threshold_allgather import gaussian_selection, sidco_selection
 
 
@@ -55,27 +54,6 @@ def test_dsa_switches_to_dense() -> None:
     dense = WORD * (700 + 3 * HEADER_WORDS)
     assert received[0] == received[2] == dense
     assert received[1] < dense
-
-
-def test_gtopk_keeps_cut_values_in_residuals() -> None:
-    """In the four-worker example where the paper's rule loses 2.0, the merging worker keeps it in its residual."""
-    world = SimulatedWorld(GTopk(density=0.5), 4, 2)
-    mean = world.step(torch.tensor([[3.0, 0.0], [0.0, 2.0], [0.0, 2.5], [0.0, 2.0]]))[0]
-    assert (mean.indices.tolist(), (mean.values * 4).tolist()) == ([1], [4.5])
-    assert world.residuals.tolist() == [[3, 2], [0, 0], [0, 0], [0, 0]]
-
-
-@pytest.mark.parametrize("world_size", range(1, 34))
-def test_gtopk_tree(world_size: int) -> None:
-    """Every rank except 0 sends exactly once, in ceil(log2 P) levels, and none receives twice in one level."""
-    levels = tree(world_size)
-    assert len(levels) == (world_size - 1).bit_length()
-    senders = [sender for level in levels for sender in level]
-    assert sorted(senders) == list(range(1, world_size))
-    for number, level in enumerate(levels):
-        assert len(set(level.values())) == len(level)
-        gone = {sender for earlier in levels[:number] for sender in earlier}
-        assert not gone & (set(level) | set(level.values()))
 
 
 def test_hard_threshold_bounds_residuals() -> None:

@@ -129,7 +129,7 @@ def test_forecast_of_oktopk_is_not_its_bound() -> None:
 def test_an_ordinary_step_needs_no_state(name: str) -> None:
     """The prediction of an ordinary step is the same before the first step and after some, dense ones too."""
     recipe = under_test(0.1)[name]
-    case = laws.fitted(laws.Case(4, 90, ("random",) * 5), recipe)
+    case = laws.fitted(laws.Case(4, 90, ("random",) * 3), recipe)
     world = SimulatedWorld(recipe, case.world_size, case.numel)
     algorithm = world.workers[0].algorithm
     before = algorithm.predicted_traffic(case.world_size, ordinary=True)

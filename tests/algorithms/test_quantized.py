@@ -9,7 +9,7 @@ import warnings
 import pytest
 import torch
 import tritoncomm
-from tritoncomm import ConfigurationError, Quantized, SimulatedWorld, Warmup
+from tritoncomm import ConfigurationError, Quantized, SimulatedWorld
 from tritoncomm.scheduler import cost
 
 import laws
@@ -64,21 +64,6 @@ def test_fields() -> None:
         tritoncomm.wrap(optimizer, "quantized", density=0.05)
     wrapped = tritoncomm.wrap(optimizer, "quantized", values="2bit")
     assert wrapped.recipe == Quantized(values="2bit")  # no dense steps at the start, no density
-
-
-def test_dense_start() -> None:
-    """A warm-up sends the first values dense, in fp32 or 8 bits, and the residual goes on to the bit."""
-    gradients = torch.randn(3, 700, generator=torch.Generator().manual_seed(0))
-    for values in ("fp32", "8bit"):
-        world = SimulatedWorld(Warmup(recipe=Quantized(), steps=2, values=values), 3, 700)
-        for _ in range(2):
-            (mean, *_) = world.step(gradients)
-            assert (mean.values - gradients.mean(0)).abs().max() < 0.1
-            assert world.residuals.any() == (values == "8bit")
-        kept, bare = world.residuals, SimulatedWorld(Quantized(), 3, 700)
-        (after, *_), (alone, *_) = world.step(gradients), bare.step(kept + gradients)
-        assert torch.equal(after.values, alone.values)
-        assert torch.equal(world.residuals, bare.residuals)
 
 
 @pytest.mark.parametrize("algo", ["quantized", "dense"])

@@ -126,8 +126,10 @@ def test_every_method_with_a_static_form_is_tested() -> None:
     }
 
 
-@pytest.mark.parametrize("numel", [1003, 1])  # the last part is shorter, or most are empty
-@pytest.mark.parametrize(("node_size", "world_size"), [(1, 3), (2, 2), (2, 6), (3, 6), (4, 8)])
+@pytest.mark.parametrize(
+    ("node_size", "world_size", "numel"),  # the last part is shorter, or most are empty
+    [*((*nodes, 1003) for nodes in ((1, 3), (2, 2), (2, 6), (3, 6), (4, 8))), (2, 6, 1)],
+)
 @pytest.mark.parametrize(
     "recipe",
     [

@@ -24,33 +24,6 @@ def test_dense_warmup() -> None:
         world.workers[0].algorithm.load_state_dict({"step": 1})
 
 
-@pytest.mark.parametrize("static", [False, True])
-@pytest.mark.parametrize("world_size", [1, 2, 5])
-def test_quantized_warmup(world_size: int, static: bool) -> None:
-    """Dense steps in 8 bits deliver every entry, take a quarter of the bytes, and leave the rest in the residual."""
-    numel, generator = 4000, torch.Generator().manual_seed(0)
-    exact, rounded = (
-        SimulatedWorld(Warmup(recipe=OkTopk(density=0.05, static=static), steps=3, values=values), world_size, numel)
-        for values in ("fp32", "8bit")
-    )
-    given, delivered = torch.zeros(numel, dtype=torch.float64), torch.zeros(numel, dtype=torch.float64)
-    for step in range(5):
-        gradients = torch.randn(world_size, numel, generator=generator)
-        forecast = rounded.workers[0].algorithm.predicted_traffic(world_size)
-        mean = rounded.step(gradients)[0]
-        assert mean.is_full == (step < 3)
-        given, delivered = given + gradients.double().sum(0), delivered + world_size * mean.to_dense().double()
-        assert torch.allclose(given, delivered + rounded.residuals.double().sum(0), rtol=0, atol=1e-5)
-        if step < 3:
-            exact.step(gradients)
-            assert torch.allclose(mean.to_dense().double(), gradients.double().mean(0), atol=0.05)
-            assert rounded.residuals.any() == (world_size > 1)
-            assert all(each.bytes <= exact.traffic[0].bytes * 0.28 for each in rounded.traffic)
-            assert all(each.bytes == forecast.sent.bytes for each in rounded.traffic)
-    bare = OkTopk(density=0.05, static=static).build(numel).state_dict()
-    assert rounded.workers[0].algorithm.state_dict()["inner"].keys() == bare.keys()
-
-
 @pytest.mark.parametrize("values", ["8bit", "4bit", "2bit", "1bit"])
 @pytest.mark.parametrize("static", [False, True])
 def test_residual_of_the_warmup_goes_on(values: str, static: bool) -> None:

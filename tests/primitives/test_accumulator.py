@@ -58,23 +58,6 @@ def test_undo() -> None:
     assert torch.equal(acc.values_at(one), torch.zeros(2))
 
 
-@pytest.mark.parametrize(("start", "stop"), [(0, 1000), (0, 300), (300, 700), (700, 1000), (400, 400), (0, 0)])
-@pytest.mark.parametrize("added", [False, True])
-def test_at_least_inside(start: int, stop: int, added: bool) -> None:
-    """The entries of a range are those of the whole selection, and the whole sum is computed."""
-    acc, expected = random_accumulator()
-    if added:
-        acc.dense()
-    own, finite = acc.at_least_inside(1.5, start, stop)
-    at = torch.arange(1000)
-    wanted = at[(expected.abs() >= 1.5) & (at >= start) & (at < stop)]
-    assert finite
-    assert own.indices.dtype == torch.int32
-    assert own.indices.tolist() == wanted.tolist()
-    assert torch.equal(own.values, expected[wanted])
-    assert torch.equal(acc.dense(), expected)
-
-
 @pytest.mark.parametrize("where", [10, 500, 990])
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_at_least_inside_finds_every_non_finite_value(where: int, value: float) -> None:

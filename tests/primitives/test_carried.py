@@ -12,7 +12,7 @@ from tritoncomm.errors import NonFiniteError
 from tritoncomm.primitives.carried import carried, with_carried
 from tritoncomm.primitives.collectives import bruck_all_gather, rotate
 from tritoncomm.scheduler.cost import Forecast, both, messages
-from tritoncomm.scheduler.rounds import AllGather, AllReduce, AllToAll, Op, Pattern, Round, Wait
+from tritoncomm.scheduler.rounds import AllReduce, Op, Pattern, Round, Wait
 from tritoncomm.scheduler.simulated import SimulatedScheduler
 from tritoncomm.step.exchange.stages import Staged
 
@@ -44,14 +44,6 @@ def exchange(rank: int, size: int, count: int, width: int, prefix: str = "", aft
     return arrived
 
 
-def by_collectives(rank: int, size: int, count: int, prefix: str = "") -> Pattern[list[Any]]:
-    """Do the same as :func:`exchange` with collectives."""
-    rows = torch.stack([words(rank, peer, count) for peer in range(size)])
-    scattered = yield AllToAll(f"{prefix}scatter", rows)
-    gathered = yield AllGather(f"{prefix}gather", words(rank, 0, count))
-    return [scattered.tolist(), gathered.tolist()]
-
-
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 7, 12])
 @pytest.mark.parametrize("counts", [(5, 3), (0, 3), (5, 0)])
 @pytest.mark.parametrize("after", [(0, 0), (2, 0), (0, 1)])
@@ -73,18 +65,6 @@ def test_both_get_what_they_get_alone(size: int, counts: tuple[int, int], after:
         ]
     )
     assert together == list(zip(*alone, strict=True))
-
-
-def test_collectives() -> None:
-    """Collectives of both patterns become one."""
-    seen: list[str] = []
-    patterns = [
-        carried(by_collectives(rank, 3, 4), by_collectives(rank, 3, 2, "small-"), CARRIERS) for rank in range(3)
-    ]
-    found = SimulatedScheduler(3).run(patterns, before_round=lambda _, ops: seen.append(ops[0].phase))
-    assert seen == ["scatter", "gather"]
-    alone = [SimulatedScheduler(3).run([by_collectives(rank, 3, count) for rank in range(3)]) for count in (4, 2)]
-    assert found == list(zip(*alone, strict=True))
 
 
 def test_an_error_closes_the_other_pattern() -> None:

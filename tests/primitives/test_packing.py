@@ -11,7 +11,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from test_rounded_values import INDEX_BITS
 from tritoncomm import ProtocolMismatchError
 from tritoncomm.primitives import packing
 from tritoncomm.primitives.packing import NO_VALUES, Encoding, Section, Sections
@@ -35,32 +34,6 @@ def packed(section: Section, indices: list[int], values: object) -> tuple[torch.
     expected = delivered.values / section.divisor  # exact if values are rounded
     assert torch.equal(found.values.nan_to_num(nan=7e33), expected.nan_to_num(nan=7e33))
     return message, delivered.indices, delivered.values
-
-
-@given(st.sets(st.integers(0, 2**31 - 2)))
-def test_pack_and_unpack(chosen: set[int]) -> None:
-    """Packing keeps indices and values bit for bit, NaN and -0.0 included."""
-    indices = torch.tensor(sorted(chosen), dtype=torch.int32)
-    values = torch.tensor([float("nan"), -0.0, 1e-45, 3.0]).repeat(len(chosen))[: len(chosen)]
-    got, floats = packing.decode(packing.encode(indices, values))
-    packing.check_indices(got, 0, 2**31 - 1)
-    assert torch.equal(got, indices)
-    assert torch.equal(floats.view(torch.int32), values.view(torch.int32))
-
-
-@given(st.lists(st.sets(st.integers(0, 99), max_size=8), min_size=1, max_size=6), st.integers(0, 3))
-def test_pack_parts(parts: list[set[int]], free: int) -> None:
-    """Messages are read together as they are one by one. Padded messages keep their length."""
-    lists = [torch.tensor(sorted(part), dtype=torch.int32) for part in parts]
-    values = [torch.randn(len(indices)) for indices in lists]
-    messages = [packing.encode(indices, floats) for indices, floats in zip(lists, values, strict=True)]
-    for indices, floats in zip(lists, values, strict=True):
-        padded = packing.pack_padded(indices, floats, 2 * (len(indices) + free))
-        assert padded.numel() == 2 * (len(indices) + free)
-        assert all(map(torch.equal, packing.unpack_padded(padded), (indices, floats)))
-    indices, floats = packing.decode_parts(messages)
-    assert torch.equal(indices, torch.cat(lists))
-    assert torch.equal(floats, torch.cat(values))
 
 
 @pytest.mark.parametrize("indices", [[-1, 2], [2, 2], [3, 1], [4, 10], [1, 5, 4, 9], [5, 1, 2, 3], [1, 2, 3, 10]])
@@ -89,16 +62,6 @@ def test_golden_empty_sections() -> None:
     assert Section(5, 5, 3, "4bit").words == 0
     message, *_ = packed(Section(5, 50, 0, "4bit"), [], [])
     assert message.numel() == 0
-
-
-@pytest.mark.parametrize("density", INDEX_BITS)
-def test_bits_per_entry(density: float) -> None:
-    """The bits per entry of 25 million coordinates are those of the specification for an index, and of the format."""
-    numel = 25_000_000
-    room = int(numel * density)
-    found = [32 * Section(0, numel, room, values).words / room for values in ENTRY_FORMATS]
-    expected = [INDEX_BITS[density] + FORMATS[values].bits for values in ENTRY_FORMATS]
-    assert found == pytest.approx(expected, abs=0.005)
 
 
 @pytest.mark.parametrize("values", ENTRY_FORMATS)
