@@ -1,4 +1,4 @@
-"""Decompress, merge and rebalance: reference and kernels against plain Python, and their invariants."""
+"""Scatter and rebalance: reference and kernels against plain Python, and their invariants."""
 
 from __future__ import annotations
 
@@ -9,64 +9,13 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
-from kernel_cases import BOTH, DEVICES, Guarded, agree, bits, cases, families, kernels_from, seeds, sparse
+from kernel_cases import BOTH, Guarded, agree, bits, cases, seeds, sparse
 
 import tritoncomm_kernels as kernels
 from depth import examples
-from ptx.memory import ViolationError
 
 both = pytest.mark.parametrize("device", BOTH)
-lengths = st.sampled_from([0, 1, 31, 33, 500, 4095, 4096, 4097, 9000])
-junk = st.one_of(st.integers(-9, 9), st.integers(590, 610), st.integers(-(2**31), 2**31 - 1))
 supports = st.lists(st.tuples(st.floats(0, 1), seeds), min_size=1, max_size=6)
-
-
-@both
-@given(lengths, supports, families)
-@example(70_000, [(0.5, 1), (0.6, 2)], "normal")  # several groups of words
-@cases(100)
-def test_merge(device: str, n: int, drawn_lists: list[tuple[float, int]], family: str) -> None:
-    """The union is ascending, and terms are added in list order with the bits of numpy's fp32."""
-    lists = [sparse(n, share, seed, family) for share, seed in drawn_lists]
-
-    def call(guarded: Guarded) -> tuple[list[int], ...]:
-        union, sums = kernels.merge([(guarded.of(at), guarded.of(v)) for at, v in lists], n)
-        assert union.dtype == torch.int32
-        return bits(union), bits(sums)
-
-    sums: dict[int, np.float32] = {}
-    with np.errstate(all="ignore"):
-        for at, values in lists:
-            for i, value in zip(at.tolist(), values.numpy(), strict=True):
-                sums[i] = sums.get(i, np.float32(0)) + value
-    expected = torch.from_numpy(np.array([sums[i] for i in sorted(sums)], dtype=np.float32))
-    assert agree(call, device) == (sorted(sums), bits(expected))
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@given(st.lists(junk, max_size=300), st.booleans())
-@example([600], False)
-@example([1, 594, 594], False)
-@cases(100)
-def test_bad_indices_never_write_outside(device: str, drawn_indices: list[int], twice: bool) -> None:
-    """Unsorted, repeated and invalid indices never write outside the union. An invalid index is named as an error."""
-    guarded = Guarded(device)
-    indices = guarded.of(torch.tensor(drawn_indices, dtype=torch.int32))
-    listed = indices, guarded.of(torch.ones(len(drawn_indices)))
-    rejected, violated = False, ""
-    with kernels_from("triton"):
-        try:
-            kernels.merge([listed] * (1 + twice), 600)
-        except ValueError as error:
-            rejected = "index outside [0, 600)" in str(error)
-        except ViolationError as error:  # of the executor
-            violated = error.check
-    if violated:  # the sum of an index that is in a list twice has no order
-        assert violated == "race"
-        assert len({*drawn_indices}) < len(drawn_indices)
-        return
-    guarded.check()
-    assert rejected == any(not 0 <= index < 600 for index in drawn_indices)
 
 
 @st.composite

@@ -101,9 +101,9 @@ BUGS: dict[str, dict[Callable[..., None], dict[str, tuple[str, str]]]] = {
         partial(padded.test_bad_indices_never_write_outside, count=1): {
             "indices behind the end are inside": ("(index < n)\n    tl.atomic_or", "(index < n + 2)\n    tl.atomic_or")
         },
-        scatter.test_merge: {"bits of earlier groups forgotten": ("counts.cumsum(0, dtype=torch.int32)", "counts")},
         padded.test_joined: {"padding stays between entries": ("total + at - rank", "at")},
         padded.test_merge_rows: {
+            "bits of earlier groups forgotten": ("counts.cumsum(0, dtype=torch.int32)", "counts"),
             "rows of a union in another order": ("tl.cast(row, tl.int64)", "tl.cast(rows - 1 - row, tl.int64)"),
             "padding before entries": ("earlier = (index >= 0) & (index < sought)", "earlier = index < sought"),
         },
