@@ -1,4 +1,4 @@
-"""The cases of compile_cases.py, compiled for GPUs that need not be present.
+"""The launches of compile_cases.py, compiled for GPUs that need not be present.
 
 All cases are compiled for sm_90. Each other target has the first case of every kernel, and every third of the others:
 each case is compiled for two targets at least. A deep run compiles all cases for all targets.
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import triton
-from compile_cases import TYPES, Case, find, launched_cases
+from compile_cases import find, launched_cases
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -79,22 +79,11 @@ def assembly(name: str, target: str, *, fusion: bool = False) -> Any:
     """Return what Triton makes of one case for one target: texts, machine code and metadata."""
     case = find(name)
     arguments = case.kernel.arg_names
-    signature = {name: _type(case, name) for name in arguments}
-    attributes = {
-        (arguments.index(name),): [["tt.divisibility", 16]]
-        for name, kind in signature.items()
-        if case.aligned and kind.startswith("*")  # a launch detects this for tensors that own their memory
-    }
+    signature = {name: "constexpr" if name in case.constants else case.types[name] for name in arguments}
+    attributes = {(arguments.index(name),): [["tt.divisibility", 16]] for name in case.aligned}
     source = ASTSource(case.kernel, signature=signature, constexprs=case.constants, attrs=attributes)
     options = {"num_warps": case.warps, "enable_fp_fusion": fusion}
     return triton.compile(source, target=GPUTarget(*TARGETS[target]), options=options)
-
-
-def _type(case: Case, argument: str) -> str:
-    if argument in case.constants:
-        return "constexpr"
-    default = "*i32" if argument.endswith("_ptr") else "i32"
-    return case.types.get(argument, TYPES.get(argument, default))
 
 
 def _cuobjdump(cubin: bytes, option: str) -> str:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
-from kernel_cases import DEVICES, FAMILIES, Guarded, cases, drawn, kernels_from, never_waits, routes, seeds
+from kernel_cases import DEVICES, FAMILIES, Guarded, cases, drawn, kernels_from, routes, seeds
 from kernel_cases import bits as bits_of
 
 import tritoncomm_kernels as kernels
@@ -344,16 +344,3 @@ def test_ordinary_floats_with_one_bit(device: str) -> None:
         assert torch.equal((values - read.cpu())[others], left.cpu()[others])
         scales.append(dense_bits.scales_of(messages, 5000, FORMAT[1]).cpu().view(torch.int32) >> 16)
     assert (scales[0] - scales[1]).abs().max() <= 1
-
-
-@kernels_only
-def test_nothing_waits(device: str) -> None:
-    """No step waits for the GPU."""
-    values = drawn("normal", 1000, 0).to(device)
-
-    def everything() -> None:
-        messages = kernels.round_parts(values, 3, 1, FORMAT[2])
-        kernels.round_mean(messages, values, 1, FORMAT[2])
-        kernels.read_parts(messages, 1000, FORMAT[2])
-
-    never_waits(everything, device)

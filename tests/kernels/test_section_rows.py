@@ -17,7 +17,6 @@ from kernel_cases import (
     cases,
     drawn,
     kernels_from,
-    never_waits,
     routes,
     seeds,
 )
@@ -275,14 +274,3 @@ def test_more_bits_than_room(device: str) -> None:
         return read_rows(layout, lows, words, workspace=Dirty(guarded))[1].tolist()
 
     assert agree(call, device) == [1]
-
-
-@kernels_only
-def test_nothing_waits(device: str) -> None:
-    """Writing and reading do not wait for the GPU."""
-    layout, held = Layout.of(1000, 90_000, FOUR), Workspace()
-    lows, rows = rows_of(layout, [("tail", 1), ("heavy", 0.5)], 0, 0)
-    lows, rows = lows.to(device), Entries(*(part.to(device) for part in rows))
-    never_waits(
-        lambda: read_rows(layout, lows, write_rows(layout, lows, rows, workspace=held)[0], workspace=held), device
-    )
