@@ -185,12 +185,11 @@ SHARED = [
     ("dense", "fp32"),
     ("random_k", "fp32"),
     ("random_block", "fp32"),
-    ("random_block", "4bit"),
     ("quantized", "1bit"),
 ]
 
 
-@pytest.mark.parametrize("world_size", [2, 8])
+@pytest.mark.parametrize("world_size", [2, 8] if DEEP else [8])
 @pytest.mark.parametrize(("name", "values"), SHARED)
 def test_shared_coordinates(name: str, values: str, world_size: int) -> None:
     """Methods whose coordinates all ranks know wait twice without a static form, in every step but the first."""

@@ -30,6 +30,12 @@ OPTIMIZERS = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
     "decayed": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.1),
 }
+
+
+def _is_baseline(name: str) -> bool:
+    return type(tritoncomm.recipe(name, density=1.0)).__module__.startswith("baselines.")
+
+
 # The form of the messages is given, because it depends on the device otherwise.
 SHORT = {"repartition_every": 2, "reevaluate_every": 3}
 SETTINGS = {
@@ -44,7 +50,8 @@ SETTINGS = {
     "exdyna-static": {"algo": "exdyna", "static": True},
     "topk_allgather-static": {"algo": "topk_allgather", "static": True, "broadcast_parameters": True},
 }
-# Every method in the form that it has on GPUs.
+# Methods without a setting above, in the form that they have on GPUs. Those to compare with are exchanged alone, by the
+# tests of recipes: a deep run also wraps them.
 EVERY = {
     name: {
         "algo": name,
@@ -53,6 +60,7 @@ EVERY = {
         **({} if takes_density(name) else {"density": None}),
     }
     for name in algorithms()
+    if DEEP or not (_is_baseline(name) or name in {each["algo"] for each in SETTINGS.values()})
 }
 
 
@@ -93,7 +101,7 @@ def _cases() -> list[tuple[str, str, str, int]]:
     found = [("plain", name, own, size) for (i, name), (j, own), (k, size) in every if DEEP or (i + j + k) % 2]
     found += [("plain", name, "sgd", 2) for name in EVERY]
     found += [("plain", name, "decayed", 2) for name in ("oktopk", "oktopk-static")]
-    found += [("fsdp", name, "sgd", 2) for name in (EVERY if DEEP else ("topk_dsa", "random_k"))]
+    found += [("fsdp", name, "sgd", 2) for name in (EVERY if DEEP else ("micro", "random_block"))]
     # A single worker takes torch's own step, whose square roots are rounded otherwise on a CPU.
     sizes = [("sgd", 1), *itertools.product(("adamw", "sgd"), (2, 3, 4, 8))] if DEEP else [("adamw", 2), ("sgd", 4)]
     found += [("fsdp", "oktopk-static", *each) for each in sizes]
