@@ -50,14 +50,20 @@ def paper_layout(numel: int, world_size: int, blocks: int = 1024) -> Layout:
     return Layout(block, counts, _starts(counts), numel, numel - block * blocks, _ceil_div(blocks, 4 * world_size))
 
 
-def tight_layout(numel: int, world_size: int, blocks: int = 1024) -> Layout:
-    """Return a layout without a tail: the last block may be shorter than the others. Partitions keep a block."""
-    align = 32 if numel >= 32 * world_size else 1
+def tight_layout(numel: int, world_size: int, blocks: int = 1024, itemsize: int = 4, least: int = 0) -> Layout:
+    """Return a layout without a tail: the last block may be shorter than the others.
+
+    A partition keeps ``least`` blocks, or a quarter of its first share.
+    """
+    align = 128 // itemsize
+    if numel < align * world_size:
+        align = 1
     block, number = _tight_blocks(numel, world_size, blocks, align)
     if number < world_size:
         block, number = _tight_blocks(numel, world_size, blocks, 1)
     counts = _shares(number, world_size)
-    return Layout(block, counts, _starts(counts), numel)
+    quarter = max(1, min(_ceil_div(number, 4 * world_size), number // world_size))
+    return Layout(block, counts, _starts(counts), numel, 0, least or quarter)
 
 
 def static_bounds(numel: int, world_size: int) -> list[tuple[int, int]]:
@@ -124,8 +130,8 @@ def threshold_prop(delta: float, raw: int, k: int, density: float) -> float:
 class ExDynaOracle:
     """State of all ranks. Mode "paper" is ExDyna as in the reference program, "micro" the same with fixed partitions.
 
-    ``layout`` replaces that of the first iteration. After a step, ``layout`` and ``delta`` are those that the step
-    used, and ``counts`` are its counts by rank.
+    ``layout`` and ``delta`` replace the values of the first iteration, ``rule`` scales the threshold. After a step,
+    ``layout`` and ``delta`` are those that the step used, and ``counts`` are its counts by rank.
     """
 
     def __init__(
@@ -136,12 +142,14 @@ class ExDynaOracle:
         mode: str = "paper",
         *,
         layout: Layout | None = None,
+        delta: float | None = None,
+        rule: Callable[[float, int, int], float] = threshold_ref,
     ) -> None:
         if mode not in {"paper", "micro"}:
             raise ValueError(f"unknown mode {mode!r}")
-        self.world_size, self.numel, self.mode = world_size, numel, mode
+        self.world_size, self.numel, self.mode, self.rule = world_size, numel, mode, rule
         self.k = max(1, int(density * numel))
-        self.delta = threshold_start(self.k)
+        self.delta = threshold_start(self.k) if delta is None else delta
         self.layout = layout or (_static_layout if mode == "micro" else paper_layout)(numel, world_size)
         self.number = 0
         self.counts: list[int] = []
@@ -156,7 +164,7 @@ class ExDynaOracle:
             # Both follow from the counts of the previous iteration, which every rank has.
             if self.mode == "paper":
                 self.layout = rebalance_paper(self.layout, by_partition(self.counts, t - 1))
-            self.delta = threshold_ref(self.delta, sum(self.counts), self.k)
+            self.delta = self.rule(self.delta, sum(self.counts), self.k)
         chosen = [self._choose(acc[r], part(r, t, self.world_size), t) for r in range(self.world_size)]
         self.counts = [len(c) for c in chosen]
         indices = sorted(i for c in chosen for i in c)

@@ -1,8 +1,9 @@
-"""ExDyna and MiCRO: an independent oracle, threshold control and load balance."""
+"""ExDyna and MiCRO: golden vectors, an independent oracle, threshold control and load balance."""
 
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from fractions import Fraction
 
 import exdyna_oracle as oracle
@@ -14,7 +15,7 @@ from tritoncomm import ConfigurationError, ExDyna, MiCRO, SimulatedWorld
 from tritoncomm.algorithms.exdyna import ExDynaState, Layout
 
 import laws
-from depth import DEEP, examples
+from depth import DEEP, examples, trials
 from tritoncomm_kernels import rebalance
 
 
@@ -33,6 +34,20 @@ def moved(layout: Layout, blocks: tuple[int, ...], kappa: list[int], numel: int,
     return tuple(tensor.tolist())
 
 
+def test_golden_layouts() -> None:
+    """Block sizes, blocks per partition, minimum and bounds follow the authors' rule."""
+    small = algorithm(100_000, mode="paper")
+    layout = small.layout(4)
+    assert layout == (96, (256,) * 4, 64)
+    assert small.bounds(layout, layout.blocks) == [0, 24576, 49152, 73728, 100_000]
+    large = algorithm(28_949_319, mode="paper")
+    layout = large.layout(3)
+    assert layout == (28256, (342, 341, 341), 86)
+    assert large.bounds(layout, layout.blocks) == [0, 9_663_552, 19_298_848, 28_949_319]
+    micro = MiCRO(mode="paper").build(10)
+    assert micro.bounds(micro.layout(4), micro.layout(4).blocks) == [0, 3, 6, 8, 10]
+
+
 ORACLES = {
     "paper": oracle.rebalance_paper,
     "prefix": oracle.rebalance_prefix,
@@ -44,7 +59,7 @@ ORACLES = {
 def test_rebalance_equals_oracle(data: st.DataObject, rule: str) -> None:
     """Each rule moves the same blocks as the oracle, for all kinds of partitions and counts."""
     size = data.draw(st.integers(1, 12))
-    blocks = data.draw(st.lists(st.integers(1, 7) | st.integers(1, 40), min_size=size, max_size=size))  # also the least
+    blocks = data.draw(st.lists(st.integers(1, 40), min_size=size, max_size=size))
     kappa = data.draw(st.lists(st.one_of(st.integers(0, 3), st.integers(0, 5000)), min_size=size, max_size=size))
     starts = list(itertools.accumulate(blocks, initial=0))
     block, least = data.draw(st.integers(1000, 9000)), data.draw(st.integers(0, 6))
@@ -52,6 +67,93 @@ def test_rebalance_equals_oracle(data: st.DataObject, rule: str) -> None:
     layout = oracle.Layout(block, blocks, starts[:-1], numel, least=least)
     ours = moved(Layout(block, tuple(blocks), least), tuple(blocks), kappa, numel, rule)
     assert ours == tuple(ORACLES[rule](layout, kappa).counts)
+
+
+@pytest.mark.parametrize(("rule", "low", "high"), [("ref", 0.9, 0.96), ("prop", 0.98, 1.02)])
+def test_threshold_control_without_residuals(rule: str, low: float, high: float) -> None:
+    """Each threshold rule keeps the count in its range when accumulators follow one distribution."""
+    mode = {"mode": "paper"} if rule != "prop" else {}
+    world = SimulatedWorld(ExDyna(density=0.05, threshold_rule=rule, **mode), 2, 24_000)
+    generator, k, passed = torch.Generator().manual_seed(0), 1200, []
+    for worker in world.workers:  # start near the result, because the paper's rules are slow
+        worker.algorithm.state = replace(worker.algorithm.state, threshold=3.0)
+    noise = torch.empty(2, 24_000).exponential_(generator=generator)
+    for step in range(trials(1000, 1500)):
+        for worker in world.workers:
+            worker.residual.zero_()
+        world.step(noise.roll(step * 7919 % 24_000, 1))
+        passed.append(world.workers[0].algorithm.report["passed"] / k)
+    assert low < sum(passed[-500:]) / 500 < high
+
+
+@pytest.mark.parametrize(
+    ("density", "steps", "window", "off"),
+    [(0.01, trials(1500, 3000), 500, 0.1), (0.001, trials(2500, 4000), 1500, 0.15)],
+)
+def test_threshold_control_with_residuals(density: float, steps: int, window: int, off: float) -> None:
+    """The count stays near k although residuals grow."""
+    passed, _ = run(ExDyna(density=density), 2, 24_000, steps)
+    assert abs(sum(passed[-window:]) / window - 1) < off
+
+
+def test_golden_borders() -> None:
+    """The borders after given counts follow the authors' rule, including a plateau where it stalls."""
+    layout, blocks = algorithm(100_000, mode="paper").layout(4), (256,) * 4
+    for kappa, expected in (
+        ([160, 60, 90, 90], (255, 257, 256, 256)),
+        ([106, 94, 106, 94], (254, 259, 254, 257)),
+        ([40, 40, 160, 160], (254, 260, 253, 257)),
+        ([130, 100, 100, 70], (254, 260, 253, 257)),
+        ([300, 50, 300, 50], (253, 262, 251, 258)),
+    ):
+        blocks = moved(layout, blocks, kappa, 100_000, "paper")
+        assert blocks == expected
+    layout, blocks = algorithm(11_173_962, mode="paper").layout(8), (128,) * 8
+    for expected in (
+        (127, 129, 129, 126, 130, 126, 129, 128),
+        (126, 130, 130, 124, 132, 124, 130, 128),
+        (125, 131, 131, 122, 134, 122, 131, 128),
+    ):
+        blocks = moved(layout, blocks, [3000, 900, 700, 1500, 1100, 1500, 1300, 1173], 11_173_962, "paper")
+        assert blocks == expected
+
+
+def test_golden_thresholds() -> None:
+    """The factors match to the last digit, on both sides of the band's edges, and the other rule the oracle."""
+    ref = algorithm(11_173_962, mode="paper", density=0.001)
+    assert ref.k == 11_173
+    delta = ref._state_for(8, ref.layout(8)).threshold
+    assert delta == 0.004730261006920411
+    for found, expected in (
+        (50000, 0.004753912311955012),
+        (13000, 0.004777681873514786),
+        (12291, 0.00480157028288236),
+        (12290, 0.004807572245735962),
+        (11173, 0.004813581711043132),
+        (10157, 0.004819598688181936),
+        (10156, 0.004795500694741026),
+        (8, 0.004771523191267321),
+        (1, 0.0047476655753109845),
+    ):
+        delta = ref._scaled(delta, found)
+        assert delta == expected
+    for density in (1e-4, 0.001, 0.003, 0.05):
+        prop = algorithm(11_173_962, density=density)
+        for found in (prop.k * 2 // 3, prop.k, prop.k + 7, prop.k * 3 // 2):
+            assert prop._scaled(delta, found) == oracle.threshold_prop(delta, found, prop.k, density)
+
+
+def test_golden_step() -> None:
+    """Two workers with eight elements give the expected mean and residuals, and swap partitions in the next step."""
+    recipe = ExDyna(mode="paper", density=0.25, rebalance="off", threshold_rule="off")
+    world = SimulatedWorld(recipe, 2, 8)
+    for worker in world.workers:
+        worker.algorithm.state = ExDynaState(world_size=2, threshold=1.0, blocks=(4, 4))
+    mean = world.step(torch.tensor([[2.0, 0, 0, 0, 9, 0, 0, 0], [5, 0, 3, 0, 0, 0, -1, 0]]))[0]
+    assert mean.indices.tolist() == [0, 6]
+    assert mean.values.tolist() == [3.5, -0.5]
+    assert world.residuals.tolist() == [[0, 0, 0, 0, 9, 0, 0, 0], [0, 0, 3, 0, 0, 0, 0, 0]]
+    assert world.step(torch.zeros(2, 8))[0].indices.tolist() == [2, 4]
 
 
 @given(
@@ -68,6 +170,7 @@ def test_oracle(world_size: int, extra: int, moving: bool, families: tuple[str, 
     reference = oracle.ExDynaOracle(
         world_size, numel, density, "paper" if moving else "micro",
         layout=oracle.paper_layout(numel, world_size, blocks) if moving else None,
+        rule=oracle.threshold_ref,
     )  # fmt: skip
     for gradient in case.gradients():
         state = world.workers[0].algorithm.state
@@ -81,25 +184,12 @@ def test_oracle(world_size: int, extra: int, moving: bool, families: tuple[str, 
             assert state.threshold == reference.delta
 
 
-@pytest.mark.parametrize("density", [1e-4, 0.001, 0.003, 0.05])
-def test_threshold_rules(density: float) -> None:
-    """Both rules scale a threshold by the oracle's factors, also at the edges of the paper's band."""
-    paper, robust = (algorithm(11_173_962, mode=mode, density=density) for mode in ("paper", "robust"))
-    k, delta = paper.k, 0.0047
-    few, many = int(0.909 * k), int(1.1 * k)
-    near = (k * 2 // 3, few, few + 1, k, k + 7, many, many + 1, k * 3 // 2)
-    for found in (1, 8, *near, 5 * k):
-        assert paper._scaled(delta, found) == oracle.threshold_ref(delta, found, k)
-    for found in (k // 6, *near, 6 * k):
-        assert robust._scaled(delta, found) == oracle.threshold_prop(delta, found, k, density)
-
-
 @given(st.integers(1, 40), st.integers(1, 5000), st.integers(1, 1024))
-def test_layouts(world_size: int, numel: int, blocks: int) -> None:
-    """Both layouts equal the oracle's. The tight one covers the vector, and gives elements to every worker."""
+def test_tight_layout(world_size: int, numel: int, blocks: int) -> None:
+    """The tight layout equals the oracle's, covers the vector, and gives elements to every worker."""
     built = algorithm(numel, blocks=blocks)
     layout = built.layout(world_size)
-    expected = oracle.tight_layout(numel, world_size, blocks)
+    expected = oracle.tight_layout(numel, world_size, blocks, least=1)
     assert (layout.block, list(layout.blocks)) == (expected.block, expected.counts)
     bounds = built.bounds(layout, layout.blocks)
     assert bounds[0] == 0
@@ -107,10 +197,6 @@ def test_layouts(world_size: int, numel: int, blocks: int) -> None:
     assert all(a <= b for a, b in itertools.pairwise(bounds))
     if numel >= world_size:
         assert all(a < b for a, b in itertools.pairwise(bounds))
-    if numel >= 32 * blocks:
-        paper = oracle.paper_layout(numel, world_size, blocks)
-        found = algorithm(numel, blocks=blocks, mode="paper").layout(world_size)
-        assert found == (paper.block, tuple(paper.counts), paper.least)
 
 
 def run(recipe: ExDyna, world_size: int, numel: int, steps: int) -> tuple[list[float], list[float]]:

@@ -1,19 +1,20 @@
-"""Ok-Topk: an independent oracle, its volume, and what its static form has no room for."""
+"""Ok-Topk: the worked example, an independent oracle, its volume, and what its static form has no room for."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 
 import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from ok_topk_oracle import Oracle
-from tritoncomm import OkTopk, ProtocolMismatchError, SimulatedWorld, SparseVector
+from tritoncomm import OkTopk, ProtocolMismatchError, SimulatedWorld, SparseVector, recipe
 from tritoncomm.primitives.accumulator import Accumulator
-from tritoncomm.primitives.region_cuts import consensus_cuts, propose_cuts, widest
+from tritoncomm.primitives.region_cuts import consensus_cuts, offsets, propose_cuts, widest
 from tritoncomm.scheduler.cost import HEADER_WORDS, WORD, Forecast
 from tritoncomm.scheduler.rounds import Op
 from tritoncomm.scheduler.simulated import SimulatedScheduler
@@ -25,6 +26,14 @@ from ok_topk_variants import OkTopkVariant
 from recipes import SHORT, always_packed
 from tritoncomm_kernels import Entries
 
+WORKED = torch.tensor(
+    [
+        [9, -1, 0, 7, 2, -6, 1, 0, 5, -2, 3, 0],
+        [0, 8, -3, 6, -7, 1, 0, 10, -1, 2, 0, 4],
+        [-5, 0, 1, 11, 0, -9, 2, 6, 0, 0, -3, 1],
+    ],
+    dtype=torch.float32,
+)
 AMPLE = {"local_cap": 50.0, "global_cap": 50.0}  # no cap binds
 
 
@@ -49,6 +58,27 @@ def after(recipe: OkTopk, world_size: int, numel: int, steps: int = 3) -> Simula
     for step in range(steps):
         world.step(heavy_tailed(world_size, numel, step))
     return world
+
+
+def test_worked_example() -> None:
+    """Every figure matches the worked example of appendix C with three workers and twelve coordinates."""
+    world = SimulatedWorld(recipe("oktopk", density=4 / 12), 3, 12)
+    means = world.step(WORKED)
+    for mean in means:
+        assert mean.indices.tolist() == [1, 3, 5, 7]
+        assert torch.equal(mean.values, torch.tensor([8.0, 24.0, -15.0, 16.0]) / 3)
+    assert [state.local_threshold for state in laws.states_of(world)] == [5, 6, 5]
+    assert all(state.cuts == (0, 3, 4, 12) for state in laws.states_of(world))
+    assert all(state.global_threshold == 8 for state in laws.states_of(world))
+    assert world.residuals.tolist() == [
+        [9, -1, 0, 0, 2, 0, 1, 0, 5, -2, 3, 0],
+        [0, 0, -3, 0, -7, 1, 0, 0, -1, 2, 0, 4],
+        [-5, 0, 1, 0, 0, 0, 2, 0, 0, 0, -3, 1],
+    ]
+    selections = [[0, 3, 5, 8], [1, 3, 4, 7], [0, 3, 5, 7]]
+    for chosen in selections:
+        at = offsets(torch.tensor(chosen, dtype=torch.int32), (0, 3, 4, 12))
+        assert [b - a for a, b in pairwise(at)] == [1, 1, 2]
 
 
 oracle_recipes = st.builds(

@@ -1,7 +1,8 @@
-"""SparDL: an independent oracle, its controller, and what is refused."""
+"""SparDL: golden vectors, an independent oracle, schedules, message counts and invariants."""
 
 from __future__ import annotations
 
+import dataclasses
 from fractions import Fraction
 
 import pytest
@@ -10,11 +11,124 @@ from hypothesis import given
 from hypothesis import strategies as st
 from spardl_oracle import SparDLOracle, adapt
 from tritoncomm import ConfigurationError, SimulatedWorld, SparDL
-from tritoncomm.algorithms.spardl_teams import adapted
+from tritoncomm.algorithms.spardl_teams import adapted, reduce_scatter_schedule
 from tritoncomm.scheduler.cost import HEADER_WORDS, WORD
 
 import laws
 from depth import examples
+
+
+@dataclasses.dataclass(frozen=True)
+class Golden:
+    """One worked step: the gradients, the delivered sum, the residuals, and the traffic of every rank."""
+
+    recipe: SparDL
+    before: list[list[int]]
+    total: list[int]
+    after: list[list[int]]
+    words: int
+    messages: int
+
+
+GOLDEN = {
+    "three workers": Golden(
+        SparDL(density=0.5),
+        [[9, -2, 2, -8, 3, 1], [4, 7, -6, 1, -5, 2], [-2, 3, 5, 6, 1, -7]],
+        [9, 0, -6, 0, 0, -7],
+        [[0, -2, 2, -8, 3, 1], [4, 7, 0, 1, -5, 2], [-2, 3, 5, 6, 1, 0]],
+        words=8,
+        messages=4,
+    ),
+    "five workers": Golden(
+        SparDL(density=0.5),
+        [
+            [6, -5, -7, -4, -2, 6, -1, -8, -3, 2],
+            [6, 4, 9, -6, 7, -8, 1, -4, -6, 3],
+            [-4, 1, -5, -7, 5, -1, 3, 3, 8, -1],
+            [-5, 3, 8, 9, 7, 3, -2, -2, -9, -6],
+            [-3, -3, 2, 0, 4, 7, 7, 5, 9, -3],
+        ],
+        [0, -5, 0, -13, 19, 0, 0, -11, 0, -3],
+        [
+            [6, 0, -7, 5, -2, 6, -1, 0, -3, 2],
+            [6, 4, 9, 0, 0, -8, 1, 0, -6, 3],
+            [-4, 1, -5, 0, 0, -1, 3, 0, 8, -1],
+            [-5, 3, 8, 0, 0, 3, -2, 0, -9, -6],
+            [-3, -3, 2, 0, 4, 7, 7, 5, 9, 0],
+        ],
+        words=16,
+        messages=6,
+    ),
+    "eight teams": Golden(
+        SparDL(density=1 / 3, teams=8),
+        [
+            [16, 4, 32], [8, 8, -12], [36, -24, 24], [0, 12, -20],
+            [-36, -8, -4], [20, -4, 8], [8, 28, 20], [20, 24, 32],
+        ],
+        [36, 0, 0],
+        [
+            [16, 4, 32], [8, 8, -12], [0, -24, 24], [0, 12, -20],
+            [-4, -8, -4], [-4, -4, 8], [4, 28, 20], [16, 24, 32],
+        ],
+        words=6,
+        messages=3,
+    ),
+    "three teams by Bruck": Golden(
+        SparDL(density=0.5, teams=3),
+        [
+            [1, 1, -8, -3, 5, 5, -2, -4],
+            [-3, -5, 9, 4, -7, 3, -3, 6],
+            [-9, 7, 8, -6, 1, -8, -6, 5],
+            [-4, -2, 6, -9, 3, -6, 3, -3],
+            [8, -5, -1, -6, 8, -5, 0, 1],
+            [6, -4, 3, -3, 6, 5, 2, 7],
+        ],
+        [14, 0, 0, -15, 14, -6, 0, 0],
+        [
+            [1, 1, -8, -3, 0, 0, -2, -4],
+            [-3, -5, 9, 4, -2, 0, -3, 6],
+            [-9, 7, 8, 0, 1, 0, -6, 5],
+            [-4, -2, 6, 0, 3, 0, 3, -3],
+            [0, -5, -1, -6, 0, 0, 0, 1],
+            [0, -4, 3, -3, 0, 0, 2, 7],
+        ],
+        words=12,
+        messages=4,
+    ),
+    "two teams": Golden(
+        SparDL(density=0.5, teams=2),
+        [
+            [8, -3, -6, -4, 4, -2, -6, 9],
+            [-9, 7, 6, 8, 0, 0, 3, -9],
+            [6, 2, 1, -6, 9, -8, -9, 5],
+            [6, 2, 8, -9, -9, 0, 0, 9],
+        ],
+        [0, 0, 3, -11, 0, 0, -12, 9],
+        [
+            [8, -3, 0, 0, 4, -2, 0, 0],
+            [-9, 7, 6, 0, 0, 0, 0, 0],
+            [6, 2, 0, 0, 9, -8, 0, 5],
+            [6, 2, 0, 0, -9, 0, 0, 0],
+        ],
+        words=12,
+        messages=3,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_golden_steps(name: str) -> None:
+    """Sums, residuals, words and messages match a worked step."""
+    golden = GOLDEN[name]
+    before = torch.tensor(golden.before, dtype=torch.float32)
+    world = SimulatedWorld(golden.recipe, *before.shape)
+    means = world.step(before)
+    for mean in means:
+        assert (mean.to_dense() * len(before)).round().tolist() == golden.total
+    assert world.residuals.tolist() == golden.after
+    for sent in world.traffic + world.received:
+        assert sent.messages == golden.messages
+        assert sent.bytes == WORD * (golden.words + HEADER_WORDS * golden.messages)
 
 
 @st.composite
@@ -56,6 +170,24 @@ def test_oracle(drawn: tuple[SparDL, laws.Case]) -> None:
         assert [[Fraction(x) for x in row] for row in world.residuals.tolist()] == oracle.residuals
         for used, (messages, words) in zip(world.traffic, oracle.sent, strict=True):
             assert used == (messages, WORD * (words + HEADER_WORDS * messages))
+
+
+@pytest.mark.parametrize("size", [*range(1, 70), 128, 255, 257, 600])
+def test_reduce_scatter_schedule(size: int) -> None:
+    """Every worker ends with its own block, which holds each worker's contribution exactly once."""
+    schedule = reduce_scatter_schedule(size)
+    assert sum(count for _, count in schedule) == size - 1
+    holds = [{b: {w} for b in range(size)} for w in range(size)]
+    for distance, count in schedule:
+        moving = []
+        for w in range(size):
+            for i in range(count):
+                block = (w + distance + i) % size
+                moving.append(((w + distance) % size, block, holds[w].pop(block)))
+        for to, block, contributors in moving:
+            assert not holds[to][block] & contributors
+            holds[to][block] |= contributors
+    assert all(holds[w] == {w: set(range(size))} for w in range(size))
 
 
 def test_controller_trace() -> None:

@@ -370,7 +370,7 @@ class ExDynaAlgorithm(BudgetedAlgorithm):
         numbers = tuple(blocks.blocks.tolist()) if isinstance(blocks, Partitions) else blocks
         return asdict(replace(self.state, blocks=numbers))
 
-    def _scaled(self, threshold: float, found: int, steps: int) -> float:
+    def _scaled(self, threshold: float, found: int, steps: int = 1) -> float:
         """Online threshold scaling: return the next threshold after ``found`` entries passed in ``steps`` steps."""
         ratio, expected = found / self.k, self.k * steps
         rule = self.recipe.chosen("threshold_rule")
