@@ -31,6 +31,7 @@ from tritoncomm.step import agree
 from tritoncomm.step.optimizer_list import parts_of
 from tritoncomm.step.rules.step import saved_state
 from tritoncomm.step.saved import state as exchange_state
+from tritoncomm.step.saved.packed import packed, unpacked
 from tritoncomm.step.saved.portable import HINT, Held, Saved, joined, key_of_common, key_of_replica, split
 from tritoncomm.step.setup import Setup
 from tritoncomm.step.torch_internals import original_class
@@ -370,10 +371,8 @@ def _content(optimizer: SparseOptimizer, *, whole: bool = False) -> dict[str, An
     parameters = setup.exchange.parameters
     rest, replica, common = split(state.pop("tritoncomm"), inner, own, held)
     rest["optimizer"] = {key: value for key, value in state.items() if whole and key != "state"}
-    packed = io.BytesIO()
-    torch.save(rest, packed)
     names = key_of_replica(parameters), key_of_common(setup.everybody)
-    return {held.key: packed.getvalue(), names[0]: replica, names[1]: common}
+    return {held.key: packed(rest), names[0]: replica, names[1]: common}
 
 
 def _rooms(optimizer: SparseOptimizer, saved: Saved) -> dict[str, Any]:
@@ -392,8 +391,7 @@ def _read(optimizer: SparseOptimizer, saved: Saved | None, content: Mapping[str,
     setup, held = setup_of(optimizer), _held(optimizer)
     group, device = setup.everybody, setup.device
     with agree.propagate_errors(group, device):
-        packed = [io.BytesIO(value) for value in content.values() if isinstance(value, bytes)]
-        rests = [torch.load(each, weights_only=True, map_location="cpu") for each in packed]
+        rests = [unpacked(value) for value in content.values() if isinstance(value, bytes)]
         for each in rests:
             exchange_state.check_schema(each)
         rest = next((each for each in rests if each["held"] == list(held)), None)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+from collections import deque
+from typing import NamedTuple
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -464,3 +467,84 @@ def test_what_was_frozen_otherwise_is_named_as_a_cause(rank, world_size, tmp_pat
     again = sparse(sgd([p, q]))
     with pytest.raises(ERRORS, match="frozen at wrap"):
         checkpoint.load(again, tmp_path)
+
+
+@ranks(2)
+def test_numbers_of_numpy_are_saved_as_numbers(rank, world_size, tmp_path):
+    """A schedule may compute a rate by NumPy, and an optimizer may keep such a number."""
+    p, optimizer = made("adamw")
+    take(optimizer, [p], rank, range(2), world_size)
+    optimizer.param_groups[0]["lr"] = np.float64(0.125)
+    optimizer.param_groups[0]["betas"] = (np.float32(0.5), 0.75)
+    optimizer.state[p]["limits"] = {"count": np.int64(3), "is_full": np.bool_(True)}
+    checkpoint.save(optimizer, tmp_path)
+    q, again = made("adamw")
+    checkpoint.load(again, tmp_path)
+    assert again.param_groups[0]["lr"] == 0.125
+    assert again.param_groups[0]["betas"] == (0.5, 0.75)
+    assert again.state[q]["limits"] == {"count": 3, "is_full": True}
+
+
+class Pair(NamedTuple):
+    """What an optimizer may keep."""
+
+    first: str
+    second: str
+
+
+UNREADABLE = {
+    "a queue": (deque([1.0]), "deque"),
+    "an array": (np.ones(3), "ndarray"),
+    "a generator": (torch.Generator(), "Generator"),
+    "a named tuple": (Pair("a", "b"), "Pair"),
+    "a function": (lambda step: step, "function"),
+}
+
+
+@ranks(2)
+@pytest.mark.parametrize("what", UNREADABLE)
+def test_what_cannot_be_loaded_is_not_saved(rank, world_size, what, tmp_path):
+    """All ranks raise an error that says where it is and what it is, and the save before stays."""
+    value, name = UNREADABLE[what]
+    p, optimizer = made("adamw")
+    take(optimizer, [p], rank, range(2), world_size)
+    checkpoint.save(optimizer, tmp_path)
+    optimizer.param_groups[0]["history"] = [0, value] if rank == 1 else [0, 0]
+    kind = ConfigurationError if rank == 1 else ConfigMismatchError
+    with pytest.raises(kind, match=rf"param_groups\[0\]\['history'\]\[1\].*{name}"):
+        checkpoint.save(optimizer, tmp_path)
+    del optimizer.param_groups[0]["history"]
+    optimizer.state[p]["history"] = value
+    with pytest.raises(ConfigurationError, match=rf"state\[0\]\['history'\].*{name}"):
+        checkpoint.save(optimizer, tmp_path)
+    _, again = made("adamw")
+    checkpoint.load(again, tmp_path)
+    assert again.metrics()["steps"] == 2
+
+
+@ranks(2)
+def test_what_cannot_be_loaded_is_no_part_of_a_checkpoint_of_torch(rank, world_size):
+    """ResidualState has the states of replicas where updates are exchanged."""
+    p = weight(64)
+    optimizer = tritoncomm.wrap(torch.optim.AdamW([p], lr=0.01), local_steps=2)
+    take(optimizer, [p], rank, range(2), world_size)
+    optimizer.state[p]["history"] = deque([1.0])
+    with pytest.raises(ConfigurationError, match="deque"):
+        checkpoint.ResidualState(optimizer).state_dict()
+
+
+@ranks(2)
+def test_saved_objects_are_refused_together(rank, world_size, tmp_path):
+    """What torch read as plain data at the save, and does not at the load, is a ConfigurationError."""
+    p, optimizer = made("adamw")
+    take(optimizer, [p], rank, range(2), world_size)
+    optimizer.param_groups[0]["history"] = range(3)
+    with torch.serialization.safe_globals([range]):
+        checkpoint.save(optimizer, tmp_path)
+    _, again = made("adamw")
+    with pytest.raises(ConfigurationError, match="range"):
+        checkpoint.load(again, tmp_path)
+    assert again.metrics()["steps"] == 0
+    with torch.serialization.safe_globals([range]):
+        checkpoint.load(again, tmp_path)
+    assert again.metrics()["steps"] == 2

@@ -108,7 +108,7 @@ def _taken_apart(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any
         return {_TENSOR: name}
     if isinstance(value, Mapping):
         return {key: _taken_apart(each, f"{name}.{key}", tensors) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
+    if type(value) in (list, tuple):  # a named tuple takes its values otherwise, and is nothing that can be loaded
         return type(value)(_taken_apart(each, f"{name}.{number}", tensors) for number, each in enumerate(value))
     return value
 
