@@ -50,7 +50,7 @@ def save(optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
 
     The state of the optimizer is written once, a part by each rank. Between two exchanges of updates, they are merged
     first. All ranks must call this. It returns when all is written. An interrupted save into a used folder leaves the
-    state that was there, which is removed when the new one is complete.
+    state that was there, which is removed when the new one is complete. A save that fails removes what it has written.
 
     Use a folder for each optimizer. Process groups without a common rank, such as the replicas of each stage of a
     pipeline, need a folder each, too.
@@ -82,19 +82,36 @@ def save(optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
         _check_owner(optimizer, folder)
     names = agree.all_gather({"name": _DATA + secrets.token_hex(8)}, group, device)
     data, rank = folder / next(iter(names.values()))["name"], global_ranks(group).index(own_rank())
-    with _torch_checkpoint(setup, failed) as dcp:
-        dcp.save({"optimizer": content}, checkpoint_id=data, process_group=group)
-    with agree.propagate_errors(group, device), _prefixed(failed):
-        own = [*data.glob(f"__{rank}_*"), *(data.glob(".metadata") if rank == 0 else ())]
-        digests = {file.name: _digest(file) for file in own}
-    files = {name: digest for own in agree.all_gather(digests, group, device).values() for name, digest in own.items()}
+    with _removed_if_it_fails(data) if rank == 0 else nullcontext():
+        with _torch_checkpoint(setup, failed) as dcp:
+            dcp.save({"optimizer": content}, checkpoint_id=data, process_group=group)
+        with agree.propagate_errors(group, device), _prefixed(failed):
+            own = [*data.glob(f"__{rank}_*"), *(data.glob(".metadata") if rank == 0 else ())]
+            digests = {file.name: _digest(file) for file in own}
+        told = agree.all_gather(digests, group, device)
+        files = {name: digest for own in told.values() for name, digest in own.items()}
+        with agree.propagate_errors(group, device), _prefixed(failed):
+            if rank == 0:
+                _replace(folder / _POINTER, {"data": data.name, "optimizer": _kind(optimizer), "files": files})
     with agree.propagate_errors(group, device), _prefixed(failed):
         if rank == 0:
-            _replace(folder / _POINTER, {"data": data.name, "optimizer": _kind(optimizer), "files": files})
             for old in set(folder.glob(f"{_DATA}*")) - {data}:
                 shutil.rmtree(old, ignore_errors=True)
     agree.compare({"checkpoint": data.name}, group, device)
     _saved_into[folder.resolve()] = weakref.ref(optimizer)
+
+
+@contextmanager
+def _removed_if_it_fails(data: Path) -> Iterator[None]:
+    """Remove the folder ``data`` if the body raises an error that all ranks raise, none of which writes then.
+
+    It leaves what a lost or an interrupted rank leaves, which the next complete save removes.
+    """
+    try:
+        yield
+    except (ConfigurationError, ConfigMismatchError):
+        shutil.rmtree(data, ignore_errors=True)
+        raise
 
 
 # The optimizer that this process has saved last into a folder.

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import resource
 from collections import deque
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import numpy as np
@@ -548,3 +550,36 @@ def test_saved_objects_are_refused_together(rank, world_size, tmp_path):
     with torch.serialization.safe_globals([range]):
         checkpoint.load(again, tmp_path)
     assert again.metrics()["steps"] == 2
+
+
+@contextmanager
+def full_disk(limit: int):
+    """Let this process write no file of more than ``limit`` bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@ranks(2)
+@pytest.mark.parametrize("at", [0, 1, None])
+def test_failed_saves_leave_nothing(rank, world_size, at, tmp_path):
+    """On a full disk, each attempt needs the same room, and the last complete one stays."""
+    p, optimizer = made("adamw")
+    take(optimizer, [p], rank, range(3), world_size)
+    checkpoint.save(optimizer, tmp_path)
+    dist.barrier()
+    if at is None and rank == 0:
+        (tmp_path / "checkpoint.unfinished").mkdir()  # it fails at its end
+    dist.barrier()
+    before = set(tmp_path.rglob("*"))
+    for _ in range(2):
+        with full_disk(2000 if rank == at else 2**30), pytest.raises(ERRORS, match="cannot be written"):
+            checkpoint.save(optimizer, tmp_path)
+        dist.barrier()
+        assert set(tmp_path.rglob("*")) == before
+    _, again = made("adamw")
+    checkpoint.load(again, tmp_path)
+    assert again.metrics()["steps"] == 3
