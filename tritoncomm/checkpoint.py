@@ -32,7 +32,7 @@ from tritoncomm.step.optimizer_list import parts_of
 from tritoncomm.step.rules.step import saved_state
 from tritoncomm.step.saved import state as exchange_state
 from tritoncomm.step.saved.packed import packed, unpacked
-from tritoncomm.step.saved.portable import HINT, Held, Saved, joined, key_of_common, key_of_replica, split
+from tritoncomm.step.saved.portable import HINT, Held, Saved, key_of_common, key_of_replica, restored, split
 from tritoncomm.step.setup import Setup
 from tritoncomm.step.torch_internals import original_class
 from tritoncomm_kernels import devices
@@ -421,11 +421,11 @@ def _read(optimizer: SparseOptimizer, saved: Saved | None, content: Mapping[str,
             replica = key_of_replica(parameters) if saved is None else saved.replicas[saved.source(held)]
             tensors = {**content[replica], **content[key_of_common(group) if saved is None else saved.common]}
             try:
-                state = joined(rest, tensors)
+                state = restored(rest, tensors, _parameters(optimizer), as_before=True)
             except KeyError as error:
                 raise ConfigurationError(f"this optimizer has no state to read {error} into: {HINT}") from error
         elif saved is not None:
-            state = saved.resharded(rests, content, held)
+            state = saved.resharded(rests, content, held, _parameters(optimizer))
         else:
             raise ConfigurationError(f"this checkpoint was saved with another sharding: {HINT}")
         inner, others, _ = (state.pop(field) for field in ("inner", "optimizer", "held"))

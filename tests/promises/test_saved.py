@@ -23,6 +23,8 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
     set_state_dict,
 )
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from tritoncomm import ConfigMismatchError, ConfigurationError, checkpoint
 
 from ranks import ranks
@@ -583,3 +585,114 @@ def test_failed_saves_leave_nothing(rank, world_size, at, tmp_path):
     _, again = made("adamw")
     checkpoint.load(again, tmp_path)
     assert again.metrics()["steps"] == 3
+
+
+def replicated(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor, of shards as a copy on each rank."""
+    places = [Replicate()] * len(getattr(tensor, "placements", ()))
+    return tensor.redistribute(placements=places) if places else tensor
+
+
+class Normalized(torch.optim.Optimizer):
+    """Keeps a number per row and one per column of a gradient, and copies of a mean and of a plain tensor."""
+
+    def __init__(self, parameters) -> None:
+        super().__init__(parameters, {"lr": 0.01})
+
+    @torch.no_grad()
+    def step(self, closure=None) -> None:
+        """Divide by the size of a row and of a column, and add the mean."""
+        for p in self.param_groups[0]["params"]:
+            state, squares = self.state[p], p.grad.square()
+            values = {"row": squares.mean(1, keepdim=True), "column": replicated(squares).mean(0)}
+            for name, value in (values | {"mean": replicated(p.grad)}).items():
+                state.setdefault(name, torch.zeros_like(value)).lerp_(value, 0.25)
+            state["known"] = state.get("known", torch.zeros(3)) + 1
+            sizes = (state["row"] * state["column"]).sqrt() + 1e-6
+            p.sub_((p.grad + state["mean"]) / sizes, alpha=0.01)
+
+
+class Shards:
+    """A layer whose rows three shards do not divide, over some shards or as a plain module."""
+
+    def __init__(self, shards: int | None, world_size: int = 4) -> None:
+        from torch.distributed.fsdp import fully_shard  # noqa: PLC0415 - takes a while
+
+        torch.manual_seed(0)
+        self.model, group = nn.Linear(6, 7, bias=False), None
+        if shards is not None:
+            mesh = init_device_mesh("cpu", (world_size // shards, shards), mesh_dim_names=("replicate", "shard"))
+            fully_shard(self.model, mesh=mesh["shard"])
+            group = mesh["replicate"].get_group()
+        self.optimizer = tritoncomm.wrap(Normalized(self.model.parameters()), model=self.model, process_group=group)
+
+    def train(self, rank: int, steps: range) -> None:
+        """Take steps."""
+        for step in steps:
+            x = gradient(24, rank, step).view(4, 6) / 64
+            (self.model(x) - 1).square().sum().backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    @property
+    def state(self) -> dict[str, torch.Tensor]:
+        """The state of the parameter."""
+        return self.optimizer.state[self.model.weight]
+
+    def placements(self) -> dict[str, object]:
+        """How its tensors are split, None if they are plain."""
+        return {name: getattr(each, "placements", None) for name, each in self.state.items()}
+
+    def whole(self) -> dict[str, torch.Tensor]:
+        """Its tensors."""
+        return {name: each.full_tensor() if isinstance(each, DTensor) else each for name, each in self.state.items()}
+
+
+@ranks(4)
+@pytest.mark.parametrize("shards", [1, 2])
+def test_small_states_of_shards_go_on_to_the_bit(rank, world_size, shards, tmp_path):
+    """They are split as they were: one number per row, copies, and plain tensors."""
+    run = Shards(shards)
+    run.train(rank, range(3))
+    checkpoint.save(run.optimizer, tmp_path)
+    weights = {name: each.clone() for name, each in run.model.state_dict().items()}
+    run.train(rank, range(3, 6))
+    again = Shards(shards)
+    again.model.load_state_dict(weights)
+    checkpoint.load(again.optimizer, tmp_path)
+    assert again.placements() == run.placements()
+    assert isinstance(again.state["row"], DTensor)
+    again.train(rank, range(3, 6))
+    assert torch.equal(again.model.weight.full_tensor(), run.model.weight.full_tensor())
+    assert all(torch.equal(each, run.whole()[name]) for name, each in again.whole().items())
+
+
+@ranks(4)
+@pytest.mark.parametrize(("before", "after"), [(2, 4), (4, 2), (2, 1), (2, None), (None, 2)])
+def test_small_states_on_another_mesh(rank, world_size, before, after, tmp_path):
+    """They are split as their parameter is where their size is the same, and copies elsewhere."""
+    run = Shards(before)
+    run.train(rank, range(3))
+    checkpoint.save(run.optimizer, tmp_path)
+    expected = run.whole()
+    again = Shards(after)
+    checkpoint.load(again.optimizer, tmp_path)
+    assert isinstance(again.state["row"], DTensor) == (after is not None)
+    if after is not None:
+        assert again.state["row"].placements == (Shard(0),)
+        assert again.state["column"].placements == (Replicate(),)
+    found = again.whole()
+    if rank == 0:  # of the first replica, before and after
+        assert all(torch.equal(each, expected[name]) for name, each in found.items())
+    again.train(rank, range(3, 5))
+
+
+@ranks(4)
+def test_partial_sums_are_not_saved(rank, world_size, tmp_path):
+    """A checkpoint would have the part of one rank."""
+    run = Shards(2)
+    run.train(rank, range(2))
+    run.state["sum"] = run.state["row"].sum(0)
+    assert run.state["sum"].placements[0].is_partial()
+    with pytest.raises(ConfigurationError, match=r"0\.sum .* partial sum"):
+        checkpoint.save(run.optimizer, tmp_path)

@@ -8,7 +8,8 @@ common is written once, what differs between them once a replica. The rest, whic
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -18,9 +19,10 @@ from tritoncomm.errors import ConfigurationError
 from tritoncomm.scheduler.ranks import global_ranks, own_rank
 from tritoncomm.step.saved import state as exchange_state
 from tritoncomm.step.tensors.names import OTHER_PARAMETERS
-from tritoncomm.step.tensors.shards import like_parameter, local, mesh_ranks, place
+from tritoncomm.step.tensors.shards import like_parameter, local, mesh_ranks, place, split_along, split_on_mesh
 
 Tensors = Mapping[str, torch.Tensor]
+Along = list[int | None] | None  # see split_along
 
 # Part of the keys, because torch.distributed.checkpoint names a key that it does not find. Part of the format, too.
 HINT = "for other ranks, replicas or shards than those of the save: ResidualState(optimizer, checkpoint_id=path)"
@@ -30,6 +32,7 @@ _OF_REPLICA = "replica at rank"  # begins the key of the tensors of one
 _OWN, _STATE = "own", "state"
 _OF_LOCAL_STEPS = ("anchors", "momentum")
 _TENSOR = "the tensor"  # key of the name of a tensor, in its place
+_ALONG = "split along"  # and of how it was split, if it was a DTensor
 
 
 class Held(NamedTuple):
@@ -77,7 +80,7 @@ def split(
 ) -> tuple[dict[str, Any], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Return what belongs to this rank alone, the tensors of its replica, and those of all replicas, by name.
 
-    :func:`joined` returns the state again, with ``inner`` and ``held`` as further fields.
+    :func:`restored` returns the state again, with ``inner`` and ``held`` as further fields.
 
     Args:
         state: What :func:`tritoncomm.step.saved.state.saved` has returned, not between two exchanges of updates.
@@ -104,8 +107,15 @@ def split(
 def _taken_apart(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
     """Return ``value`` with names instead of its tensors, which are added to ``tensors``. Single numbers stay."""
     if isinstance(value, torch.Tensor) and (value.dim() or hasattr(value, "device_mesh")):
+        along = split_along(value)
+        placements = getattr(value, "placements", ())
+        if any(each.is_partial() for each in placements):
+            raise ConfigurationError(
+                f"{name.partition('.')[2]} of the optimizer's state is a partial sum, placements={placements}, of "
+                "which no rank has values to save: let the optimizer redistribute it to Replicate() before it keeps it"
+            )
         tensors[name] = value.detach()
-        return {_TENSOR: name}
+        return {_TENSOR: name} if along is None else {_TENSOR: name, _ALONG: along}
     if isinstance(value, Mapping):
         return {key: _taken_apart(each, f"{name}.{key}", tensors) for key, each in value.items()}
     if type(value) in (list, tuple):  # a named tuple takes its values otherwise, and is nothing that can be loaded
@@ -113,13 +123,53 @@ def _taken_apart(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any
     return value
 
 
-def joined(value: Any, tensors: Tensors) -> Any:
-    """Return ``value`` with ``tensors`` instead of their names."""
+def joined(
+    value: Any, tensors: Tensors, placed: Callable[[torch.Tensor, Along], torch.Tensor] = lambda tensor, _: tensor
+) -> Any:
+    """Return ``value`` with ``tensors`` instead of their names, as ``placed`` returns them for how they were split."""
     if isinstance(value, Mapping):
         if _TENSOR in value:
-            return tensors[value[_TENSOR]]
-        return {key: joined(each, tensors) for key, each in value.items()}
-    return type(value)(joined(each, tensors) for each in value) if isinstance(value, (list, tuple)) else value
+            return placed(tensors[value[_TENSOR]], value.get(_ALONG))
+        return {key: joined(each, tensors, placed) for key, each in value.items()}
+    return type(value)(joined(each, tensors, placed) for each in value) if isinstance(value, (list, tuple)) else value
+
+
+def restored(
+    rest: Mapping[str, Any], tensors: Tensors, every: Sequence[torch.Tensor], *, as_before: bool
+) -> dict[str, Any]:
+    """Return the state of a rank, with the fields ``inner`` and ``held``.
+
+    Args:
+        rest: What :func:`split` has returned first.
+        tensors: Those of the replica and of all replicas.
+        every: All parameters of the optimizer.
+        as_before: Whether this rank holds of the model what it held at the save. States are then split as they were.
+    """
+    had_shards = any(Held(*rest["held"]).shards)
+    inner = {
+        number: joined(each, tensors, partial(_placed, every[number], as_before=as_before, had_shards=had_shards))
+        for number, each in rest["inner"].items()
+    }
+    return {**joined({**rest, "inner": {}}, tensors), "inner": inner}
+
+
+def _placed(
+    parameter: torch.Tensor, tensor: torch.Tensor, along: Along, *, as_before: bool, had_shards: bool
+) -> torch.Tensor:
+    """Return a ``tensor`` of the state of ``parameter``, split for it. ``along`` says how it was split.
+
+    On other shards, it is split as the parameter where it has its size, with copies elsewhere. A plain tensor that an
+    optimizer has kept beside shards stays plain.
+    """
+    here = split_along(parameter)
+    if here is None:
+        return tensor
+    if as_before and along is not None and len(along) == len(here):
+        return split_on_mesh(tensor, parameter, along)
+    if hasattr(tensor, "device_mesh") or (had_shards and along is None):
+        return tensor
+    like = [each for each, (own, size) in enumerate(zip(parameter.shape, tensor.shape, strict=False)) if own == size]
+    return split_on_mesh(tensor, parameter, [each if each in like else None for each in here])
 
 
 class Saved(NamedTuple):
@@ -188,19 +238,23 @@ class Saved(NamedTuple):
             }
         return found
 
-    def resharded(self, rests: Sequence[Mapping[str, Any]], content: Mapping[str, Any], here: Held) -> dict[str, Any]:
-        """Return the state of a rank that takes over the residuals of other ranks. See :func:`joined`.
+    def resharded(
+        self, rests: Sequence[Mapping[str, Any]], content: Mapping[str, Any], here: Held, every: Sequence[torch.Tensor]
+    ) -> dict[str, Any]:
+        """Return the state of a rank that takes over the residuals of other ranks. See :func:`restored`.
 
         Args:
             rests: What belongs to the ranks of which a key is in :meth:`rooms`, in their order.
             content: What was read into :meth:`rooms`.
             here: What the rank holds.
+            every: All parameters of the optimizer.
         """
         of_replica = {Held(*rest["held"]).replica: rest for rest in reversed(rests)}  # the first rank of each
         first, before = rests[0], Held(*rests[0]["held"])
         source = self.source(here)
         tensors = {**content[self.replicas[source]], **content[self.common]}
-        state = joined({**first, "residuals": [], "inner": of_replica[source]["inner"]}, tensors)
+        rest = {**first, "residuals": [], "inner": of_replica[source]["inner"]}
+        state = restored(rest, tensors, every, as_before=False)
         keeps_methods = not any((*here.shards, *before.shards))  # they belong to the entries of the vector
         if not keeps_methods:
             state["algorithm"] = [exchange_state.without_entries(method) for method in state["algorithm"]]

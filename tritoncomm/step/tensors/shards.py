@@ -122,6 +122,31 @@ def like_parameter(parameter: Any, values: torch.Tensor) -> torch.Tensor:
     return DTensor.from_local(own, parameter.device_mesh, parameter.placements, **layout)
 
 
+def split_along(tensor: Any) -> list[int | None] | None:
+    """Return along which of its dimensions each dimension of its mesh splits a DTensor. None stands for copies.
+
+    Return None for a plain tensor.
+    """
+    return [getattr(each, "dim", None) for each in tensor.placements] if hasattr(tensor, "device_mesh") else None
+
+
+def split_on_mesh(tensor: Any, parameter: Any, along: Sequence[int | None]) -> torch.Tensor:
+    """Return ``tensor`` on the mesh of ``parameter``, split ``along`` these dimensions, see :func:`split_along`.
+
+    A plain tensor is the same on all ranks, which then tell each other nothing.
+    """
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor  # noqa: PLC0415 - importing it takes a while
+
+    places = [
+        Replicate() if dimension is None else own if getattr(own, "dim", None) == dimension else Shard(dimension)
+        for own, dimension in zip(parameter.placements, along, strict=True)
+    ]
+    if not hasattr(tensor, "device_mesh"):
+        return distribute_tensor(tensor, parameter.device_mesh, places, src_data_rank=None)
+    found: torch.Tensor = tensor.redistribute(placements=places)
+    return found
+
+
 def mesh_ranks(parameter: Any) -> set[int]:
     """Return the ranks over which a DTensor is distributed. Empty for a plain tensor."""
     return set(parameter.device_mesh.mesh.flatten().tolist()) if hasattr(parameter, "device_mesh") else set()
