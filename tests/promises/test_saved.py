@@ -696,3 +696,79 @@ def test_partial_sums_are_not_saved(rank, world_size, tmp_path):
     assert run.state["sum"].placements[0].is_partial()
     with pytest.raises(ConfigurationError, match=r"0\.sum .* partial sum"):
         checkpoint.save(run.optimizer, tmp_path)
+
+
+def two(sizes: tuple[int, int], kinds=(sgd, sgd), group=None) -> dict:
+    """Return two parameters with an optimizer each, by name."""
+    p, q = map(weight, sizes)
+    fields = {"density": 1 / 32, "process_group": group}
+    return {"hidden": (p, sparse(kinds[0]([p]), **fields)), "rest": (q, sparse(kinds[1]([q]), **fields))}
+
+
+@ranks(3)
+@pytest.mark.parametrize("sizes", [(64, 32), (64, 64)])
+def test_two_optimizers_in_a_checkpoint_of_torch(rank, world_size, sizes, tmp_path):
+    """Each finds its own residuals, also on fewer ranks, and with equal shapes."""
+    run = two(sizes)
+    for number, (p, optimizer) in enumerate(run.values()):
+        take(optimizer, [p], rank, range(10 * number, 10 * number + 3), world_size)
+    states = {name: checkpoint.ResidualState(optimizer) for name, (_, optimizer) in run.items()}
+    dcp.save(states, checkpoint_id=tmp_path)
+    values = {name: p.detach().clone() for name, (p, _) in run.items()}
+    for _, optimizer in run.values():
+        optimizer.flush()
+    group = dist.new_group([0, 1])
+    if rank == 2:
+        return
+    again = two(sizes, group=group)
+    states = {name: checkpoint.ResidualState(optimizer, tmp_path) for name, (_, optimizer) in again.items()}
+    dcp.load(states, checkpoint_id=tmp_path, process_group=group)
+    for name, (p, optimizer) in again.items():
+        write(p, values[name])
+        optimizer.flush()
+        assert torch.allclose(p, run[name][0])
+        assert not torch.equal(p, values[name])
+
+
+@ranks(2)
+def test_optimizer_that_two_states_fit_is_told_which(rank, world_size, tmp_path):
+    """An error lists them, and an argument chooses."""
+    run = two((64, 64), (sgd, KINDS["adamw"]))
+    for p, optimizer in run.values():
+        take(optimizer, [p], rank, range(3), world_size)
+    states = {name: checkpoint.ResidualState(optimizer) for name, (_, optimizer) in run.items()}
+    dcp.save(states, checkpoint_id=tmp_path)
+    again = two((64, 64), (sgd, KINDS["adamw"]))
+    for _, optimizer in again.values():
+        with pytest.raises(ConfigurationError, match=r"'hidden', 'rest'.*name="):
+            checkpoint.ResidualState(optimizer, tmp_path)
+    with pytest.raises(ConfigurationError, match=r"name='other'.*'hidden', 'rest'"):
+        checkpoint.ResidualState(optimizer, tmp_path, name="other")
+    states = {name: checkpoint.ResidualState(optimizer, tmp_path, name=name) for name, (_, optimizer) in again.items()}
+    dcp.load(states, checkpoint_id=tmp_path)
+    for name, (_, optimizer) in again.items():
+        assert optimizer.metrics()["residual_norm"] == run[name][1].metrics()["residual_norm"] > 0
+    _, other = two((48, 16))["hidden"]
+    with pytest.raises(ConfigurationError, match=r"'hidden', 'rest'.*other parameters"):
+        checkpoint.ResidualState(other, tmp_path)
+
+
+@ranks(2)
+def test_optimizers_of_gradients_and_of_updates_find_their_states(rank, world_size, tmp_path):
+    """Muon and AdamW of a model, with parameters of equal shapes, are saved together."""
+
+    def made():
+        p, q = nn.Parameter(torch.ones(8, 8)), nn.Parameter(torch.ones(8, 8))
+        return {"muon": (p, tritoncomm.wrap(torch.optim.Muon([p]))), "adamw": (q, sparse(KINDS["adamw"]([q])))}
+
+    run = made()
+    for p, optimizer in run.values():
+        take(optimizer, [p], rank, range(3), world_size)
+    states = {name: checkpoint.ResidualState(optimizer) for name, (_, optimizer) in run.items()}
+    dcp.save(states, checkpoint_id=tmp_path)
+    again = made()
+    states = {name: checkpoint.ResidualState(optimizer, tmp_path) for name, (_, optimizer) in again.items()}
+    dcp.load(states, checkpoint_id=tmp_path)
+    for name, (_, optimizer) in again.items():
+        assert optimizer.metrics()["steps"] == 3
+        assert optimizer.metrics()["residual_norm"] == run[name][1].metrics()["residual_norm"]

@@ -188,22 +188,43 @@ class Saved(NamedTuple):
     tensors: dict[str, dict[str, Any]]
 
     @classmethod
-    def by(cls, reader: Any, where: object) -> Saved:
-        """Return what the checkpoint of ``reader`` has. Errors call it ``where``."""
+    def by(
+        cls,
+        reader: Any,
+        where: object,
+        parameters: Sequence[torch.Tensor],
+        *,
+        has_anchors: bool,
+        name: str | None = None,
+    ) -> Saved:
+        """Return what the checkpoint of ``reader`` has for an optimizer.
+
+        Args:
+            reader: A reader of ``torch.distributed.checkpoint``.
+            where: What errors call the checkpoint.
+            parameters: The parameters that are exchanged.
+            has_anchors: Whether updates are exchanged.
+            name: The key of the optimizer's state in the checkpoint. Default: None, the one that fits.
+        """
         try:
             stored = reader.read_metadata().state_dict_metadata
         except Exception as error:  # each storage has its own
             raise ConfigurationError(f"checkpoint_id={where}: no checkpoint can be read: {error}") from error
+        by_name = dict[str, dict[str, Any]]()
+        for key, metadata in stored.items():
+            if found := re.search(rf"\.(rank \d+ of \d+, replica \d|{_OF_REPLICA} \d|{_COMMON} \d)", key):
+                by_name.setdefault(key[: found.start()], {})[key[found.start() + 1 :]] = metadata
+        own = _chosen(by_name, parameters, has_anchors, name, where)
         ranks, replicas, tensors = dict[int, tuple[str, int]](), set[int](), dict[str, dict[str, Any]]()
-        for name, metadata in stored.items():
-            if found := re.search(r"\.(rank (\d+) of \d+, replica (\d+) of (\d+) .*)$", name):
-                ranks[int(found[2])] = found[1], int(found[3])
-                replicas.add(int(found[4]))
-            elif found := re.search(rf"\.({_OF_REPLICA} \d+|{_COMMON} \d+)\.(.*)$", name):
+        for key, metadata in own.items():
+            if found := re.match(r"rank (\d+) of \d+, replica (\d+) of (\d+) .*$", key):
+                ranks[int(found[1])] = key, int(found[2])
+                replicas.add(int(found[3]))
+            elif found := re.match(rf"({_OF_REPLICA} \d+|{_COMMON} \d+)\.(.*)$", key):
                 tensors.setdefault(found[1], {})[found[2]] = metadata
-        every = sorted(tensors, key=lambda key: int(key.rpartition(" ")[2]))
-        keys = [key for key in every if key.startswith(_OF_REPLICA)]
-        common = next((key for key in every if key.startswith(_COMMON)), _COMMON)
+        every = sorted(tensors, key=lambda each: int(each.rpartition(" ")[2]))
+        keys = [each for each in every if each.startswith(_OF_REPLICA)]
+        common = next((each for each in every if each.startswith(_COMMON)), _COMMON)
         if replicas != {len(keys)}:
             raise ConfigurationError(
                 f"checkpoint_id={where}: this checkpoint has no ResidualState, or those of several runs or stages of a "
@@ -268,6 +289,45 @@ class Saved(NamedTuple):
         ]
         share = here.replicas / before.replicas
         return exchange_state.taken_over(state, others, rank=here.replica, world_size=here.replicas, share=share)
+
+
+def _chosen(
+    by_name: Mapping[str, dict[str, Any]],
+    parameters: Sequence[torch.Tensor],
+    has_anchors: bool,
+    name: str | None,
+    where: object,
+) -> dict[str, Any]:
+    """Return the metadata of the state, of those ``by_name``, that an optimizer reads. See :meth:`Saved.by`.
+
+    ``torch.distributed.checkpoint`` knows the name, and reads that state, whichever is chosen. So it does not matter
+    which one it is of several with equal metadata.
+    """
+    names = f"checkpoint_id={where}: name={name!r}, and the checkpoint has states of {', '.join(map(repr, by_name))}"
+    if name is not None:
+        if name not in by_name:
+            raise ConfigurationError(f"{names}: pass the one under which dcp.save() has saved the optimizer")
+        return by_name[name]
+    states = list(by_name.values())
+    if len(states) <= 1:
+        return dict(*states)
+    fitting = [each for each in states if _fits(each, parameters, has_anchors)]
+    if not fitting:
+        raise ConfigurationError(f"{names}. For this optimizer, {OTHER_PARAMETERS}")
+    if any(each != fitting[0] for each in fitting):
+        raise ConfigurationError(
+            f"{names}, of which {len(fitting)} fit the parameters of this optimizer: pass name=, the key under which "
+            "dcp.save() has saved it"
+        )
+    return fitting[0]
+
+
+def _fits(stored: Mapping[str, Any], parameters: Sequence[torch.Tensor], has_anchors: bool) -> bool:
+    """Whether the state with the metadata ``stored`` has the sizes of ``parameters``, and anchors or none."""
+    found = [(re.match(rf"{_OF_REPLICA} \d+\.residuals\.(\d+)$", key), metadata) for key, metadata in stored.items()]
+    sizes = {int(each[1]): metadata.size for each, metadata in found if each}
+    expected = {number: each.shape for number, each in enumerate(parameters) if each.dim()}  # single numbers are no key
+    return sizes == expected and has_anchors == any(re.match(rf"{_COMMON} \d+\.anchors\.", key) for key in stored)
 
 
 def _room_for(name: str, stored: Any, parameters: Sequence[torch.Tensor]) -> torch.Tensor:
