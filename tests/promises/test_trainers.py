@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
+import weakref
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
 import tritoncomm
-from kit import equal_on_all_ranks, everywhere, flat, gradient, sgd, sparse, weight
+from kit import equal_on_all_ranks, everywhere, flat, gradient, log_lines, sgd, sparse, weight
 from torch import nn
 from tritoncomm.amp import GradScaler
 
@@ -219,6 +221,49 @@ def test_accelerate_saves_the_residual_of_each_rank(rank, world_size, tmp_path):
             optimizer.zero_grad()
         ends.append(torch.cat([flat(model.parameters()), torch.tensor([wrapped.metrics()["residual_norm"]])]))
     assert torch.equal(*ends)
+
+
+@needs("accelerate")
+@ranks(2, limit=90.0)
+def test_accelerate_forgets_an_optimizer_whose_memory_was_freed(rank, world_size, tmp_path):
+    """free_memory() ends an attempt: its parameters are freed, and only the next attempt is saved and loaded."""
+    under_torchrun(rank, world_size)
+    accelerate = importlib.import_module("accelerate")
+    integration = importlib.import_module("tritoncomm.integrations.accelerate")
+    accelerator, folder = accelerate.Accelerator(cpu=True), str(tmp_path / "saved")
+    held = []  # as by the traceback of an attempt
+
+    def attempt(first: int, last: int, *, fails: bool = False):
+        """Train from step ``first`` up to ``last``, and save. Return the end, and a weak reference to a parameter."""
+        accelerator.free_memory()
+        net = Net()
+        model, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), lr=0.01))
+        integration.wrap(accelerator, model, optimizer, **SETTINGS)
+        held.append(optimizer)
+        if first:
+            accelerator.load_state(folder)
+        for step in range(first, last):
+            accelerator.backward(model(batch(rank, step))["loss"])
+            accelerator.clip_grad_norm_(model.parameters(), NORM)
+            if fails:  # as if memory were too short: the gradients are averaged, and no step follows
+                return None, weakref.ref(net.layers[0].weight)
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 2:
+                accelerator.save_state(folder)
+        return flat(net.parameters()), weakref.ref(net.layers[0].weight)
+
+    with log_lines() as lines:
+        _, failed = attempt(0, 3, fails=True)
+        end, healthy = attempt(0, 6)
+        again, _ = attempt(3, 6)
+        held.clear()
+        gc.collect()
+        assert failed() is None
+        assert healthy() is None
+        attempt(0, 3)
+    assert torch.equal(end, again)
+    assert not lines
 
 
 def trained(folder: Path, rank: int, *, path: str | None = None, twice: bool = False, before=(), after=(), **settings):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -59,15 +60,29 @@ def wrap(
 
 
 def _keep_residuals(accelerator: Accelerator, sparse: SparseOptimizer, name: str, *, restores: bool) -> None:
-    """Let ``accelerator`` save and load the residuals of all ranks in the folder ``name`` of its checkpoints."""
+    """Let ``accelerator`` save and load the residuals of all ranks in the folder ``name`` of its checkpoints.
+
+    It does so for as long as it has the optimizer, and it is wrapped. Its hooks stay: it may be calling them just now.
+    """
     folders: list[Path] = []  # of a checkpoint whose optimizer Accelerate is about to load
+    reference = weakref.ref(sparse)  # free_memory() is to free its parameters
+
+    def found() -> SparseOptimizer | None:
+        optimizer = reference()
+        is_prepared = any(each.optimizer is optimizer for each in accelerator._optimizers)  # noqa: SLF001 - see above
+        return optimizer if is_prepared and isinstance(optimizer, SparseOptimizer) else None
 
     def save(_models: Any, _weights: Any, folder: str) -> None:
-        checkpoint.save(sparse, Path(folder) / name)
+        optimizer = found()
+        if optimizer is not None:
+            checkpoint.save(optimizer, Path(folder) / name)
 
     def load(_models: Any, folder: str) -> None:
+        optimizer = found()
+        if optimizer is None:
+            return
         if not restores:
-            sparse.load_state_dict(sparse.state_dict(), residuals="reset")
+            optimizer.load_state_dict(optimizer.state_dict(), residuals="reset")
         folders[:] = [Path(folder) / name]
 
     def replace(_: Any, state: dict[str, Any]) -> dict[str, Any]:
