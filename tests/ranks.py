@@ -23,6 +23,7 @@ import sys
 import tempfile
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from datetime import timedelta
@@ -189,6 +190,8 @@ def _main(pipe: Connection, log: str) -> None:  # runs in the process of a rank
     import torch  # noqa: PLC0415 - imported already, where this process was forked from
 
     importlib.import_module("baselines")  # as in conftest.py: all processes know the same methods from the beginning
+    if START_METHOD == "fork":
+        warnings.resetwarnings()  # the filters of pytest turn those of a trainer into errors
     torch.set_num_threads(1)
     os.environ |= {"OMP_NUM_THREADS": "1"} | ({"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {})
     with suppress(EOFError), Path(log).open("w") as file:  # the session has ended
