@@ -1274,6 +1274,13 @@ BROKEN = [
         "trainers test_lightning_trains_clips_and_resumes",
     ),
     BrokenLine(
+        "Lightning keeps fields of a method from wrap()",
+        "integrations/lightning.py",
+        'self._settings = {"algo": algo, **settings}',
+        'self._settings = {"algo": algo} | {name: settings[name] for name in _of_wrap() & set(settings)}',
+        "trainers test_lightning_takes_fields_of_a_method",
+    ),
+    BrokenLine(
         "Lightning resumes without residuals",
         "integrations/lightning.py",
         "                checkpoints.load(optimizer, beside.folder_of(self.lightning_module.trainer.ckpt_path, number))",

@@ -380,3 +380,39 @@ def test_lightning_trains_clips_and_resumes(rank, world_size, tmp_path):
     again, same = fit(str(saved[0]))
     assert torch.equal(end, again)
     assert same == residual > 0
+
+
+@needs("lightning")
+@ranks(2, limit=120.0)
+def test_lightning_takes_fields_of_a_method(rank, world_size):
+    """The strategy takes what wrap(), the method, and DDP take, and names what none of them knows."""
+    under_torchrun(rank, world_size)
+    lightning = importlib.import_module("lightning")
+    strategy = importlib.import_module("tritoncomm.integrations.lightning").SparseDDPStrategy
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = Net()
+
+        def training_step(self, x, _):
+            assert self.trainer.strategy.model.static_graph
+            return self.net(x)["loss"]
+
+        def configure_optimizers(self):
+            return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+    def bytes_sent(values: str) -> float:
+        fields = {"density": 0.5, "warmup_steps": 0, "dense_below": 0, "repartition_every": 32, "values": values}
+        trainer = lightning.Trainer(
+            strategy=strategy("oktopk", process_group_backend="gloo", static_graph=True, **fields),
+            accelerator="cpu", devices=world_size, max_steps=2, logger=False, enable_checkpointing=False,
+            enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False,
+        )  # fmt: skip
+        trainer.fit(Module(), torch.utils.data.DataLoader([batch(rank, step) for step in range(2)], batch_size=None))
+        return trainer.optimizers[0].metrics()["bytes_sent_total"]
+
+    assert 0 < bytes_sent("4bit") < bytes_sent("8bit")
+    for algo, name in ((None, "repartition_evry"), ("quantized", "repartition_every"), (None, "model"), (None, "blub")):
+        with pytest.raises(tritoncomm.ConfigurationError, match=f"SparseDDPStrategy.*'{name}'"):
+            strategy(algo, **{name: 1})

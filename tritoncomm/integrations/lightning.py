@@ -12,20 +12,35 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy
+from torch.nn.parallel import DistributedDataParallel
 
 import tritoncomm
 from tritoncomm import checkpoint as checkpoints
-from tritoncomm.algorithms import Recipe
+from tritoncomm.algorithms import Recipe, with_suggestions
 from tritoncomm.amp import with_equal_scales
+from tritoncomm.errors import ConfigurationError
 from tritoncomm.integrations.shared import residuals as beside
 from tritoncomm.optimizer import SparseOptimizer, setup_of, stepper_of
+from tritoncomm.step.recipes import known_fields
+from tritoncomm.step.settings import DEFAULT_ALGO
 
 __all__ = ["SparseDDPStrategy"]
 
-# The rest is chosen here, or given to DDPStrategy, whose process group and time-out are used.
-_SETTINGS = set(inspect.signature(tritoncomm.wrap).parameters) - {
-    "algo", "optimizer", "model", "process_group", "timeout"
-}  # fmt: skip
+
+def _arguments(function: Callable[..., Any]) -> set[str]:
+    """Return the names of the arguments of ``function`` that are not collected."""
+    parameters = inspect.signature(function).parameters.values()
+    return {each.name for each in parameters if each.kind is not each.VAR_KEYWORD}
+
+
+def _of_ddp() -> set[str]:
+    """Return the arguments of ``DDPStrategy``, with those of DDP, whose module and devices Lightning chooses."""
+    return (_arguments(DDPStrategy) | _arguments(DistributedDataParallel)) - {"module", "device_ids"}
+
+
+def _of_wrap() -> set[str]:
+    """Return the arguments that are for ``wrap``. The process group and time-out are those of ``DDPStrategy``."""
+    return _arguments(tritoncomm.wrap) - {"algo", "optimizer", "model"} - _of_ddp()
 
 
 class SparseDDPStrategy(DDPStrategy):
@@ -47,15 +62,21 @@ class SparseDDPStrategy(DDPStrategy):
             :func:`tritoncomm.wrap`.
         residuals: ``"restore"``: a resumed run needs the residual of each rank. ``"reset"``: residuals start at zero,
             for a checkpoint that has none. Default: ``"restore"``.
-        **settings: Further arguments of :func:`tritoncomm.wrap`, for example ``density``, and of ``DDPStrategy``.
+        **settings: Further arguments of :func:`tritoncomm.wrap`, for example ``density``, or fields of the method, and
+            those of ``DDPStrategy`` and ``DistributedDataParallel``.
+
+    Raises:
+        ConfigurationError: An argument is invalid.
     """
 
     optimizers: list[Any]  # a property of the strategy
 
     def __init__(self, algo: str | Recipe | None = None, *, residuals: str = "restore", **settings: Any) -> None:
         self._restore = beside.check(residuals)
-        self._settings = {name: settings.pop(name) for name in _SETTINGS & set(settings)} | {"algo": algo}
-        super().__init__(**settings)
+        of_ddp = {name: settings.pop(name) for name in _of_ddp() & set(settings)}
+        _check_keywords(algo, settings)
+        self._settings = {"algo": algo, **settings}
+        super().__init__(**of_ddp)
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         """Create optimizers and schedules, and wrap the optimizers."""
@@ -160,3 +181,16 @@ class SparseDDPStrategy(DDPStrategy):
         if self.is_global_zero:
             for number in range(len(self.optimizers)):
                 shutil.rmtree(beside.folder_of(filepath, number), ignore_errors=True)
+
+
+def _check_keywords(algo: str | Recipe | None, given: Iterable[str]) -> None:
+    """Raise :class:`~tritoncomm.ConfigurationError` if one of ``given`` is for neither ``wrap`` nor the method."""
+    method, fields = known_fields(DEFAULT_ALGO if algo is None else algo)
+    ours = _of_wrap() | set(fields)
+    unknown = set(given) - ours
+    if unknown and fields:
+        named = with_suggestions(unknown, sorted(ours | _of_ddp()))
+        raise ConfigurationError(
+            f"SparseDDPStrategy() has no argument {named}: it takes those of tritoncomm.wrap(), DDPStrategy and "
+            f"DistributedDataParallel, and the fields of {method!r}, which are {', '.join(fields)}"
+        )

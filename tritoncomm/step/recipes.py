@@ -111,6 +111,13 @@ def start_values(small: str) -> str:
 _OPTIONS = (defaults.Late, defaults.Updates)
 
 
+def known_fields(algo: str | Recipe) -> tuple[str, list[str]]:
+    """Return the name of the method ``algo`` and the names of its fields, of which an unknown method has none."""
+    if isinstance(algo, Recipe):
+        return algo.name, [field.name for field in dataclasses.fields(algo)]
+    return algo, field_names(algo) if algo in algorithms() else []
+
+
 def check_keywords(function: Callable[..., Any], algo: str | Recipe, given: Iterable[str]) -> None:
     """Raise :class:`~tritoncomm.ConfigurationError` if a keyword is neither an argument nor a field of the recipe.
 
@@ -119,11 +126,8 @@ def check_keywords(function: Callable[..., Any], algo: str | Recipe, given: Iter
         algo: Its argument ``algo``. An unknown name is not checked here.
         given: The collected keywords.
     """
-    if isinstance(algo, Recipe):
-        name, known = algo.name, [field.name for field in dataclasses.fields(algo)]
-    elif algo in algorithms():
-        name, known = algo, field_names(algo)
-    else:
+    name, known = known_fields(algo)
+    if not known:
         return
     parameters = inspect.signature(function).parameters.values()
     arguments = [parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD]
