@@ -179,6 +179,40 @@ def test_plan_for_gpus(capsys: pytest.CaptureFixture[str]) -> None:
     assert said == [True, False]
 
 
+def test_columns_of_large_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+    """Columns stay apart, and lines as long as others, whatever the numbers."""
+    for more in (["--all"], ["--local-steps", "4"]):
+        lengths = []
+        for work, link in (("1", "1gbit,30us"), ("1e9", "1gbit,30us"), ("1e13", "1bit,30us")):
+            command = ["plan", "--numel", "1e6", "--workers", "4", "--link", link, "--work-ms", work]
+            assert main([*command, *more]) == 0
+            rows = [line for line in capsys.readouterr().out.splitlines() if line.endswith("x")]
+            assert {len(row.split()) for row in rows if not row.startswith("dense")} == {5}
+            lengths.append({len(row) for row in rows})
+        assert lengths[0] == lengths[1] == lengths[2]
+        assert len(lengths[0]) == 1
+
+
+@pytest.mark.parametrize(
+    ("link", "said"),
+    [
+        ("10gbit,30us", "10 Gbit/s, 30 us"),
+        ("10mbit,50ms", "10 Mbit/s, 50 ms"),
+        ("999kbit,1.5ms", "999 kbit/s, 1.5 ms"),
+        ("2.5gbit,800ns", "2.5 Gbit/s, 800 ns"),
+        ("1000mbit,1000us", "1 Gbit/s, 1 ms"),
+        ("100bit,2s", "100 bit/s, 2 s"),
+        ("40000gbit,0s", "40,000 Gbit/s, 0 ns"),
+    ],
+)
+def test_units_of_a_link(link: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A link is printed in the units that a person would choose."""
+    assert main(["plan", "--numel", "1e6", "--workers", "4", "--link", link]) == 0
+    assert f"1,000,000 parameters, 4 workers, {said}\n" in capsys.readouterr().out
+    assert main(["simulate", "--numel", "1e3", "--algo", "dense", "--workers", "2", "--link", link]) == 0
+    assert f"virtual time on {said}\n" in capsys.readouterr().out
+
+
 def test_plan_for_updates(capsys: pytest.CaptureFixture[str]) -> None:
     """``--local-steps`` plans for an optimizer whose updates are exchanged: one exchange for so many steps."""
     assert main([*PLAN, "--local-steps", "8", "--work-ms", "400"]) == 0
@@ -250,6 +284,8 @@ def test_simulate_in_a_format(tmp_path: Path) -> None:
         (["plan", "--workers", "4"], "--numel"),
         (["plan", "--numel", "inf", "--workers", "4"], "--numel"),
         (["plan", "--numel", "1e6", "--workers", "4", "--step-ms", "-1"], "--step-ms"),
+        (["plan", "--numel", "1e6", "--workers", "4", "--overlap", "2"], "--overlap: must be from 0 to 1, got 2"),
+        (["plan", "--numel", "1e6", "--workers", "4", "--overlap", "nan"], "--overlap"),
         (["plan", "--numel", "1e6", "--workers", "1000000000000"], "must be a whole number from 1 to 1,000,000"),
     ],
 )

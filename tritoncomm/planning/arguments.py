@@ -65,6 +65,14 @@ def density(text: str) -> float:
     return value
 
 
+def share(text: str) -> float:
+    """Parse a share of a whole."""
+    value = number(text)
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"must be from 0 to 1, got {text}")
+    return value
+
+
 def link(text: str) -> Link:
     """Parse a link, for example ``10gbit,30us``."""
     try:

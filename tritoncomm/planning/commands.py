@@ -56,7 +56,7 @@ def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     )
     plan.add_argument(
         "--overlap",
-        type=float,
+        type=arguments.share,
         default=planner.OVERLAP,
         help="fraction of the computation that hides a dense all-reduce; 0 if workers share CPU cores",
     )

@@ -211,7 +211,7 @@ def _continued(full: _Figures, half: _Figures, short: int, numel: int, link: Lin
 
 def table(rows: Sequence[Row], link: Link) -> str:
     """Return the rows as a text table. Notes below it explain differences from the predictions."""
-    network = f"{link.bandwidth * 8 / 1e9:g} Gbit/s, {link.latency * 1e6:g} us"
+    network = link.readable()
     head = (
         "method", "workers", "simulated", "delivered/k", "words/k", "busiest", "predicted", "messages", "max/mean",
         "ms", "predicted ms",

@@ -82,7 +82,7 @@ class Diagnosis:
         how = "measured" if self.measured else "predicted for the given link (this is a single process)"
         lines = [
             f"{self.workers} workers, {self.numel:,} values, exchanges {how}",
-            f"link        {8e-9 * self.link.bandwidth:.3g} Gbit/s, {1e6 * self.link.latency:.3g} us per message",
+            f"link        {self.link.readable()} per message",
             f"work        {1e3 * self.work:.2f} ms at density {self.density:.2%}: selection, packing, merging",
             f"dense       {1e3 * self.dense:.2f} ms",
         ]

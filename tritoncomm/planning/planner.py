@@ -31,6 +31,7 @@ _STAY = "Stay dense: use the optimizer without tritoncomm.wrap."
 _ALONE = "One worker exchanges nothing: use the optimizer without tritoncomm.wrap."
 # Numbers of at least this size are printed without decimals.
 _LARGE = 9.95
+_LONG = 1000  # so are seconds that are printed with three digits otherwise
 
 
 class Estimate(NamedTuple):
@@ -231,12 +232,17 @@ def _row(estimate: Estimate, dense: Estimate) -> str:
 
 def _times(estimate: Estimate, dense: Estimate) -> str:
     ratio = estimate.step / dense.step if dense.step else 1.0
-    return f"{1e3 * estimate.exchange:14.2f}{1e3 * estimate.step:12.2f}{ratio:9.2f}x"
+    return f"{_column(1e3 * estimate.exchange, 14)}{_column(1e3 * estimate.step, 12)}{_column(ratio, 9)}x"
+
+
+def _column(number: float, width: int) -> str:
+    """Return ``number`` in a column of ``width`` characters, with a power of ten if it is too long with decimals."""
+    text = f"{number:.2f}"
+    return f"{text if len(text) < width else f'{number:.2e}':>{width}}"
 
 
 def _network(setting: Setting) -> str:
-    network = f"{setting.link.bandwidth * 8 / 1e9:g} Gbit/s, {setting.link.latency * 1e6:.3g} us"
-    return f"{setting.numel:,} parameters, {setting.workers:,} workers, {network}"
+    return f"{setting.numel:,} parameters, {setting.workers:,} workers, {setting.link.readable()}"
 
 
 def _line_of_code(chosen: Recipe, values: str) -> str:
@@ -262,8 +268,9 @@ def dense_start(setting: Setting, chosen: Recipe) -> str:
     exchange = warmup.build(setting.numel).predicted_traffic(setting.workers).seconds(setting.link)
     seconds = DEFAULT_WARMUP * (setting.step + (setting.work or 0.0) + exchange)
     bits = f", in {DEFAULT_START[0]} bits," if quantized else ""
+    takes = f"{seconds:.3g}" if seconds < _LONG else f"{seconds:,.0f}"
     return (
-        f"The first {DEFAULT_WARMUP} steps are dense{bits} and take {seconds:.3g} s, "
+        f"The first {DEFAULT_WARMUP} steps are dense{bits} and take {takes} s, "
         f"as long as {seconds / setting.estimate(chosen).step:.0f} of the others. In a short run on a slow link, pass "
         "fewer as warmup_steps."
     )

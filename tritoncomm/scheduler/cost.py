@@ -36,6 +36,9 @@ class Traffic(NamedTuple):
 
 _UNITS = {"bit": 1 / 8, "kbit": 1e3 / 8, "mbit": 1e6 / 8, "gbit": 1e9 / 8}
 _TIMES = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
+# Four digits are printed of numbers below this one.
+_LONG = 1000
+_RATES = {"bit/s": 1 / 8, "kbit/s": 1e3 / 8, "Mbit/s": 1e6 / 8, "Gbit/s": 1e9 / 8}
 
 
 class Link(NamedTuple):
@@ -60,6 +63,10 @@ class Link(NamedTuple):
             raise ConfigurationError(f"invalid link {text!r}: the bandwidth must be above 0, for example '10gbit,30us'")
         return link
 
+    def readable(self) -> str:
+        """Return the link as text in readable units, for example ``"10 Mbit/s, 50 ms"``."""
+        return f"{_with_unit(self.bandwidth, _RATES)}, {_with_unit(self.latency, _TIMES)}"
+
     def transfer(self, size: float) -> float:
         """Return the seconds that the interface needs to transfer ``size`` bytes, without latency."""
         return size / self.bandwidth
@@ -67,6 +74,14 @@ class Link(NamedTuple):
     def seconds(self, traffic: Traffic) -> float:
         """Return the seconds for ``traffic``: one latency per message, plus the transfer time of all bytes."""
         return traffic.messages * self.latency + self.transfer(traffic.bytes)
+
+
+def _with_unit(amount: float, units: Mapping[str, float]) -> str:
+    """Return ``amount`` in the largest of ``units``, from small to large, in which it is at least 1."""
+    fitting = [name for name, size in units.items() if amount >= 0.9999 * size]
+    unit = fitting[-1] if fitting else next(iter(units))
+    value = amount / units[unit]
+    return f"{value:{'.4g' if value < _LONG else ',.0f'}} {unit}"
 
 
 class Flow(NamedTuple):
