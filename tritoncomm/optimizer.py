@@ -172,7 +172,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         ``seconds_select``, ``seconds_exchange`` (waiting for the network) and ``seconds_apply``; further ``seconds_*``
         split the waiting by phase. On a GPU, seconds are those of the exchange before. ``residual_norm``
         and ``longest_wait`` (in steps) are computed by this call. ``grad_norm`` (with ``max_grad_norm``) is the norm of
-        the averaged gradient before clipping.
+        the averaged gradient before clipping. Totals are of this process, since :func:`wrap`: checkpoints have none.
         """
         setup = self._tritoncomm.setup
         figures = figures_of(setup.exchange)

@@ -772,3 +772,21 @@ def test_optimizers_of_gradients_and_of_updates_find_their_states(rank, world_si
     for name, (_, optimizer) in again.items():
         assert optimizer.metrics()["steps"] == 3
         assert optimizer.metrics()["residual_norm"] == run[name][1].metrics()["residual_norm"]
+
+
+@ranks(2)
+def test_totals_are_of_this_process(rank, world_size):
+    """A run that is loaded goes on with the count of steps, and adds up what it has sent and skipped by itself."""
+    p, optimizer = made()
+    take(optimizer, [p], rank, range(5), world_size)
+    p.grad = torch.full_like(p, torch.nan)
+    optimizer.step()
+    assert optimizer.metrics()["skipped_steps"] == 1
+    q, again = made()
+    write(q, p.detach())
+    again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    take(again, [q], rank, range(5, 8), world_size)
+    figures = again.metrics()
+    assert figures["steps"] == optimizer.metrics()["steps"] + 3
+    assert figures["skipped_steps"] == 0
+    assert figures["bytes_sent_total"] == pytest.approx(3 * figures["bytes_sent"], rel=0.2)
