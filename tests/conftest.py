@@ -97,12 +97,12 @@ def pytest_sessionfinish() -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Return the workers of ``-n auto``: one per core for kernels that run on the CPU, otherwise one more.
+    """Return the workers of ``-n auto``: one per core for kernels that run on the CPU, otherwise two more.
 
-    Tests with processes wait for much of their time, and kernels compute.
+    Tests with processes wait for much of their time, up to three groups of them at once, and kernels compute.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return cores if {"TRITON_INTERPRET", "TRITONCOMM_PTX"} & os.environ.keys() else cores + 1
+    return cores if {"TRITON_INTERPRET", "TRITONCOMM_PTX"} & os.environ.keys() else cores + 2
 
 
 @pytest.hookimpl(optionalhook=True)

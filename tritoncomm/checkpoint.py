@@ -190,7 +190,7 @@ def state_of_rank(optimizer: SparseOptimizer, folder: Path) -> dict[str, Any]:
                     raise ConfigurationError("it is corrupt: its checksum does not match its content")
     agree.compare({"id of the checkpoint": data.name}, group, device)
     with agree.propagate_errors(group, device), _prefixed(failed):
-        saved = _saved(optimizer, _reader(data), data)
+        saved = Saved.by(_reader(data), data)
         content = _rooms(optimizer, saved)
     agree.compare({"parameters": "fit"}, group, device)
     with _torch_checkpoint(setup, failed) as dcp:
@@ -321,11 +321,10 @@ class ResidualState:
         checkpoint_id: The folder from which ``dcp.load`` will read. Default: None, to save, or to load with the same
             ranks and sharding. Otherwise ``dcp.load`` then raises an error that names this argument.
         storage_reader: A reader of ``torch.distributed.checkpoint``, instead of a folder.
-        name: Its key in the dict that ``dcp.save`` got. Default: None, the one that fits the parameters. It is needed
-            to load a checkpoint with several optimizers of other classes whose parameters have equal shapes.
+        name: Its key in the dict that ``dcp.save`` got, to load from a checkpoint of several optimizers. Default: None.
 
     Raises:
-        ConfigurationError: ``optimizer`` is not wrapped, there is no such checkpoint, or not one state in it fits.
+        ConfigurationError: ``optimizer`` is not wrapped, or there is no such checkpoint, or state in it.
     """
 
     def __init__(
@@ -340,7 +339,7 @@ class ResidualState:
         self._saved: Saved | None = None
         if checkpoint_id is not None or storage_reader is not None:
             where = storage_reader if checkpoint_id is None else checkpoint_id
-            self._saved = _saved(self.optimizer, storage_reader or _reader(where), where, name)
+            self._saved = Saved.by(storage_reader or _reader(where), where, name)
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state. ``dcp.save`` writes it, and ``dcp.load`` replaces its content.
@@ -397,12 +396,6 @@ def _content(optimizer: SparseOptimizer, *, whole: bool = False) -> dict[str, An
     rest["optimizer"] = {key: value for key, value in state.items() if whole and key != "state"}
     names = key_of_replica(parameters), key_of_common(setup.everybody)
     return {held.key: packed(rest), names[0]: replica, names[1]: common}
-
-
-def _saved(optimizer: SparseOptimizer, reader: Any, where: object, name: str | None = None) -> Saved:
-    """Return what the checkpoint of ``reader`` has for ``optimizer``."""
-    setup = setup_of(optimizer)
-    return Saved.by(reader, where, setup.exchange.parameters, has_anchors=setup.local is not None, name=name)
 
 
 def _rooms(optimizer: SparseOptimizer, saved: Saved) -> dict[str, Any]:

@@ -81,3 +81,21 @@ def log_lines() -> Iterator[list[str]]:
         yield lines
     finally:
         logger.removeHandler(handler)
+
+
+OPTIMIZERS = {
+    "momentum": lambda p: torch.optim.SGD(p, lr=2.0**-6, momentum=0.5),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
+}
+
+
+def made(kind: str = "momentum", dtype: torch.dtype = torch.float32, **fields):
+    """Return a parameter and its wrapped optimizer."""
+    p = weight(64, 1.0, dtype=dtype)
+    return p, sparse(OPTIMIZERS[kind]([p]), **fields)
+
+
+def write(p: torch.Tensor, values: torch.Tensor) -> None:
+    """Load a weight."""
+    with torch.no_grad():
+        p.copy_(values)

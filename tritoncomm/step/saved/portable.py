@@ -188,24 +188,8 @@ class Saved(NamedTuple):
     tensors: dict[str, dict[str, Any]]
 
     @classmethod
-    def by(
-        cls,
-        reader: Any,
-        where: object,
-        parameters: Sequence[torch.Tensor],
-        *,
-        has_anchors: bool,
-        name: str | None = None,
-    ) -> Saved:
-        """Return what the checkpoint of ``reader`` has for an optimizer.
-
-        Args:
-            reader: A reader of ``torch.distributed.checkpoint``.
-            where: What errors call the checkpoint.
-            parameters: The parameters that are exchanged.
-            has_anchors: Whether updates are exchanged.
-            name: The key of the optimizer's state in the checkpoint. Default: None, the one that fits.
-        """
+    def by(cls, reader: Any, where: object, name: str | None = None) -> Saved:
+        """Return what the checkpoint of ``reader`` has under the key ``name``, or at all. Errors call it ``where``."""
         try:
             stored = reader.read_metadata().state_dict_metadata
         except Exception as error:  # each storage has its own
@@ -214,7 +198,7 @@ class Saved(NamedTuple):
         for key, metadata in stored.items():
             if found := re.search(rf"\.(rank \d+ of \d+, replica \d|{_OF_REPLICA} \d|{_COMMON} \d)", key):
                 by_name.setdefault(key[: found.start()], {})[key[found.start() + 1 :]] = metadata
-        own = _chosen(by_name, parameters, has_anchors, name, where)
+        own = _chosen(by_name, name, where)
         ranks, replicas, tensors = dict[int, tuple[str, int]](), set[int](), dict[str, dict[str, Any]]()
         for key, metadata in own.items():
             if found := re.match(r"rank (\d+) of \d+, replica (\d+) of (\d+) .*$", key):
@@ -291,43 +275,18 @@ class Saved(NamedTuple):
         return exchange_state.taken_over(state, others, rank=here.replica, world_size=here.replicas, share=share)
 
 
-def _chosen(
-    by_name: Mapping[str, dict[str, Any]],
-    parameters: Sequence[torch.Tensor],
-    has_anchors: bool,
-    name: str | None,
-    where: object,
-) -> dict[str, Any]:
-    """Return the metadata of the state, of those ``by_name``, that an optimizer reads. See :meth:`Saved.by`.
-
-    ``torch.distributed.checkpoint`` knows the name, and reads that state, whichever is chosen. So it does not matter
-    which one it is of several with equal metadata.
-    """
-    names = f"checkpoint_id={where}: name={name!r}, and the checkpoint has states of {', '.join(map(repr, by_name))}"
-    if name is not None:
-        if name not in by_name:
-            raise ConfigurationError(f"{names}: pass the one under which dcp.save() has saved the optimizer")
-        return by_name[name]
-    states = list(by_name.values())
-    if len(states) <= 1:
-        return dict(*states)
-    fitting = [each for each in states if _fits(each, parameters, has_anchors)]
-    if not fitting:
-        raise ConfigurationError(f"{names}. For this optimizer, {OTHER_PARAMETERS}")
-    if any(each != fitting[0] for each in fitting):
+def _chosen(by_name: Mapping[str, dict[str, Any]], name: str | None, where: object) -> dict[str, Any]:
+    """Return the metadata of the state with this ``name``, or of the only one."""
+    if name is None and len(by_name) <= 1:
+        return dict(*by_name.values())
+    found = None if name is None else by_name.get(name)
+    if found is None:
+        names = ", ".join(map(repr, by_name))
         raise ConfigurationError(
-            f"{names}, of which {len(fitting)} fit the parameters of this optimizer: pass name=, the key under which "
-            "dcp.save() has saved it"
+            f"checkpoint_id={where}: name={name!r}, and the checkpoint has states of {names}: pass as name the key "
+            "under which dcp.save() has saved this optimizer"
         )
-    return fitting[0]
-
-
-def _fits(stored: Mapping[str, Any], parameters: Sequence[torch.Tensor], has_anchors: bool) -> bool:
-    """Whether the state with the metadata ``stored`` has the sizes of ``parameters``, and anchors or none."""
-    found = [(re.match(rf"{_OF_REPLICA} \d+\.residuals\.(\d+)$", key), metadata) for key, metadata in stored.items()]
-    sizes = {int(each[1]): metadata.size for each, metadata in found if each}
-    expected = {number: each.shape for number, each in enumerate(parameters) if each.dim()}  # single numbers are no key
-    return sizes == expected and has_anchors == any(re.match(rf"{_COMMON} \d+\.anchors\.", key) for key in stored)
+    return found
 
 
 def _room_for(name: str, stored: Any, parameters: Sequence[torch.Tensor]) -> torch.Tensor:
