@@ -3,8 +3,22 @@
 from tritoncomm import amp as amp
 from tritoncomm import checkpoint as checkpoint
 from tritoncomm import last_resort
-from tritoncomm.algorithms import *  # noqa: F403 - methods are listed there alone
-from tritoncomm.algorithms import __all__ as _methods
+from tritoncomm.algorithms import (
+    Dense,
+    ExDyna,
+    Hierarchical,
+    MiCRO,
+    OkTopk,
+    Quantized,
+    RandomBlock,
+    Recipe,
+    SparDL,
+    TopkAllgather,
+    Warmup,
+    algorithms,
+    recipe,
+    register,
+)
 from tritoncomm.errors import (
     ConfigMismatchError,
     ConfigurationError,
@@ -30,21 +44,34 @@ last_resort.install()
 __all__ = [
     "ConfigMismatchError",
     "ConfigurationError",
+    "Dense",
+    "ExDyna",
     "ExchangeError",
     "ExchangeTimeoutError",
+    "Hierarchical",
     "Late",
     "LateRule",
+    "MiCRO",
     "NonFiniteError",
+    "OkTopk",
     "OptimizerList",
     "PeerLostError",
     "ProtocolMismatchError",
+    "Quantized",
+    "RandomBlock",
+    "Recipe",
     "SimulatedWorld",
+    "SparDL",
     "SparseOptimizer",
     "SparseVector",
+    "TopkAllgather",
     "TritoncommError",
     "Updates",
+    "Warmup",
     "__version__",
     "add_rule",
+    "algorithms",
+    "recipe",
+    "register",
     "wrap",
 ]
-__all__ += _methods  # noqa: PLE0605 - a list

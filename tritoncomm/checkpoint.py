@@ -346,6 +346,8 @@ class ResidualState:
 
         Raises:
             RuntimeError: This is between two exchanges of updates, and nothing says that a checkpoint is loaded.
+            ConfigurationError: No load could read the state of this rank.
+            ConfigMismatchError: No load could read that of another rank.
         """
         if self._saved is not None:
             return _rooms(self.optimizer, self._saved)
@@ -355,7 +357,10 @@ class ResidualState:
                 f"{local_steps.taken} local steps were not exchanged: call merge() before you save with "
                 "torch.distributed.checkpoint, or save with tritoncomm.checkpoint.save(), which does"
             )
-        content = _content(self.optimizer)
+        setup = setup_of(self.optimizer)
+        with agree.propagate_errors(setup.everybody, setup.device):
+            content = _content(self.optimizer)
+        agree.compare({"state": "saved"}, setup.everybody, setup.device)
         for tensors in content.values():
             if isinstance(tensors, dict):  # dcp.load may read into them before all ranks have agreed to load
                 tensors |= {name: each.clone() for name, each in tensors.items()}
@@ -386,6 +391,10 @@ def _held(optimizer: SparseOptimizer) -> Held:
 def _content(optimizer: SparseOptimizer, *, whole: bool = False) -> dict[str, Any]:
     """Return what is saved of this rank: with ``whole``, the state of the optimizer, too."""
     setup, held, state = setup_of(optimizer), _held(optimizer), optimizer.state_dict()
+    if setup.local is not None:
+        own = state["tritoncomm"]
+        own["local"] = exchange_state.without_anchors_of_some(own["local"], setup.local)
+        own["checksum"] = exchange_state.checksum(own)
     # Where updates are exchanged, states differ between replicas, and so do those of what is ignored.
     every = enumerate(map(id, _parameters(optimizer)))
     own = {number for number, key in every if setup.local is not None or key in setup.parameters.ignored}

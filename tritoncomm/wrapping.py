@@ -71,10 +71,10 @@ def wrap(
     """Wrap ``optimizer`` so that its steps use gradients that a sparse exchange has averaged over all ranks.
 
     An exchange delivers the fraction ``density`` of the entries. The others stay in a residual on each rank, which is
-    added to its next gradient (error feedback). Optimizers with a rule for late gradients, such as AdamW, take a
-    staleness-aware step: a coordinate that is delivered after tau steps catches up, which means that its delivery
-    counts for tau steps. Except for SGD, it counts for 3 sqrt(tau) or the limit of :class:`~tritoncomm.Late` if that is
-    less, and for more where gradients are steady.
+    added to its next gradient (error feedback). Optimizers with a rule for late gradients, such as Adam, AdamW, Lion
+    and SGD with momentum, take a staleness-aware step: a coordinate that is delivered after tau steps catches up, which
+    means that its delivery counts for tau steps. Except for SGD, it counts for 3 sqrt(tau) or the limit of
+    :class:`~tritoncomm.Late` if that is less, and for more where gradients are steady.
 
     Optimizers without such a rule, like Muon, exchange *updates*: each rank takes the optimizer's own step by its own
     gradients, and what the step has changed is exchanged in one bit per value, with error feedback. So does every

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 
 import pytest
 import torch
@@ -10,13 +11,13 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import tritoncomm
 from kit import log_lines
-from models import adamw, equal, exact, flat, gradients, loss_of, mesh, net, same
+from models import adamw, equal, exact, flat
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from tritoncomm import ConfigMismatchError, ConfigurationError, checkpoint
+from tritoncomm import ConfigMismatchError, ConfigurationError, ExchangeError, checkpoint
 from tritoncomm.step.saved.state import taken_over, with_checksum
 
 from ranks import ranks
@@ -78,63 +79,80 @@ def test_tensor_parallel(rank, world_size):
     assert len(wrapped._tritoncomm.setup.exchange.vectors) == 2
 
 
-@ranks(4)
-@pytest.mark.parametrize("kind", ["loaded", "broken"])
-def test_shards_decide_together(rank, world_size, kind):
-    """Copies stay equal if one shard alone shows that weights were loaded, or that a local step has broken them."""
-    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
-    model = Block()
-    parallelize_module(model, grid["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-    data = grid["data"].get_group()
-    optimizer = tritoncomm.wrap(adamw(model), model=model, process_group=data, updates=True, warmup_steps=0)
+class Updates:
+    """A block whose optimizer exchanges updates, over two tensor ranks and two data ranks."""
 
-    def train(steps):
-        for step in steps:
-            optimizer.zero_grad()
-            generator = torch.Generator().manual_seed(10 * step + grid["data"].get_local_rank())
-            model(torch.randn(4, 8, generator=generator)).square().mean().backward()
-            optimizer.step()
+    def __init__(self) -> None:
+        self.grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+        self.model, self.data = Block(), self.grid["data"].get_group()
+        parallelize_module(self.model, self.grid["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        self.optimizer = tritoncomm.wrap(adamw(self.model), model=self.model, process_group=self.data, updates=True)
 
-    train(range(3))
-    if kind == "loaded":
-        state = {name: value.clone() for name, value in model.state_dict().items()}
-        if grid["tensor"].get_local_rank() == 0:
-            state["up.weight"].to_local().add_(0.5)
-        state["norm.weight"] *= 1.0002
-        model.load_state_dict(state)
-    else:
+    def train(self, first: int, last: int) -> None:
+        """Take some steps."""
+        for step in range(first, last):
+            self.optimizer.zero_grad()
+            generator = torch.Generator().manual_seed(10 * step + self.grid["data"].get_local_rank())
+            self.model(torch.randn(4, 8, generator=generator)).square().mean().backward()
+            self.optimizer.step()
 
-        def overflow(*_):
-            if rank == 0:
-                model.up.weight.data.to_local()[0, 0] = torch.inf
-
-        hook = optimizer.register_step_post_hook(overflow)
-        train([3])
-        hook.remove()
-        assert optimizer.metrics()["dropped_deltas"] == (grid["data"].get_local_rank() == 0)
-    train(range(4, 8))
-    assert equal(model, data)
-    assert equal(model.norm, grid["tensor"].get_group())
+    def is_equal(self) -> bool:
+        """Return whether replicas are equal, and copies."""
+        return equal(self.model, self.data) and equal(self.model.norm, self.grid["tensor"].get_group())
 
 
 @ranks(4)
-@pytest.mark.parametrize("large", [1, 5])  # a bias that is split, and one of which all ranks have a copy
-def test_copies_count_once(rank, world_size, large):
-    """Parameters of which tensor parallelism keeps copies count once in the norm, whichever has most of it."""
-    over = mesh()
-    replicas = over["replicate"].get_group()
-    model, whole = net(), net()
-    with torch.no_grad():
-        for each in (model, whole):
-            each[2].bias.mul_(large)
-    split = parallelize_module(model, over["shard"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
-    optimizer = exact(adamw(split), process_group=replicas, max_grad_norm=0.5)
-    (loss_of(split, dist.get_rank(replicas), 0) * large).backward()
-    for replica in range(2):
-        (loss_of(whole, replica, 0) * large / 2).backward()
-    optimizer.step()
-    assert optimizer.metrics()["grad_norm"] == pytest.approx(float(gradients(whole).norm()), rel=0.15)
-    assert same(optimizer.metrics()["grad_norm"])
+@pytest.mark.parametrize("way", ["", "checkpoint", "state_dict"])
+def test_shards_are_loaded_together(rank, world_size, way, tmp_path):
+    """One shard alone shows that weights were loaded. All count as loaded, also in what is saved then."""
+    run = again = Updates()
+    run.train(0, 3)
+    state = {name: value.clone() for name, value in run.model.state_dict().items()}
+    if run.grid["tensor"].get_local_rank() == 0:
+        state["up.weight"].to_local().add_(0.5)
+    state["norm.weight"] *= 1.0002
+    run.model.load_state_dict(state)
+    if way:
+        again = Updates()
+        again.model.load_state_dict(state)
+    if way == "checkpoint":
+        checkpoint.save(run.optimizer, tmp_path)
+        checkpoint.load(again.optimizer, tmp_path)
+    if way == "state_dict":
+        again.optimizer.load_state_dict(copy.deepcopy(run.optimizer.state_dict()))
+    assert torch.equal(again.model.norm.weight, state["norm.weight"])
+    again.train(3, 7)
+    assert again.is_equal()
+
+
+@ranks(4)
+def test_shards_are_broken_together(rank, world_size):
+    """One shard alone shows that a local step has made parameters Inf. None of the copy takes part in the mean."""
+    run = Updates()
+    run.train(0, 3)
+
+    def overflow(*_):
+        if rank == 0:
+            run.model.up.weight.data.to_local()[0, 0] = torch.inf
+
+    hook = run.optimizer.register_step_post_hook(overflow)
+    run.train(3, 4)
+    hook.remove()
+    assert run.optimizer.metrics()["dropped_deltas"] == (run.grid["data"].get_local_rank() == 0)
+    run.train(4, 7)
+    assert run.is_equal()
+
+
+@ranks(4, lost=(3,))
+def test_rank_lost_where_shards_decide(rank, world_size):
+    """All others name it, also those that do not wait for it."""
+    run = Updates()
+    run.train(0, 2)
+    dist.barrier()
+    if rank == 3:
+        os._exit(0)
+    with pytest.raises(ExchangeError, match="lost rank 3"):
+        run.optimizer.flush()
 
 
 class Embedded(nn.Module):

@@ -78,14 +78,15 @@ def test_what_cannot_be_loaded_is_not_saved(rank, world_size, what, tmp_path):
 
 
 @ranks(2)
-def test_what_cannot_be_loaded_is_no_part_of_a_checkpoint_of_torch(rank, world_size):
-    """ResidualState has the states of replicas where updates are exchanged."""
+def test_what_cannot_be_loaded_is_no_part_of_a_checkpoint_of_torch(rank, world_size, tmp_path):
+    """All ranks raise if one cannot save its state, which is a part of ResidualState where updates are exchanged."""
     p = weight(64)
     optimizer = tritoncomm.wrap(torch.optim.AdamW([p], lr=0.01), local_steps=2)
     take(optimizer, [p], rank, range(2), world_size)
-    optimizer.state[p]["history"] = deque([1.0])
-    with pytest.raises(ConfigurationError, match="deque"):
-        checkpoint.ResidualState(optimizer).state_dict()
+    if rank == 1:
+        optimizer.state[p]["history"] = deque([1.0])
+    with pytest.raises(ConfigurationError if rank == 1 else ConfigMismatchError, match="deque"):
+        dcp.save({"residuals": checkpoint.ResidualState(optimizer)}, checkpoint_id=tmp_path)
 
 
 @ranks(2)

@@ -386,8 +386,9 @@ def test_checkpoint_of_torch_goes_on_to_the_bit(rank, world_size, tmp_path):
 
 @ranks(2)
 @pytest.mark.parametrize("options", [{}, {"full_state_dict": True}, {"full_state_dict": True, "cpu_offload": True}])
-def test_checkpoint_of_torch_keeps_the_state_of_each_worker(rank, world_size, options, tmp_path):
-    """Where updates are exchanged, options with which torch gives all ranks the state of one do not reach it."""
+@pytest.mark.parametrize("apart", [False, True])
+def test_checkpoint_of_torch_keeps_the_state_of_each_worker(rank, world_size, options, apart, tmp_path):
+    """Where updates are exchanged, torch may give all ranks the state of one, in the same load or in one after it."""
     options, parts = StateDictOptions(**options), []
     for folder in (None, tmp_path / "saved"):
         torch.manual_seed(0)
@@ -396,9 +397,13 @@ def test_checkpoint_of_torch_keeps_the_state_of_each_worker(rank, world_size, op
         optimizer = sparse(inner, model=model, local_steps=2)
         if folder is None:
             take(optimizer, [model.weight], rank, range(4), world_size)
-        states = get_state_dict(model, optimizer, options=options)
         residuals = checkpoint.ResidualState(optimizer, checkpoint_id=folder)
-        content = {"model": states[0], "optimizer": states[1], "residuals": residuals}
+        if apart and folder is not None:
+            dcp.load({"residuals": residuals}, checkpoint_id=folder)
+        states = get_state_dict(model, optimizer, options=options)
+        content = {"model": states[0], "optimizer": states[1]}
+        if not apart or folder is None:
+            content["residuals"] = residuals
         if folder is None:
             dcp.save(content, checkpoint_id=tmp_path / "saved")
         else:

@@ -1,4 +1,4 @@
-"""The methods by name. What ``__all__`` has can be imported from ``tritoncomm``."""
+"""Recipes by name. A new method needs one file and one entry in ``_RECIPES``, or :func:`register`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import difflib
 from collections.abc import Iterable
 from typing import Any, TypeVar
 
-from tritoncomm.algorithms.base import Recipe
+from tritoncomm.algorithms.base import Algorithm, Recipe
 from tritoncomm.algorithms.dense import Dense
 from tritoncomm.algorithms.exdyna import ExDyna, MiCRO
 from tritoncomm.algorithms.hierarchical import Hierarchical
@@ -24,6 +24,7 @@ _BY_NAME = {kind.name: kind for kind in _RECIPES}
 _Kind = TypeVar("_Kind", bound=type[Recipe])
 
 __all__ = [
+    "Algorithm",
     "Dense",
     "ExDyna",
     "Hierarchical",
@@ -36,8 +37,11 @@ __all__ = [
     "TopkAllgather",
     "Warmup",
     "algorithms",
+    "at_density",
     "recipe",
     "register",
+    "takes_density",
+    "takes_updates",
 ]
 
 

@@ -217,7 +217,8 @@ class ExDynaAlgorithm(BudgetedAlgorithm):
         # Online threshold scaling and dynamic partition allocation, for the next step.
         if any(counts.non_zero):
             empty = 0 if total else state.empty + 1
-            state = replace(state, threshold=self._scaled(threshold, total, max(1, empty)), empty=empty)
+            scaled = self._scaled(threshold, total, max(1, empty))
+            state = replace(state, threshold=scaled, empty=empty if scaled else 0)
         else:
             state = replace(state, threshold=threshold)
         self.state = replace(

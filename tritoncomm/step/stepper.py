@@ -173,13 +173,22 @@ class Stepper:
         if not self.setup.is_synchronized:
             if not local_steps.taken:
                 return
-            local_steps.give(alone=self.setup.exchange.owes_nothing())
+            with self._reported():
+                local_steps.give(alone=self.setup.exchange.owes_nothing())
         try:
             self.exchange_and_apply()
         except BaseException as error:
             self.note_failure(error)
             raise
         local_steps.is_pending = False
+
+    @contextmanager
+    def _reported(self) -> Iterator[None]:
+        """Let the other ranks know if the body fails, in which shards decide together and no exchange is under way."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise self.setup.exchange.report(error) from error
 
     @property
     def outer_group(self) -> dict[str, Any]:
@@ -270,7 +279,8 @@ class Stepper:
         setup = self.setup
         setup.check_no_pending_step("flush()")
         if setup.local is not None:
-            setup.local.fold(setup.residuals)
+            with self._reported():
+                setup.local.fold(setup.residuals)
         setup.exchange.flush()
         for parameter in setup.steps.ignored:
             parameter.grad = None

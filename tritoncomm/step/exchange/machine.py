@@ -12,7 +12,13 @@ import torch
 import torch.distributed as dist
 
 from tritoncomm.algorithms import Recipe
-from tritoncomm.errors import ConfigurationError, NonFiniteError, ProtocolMismatchError, TritoncommError
+from tritoncomm.errors import (
+    ConfigurationError,
+    ExchangeError,
+    NonFiniteError,
+    ProtocolMismatchError,
+    TritoncommError,
+)
 from tritoncomm.scheduler.meter import Meter
 from tritoncomm.scheduler.process_group import ProcessGroupScheduler, is_distributed
 from tritoncomm.scheduler.ranks import global_ranks, speaks
@@ -395,6 +401,15 @@ class GradientExchange:
             scheduler.fail(error)
         if self.all_shards is not None:
             self.all_shards.fail(error)  # its other ranks may be in no exchange with this one
+
+    def report(self, error: BaseException) -> BaseException:
+        """Report ``error`` of this rank, outside of an exchange in which others may wait. Return what it raises."""
+        found = None if self.all_shards is None else self.all_shards.fail(error)
+        if isinstance(found, ExchangeError):  # it says who is lost, of all ranks
+            error = ExchangeError(str(found), found.peers)
+        scheduler = self.vectors[0].scheduler
+        told = None if scheduler is None else scheduler.fail(error)
+        return found or told or error
 
     def _rollback(self) -> None:
         """Let the step be rejected. Residuals, methods and gradients have not changed."""

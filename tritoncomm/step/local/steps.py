@@ -12,6 +12,7 @@ what this worker has changed.
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -34,7 +35,7 @@ from tritoncomm.step.optimizer_list import parts_of
 from tritoncomm.step.rules.step import OptimizerSteps, gradients_of, limit_norm, norm_of
 from tritoncomm.step.settings import WrapOptions
 from tritoncomm.step.tensors.names import OTHER_PARAMETERS, label
-from tritoncomm.step.tensors.shards import all_finite, like_parameter, local, on_any_shard
+from tritoncomm.step.tensors.shards import ShardGroups, all_finite, like_parameter, local
 from tritoncomm.step.torch_internals import original_class, version_of
 
 logger = logging.getLogger("tritoncomm")
@@ -59,6 +60,7 @@ class LocalSteps:
         parameters: Those of them that require gradients, and are exchanged.
         anchors: The anchor of each of them, fp32 (fp64 of an fp64 parameter), with the same shape and sharding.
         names: The name of the parameter of each anchor, by the id of the anchor.
+        shards: The ranks with which this one decides what is done with the parameters.
         taken: Number of steps since the last exchange.
         is_pending: Whether an exchange was due, and has not been completed.
         total: Number of all steps of this worker, also of the runs that were loaded.
@@ -112,6 +114,7 @@ class LocalSteps:
         added = [anchor_of(parameter) for parameter in new]
         self.parameters += new
         self.anchors += added
+        self.shards = ShardGroups(self.parameters)
         self.names |= zip(map(id, added), new.values(), strict=True)
         return added
 
@@ -232,7 +235,8 @@ class LocalSteps:
         together, also those that have changed by little.
         """
         self._load_later()
-        if on_any_shard(self.parameters, flag=self._were_loaded()):
+        loaded = self._were_loaded()
+        if loaded if self.taken else self.shards.any(loaded):  # a loaded state is as old on all shards
             self.outer.param_groups[0][LOADED] = number_of_text(repr(numbers(self.parameters)))
             self.accept()
 
@@ -294,7 +298,7 @@ class LocalSteps:
 
     def _drop_broken(self, deltas: Sequence[torch.Tensor], *, finite: bool) -> None:
         """Replace ``deltas`` by zeros unless they are ``finite``, and so are those of other shards."""
-        self._is_broken = on_any_shard(self.parameters, flag=not finite)
+        self._is_broken = self.shards.any(not finite)
         if self._is_broken:
             logger.warning(
                 "a local step has made parameters NaN or Inf on this rank: it continues from the mean of the others"
@@ -488,6 +492,7 @@ class LocalSteps:
         for optimizer in self._optimizers:
             held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
             states = {number: inner[parameter] for number, parameter in enumerate(held) if parameter in inner}
+            states = copy.deepcopy(states) if again else states  # torch loads into what the optimizer then holds
             kind = original_class(optimizer)
             groups = kind.state_dict(optimizer)["param_groups"]
             kind.load_state_dict(optimizer, {"state": states, "param_groups": groups})

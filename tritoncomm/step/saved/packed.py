@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -25,8 +26,9 @@ def packed(rest: Mapping[str, Any]) -> bytes:
         content = _bytes_of(plain)
         _value_of(content)
     except Exception as error:  # objects raise what they want
-        (field, *keys), value = _unreadable(plain, ())
-        if field == "optimizer":
+        path, value = _unreadable(plain, ())
+        field, *keys = path or ("state",)
+        if field == "optimizer" and keys:
             field, *keys = keys  # they are fields of its state dict
         where = {"inner": "state"}.get(str(field), field)
         raise ConfigurationError(
@@ -63,14 +65,14 @@ def _with_numbers(value: Any) -> Any:
     """Return ``value`` with numbers of Python instead of those of NumPy, as schedules compute them."""
     if isinstance(value, np.generic):
         return value.item()
-    if type(value) is dict:
-        return {key: _with_numbers(each) for key, each in value.items()}
+    if type(value) in (dict, OrderedDict):
+        return type(value)((key, _with_numbers(each)) for key, each in value.items())
     return type(value)(map(_with_numbers, value)) if type(value) in (list, tuple) else value
 
 
 def _unreadable(value: Any, path: Path) -> tuple[Path, Any]:
     """Return the path and the value of the first part of ``value`` that cannot be read, itself if no part is it."""
-    parts: Mapping[Any, Any] | Sequence[Any] = value if type(value) in (dict, list, tuple) else ()
+    parts: Mapping[Any, Any] | Sequence[Any] = value if type(value) in (dict, OrderedDict, list, tuple) else ()
     for key, each in parts.items() if isinstance(parts, Mapping) else enumerate(parts):
         try:
             _value_of(_bytes_of(each))

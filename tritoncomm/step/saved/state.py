@@ -249,6 +249,11 @@ def _carry_ages(vector: VectorExchange, feedback: ErrorFeedback, common: State, 
         ledger.rms = torch.stack([each.to(vector.device) for each in rms])
 
 
+def without_anchors_of_some(own: State, local_steps: LocalSteps) -> State:
+    """Return what :meth:`LocalSteps.saved` returned, without anchors if other shards of the copy have none."""
+    return {**own, "anchors": []} if local_steps.shards.any(not own["anchors"]) else own
+
+
 def resume(
     exchange: GradientExchange,
     feedbacks: Sequence[ErrorFeedback],
@@ -257,7 +262,7 @@ def resume(
 ) -> None:
     """Continue ``exchange`` from ``state``, of which :func:`loaded` has returned the ``feedbacks``."""
     if local_steps is not None:
-        local_steps.load(state["local"])
+        local_steps.load(without_anchors_of_some(state["local"], local_steps))
     exchange.restore(feedbacks)
     exchange.steps = state["steps"]
     exchange.presence.set(exchange.parameters, state["absent"])

@@ -90,21 +90,33 @@ def _ranks_along(mesh: Any, dimension: int) -> tuple[int, ...]:
     return tuple(sorted(mesh.mesh[tuple(place)].tolist()))
 
 
-def on_any_shard(parameters: Iterable[Any], *, flag: bool) -> bool:
-    """Return whether ``flag`` is True on any rank that has a shard of the same copy of ``parameters``.
+class ShardGroups:
+    """The process groups of the ranks that have the other shards of the same copy of ``parameters``.
 
-    If one is a DTensor, all these ranks call this together, and the host waits for a GPU.
+    A mesh is asked for its ranks when this is made, because that takes a while, and for its groups when they are used.
     """
-    split: dict[tuple[int, ...], tuple[Any, int]] = {}
-    word: torch.Tensor | None = None
-    for each in parameters:
-        for dimension, placement in enumerate(getattr(each, "placements", ())):
-            if not placement.is_replicate():
-                split.setdefault(_ranks_along(each.device_mesh, dimension), (each.device_mesh, dimension))
-                word = torch.tensor([flag], dtype=torch.int32, device=local(each).device) if word is None else word
-    for mesh, dimension in split.values():
-        dist.all_reduce(word, dist.ReduceOp.MAX, mesh.get_group(dimension))
-    return flag if word is None else bool(word)
+
+    def __init__(self, parameters: Iterable[Any]) -> None:
+        meshes: dict[tuple[int, int], tuple[Any, int]] = {}
+        self._device = torch.device("cpu")
+        for each in parameters:
+            for dimension, placement in enumerate(getattr(each, "placements", ())):
+                if not placement.is_replicate():
+                    meshes[id(each.device_mesh), dimension] = each.device_mesh, dimension
+                    self._device = local(each).device
+        self._split = {_ranks_along(*each): each for each in meshes.values()}
+
+    def any(self, flag: bool) -> bool:
+        """Return whether ``flag`` is True on one of these ranks, which all call this, or on this one.
+
+        The host waits for a GPU if there are others.
+        """
+        if not self._split:
+            return flag
+        word = torch.tensor([flag], dtype=torch.int32, device=self._device)
+        for mesh, dimension in self._split.values():
+            dist.all_reduce(word, dist.ReduceOp.MAX, mesh.get_group(dimension))
+        return bool(word)
 
 
 def like_parameter(parameter: Any, values: torch.Tensor) -> torch.Tensor:
