@@ -391,17 +391,16 @@ def _held(optimizer: SparseOptimizer) -> Held:
 def _content(optimizer: SparseOptimizer, *, whole: bool = False) -> dict[str, Any]:
     """Return what is saved of this rank: with ``whole``, the state of the optimizer, too."""
     setup, held, state = setup_of(optimizer), _held(optimizer), optimizer.state_dict()
+    exchanged = state.pop("tritoncomm")
     if setup.local is not None:
-        own = state["tritoncomm"]
-        own["local"] = exchange_state.without_anchors_of_some(own["local"], setup.local)
-        own["checksum"] = exchange_state.checksum(own)
+        exchanged = exchange_state.agreed(exchanged, setup.local)
     # Where updates are exchanged, states differ between replicas, and so do those of what is ignored.
     every = enumerate(map(id, _parameters(optimizer)))
     own = {number for number, key in every if setup.local is not None or key in setup.parameters.ignored}
     states = {n: state["state"][key] for n, key in enumerate(exchange_state.keys_of(state)) if key in state["state"]}
     inner = {number: each for number, each in states.items() if whole or number in own}
     parameters = setup.exchange.parameters
-    rest, replica, common = split(state.pop("tritoncomm"), inner, own, held)
+    rest, replica, common = split(exchanged, inner, own, held)
     rest["optimizer"] = {key: value for key, value in state.items() if whole and key != "state"}
     names = key_of_replica(parameters), key_of_common(setup.everybody)
     return {held.key: packed(rest), names[0]: replica, names[1]: common}

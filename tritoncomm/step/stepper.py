@@ -188,7 +188,10 @@ class Stepper:
         try:
             yield
         except RuntimeError as error:
-            raise self.setup.exchange.report(error) from error
+            reported = self.setup.exchange.report(error)
+            if reported is None:
+                raise
+            raise reported from error
 
     @property
     def outer_group(self) -> dict[str, Any]:

@@ -185,17 +185,10 @@ class GradientExchange:
             raise ConfigurationError("torch.distributed was initialized after wrap(): initialize it before")
         vectors, step = self.vectors, step or Pending()
         span = Span(vectors[0].device)
-        # At density 1 nothing waits, so nothing rests, either.
-        delays = vectors[-1].delays and not self.options.recipe.delivers_all()
-        unrated = without_rate(self.optimizer)
         # A single worker that has a residual of earlier exchanges applies all of it, and is then the bare optimizer.
         delivers_all = vectors[0].is_bare and not self.owes_nothing()
         self._begin(step)
-        if delivers_all:
-            self.presence.begin_all(self._frozen())
-        else:
-            self.presence.begin(self.parameters, unrated, delays=delays)
-        rests = unrated if delays else frozenset[int]()
+        rests = self._begin_presence(delivers_all=delivers_all)
         try:
             scale = 1.0 if step.scale is None else float(step.scale)
             local_error = self._read(scale, rests, look) or local_error
@@ -358,6 +351,17 @@ class GradientExchange:
         self.pending = step
         self._move("exchange")
 
+    def _begin_presence(self, *, delivers_all: bool) -> frozenset[int]:
+        """Note which parameters have a gradient. Return the ids of those that are left out, as they have no rate."""
+        unrated = without_rate(self.optimizer)
+        # At density 1 nothing waits, so nothing rests, either.
+        delays = self.vectors[-1].delays and not self.options.recipe.delivers_all()
+        if delivers_all:
+            self.presence.begin_all(self._frozen())
+        else:
+            self.presence.begin(self.parameters, unrated, delays=delays)
+        return unrated if delays else frozenset()
+
     def _deliver(self) -> None:
         """Compute the mean of each ``vector.flat`` over ranks, of all entries in a flush.
 
@@ -402,14 +406,17 @@ class GradientExchange:
         if self.all_shards is not None:
             self.all_shards.fail(error)  # its other ranks may be in no exchange with this one
 
-    def report(self, error: BaseException) -> BaseException:
-        """Report ``error`` of this rank, outside of an exchange in which others may wait. Return what it raises."""
+    def report(self, error: BaseException) -> Exception | None:
+        """Report ``error`` of this rank, outside of an exchange, to the others, which may wait for it in one.
+
+        Return what this rank raises instead. None if there is nobody to tell.
+        """
         found = None if self.all_shards is None else self.all_shards.fail(error)
         if isinstance(found, ExchangeError):  # it says who is lost, of all ranks
             error = ExchangeError(str(found), found.peers)
         scheduler = self.vectors[0].scheduler
         told = None if scheduler is None else scheduler.fail(error)
-        return found or told or error
+        return found or told
 
     def _rollback(self) -> None:
         """Let the step be rejected. Residuals, methods and gradients have not changed."""

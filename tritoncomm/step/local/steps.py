@@ -236,7 +236,9 @@ class LocalSteps:
         """
         self._load_later()
         loaded = self._were_loaded()
-        if loaded if self.taken else self.shards.any(loaded):  # a loaded state is as old on all shards
+        if not self.taken:  # otherwise only a loaded state tells, which is the same kind of state on all shards
+            loaded = self.shards.any(loaded)
+        if loaded:
             self.outer.param_groups[0][LOADED] = number_of_text(repr(numbers(self.parameters)))
             self.accept()
 
@@ -301,7 +303,8 @@ class LocalSteps:
         self._is_broken = self.shards.any(not finite)
         if self._is_broken:
             logger.warning(
-                "a local step has made parameters NaN or Inf on this rank: it continues from the mean of the others"
+                "a local step has made parameters NaN or Inf on %s: it continues from the mean of the others",
+                "a rank with other shards of the copy of this rank" if finite else "this rank",
             )
             for delta in deltas:
                 delta.zero_()

@@ -12,7 +12,7 @@ import torch
 
 from tritoncomm.errors import ConfigurationError
 
-Path = tuple[object, ...]  # keys and numbers, from the outside to the inside
+Keys = tuple[object, ...]  # and numbers, from the outside to the inside
 
 
 def packed(rest: Mapping[str, Any]) -> bytes:
@@ -32,9 +32,9 @@ def packed(rest: Mapping[str, Any]) -> bytes:
             field, *keys = keys  # they are fields of its state dict
         where = {"inner": "state"}.get(str(field), field)
         raise ConfigurationError(
-            f"{where}{''.join(f'[{key!r}]' for key in keys)} of the optimizer is a {type(value).__name__}, which no "
-            "checkpoint can be loaded with: keep numbers, texts, tensors, and dicts, lists or tuples of them there, or "
-            "remove it before you save"
+            f"{where}{''.join(f'[{key!r}]' for key in keys)} of the optimizer is a {type(value).__name__}, which "
+            "torch.load(weights_only=True) does not read: keep numbers, texts, tensors, and dicts, lists or tuples of "
+            "them there, or remove it before you save"
         ) from error
     return content
 
@@ -70,7 +70,7 @@ def _with_numbers(value: Any) -> Any:
     return type(value)(map(_with_numbers, value)) if type(value) in (list, tuple) else value
 
 
-def _unreadable(value: Any, path: Path) -> tuple[Path, Any]:
+def _unreadable(value: Any, path: Keys) -> tuple[Keys, Any]:
     """Return the path and the value of the first part of ``value`` that cannot be read, itself if no part is it."""
     parts: Mapping[Any, Any] | Sequence[Any] = value if type(value) in (dict, OrderedDict, list, tuple) else ()
     for key, each in parts.items() if isinstance(parts, Mapping) else enumerate(parts):

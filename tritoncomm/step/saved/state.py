@@ -249,9 +249,16 @@ def _carry_ages(vector: VectorExchange, feedback: ErrorFeedback, common: State, 
         ledger.rms = torch.stack([each.to(vector.device) for each in rms])
 
 
-def without_anchors_of_some(own: State, local_steps: LocalSteps) -> State:
-    """Return what :meth:`LocalSteps.saved` returned, without anchors if other shards of the copy have none."""
-    return {**own, "anchors": []} if local_steps.shards.any(not own["anchors"]) else own
+def agreed(state: State, local_steps: LocalSteps) -> State:
+    """Return ``state``, which :func:`saved` returned, without anchors if other shards of the copy have none.
+
+    All ranks with these shards call this.
+    """
+    own = state["local"]
+    if local_steps.shards.any(not own["anchors"]) and own["anchors"]:
+        fields = {key: value for key, value in state.items() if key not in ("schema", "checksum")}
+        return with_checksum(**fields | {"local": {**own, "anchors": []}})
+    return state
 
 
 def resume(
@@ -262,7 +269,7 @@ def resume(
 ) -> None:
     """Continue ``exchange`` from ``state``, of which :func:`loaded` has returned the ``feedbacks``."""
     if local_steps is not None:
-        local_steps.load(without_anchors_of_some(state["local"], local_steps))
+        local_steps.load(agreed(state, local_steps)["local"])
     exchange.restore(feedbacks)
     exchange.steps = state["steps"]
     exchange.presence.set(exchange.parameters, state["absent"])
