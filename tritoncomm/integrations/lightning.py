@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import shutil
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -16,31 +15,24 @@ from torch.nn.parallel import DistributedDataParallel
 
 import tritoncomm
 from tritoncomm import checkpoint as checkpoints
-from tritoncomm.algorithms import Recipe, with_suggestions
+from tritoncomm.algorithms import Recipe
 from tritoncomm.amp import with_equal_scales
-from tritoncomm.errors import ConfigurationError
 from tritoncomm.integrations.shared import residuals as beside
 from tritoncomm.optimizer import SparseOptimizer, setup_of, stepper_of
-from tritoncomm.step.recipes import known_fields
+from tritoncomm.step.recipes import arguments_of, check_keywords
 from tritoncomm.step.settings import DEFAULT_ALGO
 
 __all__ = ["SparseDDPStrategy"]
 
 
-def _arguments(function: Callable[..., Any]) -> set[str]:
-    """Return the names of the arguments of ``function`` that are not collected."""
-    parameters = inspect.signature(function).parameters.values()
-    return {each.name for each in parameters if each.kind is not each.VAR_KEYWORD}
-
-
 def _of_ddp() -> set[str]:
     """Return the arguments of ``DDPStrategy``, with those of DDP, whose module and devices Lightning chooses."""
-    return (_arguments(DDPStrategy) | _arguments(DistributedDataParallel)) - {"module", "device_ids"}
+    return {*arguments_of(DDPStrategy), *arguments_of(DistributedDataParallel)} - {"module", "device_ids"}
 
 
 def _of_wrap() -> set[str]:
     """Return the arguments that are for ``wrap``. The process group and time-out are those of ``DDPStrategy``."""
-    return _arguments(tritoncomm.wrap) - {"algo", "optimizer", "model"} - _of_ddp()
+    return {*arguments_of(tritoncomm.wrap)} - {"algo", "optimizer", "model"} - _of_ddp()
 
 
 class SparseDDPStrategy(DDPStrategy):
@@ -74,7 +66,9 @@ class SparseDDPStrategy(DDPStrategy):
     def __init__(self, algo: str | Recipe | None = None, *, residuals: str = "restore", **settings: Any) -> None:
         self._restore = beside.check(residuals)
         of_ddp = {name: settings.pop(name) for name in _of_ddp() & set(settings)}
-        _check_keywords(algo, settings)
+        known = sorted(_of_wrap() | _of_ddp())
+        given = settings.keys() - _of_wrap()
+        check_keywords("SparseDDPStrategy", known, DEFAULT_ALGO if algo is None else algo, given)
         self._settings = {"algo": algo, **settings}
         super().__init__(**of_ddp)
 
@@ -181,16 +175,3 @@ class SparseDDPStrategy(DDPStrategy):
         if self.is_global_zero:
             for number in range(len(self.optimizers)):
                 shutil.rmtree(beside.folder_of(filepath, number), ignore_errors=True)
-
-
-def _check_keywords(algo: str | Recipe | None, given: Iterable[str]) -> None:
-    """Raise :class:`~tritoncomm.ConfigurationError` if one of ``given`` is for neither ``wrap`` nor the method."""
-    method, fields = known_fields(DEFAULT_ALGO if algo is None else algo)
-    ours = _of_wrap() | set(fields)
-    unknown = set(given) - ours
-    if unknown and fields:
-        named = with_suggestions(unknown, sorted(ours | _of_ddp()))
-        raise ConfigurationError(
-            f"SparseDDPStrategy() has no argument {named}: it takes those of tritoncomm.wrap(), DDPStrategy and "
-            f"DistributedDataParallel, and the fields of {method!r}, which are {', '.join(fields)}"
-        )

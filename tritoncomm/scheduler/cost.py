@@ -34,11 +34,11 @@ class Traffic(NamedTuple):
         return self.messages <= bound.messages and self.bytes <= bound.bytes
 
 
-_UNITS = {"bit": 1 / 8, "kbit": 1e3 / 8, "mbit": 1e6 / 8, "gbit": 1e9 / 8}
+_RATES = {"bit/s": 1 / 8, "kbit/s": 1e3 / 8, "Mbit/s": 1e6 / 8, "Gbit/s": 1e9 / 8}
+_UNITS = {name.lower().removesuffix("/s"): size for name, size in _RATES.items()}
 _TIMES = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
 # Four digits are printed of numbers below this one.
 _LONG = 1000
-_RATES = {"bit/s": 1 / 8, "kbit/s": 1e3 / 8, "Mbit/s": 1e6 / 8, "Gbit/s": 1e9 / 8}
 
 
 class Link(NamedTuple):
@@ -78,7 +78,7 @@ class Link(NamedTuple):
 
 def _with_unit(amount: float, units: Mapping[str, float]) -> str:
     """Return ``amount`` in the largest of ``units``, from small to large, in which it is at least 1."""
-    fitting = [name for name, size in units.items() if amount >= 0.9999 * size]
+    fitting = [name for name, size in units.items() if amount >= 0.9999 * size]  # which rounds up to 1
     unit = fitting[-1] if fitting else next(iter(units))
     value = amount / units[unit]
     return f"{value:{'.4g' if value < _LONG else ',.0f'}} {unit}"

@@ -67,7 +67,7 @@ def resolve_recipe(
     check_algo(algo)
     if not (warmup_steps is None or (type(warmup_steps) is int and warmup_steps >= 0)):
         raise ConfigurationError(f"warmup_steps={warmup_steps!r}: must be a whole number of at least 0, or None")
-    check_keywords(function, algo, fields)
+    check_keywords(function.__name__, arguments_of(function), algo, fields)
     if not isinstance(algo, Recipe):
         _check_packed(fields)
         fields = {**default_fields(algo, fields), **fields}
@@ -111,33 +111,34 @@ def start_values(small: str) -> str:
 _OPTIONS = (defaults.Late, defaults.Updates)
 
 
-def known_fields(algo: str | Recipe) -> tuple[str, list[str]]:
-    """Return the name of the method ``algo`` and the names of its fields, of which an unknown method has none."""
-    if isinstance(algo, Recipe):
-        return algo.name, [field.name for field in dataclasses.fields(algo)]
-    return algo, field_names(algo) if algo in algorithms() else []
+def arguments_of(function: Callable[..., Any]) -> list[str]:
+    """Return the names of the arguments of ``function`` that are not collected."""
+    parameters = inspect.signature(function).parameters.values()
+    return [parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD]
 
 
-def check_keywords(function: Callable[..., Any], algo: str | Recipe, given: Iterable[str]) -> None:
+def check_keywords(called: str, arguments: Sequence[str], algo: str | Recipe, given: Iterable[str]) -> None:
     """Raise :class:`~tritoncomm.ConfigurationError` if a keyword is neither an argument nor a field of the recipe.
 
     Args:
-        function: The function that the user called. It collects keywords that are not its arguments.
-        algo: Its argument ``algo``. An unknown name is not checked here.
+        called: What the user called. It collects keywords that are not its arguments.
+        arguments: Its arguments.
+        algo: One of these, the method. An unknown name is not checked here.
         given: The collected keywords.
     """
-    name, known = known_fields(algo)
-    if not known:
+    if isinstance(algo, Recipe):
+        name, known = algo.name, [field.name for field in dataclasses.fields(algo)]
+    elif algo in algorithms():
+        name, known = algo, field_names(algo)
+    else:
         return
-    parameters = inspect.signature(function).parameters.values()
-    arguments = [parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD]
     fields = [field for field in known if field not in arguments]
     unknown = set(given) - set(fields)
     if unknown:
         homes = {each.name: kind for kind in _OPTIONS for each in dataclasses.fields(kind)}
         inside = [f"{each} is one of tritoncomm.{homes[each].__name__}; " for each in sorted(unknown & homes.keys())]
         raise ConfigurationError(
-            f"{function.__name__}() has no argument {with_suggestions(unknown, [*arguments, *fields])}: its arguments "
+            f"{called}() has no argument {with_suggestions(unknown, [*arguments, *fields])}: its arguments "
             f"are {', '.join(arguments)}; {''.join(inside)}the fields of {name!r} are {', '.join(fields)}"
         )
 

@@ -33,6 +33,12 @@ _OWN, _STATE = "own", "state"
 _OF_LOCAL_STEPS = ("anchors", "momentum")
 _TENSOR = "the tensor"  # key of the name of a tensor, in its place
 _ALONG = "split along"  # and of how it was split, if it was a DTensor
+# What is stored: the name under which a script has saved the state, and what is of a rank, or a tensor of several.
+_KEY = re.compile(
+    r"(?P<name>.*?)\.(?:(?P<own>rank (?P<rank>\d+) of \d+, replica (?P<replica>\d+) of (?P<replicas>\d+) .*)"
+    rf"|(?P<shared>{_OF_REPLICA} \d+|{_COMMON} \d+)\.(?P<tensor>.*))"
+)
+_Stored = tuple[re.Match[str], Any]  # such a key, and its metadata
 
 
 class Held(NamedTuple):
@@ -194,18 +200,17 @@ class Saved(NamedTuple):
             stored = reader.read_metadata().state_dict_metadata
         except Exception as error:  # each storage has its own
             raise ConfigurationError(f"checkpoint_id={where}: no checkpoint can be read: {error}") from error
-        by_name = dict[str, dict[str, Any]]()
+        by_name = dict[str, list[_Stored]]()
         for key, metadata in stored.items():
-            if found := re.search(rf"\.(rank \d+ of \d+, replica \d|{_OF_REPLICA} \d|{_COMMON} \d)", key):
-                by_name.setdefault(key[: found.start()], {})[key[found.start() + 1 :]] = metadata
-        own = _chosen(by_name, name, where)
+            if found := _KEY.fullmatch(key):
+                by_name.setdefault(found["name"], []).append((found, metadata))
         ranks, replicas, tensors = dict[int, tuple[str, int]](), set[int](), dict[str, dict[str, Any]]()
-        for key, metadata in own.items():
-            if found := re.match(r"rank (\d+) of \d+, replica (\d+) of (\d+) .*$", key):
-                ranks[int(found[1])] = key, int(found[2])
-                replicas.add(int(found[3]))
-            elif found := re.match(rf"({_OF_REPLICA} \d+|{_COMMON} \d+)\.(.*)$", key):
-                tensors.setdefault(found[1], {})[found[2]] = metadata
+        for found, metadata in _chosen(by_name, name, where):
+            if found["own"]:
+                ranks[int(found["rank"])] = found["own"], int(found["replica"])
+                replicas.add(int(found["replicas"]))
+            else:
+                tensors.setdefault(found["shared"], {})[found["tensor"]] = metadata
         every = sorted(tensors, key=lambda each: int(each.rpartition(" ")[2]))
         keys = [each for each in every if each.startswith(_OF_REPLICA)]
         common = next((each for each in every if each.startswith(_COMMON)), _COMMON)
@@ -275,10 +280,10 @@ class Saved(NamedTuple):
         return exchange_state.taken_over(state, others, rank=here.replica, world_size=here.replicas, share=share)
 
 
-def _chosen(by_name: Mapping[str, dict[str, Any]], name: str | None, where: object) -> dict[str, Any]:
-    """Return the metadata of the state with this ``name``, or of the only one."""
+def _chosen(by_name: Mapping[str, list[_Stored]], name: str | None, where: object) -> list[_Stored]:
+    """Return what is stored of the state with this ``name``, or of the only one."""
     if name is None and len(by_name) <= 1:
-        return dict(*by_name.values())
+        return [each for stored in by_name.values() for each in stored]
     found = None if name is None else by_name.get(name)
     if found is None:
         names = ", ".join(map(repr, by_name))
