@@ -99,3 +99,9 @@ def write(p: torch.Tensor, values: torch.Tensor) -> None:
     """Load a weight."""
     with torch.no_grad():
         p.copy_(values)
+
+
+def total(numel: int, steps: range, world_size: int) -> torch.Tensor:
+    """Return the sum over steps of the mean gradient."""
+    parts = [gradient(numel, rank, step, world_size) for step in steps for rank in range(world_size)]
+    return torch.stack(parts).sum(0) / world_size
