@@ -108,6 +108,12 @@ def test_golden_borders() -> None:
     ):
         blocks = moved(layout, blocks, kappa, 100_000, "paper")
         assert blocks == expected
+
+
+def test_a_pair_sees_the_move_before_it() -> None:
+    """By the paper's rule, a partition that gets a block counts its entries when it is compared with the next one."""
+    layout = Layout(64, (2, 1, 1), 1)
+    assert moved(layout, layout.blocks, [160, 94, 46], 256, "paper") == (1, 1, 2)
     layout, blocks = algorithm(11_173_962, mode="paper").layout(8), (128,) * 8
     for expected in (
         (127, 129, 129, 126, 130, 126, 129, 128),

@@ -49,9 +49,19 @@ AT_FLOOR = {
     "max_step": 1,
 }
 
+# The second partition is above the mean only with what the first one gives to it.
+CHAIN = AT_FLOOR | {
+    "blocks": torch.tensor([2, 1, 1], dtype=torch.int32),
+    "counts": torch.tensor([160, 94, 46], dtype=torch.int32),
+    "block": 64,
+    "numel": 256,
+    "min_blocks": 1,
+}
+
 
 @both
 @given(topologies(), st.sampled_from(["paper", "prefix"]))
+@example(CHAIN, "paper")
 @example(AT_FLOOR, "paper")
 @example(AT_FLOOR, "prefix")
 @cases(200)
