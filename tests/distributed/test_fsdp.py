@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import tritoncomm
+from kit import log_lines
 from models import (
     Shards,
     Uneven,
@@ -102,20 +103,53 @@ def test_policies_of_fsdp(rank, world_size, policy):
     assert equal(model, group)
 
 
+# For each micro-batch of a step, what FSDP2 is told before its backward pass.
+SWITCHES = {
+    "all are reduced": ("", ()),
+    "the last one reduces": ("set_requires_gradient_sync", (False, False, True)),
+    "one in between reduces, too": ("set_requires_gradient_sync", (True, False, True)),
+    "the last one all-reduces": ("set_requires_all_reduce", (False, False, True)),
+    "the last one is told": ("set_is_last_backward", (False, False, True)),
+}
+
+
+def summed(model, other, group, passes):
+    """Take a dense step of the model after ``passes``, and one of ``other`` with the mean of all micro-batches.
+
+    A pass is its micro-batch and what is called before it. ``other`` is a plain copy. Return what was logged.
+    """
+    optimizer = exact(sgd(model), model=model, process_group=group, algo="dense")
+    optimizer.zero_grad()
+    for micro, switch, value in passes:
+        if switch:
+            getattr(model, switch)(value)
+        loss_of(model, dist.get_rank(), micro).backward()
+    with log_lines() as lines:
+        optimizer.step()
+    ordinary = sgd(other)
+    ordinary.zero_grad()
+    for rank in range(4):
+        for micro, *_ in passes:
+            (loss_of(other, rank, micro) / 4).backward()
+    ordinary.step()
+    return lines
+
+
+def full(model):
+    """Return all parameters of a sharded model as one vector."""
+    return torch.cat([each.full_tensor().reshape(-1) for each in model.parameters()])
+
+
 @ranks(4)
-def test_accumulation(rank, world_size):
-    """Micro-batches add up, whether FSDP reduces each of them or only the last one. One exchange takes all of them."""
+@pytest.mark.parametrize("order", SWITCHES)
+def test_accumulation(rank, world_size, order):
+    """The micro-batches of all ranks add up, whatever FSDP reduces before the last of them. Nothing is warned of."""
     model, group = shards_of()
-    pair = Shards(model, group)
-    switches = ("set_requires_gradient_sync", "set_requires_all_reduce", "set_is_last_backward", "")
-    for step, switch in enumerate(switches):
-        pair.optimizer.zero_grad()
-        for micro in range(3):
-            if switch:
-                getattr(model, switch)(micro == 2)
-            loss_of(model, rank, 3 * step + micro).backward()
-        pair.take()
-    assert pair.optimizer.metrics()["steps"] == 4
+    other = Uneven()
+    switch, values = SWITCHES[order]
+    lines = summed(model, other, group, [(micro, switch, values and values[micro]) for micro in range(3)])
+    torch.testing.assert_close(full(model), flat(other))
+    assert not any("set_requires_gradient_sync" in line for line in lines)
 
 
 class Twice(nn.Module):

@@ -212,6 +212,24 @@ def places(rank, tmp_path):
             checkpoint.save(optimizer, tmp_path)
 
 
+def full_disk(rank, tmp_path):
+    """A rank that cannot write its part of a checkpoint."""
+    model = tiny()
+    optimizer = wrapped(model)
+    train(model, optimizer, rank, range(1))
+
+    def write(*_: object) -> None:
+        message = "no space left"
+        raise OSError(message)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == AT_FAULT:
+            patch.setattr("torch.distributed.checkpoint.filesystem.FileSystemWriter.write_data", write)
+        with pytest.raises(ConfigurationError, match=r"cannot be written: rank 3: .*no space left") as caught:
+            checkpoint.save(optimizer, tmp_path)
+    assert named(caught.value) == {AT_FAULT}
+
+
 def warnings(rank, tmp_path):
     """What the first rank says for all is said where rank 0 is not one of them."""
     model = tiny()
@@ -234,7 +252,7 @@ def warnings(rank, tmp_path):
 SITUATIONS = {
     each.__name__: each
     for each in (
-        inf_residual, lonely_gradient, scale, numbers_received, messages, failed, places, warnings,
+        inf_residual, lonely_gradient, scale, numbers_received, messages, failed, places, full_disk, warnings,
     )
 }  # fmt: skip
 

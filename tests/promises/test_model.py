@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import tritoncomm
-from kit import equal_on_all_ranks, everywhere, flat, gradient, mean, sgd, sparse, weight
+from kit import equal_on_all_ranks, everywhere, flat, gradient, log_lines, mean, sgd, sparse, weight
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.device_mesh import init_device_mesh
@@ -132,6 +132,23 @@ def test_shards_train_as_the_plain_module(rank, world_size):
     optimizer.step()
     assert torch.allclose(whole(model), expected, atol=1e-5)
     assert equal_on_all_ranks([whole(model)])
+
+
+@ranks(4)
+@pytest.mark.parametrize("updates", [False, True])
+def test_a_pass_that_shards_keep_back_is_told_once(rank, world_size, updates):
+    """What FSDP2 has not reduced is not in this step, with and without other gradients in ``.grad``."""
+    model, mesh = sharded()
+    fields = {"updates": True} if updates else {"density": 1.0}
+    optimizer = sparse(sgd(model.parameters()), model=model, process_group=mesh["replicate"].get_group(), **fields)
+    with log_lines() as lines:
+        for step in range(2):
+            for micro, is_reduced in enumerate([True, False]):
+                model.set_requires_gradient_sync(is_reduced)
+                loss_of(model, rank, 2 * step + micro).backward()
+            optimizer.step()
+    told = [line for line in lines if "set_requires_gradient_sync(True)" in line]
+    assert len(told) == (rank == 0), lines
 
 
 @ranks(4)

@@ -24,6 +24,7 @@ from tritoncomm.step.exchange.machine import GradientExchange
 from tritoncomm.step.exchange.pending import State
 from tritoncomm.step.exchange.vector import ExchangeOptions, VectorExchange
 from tritoncomm.step.local.steps import LocalSteps
+from tritoncomm.step.model.misuse import UnreducedPasses
 from tritoncomm.step.model.module import check_model, ignored_ids, keep_gradients_local, names_of, rest_of
 from tritoncomm.step.model.parameters import KnownParameters
 from tritoncomm.step.optimizer_list import parts_of
@@ -59,6 +60,7 @@ class Setup:
         exchange: The exchange of these gradients.
         steps: The steps by what is delivered.
         parameters: The parameters that are exchanged.
+        unreduced: Notices gradients that FSDP has kept back.
     """
 
     def __init__(
@@ -86,6 +88,7 @@ class Setup:
         self.steps.check()
         anchor_names = {} if self.local is None else self.local.names
         self.parameters = KnownParameters(self.exchanged, self.names | anchor_names, ignored)
+        self.unreduced = UnreducedPasses(model)
         self._others, buffers = rest_of(model, optimizer)
         self.exchange = self._build(process_group, None)
         exchange_state.warn_about_lost_residual(optimizer.param_groups, self.everybody)

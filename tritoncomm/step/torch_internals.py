@@ -123,6 +123,20 @@ def ignored_by(model: DistributedDataParallel) -> list[torch.Tensor]:
     return [each for _, each in named if id(each) not in kept]
 
 
+def holds_gradients(module: torch.nn.Module) -> bool:
+    """Return True if ``module``, which FSDP2 shards, has gradients of a backward pass that it did not reduce.
+
+    They are not in ``.grad``. FSDP adds them to the next pass that it reduces, and has no function to ask for them.
+    """
+    state = module._get_fsdp_state()  # type: ignore[operator]  # noqa: SLF001
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # noqa: SLF001 - before torch 2.12
+    for parameter in (each for group in groups if group is not None for each in group.fsdp_params):
+        unsharded = getattr(parameter, "_unsharded_param", None)  # there is none before the first pass
+        if parameter.unsharded_accumulated_grad is not None or getattr(unsharded, "grad", None) is not None:
+            return True
+    return False
+
+
 def is_flattened(parameter: torch.Tensor) -> bool:
     """Return True if ``parameter`` belongs to ``FullyShardedDataParallel`` (FSDP1). It is then a part of a flat shard.
 

@@ -1,13 +1,19 @@
-"""Notice scripts that clip the gradients of one rank, or add to a mean by a late backward pass."""
+"""Notice scripts that clip the gradients of one rank, step without a backward pass, or add to a mean by a late one."""
 
 from __future__ import annotations
 
 import logging
+import weakref
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
 import torch
+import torch.distributed as dist
+from torch import nn
 from torch.utils.hooks import RemovableHandle
+
+from tritoncomm.scheduler.ranks import speaks
+from tritoncomm.step.torch_internals import holds_gradients
 
 logger = logging.getLogger("tritoncomm")
 
@@ -83,4 +89,26 @@ class LateBackward:
             raise RuntimeError(
                 "a backward pass has added gradients of this rank to the mean since synchronize(): call step() before "
                 "the next backward pass, or optimizer.zero_grad() on all ranks, which discards what was averaged"
+            )
+
+
+class UnreducedPasses:
+    """Notices gradients of ``model``, if FSDP2 shards it, that FSDP has kept back when a step is taken."""
+
+    def __init__(self, model: nn.Module | None) -> None:
+        modules = [] if model is None else list(model.modules())
+        self._modules = [weakref.ref(each) for each in modules if hasattr(each, "set_requires_gradient_sync")]
+
+    def look(self, group: dist.ProcessGroup | None) -> None:
+        """Look before a step. Log what to do, once, on the first rank of ``group``."""
+        if not self._modules:
+            return
+        held = [each for each in (reference() for reference in self._modules) if each is not None]
+        if not any(map(holds_gradients, held)):
+            return
+        self._modules = []
+        if speaks(group):
+            logger.warning(
+                "FSDP has not reduced all backward passes before this step: .grad is without them, and a later step "
+                "gets them. Call model.set_requires_gradient_sync(True) before the last backward pass of each step"
             )
