@@ -37,7 +37,7 @@ def test_metrics_are_flat_floats() -> None:
         ({"repartition_every": 2.5}, r"repartition_every=2\.5.*whole number"),
         ({"warmup_steps": 2.5}, r"warmup_steps=2\.5.*whole number"),
         ({"timeout": 5}, "timeout=5: give a datetime.timedelta"),
-        ({"timeout": timedelta(0)}, r"timeout=0:00:00: must be above 0"),
+        ({"timeout": timedelta(microseconds=500)}, r"timeout=0:00:00.000500: must be at least 1 ms"),
         ({"timeout": timedelta.max}, "at most 365 days"),
         ({"algo": "nope"}, "unknown algorithm 'nope'"),
         ({"density": 0}, "density=0"),

@@ -157,7 +157,8 @@ class SparseOptimizer(torch.optim.Optimizer):
         """Exchange the residuals of all ranks dense, and step by their mean.
 
         Residuals are zero afterwards. Those wait that nobody could apply: of frozen parameters, and of groups with a
-        learning rate of 0 while another group has one.
+        learning rate of 0 while another group has one. Nothing changes where no residual can be: with ``algo="dense"``,
+        and for a single worker.
 
         Use it before the last evaluation, or before a checkpoint without residuals. All ranks must call it. The present
         gradients are discarded.
@@ -186,6 +187,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         own = setup.steps.grad_norm if setup.local is None else setup.local.steps.grad_norm
         return figures | {"grad_norm": own if norm is None else float(norm)}
 
+    @torch.inference_mode(False)  # what is made here outlives an evaluation
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add the same parameter group on all ranks. Residuals are kept. If this raises, nothing has changed."""
         self._tritoncomm.setup.add_param_group(param_group)
@@ -265,6 +267,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         stepper.forget()
         hooks.run("load_state_dict_post")
 
+    @torch.inference_mode(False)  # what is made here outlives an evaluation
     def reset_process_group(
         self,
         process_group: dist.ProcessGroup | None = None,

@@ -48,6 +48,7 @@ from tritoncomm.step.setup import Setup
 __all__ = ["wrap"]
 
 
+@torch.inference_mode(False)  # what is made here outlives an evaluation
 def wrap(
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
     algo: str | Recipe | None = None,

@@ -364,10 +364,15 @@ def own_hook(state, bucket):  # DDP accepts no annotation that is text
 
 @ranks(2)
 def test_what_ddp_does_beside(rank, world_size):
-    """Mixed precision of DDP is refused, a failed ``wrap`` leaves a module that averages, and a hook comes too late."""
+    """What averages beside the hook is refused, a failed wrap() leaves one that averages, and a hook comes too late."""
     halved = DistributedDataParallel(nn.Linear(6, 3), mixed_precision=_MixedPrecision(param_dtype=torch.bfloat16))
     with pytest.raises(REFUSED, match="mixed_precision"):
         exact(adamw(halved), model=halved)
+    inner = net()
+    own = {"delay_all_reduce_named_params": [("0.bias", inner[0].bias)], "param_to_hook_all_reduce": inner[0].weight}
+    delayed = DistributedDataParallel(inner, **own)
+    with pytest.raises(REFUSED, match="delay_all_reduce_named_params"):
+        exact(adamw(delayed), model=delayed)
     model, untouched = ddp(net()), ddp(net())
     with pytest.raises(REFUSED):
         exact(adamw(model), model=model, max_grad_norm=-1)

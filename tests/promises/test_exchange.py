@@ -73,6 +73,26 @@ def test_non_finite_gradient_skips_the_step_everywhere(rank, world_size, bad):
     assert torch.equal(flat([p]), -total(16, range(4), world_size))
 
 
+@ranks(1, 2)
+def test_flush_changes_nothing_where_nothing_can_wait(rank, world_size):
+    """A dense exchange, and a single worker, deliver all in each step. A step of AdamW would go on by its moments."""
+    p, q = weight(16), weight(16, 1.0)
+    optimizer = sparse(torch.optim.AdamW([p, q], lr=0.1), algo=tritoncomm.Dense())
+    q.requires_grad_(False)
+    take(optimizer, [p], rank, range(3), world_size)
+    before = flat([p, q])
+    optimizer.flush()
+    assert optimizer.metrics()["steps"] == 3 + (world_size > 1)  # q may have a residual, which nobody knows
+    q.requires_grad_()
+    take(optimizer, [p, q], rank, range(3), world_size)
+    before, steps = flat([p, q]), optimizer.metrics()["steps"]
+    optimizer.flush()
+    assert torch.equal(flat([p, q]), before)
+    assert optimizer.metrics()["steps"] == steps
+    take(optimizer, [p, q], rank, range(3, 5), world_size)
+    assert equal_on_all_ranks([p, q])
+
+
 @ranks(3)
 def test_error_about_a_nan_names_rank_and_parameter_in_a_group(rank, world_size):
     """Ranks are named by their global numbers, and parameters by their names."""

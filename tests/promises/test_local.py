@@ -334,16 +334,18 @@ def residual_of(optimizer) -> torch.Tensor:
 
 
 @ranks(2)
-@pytest.mark.parametrize("action", ["merge", "flush", "load_state_dict", "checkpoint"])
+@pytest.mark.parametrize(
+    "action", ["merge", "flush", "load_state_dict", "checkpoint", "add_param_group", "reset_process_group", "wrap"]
+)
 def test_evaluation_in_inference_mode_may_exchange(rank, world_size, action, tmp_path):
-    """What merge(), flush() and a load make there can be changed by the steps that follow."""
+    """What is made there, as by merge(), flush(), a load or wrap(), can be changed by the steps that follow."""
     p = weight(32)
     optimizer = local([p], 4, updates=tritoncomm.Updates(outer_momentum=0.5))
-    if action in ("flush", "checkpoint"):
+    if action not in ("merge", "load_state_dict"):
         optimizer = sparse(torch.optim.AdamW([p], lr=0.1))
-    if action in ("merge", "checkpoint"):
+    if action in ("merge", "checkpoint", "reset_process_group"):
         step(optimizer, p, gradient(32, rank, 0))
-    folder = everywhere(str(tmp_path))[0]
+    folder, new = everywhere(str(tmp_path))[0], weight(32)
     if action == "checkpoint":
         tritoncomm.checkpoint.save(optimizer, folder)
     with torch.inference_mode():
@@ -351,12 +353,17 @@ def test_evaluation_in_inference_mode_may_exchange(rank, world_size, action, tmp
             optimizer.load_state_dict(optimizer.state_dict())
         elif action == "checkpoint":
             tritoncomm.checkpoint.load(optimizer, folder)
+        elif action == "add_param_group":
+            optimizer.add_param_group({"params": [new]})
+        elif action == "wrap":
+            optimizer = sparse(torch.optim.AdamW([new], lr=0.1))
         else:
             getattr(optimizer, action)()
     for number in range(8):
+        new.grad = gradient(32, rank, number) if action in ("add_param_group", "wrap") else None
         step(optimizer, p, gradient(32, rank, number))
     optimizer.flush()
-    assert equal_on_all_ranks([p])
+    assert equal_on_all_ranks([p, new])
 
 
 @ranks(2)

@@ -134,6 +134,36 @@ def test_shards_train_as_the_plain_module(rank, world_size):
     assert equal_on_all_ranks([whole(model)])
 
 
+@ranks(2)
+@pytest.mark.parametrize("local_steps", [1, 2])
+def test_a_parameter_taken_out_of_the_optimizer_is_named(rank, world_size, local_steps):
+    """On the rank that lost it: a checkpoint would fit no optimizer. The others skip an exchange, and say why."""
+    model = net()
+    optimizer = tritoncomm.wrap(torch.optim.AdamW(model.parameters(), lr=0.01), model=model, local_steps=local_steps)
+
+    def train(step: int) -> None:
+        optimizer.zero_grad()
+        loss_of(model, rank, step).backward()
+        optimizer.step()
+
+    for step in range(local_steps):
+        train(step)
+    own = optimizer.param_groups[0]["params"]
+    gone = own.pop() if rank == 1 else None
+    with log_lines() as lines:
+        if rank == 1:
+            with pytest.raises(ConfigurationError, match=r"lost parameters .*2\.bias"):
+                train(2)
+            own.append(gone)
+        elif local_steps == 1:
+            train(2)
+            assert any("rank 1: the optimizer has lost parameters" in line for line in lines), lines
+    for step in range(4, 4 + local_steps):
+        train(step)
+    assert equal_on_all_ranks(model.parameters())
+    assert optimizer.metrics()["steps"] == 2
+
+
 @ranks(4)
 @pytest.mark.parametrize("updates", [False, True])
 def test_a_pass_that_shards_keep_back_is_told_once(rank, world_size, updates):

@@ -195,6 +195,15 @@ def test_options_that_no_rule_supports_are_refused_by_name(rank, world_size):
         sparse(torch.optim.AdamW([p], capturable=True))
     with pytest.raises(ConfigurationError, match="differentiable"):
         sparse(torch.optim.SGD([p], momentum=0.9, differentiable=True))
+    optimizer = sparse(torch.optim.AdamW([p], lr=0.1))
+    with pytest.raises(ConfigurationError, match="eps"):
+        optimizer.add_param_group({"params": [weight()], "eps": 0})
+    assert len(optimizer.param_groups) == 1
+    optimizer.param_groups[0]["eps"] = 0
+    p.grad = torch.zeros(16)
+    with pytest.raises(ConfigurationError, match="eps"):
+        optimizer.step()
+    assert torch.equal(p.detach(), torch.zeros(16))
     optimizer = sparse(torch.optim.SGD([p], lr=0.1, momentum=0.9))
     optimizer.param_groups[0]["dampening"] = 0.5
     with pytest.raises(ConfigurationError, match="dampening"):

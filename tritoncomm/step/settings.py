@@ -25,7 +25,8 @@ logger = logging.getLogger("tritoncomm")
 
 DEFAULT_ALGO = "oktopk"
 DEFAULT_UPDATES = "quantized"  # how updates are exchanged
-_LONGEST_TIMEOUT = timedelta(days=365)  # gloo waits for ever with some longer ones
+# gloo waits for ever with shorter ones, and with some longer ones
+_SHORTEST_TIMEOUT, _LONGEST_TIMEOUT = timedelta(milliseconds=1), timedelta(days=365)
 # The format of values and of small tensors, and a density that brings the loss to that of dense or below. Measured:
 # benchmarks/results/training.json
 DEFAULT_DENSITY = 0.03
@@ -144,10 +145,10 @@ class WrapOptions:
             )
         if not (timeout is None or isinstance(timeout, timedelta)):
             raise ConfigurationError(f"timeout={timeout!r}: give a datetime.timedelta, or None")
-        if timeout is not None and not timedelta(0) < timeout <= _LONGEST_TIMEOUT:
+        if timeout is not None and not _SHORTEST_TIMEOUT <= timeout <= _LONGEST_TIMEOUT:
             raise ConfigurationError(
-                f"timeout={timeout}: must be above 0 and at most {_LONGEST_TIMEOUT.days} days; None uses that of the "
-                "group"
+                f"timeout={timeout}: must be at least 1 ms and at most {_LONGEST_TIMEOUT.days} days; None uses that of "
+                "the group"
             )
 
     @property

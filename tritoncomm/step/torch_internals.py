@@ -137,6 +137,11 @@ def holds_gradients(module: torch.nn.Module) -> bool:
     return False
 
 
+def averages_apart(model: DistributedDataParallel) -> bool:
+    """Return True if ``model`` averages some gradients at once, beside its hook (``delay_all_reduce_named_params``)."""
+    return bool(model._delay_all_reduce_params)  # noqa: SLF001
+
+
 def is_flattened(parameter: torch.Tensor) -> bool:
     """Return True if ``parameter`` belongs to ``FullyShardedDataParallel`` (FSDP1). It is then a part of a flat shard.
 

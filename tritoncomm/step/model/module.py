@@ -24,6 +24,7 @@ from tritoncomm.step.agree.number import numbers
 from tritoncomm.step.model.refuse import is_stepping, is_wrapped
 from tritoncomm.step.tensors.shards import has_bits
 from tritoncomm.step.torch_internals import (
+    averages_apart,
     check_new_joins,
     comm_hooks,
     creates_state,
@@ -208,6 +209,11 @@ def _check_new_join(modules: Iterable[Any]) -> None:
 
 
 def _check_hooks(model: DistributedDataParallel) -> None:
+    if averages_apart(model):
+        raise ConfigurationError(
+            "model is a DDP module with delay_all_reduce_named_params=, which it averages beside the exchange: leave "
+            "it out"
+        )
     for hook in comm_hooks(model):
         name = getattr(hook, "__name__", type(hook).__name__)
         if getattr(model, "mixed_precision", None) is not None:

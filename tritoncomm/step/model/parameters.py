@@ -62,7 +62,7 @@ class KnownParameters:
         return [each for own in lists for each, key in zip(own, map(id, own), strict=True) if key not in self._known]
 
     def check(self) -> None:
-        """Raise if the user has added parameters to the optimizer, or replaced some."""
+        """Raise if the user has added parameters to the optimizer, or replaced or removed some."""
         new = self.new
         if new:
             raise ConfigurationError(
@@ -70,6 +70,14 @@ class KnownParameters:
                 f"{label_of(self._optimizer, new[0], self._names)}: call add_param_group() on all ranks instead of "
                 "changing param_groups; for a list, or if parameters were replaced, call flush() and release(), and "
                 "wrap again"
+            )
+        if sum(len(group["params"]) for group in self._optimizer.param_groups) < len(self._known):
+            held = agree.parameter_ids(self._optimizer)
+            gone = [name or f"one of shape {tuple(p.shape)}" for p, name in self.trained if id(p) not in held]
+            raise ConfigurationError(
+                f"the optimizer has lost parameters that it had at wrap(): {', '.join(gone) or 'frozen ones'}. Put "
+                "them back, and freeze them by requires_grad=False on all ranks; to take them out, call flush() and "
+                "release() before, and wrap again"
             )
 
     def local_error(self) -> ConfigurationError | None:

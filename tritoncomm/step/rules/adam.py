@@ -60,19 +60,22 @@ class StalenessAwareAdam(AwareStep):
         return steps_as(optimizer, (torch.optim.Adam, torch.optim.AdamW))
 
     def __init__(self, optimizer: torch.optim.Optimizer, late: Late) -> None:
-        if any(float(group["eps"]) == 0 for group in optimizer.param_groups):
-            raise ConfigurationError(
-                "eps=0: a delivered gradient of 0 would become 0 / 0 in the staleness-aware step; build the optimizer "
-                "with eps above 0, such as 1e-12, or pass late=False"
-            )
         super().__init__(optimizer, late)
         # Prepared updates, by the first parameter of each. They are used again while the tensors stay the same.
         self._flat: dict[int, AdamFlat] = {}
 
+    def check_options(self) -> None:
+        """See :meth:`AwareStep.check_options`."""
+        super().check_options()
+        if any(float(group["eps"]) == 0 for group in self.optimizer.param_groups):
+            raise ConfigurationError(
+                "eps=0: a delivered gradient of 0 would become 0 / 0 in the staleness-aware step; build the optimizer "
+                "with eps above 0, such as 1e-12, or pass late=False"
+            )
+
     @torch.no_grad()
     def step(self, delivered: Delivered) -> None:
         """Update the parameters of one flat vector. See :meth:`AwareStep.step`."""
-        self.check_options()
         mean, layout, ages = delivered.mean, delivered.layout, delivered.ages
         indices = None if mean.is_full else mean.indices
         for group, counted, steps in self._counted(layout.places):
