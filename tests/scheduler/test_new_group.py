@@ -10,8 +10,6 @@ import torch.distributed as dist
 from tritoncomm import ConfigurationError, Hierarchical, TopkAllgather
 from tritoncomm.scheduler import process_group
 from tritoncomm.scheduler.process_group import ProcessGroupScheduler
-from tritoncomm.step import agree
-from tritoncomm.step.agree import private_group
 from tritoncomm.step.exchange.feedback import ErrorFeedback
 
 from emulated_cuda import ranks
@@ -40,8 +38,6 @@ class World:
         monkeypatch.setattr(dist, "get_world_size", lambda group=None: len((group or self.group).ranks))
         monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: group.ranks)
         monkeypatch.setattr(dist, "new_group", self.new_group)
-        monkeypatch.setattr(agree, "compare", lambda fields, group, device=None: None)
-        monkeypatch.setattr(private_group, "number_of_groups", lambda: 1)
 
     def new_group(self, ranks=None, timeout=None, use_local_synchronization=False) -> object:
         """Note the call, and return a group, or what torch returns on a rank that is not in it."""
@@ -84,8 +80,6 @@ def test_only_members_create_another_group(monkeypatch: pytest.MonkeyPatch, boun
     world = World(monkeypatch, bound=bound, splits=splits)
     world.schedule()
     assert world.calls[1] == [((0, 1), True), ((1, 3), True)]
-    world.rank = 0
-    assert private_group._new_group(SimpleNamespace(), (0, 1), None, None).ranks == [0, 1]
 
 
 def test_a_part_of_a_bound_group_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,11 +89,7 @@ def test_a_part_of_a_bound_group_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     part = SimpleNamespace(ranks=[0, 1], group_name="part", _get_backend=world.group._get_backend)
     with pytest.raises(ConfigurationError, match=r"ranks \[0, 1\] .*init_process_group without device_id"):
         world.schedule(part, ranks=(0, 1))
-    with pytest.raises(ConfigurationError, match=r"ranks \[0, 1\] .*init_process_group without device_id"):
-        private_group._new_group(part, (0, 1), None, None)
     assert not any(world.calls.values())
-    everybody = private_group._new_group(None, tuple(range(WORLD_SIZE)), None, None)
-    assert everybody.ranks == list(range(WORLD_SIZE))
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
