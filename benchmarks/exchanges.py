@@ -13,7 +13,7 @@ from torch import Tensor
 from tritoncomm.algorithms import at_density, field_names
 from tritoncomm.algorithms.base import StaticRecipe
 from tritoncomm.primitives.mean_norm import random_signs, sketch
-from tritoncomm.step.exchange.feedback import Ages, Ledger
+from tritoncomm.step.exchange.feedback import Ages
 from tritoncomm.step.exchange.layout import BucketLayout, Delivered, split_by_size
 from tritoncomm.step.exchange.stages import Staged
 from tritoncomm.step.rules.choose import find_rule
@@ -57,7 +57,6 @@ class Gradients:
         by_update = self.rule is not None and run.select_by == "update"
         self.world = _world(run, self.layouts[0], by_update=by_update)
         self.ages = Ages(self.layouts[0].parameters, self.layouts[0].bounds)
-        self.ledger = Ledger(torch.zeros(self.layouts[0].numel, device=_device(self.layouts[0])), None)
         self.rows = torch.empty(WORKERS, self.layouts[0].numel, device=_device(self.layouts[0]))
 
     def step(self, sent: Sent) -> None:
@@ -74,7 +73,7 @@ class Gradients:
         if self.rule is None:
             self.optimizer.step()
         else:
-            self.ages.open(self.ledger, self.ages.steps + 1)
+            self.ages.steps += 1
             self.ages.begin()
             self.rule.begin()
             self.rule.step(Delivered(mean, first, self.ages).read_again())

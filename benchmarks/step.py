@@ -19,7 +19,7 @@ import tritoncomm
 from torch import nn
 from tritoncomm.demo.model import ByteGPT, Shape
 from tritoncomm.primitives.sparse_vector import SparseVector
-from tritoncomm.step.exchange.feedback import Ages, Ledger
+from tritoncomm.step.exchange.feedback import Ages
 from tritoncomm.step.exchange.layout import BucketLayout, Delivered
 from tritoncomm.step.rules.adam import StalenessAwareAdam
 from tritoncomm.step.settings import DENSE_BELOW
@@ -82,10 +82,10 @@ def contenders(model: Callable[[], list[nn.Parameter]], density: float) -> dict[
     def aware_step() -> Callable[[], None]:
         parameters = model()
         aware, layout = StalenessAwareAdam(torch.optim.AdamW(parameters), tritoncomm.Late()), BucketLayout(parameters)
-        ages, ledger = Ages(layout.parameters, layout.bounds), Ledger(torch.zeros(layout.numel), None)
+        ages = Ages(layout.parameters, layout.bounds)
 
         def step() -> None:
-            ages.open(ledger, ages.steps + 1)
+            ages.steps += 1
             ages.begin()
             aware.step(Delivered(deliveries[next(taken)], layout, ages))
 

@@ -65,8 +65,8 @@ BROKEN = [
     BrokenLine(
         "the residual is not replaced by a step",
         "step/exchange/feedback.py",
-        "before, self.ledger = self.ledger, self._next",
-        "before = self._next",
+        "before, self.residual = self.residual, self.pending",
+        "before = self.pending",
         "exchange test_sum_of_all_steps_and_a_flush_is_dense",
     ),
     BrokenLine(
@@ -79,8 +79,8 @@ BROKEN = [
     BrokenLine(
         "a mean that is thrown away changes the state of the method",
         "step/exchange/feedback.py",
-        "self.algorithm.state = self._next.method = self.ledger.method",
-        "self.ledger.method = self.algorithm.state = self._next.method",
+        "self.algorithm.state = self._after = self._before",
+        "self._before = self.algorithm.state = self._after",
         "exchange test_thrown_away_mean_leaves_no_trace",
     ),
     BrokenLine(

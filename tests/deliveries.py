@@ -7,23 +7,22 @@ from weakref import WeakKeyDictionary
 
 import torch
 from tritoncomm.primitives.sparse_vector import SparseVector
-from tritoncomm.step.exchange.feedback import Ages, Ledger
+from tritoncomm.step.exchange.feedback import Ages
 from tritoncomm.step.exchange.layout import BucketLayout, Delivered
 from tritoncomm.step.rules.aware import AwareStep
 from tritoncomm.step.tensors.shards import local
 
-# The parameters of each optimizer, how late their entries are, and where that is kept.
-_Held = tuple[list[torch.Tensor], Ages, Ledger]
+# The parameters of each optimizer, and how late their entries are.
+_Held = tuple[list[torch.Tensor], Ages]
 _HELD: WeakKeyDictionary[torch.optim.Optimizer, _Held] = WeakKeyDictionary()
 
 
 def begin_step(rule: AwareStep, layout: BucketLayout) -> Ages:
     """Begin a step of ``rule`` for one vector of parameters, which are the same in all steps of an optimizer."""
     if rule.optimizer not in _HELD:
-        ledger = Ledger(torch.zeros(layout.numel, device=layout.device), None)
-        _HELD[rule.optimizer] = layout.parameters, Ages(layout.parameters, layout.bounds), ledger
-    _, ages, ledger = _HELD[rule.optimizer]
-    ages.open(ledger, ages.steps + 1)
+        _HELD[rule.optimizer] = layout.parameters, Ages(layout.parameters, layout.bounds)
+    _, ages = _HELD[rule.optimizer]
+    ages.steps += 1
     ages.begin()
     rule.begin()
     return ages
@@ -31,7 +30,7 @@ def begin_step(rule: AwareStep, layout: BucketLayout) -> Ages:
 
 def ages_of(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the step of the last delivery of each coordinate of ``parameter``, and its root mean square."""
-    parameters, ages, _ = _HELD[optimizer]
+    parameters, ages = _HELD[optimizer]
     (place,) = [number for number, each in enumerate(parameters) if each is parameter]
     return ages.last[place], ages.rms[place]
 

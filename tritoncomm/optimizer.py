@@ -350,8 +350,8 @@ def figures_of(exchange: GradientExchange) -> dict[str, float]:
 
 def _longest_wait(exchange: GradientExchange) -> float:
     """Return the steps since the oldest last delivery of an entry, 0.0 if no optimizer knows it."""
-    ledgers = [vector.feedback.ledger for vector in exchange.vectors]
-    found = [each.last.min() for each in ledgers if each.last is not None and each.last.numel()]
+    every = [vector.feedback.ages.flat for vector in exchange.vectors]
+    found = [each.min() for each in every if each.numel()]
     return float(exchange.steps - torch.stack(found).min()) if found else 0.0
 
 

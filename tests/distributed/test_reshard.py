@@ -60,7 +60,7 @@ class Run:
         vector = self.optimizer._tritoncomm.setup.vector
         own = vector.feedback.residual
         own.copy_(torch.randint(-64, 65, own.shape, generator=torch.Generator().manual_seed(rank)) * 2.0**-5)
-        for p, last in zip(vector.layout.parameters, vector.ages.of(vector.feedback.ledger.last), strict=True):
+        for p, last in zip(vector.layout.parameters, vector.feedback.ages.last, strict=True):
             steps = (torch.arange(p.numel(), dtype=torch.int32) % STEPS).view(p.shape)
             is_split = isinstance(p, DTensor)
             last.copy_(distribute_tensor(steps, p.device_mesh, p.placements).to_local() if is_split else steps)

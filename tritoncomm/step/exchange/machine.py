@@ -148,7 +148,7 @@ class GradientExchange:
         Ages that were loaded by themselves since the last step belong to that state, and stay.
         """
         for vector in self.vectors if self.updates else ():
-            vector.feedback.ledger.deliver_all(self.steps)
+            vector.feedback.ages.deliver_all(self.steps)
 
     def agree_on_exchange_id(self) -> None:
         """Agree on an identifier of each vector within its group. All ranks call this after comparing settings."""
@@ -261,10 +261,8 @@ class GradientExchange:
             show_decay(part.vector, part.mean, self.pending.decay, self._left)
         self._commit()
         for vector in self.vectors:
-            vector.ages.open(vector.feedback.ledger, self.steps + 1)
+            vector.feedback.ages.steps = self.steps + 1
         yield
-        for vector in self.vectors:
-            vector.ages.close()
         self.steps, self.updates = self.steps + 1, self.updates + 1
         self._move("updated")
 

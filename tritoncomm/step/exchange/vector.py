@@ -87,8 +87,7 @@ class VectorExchange:
         large: The parameters that are not sent dense. They are the first ones of the vector.
         device: Device of the exchange.
         flat: The flat vector, fp32 ``[numel]``.
-        feedback: The residual, and the algorithm with its state.
-        ages: How late the entries are.
+        feedback: The residual, the ages of its entries, and the algorithm with its state.
         dense_numel: Number of elements that are sent dense.
         delays: Whether the recipe delivers entries with a delay.
         is_bare: Whether a single worker delivers every entry. The method's state waits until there are several workers.
@@ -120,7 +119,6 @@ class VectorExchange:
                 group, options.wrap.timeout, self.device, stamp, subgroups, is_interruption=is_interruption
             )
         self.feedback = self.new_feedback()
-        self.ages = Ages(self.layout.parameters, self.layout.bounds)
         self._without_residual: ErrorFeedback | None = None
         self.keeps_gradient = False
         self._signs: torch.Tensor | None = None
@@ -178,7 +176,7 @@ class VectorExchange:
         )
         feedback = ErrorFeedback(whole.build(self.layout.numel, self.layout.bounds), self.device)
         if options.is_late and not self.is_bare:  # a single worker takes the optimizer's own steps
-            feedback.ledger.last = torch.zeros_like(feedback.residual, dtype=torch.int32)
+            feedback.ages = Ages(self.layout.parameters, self.layout.bounds)
         return feedback
 
     def commit(self, left: Collection[int]) -> None:
@@ -290,7 +288,7 @@ class VectorExchange:
 
     def delivered(self, mean: SparseVector) -> Delivered:
         """Return ``mean`` with the place and the age of each of its entries."""
-        return Delivered(mean, self.layout, self.ages)
+        return Delivered(mean, self.layout, self.feedback.ages)
 
     def write(self, mean: SparseVector) -> torch.Tensor:
         """Write ``mean`` into :attr:`flat` and return it."""

@@ -18,7 +18,7 @@ class AwareStep(ABC):
     """A step that knows which entries were delivered, and how long ago each coordinate's last delivery was.
 
     The state in ``optimizer.state`` is that of the optimizer, which must be able to continue from it. How late
-    entries are is in the ledger of the exchange, see :class:`~tritoncomm.step.exchange.feedback.Ages`. A step writes
+    entries are is kept by the exchange, see :class:`~tritoncomm.step.exchange.feedback.Ages`. A step writes
     the number of the step there for each coordinate that was delivered.
 
     A step promises:

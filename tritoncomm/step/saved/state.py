@@ -14,9 +14,8 @@ from tritoncomm.errors import ConfigurationError
 from tritoncomm.scheduler.ranks import global_ranks, own_rank, speaks
 from tritoncomm.step import agree
 from tritoncomm.step.agree.number import number_of_text, numbers
-from tritoncomm.step.exchange.feedback import ErrorFeedback
+from tritoncomm.step.exchange.feedback import Ages, ErrorFeedback
 from tritoncomm.step.exchange.machine import GradientExchange
-from tritoncomm.step.exchange.vector import VectorExchange
 from tritoncomm.step.local.steps import LocalSteps
 from tritoncomm.step.recipes import never_delays
 from tritoncomm.step.tensors.names import OTHER_PARAMETERS
@@ -137,13 +136,11 @@ def _held(exchange: GradientExchange, parameters: Sequence[torch.Tensor]) -> dic
     """
     found: dict[str, dict[torch.Tensor, torch.Tensor]] = {field: {} for field in _OF_PARAMETERS}
     for vector in exchange.vectors:
-        ledger, own = vector.feedback.ledger, vector.layout.parameters
+        ages, own = vector.feedback.ages, vector.layout.parameters
         found["residuals"] |= {p: like_parameter(p, each) for p, each in vector.residuals_by_parameter().items()}
-        if ledger.last is not None:
-            ages = zip(own, vector.ages.of(ledger.last), strict=True)
-            found["last"] |= {p: like_parameter(p, each.reshape(-1)) for p, each in ages}
-        if ledger.rms is not None:
-            found["rms"] |= zip(own, ledger.rms.unbind(), strict=True)
+        # Neither has entries without a rule for late gradients.
+        found["last"] |= {p: like_parameter(p, each.reshape(-1)) for p, each in zip(own, ages.last, strict=False)}
+        found["rms"] |= zip(own, ages.rms, strict=False)
     return {
         **{field: [values.get(parameter) for parameter in parameters] for field, values in found.items()},
         "algorithm": [vector.feedback.algorithm.state_dict() for vector in exchange.vectors],
@@ -231,22 +228,21 @@ def carry_over(new: GradientExchange, states: Sequence[State], share: float) -> 
             methods = [state["algorithm"][number] for state in taken if len(state["algorithm"]) == count]
             shared = common["algorithm"][number if len(common["algorithm"]) == count else 0]
             feedback.algorithm.migrate(methods, share, shared)
-        if feedback.ledger.last is not None:
-            _carry_ages(vector, feedback, common, own)
+        if feedback.ages.last:
+            _carry_ages(feedback.ages, common, own)
         feedbacks.append(feedback)
     return feedbacks
 
 
-def _carry_ages(vector: VectorExchange, feedback: ErrorFeedback, common: State, positions: Sequence[int]) -> None:
-    """Copy the ages in ``common`` into ``feedback``. The parameters of ``vector`` are at ``positions``."""
-    ledger, rms = feedback.ledger, [common["rms"][position] for position in positions]
-    ledger.deliver_all(common["steps"])
-    assert ledger.last is not None
-    for view, last in zip(vector.ages.of(ledger.last), (common["last"][each] for each in positions), strict=True):
+def _carry_ages(ages: Ages, common: State, positions: Sequence[int]) -> None:
+    """Copy the ages in ``common`` into ``ages``, those of the parameters at ``positions``."""
+    rms = [common["rms"][position] for position in positions]
+    ages.deliver_all(common["steps"])
+    for view, last in zip(ages.last, (common["last"][each] for each in positions), strict=True):
         if last is not None:
             view.copy_(local(last).view(view.shape))
-    if rms and all(each is not None for each in rms):  # otherwise all are measured again
-        ledger.rms = torch.stack([each.to(vector.device) for each in rms])
+    if all(each is not None for each in rms):  # otherwise all are measured again
+        ages.rms = [each.to(ages.flat.device, copy=True) for each in rms]
 
 
 def agreed(state: State, local_steps: LocalSteps) -> State:
@@ -301,7 +297,7 @@ def compare(
         agree.compare(fields, everybody, device)
     fields |= agree.state_outline(inner)
     if feedbacks:
-        ages = [each.ledger.last for each in feedbacks if each.ledger.last is not None]
+        ages = [each.ages.flat for each in feedbacks]
         fields["loaded state"] = repr([[each.algorithm.common_state() for each in feedbacks], numbers(ages)])
     agree.compare(fields, replicas, device)
 
