@@ -115,8 +115,8 @@ class SparseOptimizer(torch.optim.Optimizer):
         if setup.local is not None:
             setup.local.say_gradients_are_local()
             return
-        stepper.synchronize(hides_decay=True)
-        if setup.exchange.pending.delivered is not None:
+        stepper.synchronize(shown=True)
+        if setup.exchange.pending.parts:
             stepper.late_backward.watch(setup.exchange.parameters)
 
     def merge(self) -> None:

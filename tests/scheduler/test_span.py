@@ -11,7 +11,9 @@ from tritoncomm.optimizer import figures_of
 from tritoncomm.planning.link import measure_link
 from tritoncomm.scheduler.meter import Meter
 from tritoncomm.scheduler.span import Span
+from tritoncomm.step.agree.replica import Replica
 from tritoncomm.step.exchange.machine import GradientExchange
+from tritoncomm.step.exchange.pending import Pending
 from tritoncomm.step.exchange.vector import ExchangeOptions, VectorExchange
 from tritoncomm.step.settings import WrapOptions
 
@@ -61,6 +63,15 @@ def options(density: float) -> ExchangeOptions:
     return ExchangeOptions(recipe=TopkAllgather(density=density), wrap=wrap)
 
 
+def exchange_of(parameters: list[torch.Tensor], vectors: list[VectorExchange]) -> GradientExchange:
+    """Return the exchange of ``vectors``, in which replicas have no values to compare."""
+    optimizer = torch.optim.SGD([torch.zeros(1)])
+    return GradientExchange(
+        optimizer, vectors,
+        parameters=parameters, owners={}, wrapped=optimizer, all_shards=None, replica=Replica(optimizer),
+    )  # fmt: skip
+
+
 def test_times_are_of_the_device_of_the_exchange() -> None:
     """It need not be the current one, on whose stream nothing of the exchange runs."""
     with ranks.alone() as gpu:
@@ -78,14 +89,13 @@ def test_metrics_are_those_of_the_step_before(monkeypatch: pytest.MonkeyPatch) -
 
     def main(rank: int) -> list[dict[str, float]]:
         parameter = to_gpu(torch.zeros(40)).requires_grad_()
-        optimizer = torch.optim.SGD([torch.zeros(1)])
         vector = VectorExchange([(parameter, "weight")], options(0.25))
-        exchange = GradientExchange(optimizer, [vector])
+        exchange = exchange_of([parameter], [vector])
         found = []
         for step in range(3):
             parameter.grad = to_gpu(torch.randn(40, generator=torch.Generator().manual_seed(10 * step + rank)))
             current_gpu().reset()
-            exchange.exchange()
+            exchange.exchange(Pending())
             with exchange.update():
                 pass
             waits = sum(count for (kind, _), count in current_gpu().syncs.items() if kind in WAITS)
@@ -113,12 +123,12 @@ def test_parts_of_an_exchange_of_several_vectors() -> None:
     """The parts of the time of vectors that are exchanged together add up to no more than the time that passed."""
     parameters = [torch.zeros(300_000, requires_grad=True) for _ in range(3)]
     vectors = [VectorExchange([(each, "weight")], options(0.01)) for each in parameters]
-    exchange = GradientExchange(torch.optim.SGD(parameters), vectors)
+    exchange = exchange_of(parameters, vectors)
     for _ in range(2):
         for parameter in parameters:
             parameter.grad = torch.randn(300_000, generator=torch.Generator().manual_seed(0))
         began = time.perf_counter()
-        exchange.exchange()
+        exchange.exchange(Pending())
         with exchange.update():
             pass
         passed, found = time.perf_counter() - began, figures_of(exchange)

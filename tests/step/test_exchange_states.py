@@ -110,3 +110,42 @@ def test_a_lost_confirmation(lost_by: tuple[int, ...], act: str) -> None:
 
     found = ranks.run(main, 2, backend="gloo")
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("act", ["step", "synchronize"])
+def test_a_step_that_is_caught_up_has_the_bits_of_the_others(act: str) -> None:
+    """So does one by gradients in bf16, which hold a rounded mean, and with weight decay in it."""
+
+    def main(rank: int) -> list[Any]:
+        net = copy.deepcopy(_MODEL).bfloat16()
+        inner = torch.optim.Adam(net.parameters(), lr=0.01, weight_decay=0.1)
+        optimizer = sparse_wrap(inner, density=0.2, values="fp32", warmup_steps=0, timeout=timedelta(seconds=5))
+        exchange = optimizer._tritoncomm.setup.exchange
+        confirm = exchange._confirm
+
+        def gradients(step: int) -> None:
+            generator = torch.Generator().manual_seed(10 * step + rank)
+            for p in net.parameters():
+                p.grad = torch.randn(p.shape, generator=generator).bfloat16()
+
+        def lost() -> None:
+            confirm()
+            raise PeerLostError("lost rank 2", [2])
+
+        for step in range(3):
+            gradients(step)
+            if rank == 1 and step == 2:
+                exchange._confirm = lost
+                with pytest.raises(PeerLostError):
+                    getattr(optimizer, act)()
+                del exchange._confirm
+                continue
+            if act == "synchronize":
+                optimizer.synchronize()
+            optimizer.step()
+        group = dist.new_group([0, 1], timeout=timedelta(seconds=5), use_local_synchronization=True)
+        assert optimizer.reset_process_group(group) == (rank == 1)
+        return [p.detach().view(torch.int16).tolist() for p in net.parameters()]
+
+    first, second = ranks.run(main, 2, backend="gloo")
+    assert first == second

@@ -239,17 +239,17 @@ class Setup:
         if check_shards(trained, group):
             device = local(parameters[0]).device
             all_shards = (before and before.all_shards) or scheduler_of_all_shards(recipe.name, options.timeout, device)
-        exchange = GradientExchange(
-            self.exchanged, vectors, parameters=parameters, owners=owners, wrapped=self.optimizer, all_shards=all_shards
-        )
         held = agree.parameter_ids(self.optimizer)  # a group may have been added, of parameters that were not held
         others = [(parameter, name) for parameter, name in self._others if id(parameter) not in held]
         if self.options.local_steps > 1 and self.local is not None:
             let_differ(self.local.owners.values())
             others = []  # such as averages of parameters, which differ with them
         common_names = [name for _, name in self.parameters.common]
-        exchange.replica = Replica(self.exchanged, common_names, others, self.parameters.ignored)
-        return exchange
+        replica = Replica(self.exchanged, common_names, others, self.parameters.ignored)
+        return GradientExchange(
+            self.exchanged, vectors,
+            parameters=parameters, owners=owners, wrapped=self.optimizer, all_shards=all_shards, replica=replica,
+        )  # fmt: skip
 
     def _compare(self, exchange: GradientExchange, **fields: Any) -> None:
         trained, group, all_shards = self.parameters.trained, exchange.options.group, exchange.all_shards
@@ -277,7 +277,7 @@ class Setup:
         self.exchange.check_complete()
         if self.local is not None:
             self.local.check_not_averaged(action)
-        if self.is_synchronized and self.exchange.pending.delivered is not None:
+        if self.is_synchronized and self.exchange.pending.parts:
             raise RuntimeError(f"the exchanged gradients have not been used yet: call step() before {action}")
 
 

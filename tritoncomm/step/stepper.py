@@ -120,25 +120,23 @@ class Stepper:
         setup, pending = self.setup, self.setup.exchange.pending
         if pending.is_taken and (pending.are_others(now := setup.exchange.gradients) or pending.are_changed(now)):
             self.withdraw()  # a hook has failed after the last step, and these gradients are those of the next
-        untouched = not setup.is_synchronized  # nobody sees .grad before the rule
-        if untouched:
-            self.synchronize(hides_decay=False)
+        if not setup.is_synchronized:
+            self.synchronize(shown=False)
         elif self._scale is not None and pending.scale is None:
             raise RuntimeError("synchronize() has averaged scaled gradients: call scaler.unscale_(optimizer) first")
         self._check_unchanged()
-        if setup.exchange.pending.delivered is None:
+        if not setup.exchange.pending.parts:
             setup.exchange.discard()
             self.all_skipped = setup.local is None
             self._warn_about_scale()
         else:
-            self._apply(untouched=untouched)
+            self._apply()
         self.forget()
 
     def _check_unchanged(self) -> None:
         """Raise if gradients are not what was averaged, except for changes between synchronize() and step()."""
         pending, gradients = self.setup.exchange.pending, self.setup.exchange.gradients
-        # A signal at the end of synchronize() leaves no gradients.
-        if pending.gradients and pending.are_others(gradients):
+        if pending.are_others(gradients):
             raise RuntimeError("gradients were replaced after synchronize(): call step() or zero_grad() in between")
         if pending.versions and pending.are_changed(gradients):
             raise RuntimeError(
@@ -202,7 +200,7 @@ class Stepper:
         group: dict[str, Any] = self.setup.local.outer.param_groups[0]
         return group
 
-    def _apply(self, *, untouched: bool) -> None:
+    def _apply(self) -> None:
         """Take the optimizer's step over what is delivered. If a hook of the user fails before it, nothing is lost."""
         setup, exchange = self.setup, self.setup.exchange
         pending, steps = exchange.pending, exchange.steps
@@ -212,12 +210,13 @@ class Stepper:
         update = exchange.update() if setup.local is None else self._settling(setup.local)
         try:
             setup.steps.step(
-                pending.delivered or [], update, hooked, clip=clip, untouched=untouched, decayed=setup.decays_in_vector
-            )
+                [part.mean for part in pending.parts], update, hooked,
+                clip=clip, untouched=pending.is_untouched, decayed=setup.decays_in_vector,
+            )  # fmt: skip
         except Exception:
             if exchange.steps > steps:  # a hook after the update: a repeated call does not take the step again
+                exchange.pending = Pending(pending.scale, is_taken=True)
                 exchange.skip()
-                exchange.pending = Pending(pending.scale, gradients=exchange.gradients, is_taken=True)
             raise
 
     @contextmanager
@@ -244,8 +243,8 @@ class Stepper:
 
     @without_compile
     @torch.no_grad()
-    def synchronize(self, *, hides_decay: bool) -> None:
-        """Exchange. With ``hides_decay``, somebody may look at ``.grad``, which has no decay in it before the step."""
+    def synchronize(self, *, shown: bool) -> None:
+        """Exchange. If ``shown``, somebody may look at ``.grad``, which has no decay in it before the step."""
         setup = self.setup
         if setup.local is None:
             setup.unreduced.look(setup.everybody)
@@ -253,7 +252,7 @@ class Stepper:
             setup.note_new()
         exchange, scale, found, own = setup.exchange, self._scale, self._overflow, setup.steps.ignored
         decay = coupled_decay(setup.exchanged) if setup.decays_in_vector else {}
-        step = Pending(scale, decay, hides_decay, fault=self._fault(found, own))
+        step = Pending(scale, decay, shown, fault=self._fault(found, own))
         look = None if setup.local is not None or setup.steps.alone else self._clipping.look
         try:
             exchange.exchange(step, local_error=setup.parameters.local_error(), look=look)
@@ -263,7 +262,6 @@ class Stepper:
                 raise
             logger.log(logging.INFO if found is not None else logging.WARNING, "step skipped on all ranks: %s", error)
             exchange.skip()
-        exchange.pending.gradients = exchange.gradients
 
     def _fault(self, found: torch.Tensor | None, own: Sequence[torch.Tensor]) -> str:
         """Return what is NaN or Inf on this rank beside the gradients that are exchanged, or an empty text.
@@ -289,12 +287,11 @@ class Stepper:
         if setup.local is not None:
             with self._reported():
                 setup.local.fold(setup.residuals)
-        setup.exchange.flush()
+        setup.exchange.exchange(Pending(is_flush=True))
         for parameter in setup.steps.ignored:
             parameter.grad = None
-        setup.exchange.pending.gradients = setup.exchange.gradients
         try:
-            self._apply(untouched=False)
+            self._apply()
         except BaseException as error:
             self.note_failure(error)
             raise
@@ -316,7 +313,7 @@ class Stepper:
                 exchange.presence.set(exchange.parameters, told[max(told)])
                 exchange.catch_up()
                 ignored.prepare(self.setup.steps.ignored, exchange.pending.scale)
-                self._apply(untouched=False)
+                self._apply()
         self.forget()
         self.setup.continue_in(process_group, node_group, module, caught_up=len(told) > 1)
         return caught_up

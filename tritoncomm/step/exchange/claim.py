@@ -121,19 +121,9 @@ class Presence:
         self.absent = self.waiting = self.resting = self._missing = _NONE
         self._has_warned = False
 
-    def begin(self, parameters: Sequence[torch.Tensor], unrated: Collection[int], *, delays: bool) -> None:
-        """Begin a step of ``parameters``, of which some have no ``.grad``, were frozen, or are ``unrated`` (ids).
-
-        The gradients of the latter are averaged only if none is delivered with a delay.
-        """
-        left = (each for each in parameters if each.grad is None or not each.requires_grad)
-        self._missing = frozenset(map(id, left)).union(unrated if delays else ())
-        self.resting = _NONE if delays else frozenset(unrated)
-        self.waiting = self._missing & self.absent | self.resting
-
-    def begin_all(self, frozen: frozenset[int]) -> None:
-        """Begin a step of all parameters, also of those without gradient, but those ``frozen`` (ids) on all ranks."""
-        self._missing, self.resting, self.waiting = frozen, _NONE, frozen & self.absent
+    def begin(self, missing: frozenset[int], resting: frozenset[int] = _NONE) -> None:
+        """Begin a step from which this rank leaves out what is ``missing`` (ids), and in which some are ``resting``."""
+        self._missing, self.resting, self.waiting = missing, resting, missing & self.absent | resting
 
     @property
     def is_new(self) -> bool:

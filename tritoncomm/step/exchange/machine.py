@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
@@ -19,20 +18,23 @@ from tritoncomm.errors import (
     ProtocolMismatchError,
     TritoncommError,
 )
+from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.scheduler.meter import Meter
 from tritoncomm.scheduler.process_group import ProcessGroupScheduler, is_distributed
 from tritoncomm.scheduler.ranks import global_ranks, speaks
 from tritoncomm.scheduler.rounds import Pattern
 from tritoncomm.scheduler.span import Span
+from tritoncomm.scheduler.together import Running, run_together
 from tritoncomm.step.agree import UPDATES, UPDATES_ADVICE, differences, naming, option_numbers, worded
 from tritoncomm.step.agree.inspection import Inspection
 from tritoncomm.step.agree.number import number_of_text
 from tritoncomm.step.agree.replica import Replica
 from tritoncomm.step.exchange.claim import Presence, Vote, advice, frozen, lead, vote, without_rate
-from tritoncomm.step.exchange.decay import show_decay
+from tritoncomm.step.exchange.decay import add_decay, show_decay, with_decay
 from tritoncomm.step.exchange.feedback import ErrorFeedback
-from tritoncomm.step.exchange.pending import TRANSITIONS, Pending, State
-from tritoncomm.step.exchange.vector import ExchangeOptions, VectorExchange, clipped
+from tritoncomm.step.exchange.layout import check_range
+from tritoncomm.step.exchange.pending import TRANSITIONS, Part, Pending, State
+from tritoncomm.step.exchange.vector import ExchangeOptions, VectorExchange, clipped, listed
 
 
 class GradientExchange:
@@ -44,11 +46,12 @@ class GradientExchange:
     Args:
         optimizer: The optimizer.
         vectors: The flat vectors, in the order in which they are exchanged.
-        parameters: Their parameters in the order of the optimizer. Default: the order of the vectors.
-        owners: The parameter of each anchor, by the id of the anchor. Default: none is an anchor.
-        wrapped: The optimizer of these parameters, if ``optimizer`` is that of the anchors. Default: ``optimizer``.
+        parameters: Their parameters in the order of the optimizer.
+        owners: The parameter of each anchor, by the id of the anchor. There are none if gradients are exchanged.
+        wrapped: The optimizer of these parameters, if ``optimizer`` is that of the anchors. Else ``optimizer``.
         all_shards: Scheduler of a group that is larger than the group of the exchange, for models that are sharded. A
-            step is confirmed only if no rank of this larger group has rejected it. Default: None.
+            step is confirmed only if no rank of this larger group has rejected it. None for others.
+        replica: What must be equal on all ranks with the same shard, and is compared every 100 updates, and early.
 
     Attributes:
         vectors: See above.
@@ -56,7 +59,7 @@ class GradientExchange:
         owners: See above.
         wrapped: See above.
         all_shards: See above.
-        replica: What must be equal on all ranks with the same shard, and is compared every 100 updates, and early.
+        replica: See above.
         state: How far the present step is.
         pending: The present step.
         presence: Which parameters have a gradient on any rank.
@@ -74,20 +77,19 @@ class GradientExchange:
         optimizer: torch.optim.Optimizer,
         vectors: Sequence[VectorExchange],
         *,
-        parameters: Sequence[torch.Tensor] = (),
-        owners: Mapping[int, torch.Tensor] = MappingProxyType({}),
-        wrapped: torch.optim.Optimizer | None = None,
-        all_shards: ProcessGroupScheduler | None = None,
+        parameters: Sequence[torch.Tensor],
+        owners: Mapping[int, torch.Tensor],
+        wrapped: torch.optim.Optimizer,
+        all_shards: ProcessGroupScheduler | None,
+        replica: Replica,
     ) -> None:
         self.optimizer, self.vectors, self.owners, self.all_shards = optimizer, list(vectors), owners, all_shards
-        self.wrapped = wrapped or optimizer
-        self.parameters = list(parameters) or [each for vector in vectors for each in vector.layout.parameters]
+        self.wrapped, self.parameters, self.replica = wrapped, parameters, replica
         self.state, self.pending = State.IDLE, Pending()
         self.steps = self.updates = self.skipped = 0
         self.total = Meter()
         self.gradient_norm: torch.Tensor | None = None
         self.presence, self.inspection = Presence(), Inspection()
-        self.replica = Replica(optimizer)
         self._distributed = is_distributed()
 
     def _move(self, event: str) -> None:
@@ -118,7 +120,7 @@ class GradientExchange:
         if any(self.owners.get(id(each), each).grad is not None for each in self.parameters):
             return False
         is_absent = all(id(parameter) in self.presence.absent for parameter in self.parameters)
-        return is_absent or not any(bool(step.sent.values.any()) for step in self.pending.parts)
+        return is_absent or not any(bool(part.sent.mean.values.any()) for part in self.pending.parts)
 
     @property
     def gradients(self) -> list[torch.Tensor | None]:
@@ -133,8 +135,8 @@ class GradientExchange:
         vectors = [
             VectorExchange(old.layout.named, replace(old.options, recipe=recipe, group=group)) for old in self.vectors
         ]
-        for vector in vectors:
-            vector.agree_on_exchange_id()
+        for scheduler in _schedulers(vectors):
+            scheduler.agree_on_exchange_id()
         self.vectors = vectors
 
     def restore(self, feedbacks: Sequence[ErrorFeedback]) -> None:
@@ -152,24 +154,24 @@ class GradientExchange:
 
     def agree_on_exchange_id(self) -> None:
         """Agree on an identifier of each vector within its group. All ranks call this after comparing settings."""
-        for vector in self.vectors:
-            vector.agree_on_exchange_id()
+        for scheduler in _schedulers(self.vectors):
+            scheduler.agree_on_exchange_id()
 
     def exchange(
         self,
-        step: Pending | None = None,
+        step: Pending,
         *,
         local_error: ConfigurationError | None = None,
         look: Callable[[Sequence[torch.Tensor]], None] | None = None,
     ) -> None:
         """Replace every ``.grad`` by the mean over ranks. The state is then READY.
 
-        A rank whose gradients cannot be exchanged takes part with NaN. No rank waits for it, and all ranks reject the
-        step.
+        In a flush, the mean is that of the residuals, and has no entries of zero. Otherwise, a rank whose gradients
+        cannot be exchanged takes part with NaN. No rank waits for it, and all ranks reject the step.
 
         Args:
             step: What is known of the step: the scale, the decay, and what is NaN or Inf on this rank beside the
-                gradients, which rejects it. Default: nothing.
+                gradients, which rejects it.
             local_error: Why this rank's gradients cannot be exchanged. This rank raises it after the exchange.
             look: Called on the first rank with its gradients, flat, unless they are shards. Default: None.
 
@@ -183,24 +185,24 @@ class GradientExchange:
         """
         if not self._distributed and is_distributed():
             raise ConfigurationError("torch.distributed was initialized after wrap(): initialize it before")
-        vectors, step = self.vectors, step or Pending()
-        span = Span(vectors[0].device)
+        first = self.vectors[0]
         # A single worker that has a residual of earlier exchanges applies all of it, and is then the bare optimizer.
-        delivers_all = vectors[0].is_bare and not self.owes_nothing()
+        delivers_all = step.is_flush or (first.is_bare and not self.owes_nothing())
         self._begin(step)
         rests = self._begin_presence(delivers_all=delivers_all)
         try:
-            scale = 1.0 if step.scale is None else float(step.scale)
-            local_error = self._read(scale, rests, look) or local_error
+            if step.is_flush:
+                for vector in self.vectors:
+                    vector.flat.zero_()
+            else:
+                local_error = self._read(rests, look) or local_error
             step.fault = str(local_error or step.fault)
-            if step.fault:
-                self._spoil()
+            if step.fault:  # all ranks reject the step
+                for vector in self.vectors:
+                    vector.flat.fill_(math.nan)
             self._deliver()
-            if self._is_compared:  # also if this rank rejects the step: the others may not know yet
+            if self._is_compared and not step.is_flush:  # also if this rank rejects it: the others may not know yet
                 self._inspect()
-        except TritoncommError:  # the other ranks raise an error, too
-            self._rollback()
-            raise
         except BaseException as error:
             self._fail(error)
             raise
@@ -208,23 +210,19 @@ class GradientExchange:
             self._finish()
         except NonFiniteError as error:
             raise (local_error or error) from None
-        if vectors[0].world_size > 1 and not rests and self._finds_nothing():
+        if first.world_size > 1 and not (step.is_flush or rests) and self._finds_nothing():
             self.presence.warn_once(self.steps + 1, speaks=speaks(self.everybody))
-        self._ready(span, scale)
+        self._ready()
 
     def _read(
-        self, scale: float, rests: Collection[int], look: Callable[[Sequence[torch.Tensor]], None] | None
+        self, rests: Collection[int], look: Callable[[Sequence[torch.Tensor]], None] | None
     ) -> ConfigurationError | None:
         """Copy every ``.grad`` into the vectors. Return why that is impossible, or None."""
-        reasons = [vector.read_gradients(scale, rests) for vector in self.vectors]
+        factor = self.pending.factor
+        reasons = [vector.read_gradients(factor, rests) for vector in self.vectors]
         if look is not None and self.all_shards is None and self.vectors[0].rank == 0:
             look([vector.flat for vector in self.vectors])
         return next((reason for reason in reasons if reason is not None), None)
-
-    def _spoil(self) -> None:
-        """Take part in the step with NaN, so that all ranks reject it."""
-        for vector in self.vectors:
-            vector.flat.fill_(math.nan)
 
     def _inspect(self) -> None:
         """Look whether somebody else averages the gradients of this rank."""
@@ -232,22 +230,9 @@ class GradientExchange:
         named = [(self.owners.get(id(p), p), name) for each in self.vectors for p, name in each.layout.named]
         self.inspection.run(self.options.group, named, self.steps + 1, first.equal_on_all_ranks, first.device)
 
-    def flush(self) -> None:
-        """Exchange the residuals dense, and replace every ``.grad`` by their mean. The state is then READY.
-
-        The means have no entries of zero. For errors see :meth:`exchange`.
-        """
-        span = Span(self.vectors[0].device)
-        self._begin(Pending(is_flush=True))
-        self.presence.begin_all(self._frozen())
-        for vector in self.vectors:
-            vector.flat.zero_()
-        self._deliver()
-        self._finish()
-        self._ready(span)
-
     def skip(self) -> None:
         """Let the next step apply nothing, because this one was rejected on all ranks, or is applied already."""
+        self.pending.gradients = self.gradients
         self._move("skip")
 
     @contextmanager
@@ -257,8 +242,8 @@ class GradientExchange:
         An error or a signal in the body leaves the state STOPPED: parameters may be partly updated.
         """
         self._move("update")
-        for part in self.pending.parts if self.pending.hides_decay else ():
-            show_decay(part.vector, part.mean, self.pending.decay, self._left)
+        for part in self.pending.parts if self.pending.shown else ():
+            show_decay(part.vector, part.mean.mean, self.pending.decay, self._left)
         self._commit()
         for vector in self.vectors:
             vector.feedback.ages.steps = self.steps + 1
@@ -290,9 +275,8 @@ class GradientExchange:
 
     def check_group(self) -> None:
         """Raise if the process group has failed before."""
-        for vector in self.vectors:
-            if vector.scheduler is not None:
-                vector.scheduler.check()
+        for scheduler in _schedulers(self.vectors):
+            scheduler.check()
 
     def check_complete(self) -> None:
         """Raise :class:`RuntimeError` if an update has stopped."""
@@ -305,7 +289,6 @@ class GradientExchange:
 
     def catch_up(self) -> None:
         """Make a step READY that is SUSPENDED, because other ranks have applied it."""
-        self.pending.hides_decay = False
         self._write()
         self._move("catch up")
 
@@ -353,19 +336,23 @@ class GradientExchange:
         if self.state is State.MEANS:  # a signal came between the confirmation and the next line
             self.stop()
         self._drop()
+        step.span = Span(self.vectors[0].device)
         self.pending = step
         self._move("exchange")
 
     def _begin_presence(self, *, delivers_all: bool) -> frozenset[int]:
         """Note which parameters have a gradient. Return the ids of those that are left out, as they have no rate."""
+        if delivers_all:  # also to those without gradient
+            self.presence.begin(self._frozen())
+            return frozenset()
+        missing = frozenset(id(each) for each in self.parameters if each.grad is None or not each.requires_grad)
         unrated = without_rate(self.optimizer)
         # At density 1 nothing waits, so nothing rests, either.
-        delays = self.vectors[-1].delays and not self.options.recipe.delivers_all()
-        if delivers_all:
-            self.presence.begin_all(self._frozen())
-        else:
-            self.presence.begin(self.parameters, unrated, delays=delays)
-        return unrated if delays else frozenset()
+        if self.vectors[-1].delays and not self.options.recipe.delivers_all():
+            self.presence.begin(missing | unrated)
+            return unrated
+        self.presence.begin(missing, unrated)
+        return frozenset()
 
     def _deliver(self) -> None:
         """Compute the mean of each ``vector.flat`` over ranks, of all entries in a flush.
@@ -376,24 +363,47 @@ class GradientExchange:
         Raises:
             ExchangeError: A peer was lost, or a wait timed out.
         """
-        vectors, pending = self.vectors, self.pending
-        schedulers = [vector.scheduler for vector in vectors if vector.scheduler is not None]
+        vectors, step = self.vectors, self.pending
+        schedulers = _schedulers(vectors)
         for scheduler in schedulers:
             scheduler.run_beside(schedulers[0])
         for vector in vectors:
             vector.meter = Meter()  # also of one that does not begin, because another one fails before
         options = self.options.wrap
-        clips = not (pending.is_flush or vectors[0].is_bare or options.updates)  # updates are not clipped
+        clips = not (step.is_flush or vectors[0].is_bare or options.updates)  # updates are not clipped
         clipping = self._clip(options.max_grad_norm) if clips and options.max_grad_norm is not None else None
-        span = Span(vectors[0].device)
+        if clipping is not None and self.all_shards is not None:  # the norm is that of all shards
+            self.all_shards.run(clipping, new_step=False)
+            clipping = None
+        for vector in vectors:
+            add_decay(vector, step.decay, self.presence.waiting)
+        run_together([self._exchanging(each, clipping if each is vectors[0] else None) for each in vectors])
+        if step.rejection is not None:
+            bad = {name: count for vector in vectors for name, count in vector.non_finite().items()}
+            step.fault = step.fault or listed(bad)
+            return
+        step.parts.sort(key=lambda part: vectors.index(part.vector))
+        for part in step.parts:
+            part.mean = part.vector.delivered(with_decay(part.vector, part.sent.mean, step.decay))
         try:
-            if clipping is not None and self.all_shards is not None:  # the norm is that of all shards
-                self.all_shards.run(clipping, new_step=False)
-                clipping = None
-            pending.deliver(vectors, clipping, self.presence.waiting, span)
-        except BaseException as error:
-            self._fail(error)
-            raise
+            check_range([part.mean for part in step.parts])
+        except NonFiniteError as error:
+            step.rejection = error
+
+    def _exchanging(self, vector: VectorExchange, first: Pattern[None] | None) -> Running[None]:
+        """Exchange ``vector``. See :meth:`VectorExchange.beginning`.
+
+        An error that rejects the step may be that of this rank alone. The others then go on to the next vector, and so
+        does this rank.
+        """
+        step = self.pending
+        try:
+            mean = yield from vector.beginning(dense=step.is_flush, first=first, waiting=self.presence.waiting)
+        except NonFiniteError as error:
+            step.rejection = step.rejection or error
+        else:
+            sent = vector.delivered(mean)
+            step.parts.append(Part(vector, sent, sent))
 
     def _clip(self, limit: float) -> Pattern[None]:
         """Scale the gradients to this norm at most, see :func:`~tritoncomm.step.exchange.vector.clipped`."""
@@ -402,8 +412,6 @@ class GradientExchange:
 
     def _fail(self, error: BaseException) -> None:
         """Roll back, and report ``error`` to the ranks that may wait for this one and do not raise it themselves."""
-        if self.state is State.IDLE:  # it was reported
-            return
         self._rollback()
         scheduler = self.vectors[0].scheduler
         if scheduler is not None and not isinstance(error, TritoncommError):  # else it is reported, or all raise it
@@ -427,10 +435,16 @@ class GradientExchange:
         """Let the step be rejected. Residuals, methods and gradients have not changed."""
         if self.state is State.IDLE:
             return
-        for part in self.pending.parts:
-            part.vector.measure(None, part.span)
+        if self.pending.parts or self.pending.rejection is not None:
+            self._measure({})
         self._drop()
         self._move("reject")
+
+    def _measure(self, means: Mapping[VectorExchange, SparseVector]) -> None:
+        """Record the metrics of the step: the first vector has the time of all. Without ``means``, it was rejected."""
+        whole = self.pending.span.end()
+        for vector in self.vectors:
+            vector.measure(means.get(vector), whole if vector is self.vectors[0] else None)
 
     def _drop(self) -> None:
         """Forget the means of a step that was not applied."""
@@ -470,7 +484,7 @@ class GradientExchange:
         replica = self.replica if self._is_compared else None
         total = Vote(int(rejects), int(self.presence.is_new))
         if scheduler is not None and scheduler.world_size > 1:
-            schedulers = [vector.scheduler for vector in self.vectors if vector.scheduler is not None]
+            schedulers = _schedulers(self.vectors)
             compared = None if replica is None or rejects else replica.digest()
             places = [(each.step, each.stamp) for each in schedulers]
             state = (self.presence.kinds(self.parameters), option_numbers(self.optimizer), compared)
@@ -539,31 +553,32 @@ class GradientExchange:
         self.skipped += 1
         return naming(step.rejection, step.fault, self.everybody, self.vectors[0].device)
 
-    def _ready(self, span: Span, scale: float | None = None) -> None:
-        """Replace every ``.grad``, see :meth:`_write`. Other ranks may apply the step now. ``span`` ends with it."""
+    def _ready(self) -> None:
+        """Replace every ``.grad``, see :meth:`_write`. Other ranks may apply the step now."""
         try:
-            self._write(scale)
+            self._write()
         except BaseException:
             self.stop()
             raise
         self._move("confirm")
-        whole = span.end()
-        for part in self.pending.parts:
-            part.vector.measure(part.sent, whole if part.vector is self.vectors[0] else None)
+        self._measure({part.vector: part.sent.mean for part in self.pending.parts})
 
-    def _write(self, scale: float | None = None) -> None:
-        """Replace every ``.grad`` by its mean. A hidden decay is left out.
-
-        Where a single worker keeps its gradients, they are divided by ``scale``. None keeps none.
-        """
+    def _write(self) -> None:
+        """Replace every ``.grad`` by its mean. One that is shown has no decay. A single worker may keep its own."""
         step = self.pending
-        means = [part.vector.delivered(part.mean) for part in step.parts]
-        shown = [part.vector.delivered(part.sent) for part in step.parts] if step.hides_decay else means
-        for part, each in zip(step.parts, shown, strict=True):
+        for part in step.parts:
+            each = part.sent if step.shown else part.mean
             if each.is_flat:  # only the GPU knows the number of entries of each parameter
                 each.layout.scatter_flat(part.vector.write(each.mean), self._left)
-            elif scale is None or not part.vector.keeps_gradient:
+            elif step.is_flush or not part.vector.keeps_gradient:
                 each.layout.scatter(each.entries, self._left)
-            elif scale != 1.0:
-                each.layout.multiply(1.0 / scale)
-        step.delivered = [each.without_zeros() for each in means] if step.is_flush else means
+            elif step.factor != 1.0:
+                each.layout.multiply(step.factor)
+            if step.is_flush:
+                part.mean = part.mean.without_zeros()
+        step.gradients = self.gradients
+
+
+def _schedulers(vectors: Sequence[VectorExchange]) -> list[ProcessGroupScheduler]:
+    """Return the schedulers of ``vectors``. There are none without a process group."""
+    return [vector.scheduler for vector in vectors if vector.scheduler is not None]

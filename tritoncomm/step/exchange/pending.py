@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
 import torch
 
 from tritoncomm.errors import NonFiniteError
-from tritoncomm.primitives.sparse_vector import SparseVector
-from tritoncomm.scheduler.rounds import Pattern
 from tritoncomm.scheduler.span import Span
-from tritoncomm.scheduler.together import Running, run_together
-from tritoncomm.step.exchange.decay import add_decay, with_decay
-from tritoncomm.step.exchange.layout import Delivered, check_range
-from tritoncomm.step.exchange.vector import VectorExchange, listed
+from tritoncomm.step.exchange.layout import Delivered
+from tritoncomm.step.exchange.vector import VectorExchange
 from tritoncomm.step.torch_internals import version_of
 
 
@@ -54,16 +50,14 @@ TRANSITIONS = {
 
 @dataclass
 class Part:
-    """A vector whose mean is known, and not applied yet, and the time of its exchange.
+    """A vector whose mean is known, and not applied yet.
 
-    ``sent`` is what was exchanged, and ``mean`` contains the decay. Of vectors that are exchanged together, the first
-    has the time of all.
+    ``sent`` is what was exchanged, and ``mean`` contains the decay.
     """
 
     vector: VectorExchange
-    sent: SparseVector
-    mean: SparseVector
-    span: Span | None = None
+    sent: Delivered
+    mean: Delivered
 
 
 @dataclass
@@ -73,12 +67,12 @@ class Pending:
     Attributes:
         scale: Loss scale by which gradients are divided. None without a scaler that has not unscaled them.
         decay: The share of each parameter (by id) that is added to the mean of its gradient.
-        hides_decay: Whether ``.grad`` gets this share when the step is applied, because somebody clips it before.
-        is_flush: Whether all residuals are delivered.
-        parts: The vectors whose means are known.
+        shown: Whether somebody may look at ``.grad``, and clip it, before the step is applied. It gets the decay then.
+        is_flush: Whether all residuals are delivered, and no gradients.
+        parts: The vectors whose means are known. There are none if the step was rejected, or is skipped.
+        span: The time of the exchange.
         fault: What is NaN or Inf on this rank, for the error. If it is known before the exchange, the step is rejected.
         rejection: Why this rank rejects the step. None if it does not.
-        delivered: The means of a step that is READY. None if it was skipped, and in other states.
         gradients: Every ``.grad`` after the exchange, to detect gradients that are replaced.
         versions: Version of each ``.grad`` when a step began after the exchange, or failed before its update, to detect
             a further backward pass.
@@ -87,15 +81,25 @@ class Pending:
 
     scale: torch.Tensor | None = None
     decay: Mapping[int, float] = field(default_factory=dict)
-    hides_decay: bool = False
+    shown: bool = False
     is_flush: bool = False
     parts: list[Part] = field(default_factory=list)
+    span: Span = field(init=False, repr=False)
     fault: str = ""
     rejection: NonFiniteError | None = None
-    delivered: list[Delivered] | None = None
     gradients: list[torch.Tensor | None] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     is_taken: bool = False
+
+    @property
+    def factor(self) -> float:
+        """By what gradients are multiplied. The host waits for a GPU if there is a loss scale."""
+        return 1.0 if self.scale is None else 1.0 / float(self.scale)
+
+    @property
+    def is_untouched(self) -> bool:
+        """True if nobody could change ``.grad`` since the mean was written to it."""
+        return not (self.shown or self.is_flush or self.versions)
 
     def note_versions(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Note what ``gradients`` hold. They may not change from the beginning of a step to its update."""
@@ -108,54 +112,3 @@ class Pending:
     def are_changed(self, gradients: Sequence[torch.Tensor | None]) -> bool:
         """Return True if ``gradients`` have changed since :meth:`note_versions`."""
         return self.versions != [*map(version_of, gradients)]
-
-    def deliver(
-        self,
-        vectors: Sequence[VectorExchange],
-        clipping: Pattern[None] | None,
-        waiting: Collection[int],
-        span: Span,
-    ) -> None:
-        """Compute the mean of each ``vector.flat`` over ranks, or note why this rank rejects the step.
-
-        Args:
-            vectors: The flat vectors.
-            clipping: A pattern that runs before they are exchanged, if any.
-            waiting: Ids of parameters whose residual takes no part.
-            span: The time of the exchange, which ends here.
-        """
-        for vector in vectors:
-            add_decay(vector, self.decay, waiting)
-        run_together([self._exchanging(each, clipping if each is vectors[0] else None, waiting) for each in vectors])
-        if self.rejection is None:
-            self.parts.sort(key=lambda part: vectors.index(part.vector))
-            for part in self.parts:
-                part.mean = with_decay(part.vector, part.sent, self.decay)
-            self.parts[0].span = span.end()
-            try:
-                check_range([part.vector.delivered(part.mean) for part in self.parts])
-            except NonFiniteError as error:
-                self.rejection = error
-            return
-        bad = {name: count for vector in vectors for name, count in vector.non_finite().items()}
-        self.fault = self.fault or listed(bad)
-        known = [part.vector for part in self.parts]
-        first, *others = [vector for vector in vectors if vector not in known]
-        first.measure(None, span.end())
-        for vector in others:
-            vector.measure(None, None)
-
-    def _exchanging(
-        self, vector: VectorExchange, first: Pattern[None] | None, waiting: Collection[int]
-    ) -> Running[None]:
-        """Exchange ``vector``. See :meth:`VectorExchange.beginning`.
-
-        An error that rejects the step may be that of this rank alone. The others then go on to the next vector, and so
-        does this rank.
-        """
-        try:
-            mean = yield from vector.beginning(dense=self.is_flush, first=first, waiting=waiting)
-        except NonFiniteError as error:
-            self.rejection = self.rejection or error
-        else:
-            self.parts.append(Part(vector, mean, mean))

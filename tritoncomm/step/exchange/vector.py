@@ -159,11 +159,6 @@ class VectorExchange:
         assert isinstance(algorithm, StagedAlgorithm)
         return algorithm.scale
 
-    def agree_on_exchange_id(self) -> None:
-        """Agree on an identifier of this exchange within its group. All ranks call this after comparing settings."""
-        if self.scheduler is not None:
-            self.scheduler.agree_on_exchange_id()
-
     def new_feedback(self) -> ErrorFeedback:
         """Return an error feedback without residual for this vector."""
         options = self.options
@@ -270,8 +265,8 @@ class VectorExchange:
         # The squares may overflow in fp32.
         return norm if math.isfinite(norm) else float(self.feedback.residual.double().norm())
 
-    def read_gradients(self, scale: float, resting: Collection[int] = ()) -> ConfigurationError | None:
-        """Copy every ``.grad``, divided by ``scale``, into :attr:`flat`. Return why that is impossible, or None.
+    def read_gradients(self, factor: float, resting: Collection[int]) -> ConfigurationError | None:
+        """Copy every ``.grad``, times ``factor``, into :attr:`flat`. Return why that is impossible, or None.
 
         Gradients of parameters with an id in ``resting`` count as zero.
         """
@@ -282,8 +277,8 @@ class VectorExchange:
             error = reason
         for own in self._slices(resting):
             self.flat[own].zero_()
-        if scale != 1.0:
-            self.flat.mul_(1.0 / scale)
+        if factor != 1.0:
+            self.flat.mul_(factor)
         return error
 
     def delivered(self, mean: SparseVector) -> Delivered:
