@@ -14,7 +14,7 @@ from tritoncomm.algorithms import at_density, field_names
 from tritoncomm.algorithms.base import StaticRecipe
 from tritoncomm.primitives.mean_norm import random_signs, sketch
 from tritoncomm.step.exchange.feedback import Ages
-from tritoncomm.step.exchange.layout import BucketLayout, Delivered, split_by_size
+from tritoncomm.step.exchange.layout import BucketLayout, Delivered, small_ids
 from tritoncomm.step.exchange.stages import Staged
 from tritoncomm.step.rules.choose import find_rule
 from tritoncomm.step.rules.step import coupled_decay
@@ -109,11 +109,17 @@ def _as_in_wrap(recipe: tritoncomm.Recipe, run: Run, layout: BucketLayout, *, by
     """Return ``recipe`` with what ``wrap`` adds: the start, selection by update, small tensors and the static form."""
     if _device(layout).type != "cpu" and isinstance(recipe, StaticRecipe):
         recipe = replace(recipe, static=True)
-    large, small = split_by_size(layout.parameters, DENSE_BELOW)
-    shapes = tuple(tuple(parameter.shape) for parameter in large) if by_update and recipe.compares_entries() else None
+    small = small_ids(layout.parameters, DENSE_BELOW)
+    large = [tuple(parameter.shape) for parameter in layout.parameters if id(parameter) not in small]
+    shapes = tuple(large) if by_update and recipe.compares_entries() else None
     values = run.dense_values if recipe.averages_when_dense else "fp32"
     started = tritoncomm.Warmup(recipe=recipe, steps=run.dense_steps, values=values)
-    return Staged(recipe=started, tail=sum(p.numel() for p in small), small=DEFAULT_SMALL, shapes=shapes)
+    return Staged(
+        recipe=started,
+        tail=sum(p.numel() for p in layout.parameters if id(p) in small),
+        small=DEFAULT_SMALL,
+        shapes=shapes,
+    )
 
 
 class Updates:
@@ -201,8 +207,8 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 def _layout(parameters: Sequence[Tensor]) -> BucketLayout:
     """Return the layout of a vector of ``parameters``, in which small tensors come last."""
-    large, small = split_by_size(parameters, DENSE_BELOW)
-    return BucketLayout([*large, *small])
+    small = small_ids(parameters, DENSE_BELOW)
+    return BucketLayout(sorted(parameters, key=lambda parameter: id(parameter) in small))
 
 
 def _device(layout: BucketLayout) -> torch.device:

@@ -113,13 +113,18 @@ def test_a_lost_confirmation(lost_by: tuple[int, ...], act: str) -> None:
 
 
 @pytest.mark.parametrize("act", ["step", "synchronize"])
-def test_a_step_that_is_caught_up_has_the_bits_of_the_others(act: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "options"), [(torch.optim.SGD, {"momentum": 0.9}), (torch.optim.Adam, {"weight_decay": 0.1})]
+)
+def test_a_step_that_is_caught_up_has_the_bits_of_the_others(
+    kind: Callable[..., torch.optim.Optimizer], options: dict[str, float], act: str
+) -> None:
     """So does one by gradients in bf16, which hold a rounded mean, and with weight decay in it."""
 
     def main(rank: int) -> list[Any]:
         net = copy.deepcopy(_MODEL).bfloat16()
-        inner = torch.optim.Adam(net.parameters(), lr=0.01, weight_decay=0.1)
-        optimizer = sparse_wrap(inner, density=0.2, values="fp32", warmup_steps=0, timeout=timedelta(seconds=5))
+        inner = kind(net.parameters(), lr=0.01, **options)
+        optimizer = sparse_wrap(inner, density=0.5, values="fp32", warmup_steps=0, timeout=timedelta(seconds=5))
         exchange = optimizer._tritoncomm.setup.exchange
         confirm = exchange._confirm
 

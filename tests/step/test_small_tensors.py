@@ -14,7 +14,7 @@ from tritoncomm import (
     TopkAllgather,
 )
 from tritoncomm.scheduler.cost import HEADER_WORDS, WORD, Flow
-from tritoncomm.step.exchange.layout import split_by_size
+from tritoncomm.step.exchange.layout import small_ids
 from tritoncomm.step.exchange.stages import Staged
 
 import laws
@@ -79,12 +79,11 @@ def test_messages_that_carry_small_tensors(inner: Recipe, carriers: dict[str, st
         ([(4000,), (5,)], 1024, [False, True]),
     ],
 )
-def test_split_by_size(shapes: list[tuple[int, ...]], dense_below: int, small: list[bool]) -> None:
+def test_small_ids(shapes: list[tuple[int, ...]], dense_below: int, small: list[bool]) -> None:
     """Tensors with few elements are small, and so are vectors beside matrices. With ``dense_below=0`` none is small."""
     parameters = [torch.zeros(shape) for shape in shapes]
-    large, dense = split_by_size(parameters, dense_below)
-    assert [any(p is d for d in dense) for p in parameters] == small
-    assert len(large) + len(dense) == len(parameters)
+    found = small_ids(parameters, dense_below)
+    assert [id(parameter) in found for parameter in parameters] == small
 
 
 def test_residuals_stay_with_their_parameters() -> None:

@@ -54,11 +54,12 @@ def resolve_recipe(
     Args:
         algo: Name of a method, or a recipe.
         density: Fraction of entries to deliver. None is the density of a recipe, and ``DEFAULT_DENSITY`` otherwise.
-        warmup_steps: Number of dense exchanges before the first sparse one. None is the default number.
+        warmup_steps: Number of dense exchanges before the first sparse one. None is ``DEFAULT_WARMUP``, and 0 for a
+            recipe that delivers every entry or wraps another one.
         fields: Further fields of the recipe.
         node_group: Ranks of this rank's node. None if nodes are not treated separately.
         group: Process group of the exchange. None is the default group.
-        small: Format of what is sent dense.
+        small: Format of small tensors. That of the dense exchanges at the start depends on it.
         function: The function that the user called. Errors list its arguments.
 
     Raises:
@@ -80,7 +81,14 @@ def resolve_recipe(
         if given:
             raise ConfigurationError(f"algo is a recipe and carries its own {', '.join(given)}: set it in the recipe")
         chosen = algo
-    return with_warmup_and_nodes(chosen, warmup_steps, node_group, group, small)
+    if warmup_steps is None:
+        needs_none = chosen.delivers_all() or isinstance(chosen, WrapperRecipe)
+        warmup_steps = 0 if needs_none else defaults.DEFAULT_WARMUP
+    if warmup_steps != 0:
+        # fp32 rounds nothing, and neither does a method that applies momentum in dense steps.
+        values = "fp32" if small == "fp32" or not chosen.averages_when_dense else defaults.DEFAULT_START
+        chosen = Warmup(recipe=chosen, steps=warmup_steps, values=values)
+    return with_nodes(chosen, node_group, group)
 
 
 def _check_packed(fields: Mapping[str, Any]) -> None:
@@ -100,11 +108,6 @@ def default_fields(algo: str, given: Mapping[str, Any]) -> dict[str, Any]:
     sends_entries = algo in algorithms() and {"values", "packed"} <= set(field_names(algo))
     is_open = "values" not in given and given.get("packed") is not False
     return {"values": defaults.DEFAULT_VALUES} if sends_entries and is_open else {}
-
-
-def start_values(small: str) -> str:
-    """Return the format of dense steps at the start, for the format ``small`` of small tensors. fp32 rounds nothing."""
-    return small if small == "fp32" else defaults.DEFAULT_START
 
 
 # Whose fields are no arguments of wrap(): it has an argument for each of them.
@@ -143,27 +146,13 @@ def check_keywords(called: str, arguments: Sequence[str], algo: str | Recipe, gi
         )
 
 
-def with_warmup_and_nodes(
-    chosen: Recipe,
-    warmup_steps: int | None,
-    node_group: dist.ProcessGroup | None,
-    group: dist.ProcessGroup | None,
-    small: str,
-) -> Recipe:
-    """Return ``chosen`` with ``warmup_steps`` dense steps before it, and used between the nodes of ``node_group`` only.
-
-    ``None`` is ``DEFAULT_WARMUP``, and 0 for a recipe that delivers every entry or wraps another one. Values of the
-    dense steps travel as :func:`start_values` says, unless the method applies momentum in them.
+def with_nodes(chosen: Recipe, node_group: dist.ProcessGroup | None, group: dist.ProcessGroup | None) -> Recipe:
+    """Return ``chosen``, used between the nodes of ``node_group`` only. None does not treat nodes separately.
 
     Raises:
         ConfigurationError: ``node_group`` is not a node of consecutive ranks.
         ConfigMismatchError: Nodes differ in size.
     """
-    if warmup_steps is None:
-        warmup_steps = 0 if chosen.delivers_all() or isinstance(chosen, WrapperRecipe) else defaults.DEFAULT_WARMUP
-    if warmup_steps != 0:
-        values = start_values(small) if chosen.averages_when_dense else "fp32"
-        chosen = Warmup(recipe=chosen, steps=warmup_steps, values=values)
     if node_group is None:
         return chosen
     check_group("node_group", node_group)

@@ -19,7 +19,7 @@ from tritoncomm.scheduler.ranks import global_ranks
 from tritoncomm.step import agree, settings
 from tritoncomm.step.agree.private_group import scheduler_of_all_shards
 from tritoncomm.step.agree.replica import Replica, let_differ
-from tritoncomm.step.exchange.layout import split_by_size
+from tritoncomm.step.exchange.layout import small_ids
 from tritoncomm.step.exchange.machine import GradientExchange
 from tritoncomm.step.exchange.pending import State
 from tritoncomm.step.exchange.vector import ExchangeOptions, VectorExchange
@@ -28,7 +28,7 @@ from tritoncomm.step.model.misuse import UnreducedPasses
 from tritoncomm.step.model.module import check_model, ignored_ids, keep_gradients_local, names_of, rest_of
 from tritoncomm.step.model.parameters import KnownParameters
 from tritoncomm.step.optimizer_list import parts_of
-from tritoncomm.step.recipes import log_choice, with_warmup_and_nodes
+from tritoncomm.step.recipes import log_choice, with_nodes
 from tritoncomm.step.rules.choose import selects_by_update, takes_aware_step
 from tritoncomm.step.rules.step import OptimizerSteps
 from tritoncomm.step.saved import state as exchange_state
@@ -95,7 +95,9 @@ class Setup:
         every = (each for each, _ in agree.named_parameters(optimizer) if id(each) not in ignored)
         held = [(each, f"parameter {number} of the optimizer") for number, each in enumerate(every)]
         shaped = [*buffers, *(held if broadcast_parameters else ())]
-        self._compare(self.exchange, others=self._others, shaped=shaped, broadcast=broadcast_parameters)
+        fields = {"others": self._others, "shaped": shaped, "broadcast": broadcast_parameters}
+        self._compare(self.exchange, recipe, process_group, **fields)
+        self.exchange.agree_on_exchange_id()
         if broadcast_parameters:
             agree.broadcast([*held, *self._others, *buffers], process_group, self.device)
             if self.local is not None:
@@ -171,7 +173,8 @@ class Setup:
                 self.recipe.check_optimizer(self.optimizer)
                 self.steps.check()
                 exchange = self._build(self.process_group, self.exchange)
-            self._compare(exchange, steps_alone=local_steps is not None)
+            self._compare(exchange, self.recipe, self.process_group, steps_alone=local_steps is not None)
+            exchange.agree_on_exchange_id()
         except BaseException:
             del self.optimizer.param_groups[before:]
             if local_steps is not None:
@@ -195,16 +198,12 @@ class Setup:
         exchange, alone = self.exchange, settings.is_alone(process_group)
         with agree.propagate_errors(process_group, self.device):
             inner = self.recipe.recipe if isinstance(self.recipe, Hierarchical) else self.recipe
-            recipe = with_warmup_and_nodes(inner, 0, node_group, process_group, self.options.small)
+            recipe = with_nodes(inner, node_group, process_group)
             check_optimizer(self.optimizer, alone=alone)
             self.steps.check(alone=alone)
             check_model(module, process_group)
             keep_gradients_local(module)
-        trained, options = self.parameters.trained, self.options
-        agree.compare_setup(
-            self.optimizer, trained, recipe, options, exchange.steps, process_group, self.device,
-            state=exchange.replica.state(), caught_up=caught_up, steps_alone=self.local is not None,
-        )  # fmt: skip
+        self._compare(exchange, recipe, process_group, caught_up=caught_up, steps_alone=self.local is not None)
         if self.local is not None:
             self.local.forget_loading()
         exchange.restart()
@@ -224,9 +223,8 @@ class Setup:
         dense = dense_ids(self.optimizer)
         dense |= {anchor for anchor, owner in owners.items() if id(owner) in dense}
         # Updates of small tensors travel like others.
-        dense_below = options.dense_below if options.updates is None else 0
-        _, small = split_by_size(parameters, dense_below, dense=dense)
-        common = ExchangeOptions(recipe=recipe, wrap=options, group=group, dense=frozenset(map(id, small)))
+        dense |= small_ids(parameters, options.dense_below if options.updates is None else 0)
+        common = ExchangeOptions(recipe=recipe, wrap=options, group=group, dense=frozenset(dense))
         vectors: list[VectorExchange] = []
         for part in parts_of(self.exchanged):
             held = agree.parameter_ids(part)
@@ -251,11 +249,14 @@ class Setup:
             parameters=parameters, owners=owners, wrapped=self.optimizer, all_shards=all_shards, replica=replica,
         )  # fmt: skip
 
-    def _compare(self, exchange: GradientExchange, **fields: Any) -> None:
-        trained, group, all_shards = self.parameters.trained, exchange.options.group, exchange.all_shards
+    def _compare(
+        self, exchange: GradientExchange, recipe: Recipe, group: dist.ProcessGroup | None, **fields: Any
+    ) -> None:
+        """Compare the configuration of ``exchange`` by ``recipe`` in ``group``, see :func:`compare_setup`."""
+        all_shards = exchange.all_shards
         try:
             agree.compare_setup(
-                self.optimizer, trained, self.recipe, self.options, exchange.steps, group, self.device,
+                self.optimizer, self.parameters.trained, recipe, self.options, exchange.steps, group, self.device,
                 state=exchange.replica.state(), **fields,
             )  # fmt: skip
         except ConfigMismatchError as error:
@@ -264,7 +265,6 @@ class Setup:
             raise
         if all_shards is not None:  # replicas of other shards may differ
             agree.compare({}, all_shards.group, self.device)
-        exchange.agree_on_exchange_id()
 
     def check_no_pending_step(self, action: str) -> None:
         """Raise unless the last step is complete, also if all ranks have skipped it."""

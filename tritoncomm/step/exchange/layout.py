@@ -19,34 +19,18 @@ from tritoncomm_kernels import Entries, constant
 from tritoncomm_kernels.devices import is_asynchronous
 
 
-def split_by_size(
-    parameters: Sequence[torch.Tensor], dense_below: int, *, dense: Container[int] = ()
-) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Split ``parameters`` into large ones, which are worth a sparse exchange, and small ones. The order is kept.
+def small_ids(parameters: Sequence[torch.Tensor], dense_below: int) -> set[int]:
+    """Return the ids of those of ``parameters`` that are too small for a sparse exchange.
 
-    A parameter is small if it has fewer than ``dense_below`` elements, or at most one dimension, like a bias or the
-    weight of a norm.
-
-    Args:
-        parameters: All parameters. If they are one-dimensional, like shards, the number of dimensions does not matter.
-        dense_below: Number of elements. 0 makes no parameter small.
-        dense: Ids of parameters that count as small, whatever their size.
-
-    Returns:
-        The large parameters and the small parameters.
+    They have fewer than ``dense_below`` elements, or at most one dimension, like a bias or the weight of a norm. If all
+    are one-dimensional, like shards, the number of dimensions does not matter. 0 makes no parameter small.
     """
     flattened = all(parameter.dim() <= 1 for parameter in parameters)
-
-    def is_small(parameter: torch.Tensor) -> bool:
-        if id(parameter) in dense:
-            return True
-        return local(parameter).numel() < dense_below or (dense_below > 0 and parameter.dim() <= 1 and not flattened)
-
-    small = [is_small(parameter) for parameter in parameters]
-    return (
-        [parameter for parameter, holds in zip(parameters, small, strict=True) if not holds],
-        [parameter for parameter, holds in zip(parameters, small, strict=True) if holds],
-    )
+    return {
+        id(parameter)
+        for parameter in parameters
+        if local(parameter).numel() < dense_below or (dense_below > 0 and parameter.dim() <= 1 and not flattened)
+    }
 
 
 # The delivered entries of one parameter, of its local shard if it is a DTensor: ascending indices in the flattened

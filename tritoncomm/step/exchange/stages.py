@@ -148,10 +148,21 @@ class StagedAlgorithm(WrapperAlgorithm):
         self, small: Accumulator, rank: int, world_size: int, width: int
     ) -> Pattern[tuple[torch.Tensor, torch.Tensor | None]]:
         """Return the update of the tail, and its residual if there is one, before the head's exchange has ended."""
-        mean, left = yield from self._tail_mean(small.dense(), rank, world_size, width, small.verdict)
+        values, verdict, fmt = small.dense(), small.verdict, self._fmt
+        left: torch.Tensor | None = None
+        if fmt is not None:
+            mean, left = yield from quantized_mean(
+                values, rank, world_size,
+                fmt=fmt, phase=_QUANTIZED_PHASE, verdict=verdict, collective=self.inner.is_static, width=width,
+            )  # fmt: skip
+        else:
+            if world_size > 1:
+                values = yield AllReduce(_PHASE, values)
+            self._check(values, verdict)
+            mean = quotients(values, world_size)
         dense = self.inner.dense_update(mean)
         if dense is not mean:
-            self._check(dense, small.verdict)
+            self._check(dense, verdict)
         return dense, left
 
     def _reduce_head(self, acc: Accumulator, rank: int, world_size: int) -> Pattern[SparseVector]:
@@ -173,23 +184,6 @@ class StagedAlgorithm(WrapperAlgorithm):
         """The format of the tail in the next step. In a dense step of a warm-up, it is quantized if the head is."""
         warmup = self._warmup
         return None if warmup is not None and warmup.is_dense and not warmup.quantizes else self.fmt
-
-    def _tail_mean(
-        self, values: torch.Tensor, rank: int, world_size: int, width: int, verdict: Verdict | None
-    ) -> Pattern[tuple[torch.Tensor, torch.Tensor | None]]:
-        """Return the mean over ranks of ``values`` (fp32 ``[tail]``), and the residual if there is one."""
-        fmt, phase = self._fmt, _QUANTIZED_PHASE
-        if fmt is not None:
-            collective = self.inner.is_static
-            return (
-                yield from quantized_mean(
-                    values, rank, world_size, fmt=fmt, phase=phase, verdict=verdict, collective=collective, width=width
-                )
-            )
-        if world_size > 1:
-            values = yield AllReduce(_PHASE, values)
-        self._check(values, verdict)
-        return quotients(values, world_size), None
 
     @staticmethod
     def _check(values: torch.Tensor, verdict: Verdict | None) -> None:
@@ -339,35 +333,22 @@ class Scale:
             sources: For each tensor, a scale and the position of the same tensor in its vector. None if the tensor is
                 new, then its moment is zero.
         """
-        known = [source for source in sources if source is not None]
+        known = [source[0].moment for source in sources if source is not None]
         if not known:
             return
-        moments = [scale.moment for scale, _ in known]
+        # A new tensor takes what it has here: zeros.
+        parts = [(source or (self, place)) for place, source in enumerate(sources)]
+        pieces = zip(*(scale._of_tensor(place) for scale, place in parts), strict=True)  # noqa: SLF001 - of the same class
+        rows, columns, *used = (torch.cat([each.to(known[0].rows.device) for each in part]) for part in pieces)
+        is_used = any(moment.used is not None for moment in known)
+        self.moment = Moment(known[0].steps, rows, columns, (used[0], used[1]) if is_used else None)
 
-        def joined(part: str, lengths: Sequence[int], *, used: bool) -> torch.Tensor:
-            parts = [
-                torch.zeros(length, dtype=torch.float64) if source is None else source[0]._part(part, source[1], used)  # noqa: SLF001 - of the same class
-                for source, length in zip(sources, lengths, strict=True)
-            ]
-            return torch.cat([piece.to(moments[0].rows.device) for piece in parts])
-
-        rows, columns = self.matrices.rows, self.matrices.columns
-        used = None
-        if any(moment.used is not None for moment in moments):
-            used = joined("rows", rows, used=True), joined("columns", columns, used=True)
-        self.moment = Moment(
-            moments[0].steps, joined("rows", rows, used=False), joined("columns", columns, used=False), used
-        )
-
-    def _part(self, part: str, position: int, used: bool) -> torch.Tensor:
-        """Return the rows or the columns of the tensor at ``position``: those of the current scale if ``used``."""
-        rows = part == "rows"
-        lengths = self.matrices.rows if rows else self.matrices.columns
-        whole = self.moment.rows if rows else self.moment.columns
-        if used:
-            held = self.moment.used
-            whole = torch.zeros_like(whole) if held is None else held[0 if rows else 1]
-        return torch.split(whole, lengths)[position]
+    def _of_tensor(self, place: int) -> list[torch.Tensor]:
+        """Return rows and columns of the tensor at ``place``, and those of the current scale, which may be zeros."""
+        moment, lengths = self.moment, (self.matrices.rows, self.matrices.columns)
+        now = moment.rows, moment.columns
+        used = (torch.zeros_like(each) for each in now) if moment.used is None else moment.used
+        return [torch.split(held, own)[place] for held, own in zip((*now, *used), lengths * 2, strict=True)]
 
 
 def _riding(carriers: Carriers) -> dict[str, str]:
