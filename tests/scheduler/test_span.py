@@ -68,7 +68,7 @@ def exchange_of(parameters: list[torch.Tensor], vectors: list[VectorExchange]) -
     optimizer = torch.optim.SGD([torch.zeros(1)])
     return GradientExchange(
         optimizer, vectors,
-        parameters=parameters, owners={}, wrapped=optimizer, all_shards=None, replica=Replica(optimizer),
+        parameters=parameters, owners={}, wrapped=optimizer, all_shards=None, replica=Replica(optimizer, list),
     )  # fmt: skip
 
 

@@ -154,3 +154,24 @@ def test_a_step_that_is_caught_up_has_the_bits_of_the_others(
 
     first, second = ranks.run(main, 2, backend="gloo")
     assert first == second
+
+
+def test_a_step_that_was_taken_before_its_hook_failed_is_not_skipped(caplog: pytest.LogCaptureFixture) -> None:
+    """The call is repeated, and takes nothing. No scaler hears of an overflow."""
+    net, fails = copy.deepcopy(_MODEL), [True]
+
+    def hook(*_: object) -> None:
+        if fails:
+            fails.clear()
+            raise MemoryError
+
+    optimizer = sparse_wrap(sgd(net))
+    optimizer.register_step_post_hook(hook)
+    backward(net, 0)
+    with pytest.raises(MemoryError):
+        optimizer.step()
+    optimizer.found_inf = torch.zeros(())  # as a GradScaler does
+    optimizer.step()
+    assert not optimizer.all_skipped
+    assert optimizer.metrics()["steps"] == 1
+    assert not caplog.messages

@@ -12,7 +12,7 @@ def replica(state: dict[str, object], shape: tuple[int, ...] = (3, 5)) -> Replic
     parameter = nn.Parameter(torch.ones(shape))
     optimizer = torch.optim.SGD([parameter], lr=0.1)
     optimizer.state[parameter] = state
-    return Replica(optimizer, ["weight"])
+    return Replica(optimizer, lambda: [(parameter, "weight")])
 
 
 def test_what_is_compared() -> None:
@@ -42,8 +42,9 @@ def test_what_is_compared() -> None:
         "rate of weight",
         "step of weight",
     ]
-    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3, 1))], lr=0.1)
-    figures = Replica(optimizer, ["first", ""], [(other, "other")]).figures()
+    first, second = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3, 1))
+    optimizer = torch.optim.SGD([first, second], lr=0.1)
+    figures = Replica(optimizer, lambda: [(first, "first"), (second, "")], [(other, "other")]).figures()
     assert list(figures) == ["first", "parameter 1 of shape (3, 1)", "other"]
     assert figures["first"] == figures["other"] != figures["parameter 1 of shape (3, 1)"]
     assert not optimizer.state
@@ -58,7 +59,7 @@ def test_names_that_are_equal() -> None:
     """Every parameter counts, also if an optimizer of two modules calls two of them the same."""
     first, second = (nn.Parameter(torch.ones(2)) for _ in range(2))
     optimizer = torch.optim.SGD([{"params": [first]}, {"params": [second]}], lr=0.1)
-    named = Replica(optimizer, ["weight", "weight"])
+    named = Replica(optimizer, lambda: [(first, "weight"), (second, "weight")])
     assert list(named.figures()) == ["weight (parameter 0)", "weight (parameter 1)"]
     before = named.digest()
     for parameter in (first, second):

@@ -242,8 +242,7 @@ class Setup:
         if self.options.local_steps > 1 and self.local is not None:
             let_differ(self.local.owners.values())
             others = []  # such as averages of parameters, which differ with them
-        common_names = [name for _, name in self.parameters.common]
-        replica = Replica(self.exchanged, common_names, others, self.parameters.ignored)
+        replica = Replica(self.exchanged, lambda: self.parameters.common, others)
         return GradientExchange(
             self.exchanged, vectors,
             parameters=parameters, owners=owners, wrapped=self.optimizer, all_shards=all_shards, replica=replica,

@@ -63,16 +63,27 @@ class Stepper:
         # The optimizer's own step would take them for its own. A GradScaler removes them if step() succeeds.
         scaler: dict[str, Any] = {name: held.pop(name) for name in ("grad_scale", "found_inf") if name in held}
         self._scale, self._found = scaler.get("grad_scale"), scaler.get("found_inf")
+        profile = profiled(f"Optimizer.step#{type(self.setup.optimizer).__name__}.step") or nullcontext()
         try:
-            with profiled(f"Optimizer.step#{type(self.setup.optimizer).__name__}.step") or nullcontext():
+            with self._noted(), profile:
                 loss = self._step(closure)
-        except BaseException as error:
-            self.note_failure(error)
-            raise
         finally:
             self._scale = self._found = None
         held.update(scaler)
         return loss
+
+    @contextmanager
+    def _noted(self) -> Iterator[None]:
+        """Note if a step in the body fails. It can be repeated if its update has not begun, unless a signal ends it."""
+        exchange = self.setup.exchange
+        try:
+            yield
+        except BaseException as error:
+            if not isinstance(error, Exception):
+                exchange.stop()
+            elif exchange.state is State.READY:
+                exchange.pending.note_versions(exchange.gradients)
+            raise
 
     def _step(self, closure: Callable[[], Any] | None) -> Any:
         setup, loss, self.all_skipped = self.setup, None, False
@@ -125,12 +136,14 @@ class Stepper:
         elif self._scale is not None and pending.scale is None:
             raise RuntimeError("synchronize() has averaged scaled gradients: call scaler.unscale_(optimizer) first")
         self._check_unchanged()
-        if not setup.exchange.pending.parts:
-            setup.exchange.discard()
-            self.all_skipped = setup.local is None
-            self._warn_about_scale()
-        else:
+        pending = setup.exchange.pending
+        if pending.parts:
             self._apply()
+        else:
+            setup.exchange.discard()
+            self.all_skipped = setup.local is None and not pending.is_taken
+            if not pending.is_taken:
+                self._warn_about_scale()
         self.forget()
 
     def _check_unchanged(self) -> None:
@@ -174,11 +187,8 @@ class Stepper:
                 return
             with self._reported():
                 local_steps.give(alone=self.setup.exchange.owes_nothing())
-        try:
+        with self._noted():
             self.exchange_and_apply()
-        except BaseException as error:
-            self.note_failure(error)
-            raise
         local_steps.is_pending = False
 
     @contextmanager
@@ -226,13 +236,6 @@ class Stepper:
         momentum = local_steps.without_momentum() if exchange.pending.is_flush else nullcontext()
         with momentum, exchange.update(), local_steps.settling(gains):
             yield
-
-    def note_failure(self, error: BaseException) -> None:
-        """Note that a step has failed. Unless a signal has ended it, it can be repeated if its update has not begun."""
-        if not isinstance(error, Exception):
-            self.setup.exchange.stop()
-        elif self.setup.is_synchronized:
-            self.setup.exchange.pending.note_versions(self.setup.exchange.gradients)
 
     def withdraw(self) -> None:
         """Throw away averaged gradients that no step has used."""
@@ -290,11 +293,8 @@ class Stepper:
         setup.exchange.exchange(Pending(is_flush=True))
         for parameter in setup.steps.ignored:
             parameter.grad = None
-        try:
+        with self._noted():
             self._apply()
-        except BaseException as error:
-            self.note_failure(error)
-            raise
 
     def continue_in(
         self, process_group: dist.ProcessGroup | None, node_group: dist.ProcessGroup | None, module: nn.Module | None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from tritoncomm.step.agree.compare import differences
 from tritoncomm.step.agree.number import number_of_text, numbers
-from tritoncomm.step.agree.setup import labelled, leaves, named_parameters
+from tritoncomm.step.agree.setup import Named, labelled, leaves
 from tritoncomm.step.tensors.names import label
 from tritoncomm.step.tensors.shards import has_bits
 
@@ -35,10 +35,8 @@ class Replica:
 
     Args:
         optimizer: The optimizer.
-        names: The name of each parameter of the optimizer that is not ``ignored``, or ``""``. Default: none has a name.
+        common: Returns its parameters that all ranks have in common, each with its name or ``""``.
         others: Parameters of the module that the optimizer does not hold, each with its name.
-        ignored: Ids of the parameters that are this rank's own, see :mod:`tritoncomm.step.model.ignored`. Default:
-            none.
 
     Attributes:
         agreed: The number of steps after which all ranks had equal values, when they were compared last.
@@ -47,19 +45,11 @@ class Replica:
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        names: Sequence[str] = (),
-        others: Sequence[tuple[torch.Tensor, str]] = (),
-        ignored: Collection[int] = (),
+        common: Callable[[], Named],
+        others: Named = (),
     ) -> None:
-        self._optimizer, self._ignored = optimizer, ignored
-        self._names = {id(parameter): name for parameter, name in zip(self._held, names, strict=False)}
-        self._others = list(others)
+        self._optimizer, self._common, self._others = optimizer, common, others
         self.agreed = 0
-
-    @property
-    def _held(self) -> list[torch.Tensor]:
-        every = named_parameters(self._optimizer)
-        return [parameter for parameter, _ in every if id(parameter) not in self._ignored]
 
     @staticmethod
     def is_due(updates: int) -> bool:
@@ -68,7 +58,7 @@ class Replica:
 
     def values(self) -> dict[str, torch.Tensor]:
         """Return parameters, each by its name."""
-        held = [(each, label(self._names.get(id(each), ""), i, each)) for i, each in enumerate(self._held)]
+        held = [(each, label(name, i, each)) for i, (each, name) in enumerate(self._common())]
         return {name: each for each, name in labelled(held)}
 
     def state(self) -> dict[str, Any]:

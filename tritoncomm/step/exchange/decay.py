@@ -73,12 +73,8 @@ def add_decay(vector: VectorExchange, shares: Mapping[int, float], waiting: Cont
     ``dgc`` applies momentum to what it is given, and decay must pass it, too. ``shares`` are as in :func:`with_decay`.
     Parameters ``waiting`` (by id) have no gradient on any rank, and do not decay.
     """
-    if not shares or vector.recipe.layers[-1].averages_when_dense:
-        return
-    for parameter, part in zip(vector.layout.parameters, vector.layout.parts(vector.flat), strict=True):
-        if id(parameter) in shares and id(parameter) not in waiting:
-            held = local(parameter.detach())
-            part.view(held.shape).add_(held, alpha=shares[id(parameter)])
+    if not vector.recipe.layers[-1].averages_when_dense:
+        _add(vector, {key: share for key, share in shares.items() if key not in waiting})
 
 
 def _decays(vector: VectorExchange, shares: Mapping[int, float]) -> bool:
@@ -89,12 +85,17 @@ def _decays(vector: VectorExchange, shares: Mapping[int, float]) -> bool:
 
 def _decay(vector: VectorExchange, shares: Mapping[int, float]) -> torch.Tensor:
     """Write the decay of one step into ``vector.flat``, and return it."""
-    decay = vector.flat.zero_()
-    for parameter, part in zip(vector.layout.parameters, vector.layout.parts(decay), strict=True):
+    vector.flat.zero_()
+    _add(vector, shares)
+    return vector.flat
+
+
+def _add(vector: VectorExchange, shares: Mapping[int, float]) -> None:
+    """Add the decay of one step to ``vector.flat``."""
+    for parameter, part in zip(vector.layout.parameters, vector.layout.parts(vector.flat), strict=True):
         if id(parameter) in shares:
             held = local(parameter.detach())
             part.view(held.shape).add_(held, alpha=shares[id(parameter)])
-    return decay
 
 
 def _without(decay: torch.Tensor, mean: SparseVector) -> torch.Tensor:
