@@ -88,8 +88,8 @@ class BucketLayout:
 
         So does that of a parameter that was frozen. ``sparse``: accept sparse gradients.
         """
-        parts, shards = self.parts(flat), dict[int, torch.Tensor]()
-        for place, (parameter, name, part) in enumerate(zip(self.parameters, self.labels, parts, strict=True)):
+        copied: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for parameter, name, part in zip(self.parameters, self.labels, self.parts(flat), strict=True):
             gradient = parameter.grad if parameter.requires_grad else None
             if gradient is None:
                 part.zero_()
@@ -102,8 +102,8 @@ class BucketLayout:
                 part.zero_().view(parameter.shape).add_(gradient.detach())
             else:
                 shard = gradient if type(gradient) in PLAIN else local_gradient(parameter)
-                shards[place] = shard.detach() if shard.requires_grad else shard
-        copy_all([parts[place].view(shard.shape) for place, shard in shards.items()], [*shards.values()])
+                copied.append((part.view(shard.shape), shard.detach() if shard.requires_grad else shard))
+        _copy_all(copied)
         return flat
 
     def multiply(self, factor: float) -> None:
@@ -139,8 +139,8 @@ class BucketLayout:
 
     def scatter_flat(self, flat: torch.Tensor, left: Container[int] = ()) -> None:
         """Do the same as :meth:`scatter` from the dense vector ``flat`` (fp32 ``[numel]``), in one call."""
-        held, parts = self._writable_gradients(left), self.parts(flat)
-        copy_all([each for _, each in held], [parts[place].view(each.shape) for place, each in held])
+        parts = self.parts(flat)
+        _copy_all([(each, parts[place].view(each.shape)) for place, each in self._writable_gradients(left)])
 
     def _writable_gradients(self, left: Container[int]) -> list[tuple[int, torch.Tensor]]:
         """Return the places of the parameters whose ``.grad`` gets a mean, each with the shard of its ``.grad``.
@@ -178,19 +178,17 @@ class BucketLayout:
         ]
 
 
-def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    """Copy each of ``sources`` to its target. On a GPU, those with equal strides take one launch together."""
-    if targets and is_asynchronous(targets[0].device):
+def _copy_all(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Copy the second tensor of each pair to the first. On a GPU, those with equal strides take one launch together."""
+    others: list[tuple[torch.Tensor, torch.Tensor]] = []
+    if pairs and is_asynchronous(pairs[0][0].device):
         # torch would copy all one by one if the strides of any of them differ.
-        pairs = [*zip(targets, sources, strict=True)]
         others = [(target, source) for target, source in pairs if target.stride() != source.stride()]
-        for target, source in others:
-            target.copy_(source)
-        if others:
-            pairs = [(target, source) for target, source in pairs if target.stride() == source.stride()]
-            targets, sources = [target for target, _ in pairs], [source for _, source in pairs]
-    if targets:
-        torch._foreach_copy_(targets, sources)
+        pairs = [(target, source) for target, source in pairs if target.stride() == source.stride()]
+    for target, source in others:
+        target.copy_(source)
+    if pairs:
+        torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])
 
 
 def _writable(gradient: torch.Tensor, parameter: torch.Tensor) -> bool:
@@ -246,11 +244,6 @@ class Delivered:
         The host waits for the number of entries of a mean with padding.
         """
         return self.layout.split(self.mean.trimmed())
-
-    @property
-    def is_flat(self) -> bool:
-        """True if the mean has padding: only the device knows its number of entries."""
-        return self.mean.is_padded
 
     def read_again(self) -> Delivered:
         """Return the same entries with what ``.grad`` holds there now: a script may have clipped it."""

@@ -90,7 +90,6 @@ class GradientExchange:
         self.total = Meter()
         self.gradient_norm: torch.Tensor | None = None
         self.presence, self.inspection = Presence(), Inspection()
-        self._distributed = is_distributed()
 
     def _move(self, event: str) -> None:
         self.state = TRANSITIONS[self.state][event]
@@ -183,7 +182,7 @@ class GradientExchange:
             ConfigurationError: ``local_error``, a gradient that is not dense, or a process group that was initialized
                 after this object was created.
         """
-        if not self._distributed and is_distributed():
+        if self.vectors[0].scheduler is None and is_distributed():
             raise ConfigurationError("torch.distributed was initialized after wrap(): initialize it before")
         first = self.vectors[0]
         # A single worker that has a residual of earlier exchanges applies all of it, and is then the bare optimizer.
@@ -568,7 +567,7 @@ class GradientExchange:
         step = self.pending
         for part in step.parts:
             each = part.sent if step.shown else part.mean
-            if each.is_flat:  # only the GPU knows the number of entries of each parameter
+            if each.mean.is_padded:  # only the GPU knows the number of entries of each parameter
                 each.layout.scatter_flat(part.vector.write(each.mean), self._left)
             elif step.is_flush or not part.vector.keeps_gradient:
                 each.layout.scatter(each.entries, self._left)

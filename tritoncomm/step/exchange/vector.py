@@ -126,7 +126,7 @@ class VectorExchange:
         self.meter = Meter()
         self.last: dict[str, float] = {}
         self._last_mean: SparseVector | None = None
-        self._latest = self._before = _Times(self.meter, [], None)
+        self._times = _Times(self.meter, [], None)
         self.measure(None, None)
 
     def look_for_residual(self, rests: Collection[int]) -> bool:
@@ -180,11 +180,11 @@ class VectorExchange:
         ``left`` are ids of the parameters that are left alone. Their residuals and moments are those before the step.
         """
         scale = self.scale
-        moment = None if scale is None else scale.moment
+        before = None if scale is None else scale.moment
         self.feedback.commit(self._slices(left))
-        tensors = [position for position, parameter in enumerate(self.large) if id(parameter) in left] if left else []
-        if scale is not None and moment is not None and tensors:
-            scale.keep(moment, tensors)
+        tensors = [place for place, parameter in enumerate(self.large) if id(parameter) in left] if left else []
+        if scale is not None and before is not None and tensors:
+            scale.keep(before, tensors)
 
     def _slices(self, parameters: Collection[int]) -> list[slice]:
         """Return the coordinates of the ``parameters``, given by their ids."""
@@ -204,9 +204,7 @@ class VectorExchange:
             self._signs = random_signs(self.flat.numel(), self.flat.device, *seed)
         return sketch(self.flat, self._signs)
 
-    def beginning(
-        self, *, dense: bool = False, first: Pattern[Any] | None = None, waiting: Collection[int] = ()
-    ) -> Running[SparseVector]:
+    def beginning(self, *, dense: bool, first: Pattern[Any] | None, waiting: Collection[int]) -> Running[SparseVector]:
         """Return a generator that exchanges :attr:`flat`, which is only read, for :func:`run_together`.
 
         It returns the mean. Commit or roll back :attr:`feedback` next. It rolls back itself if the exchange fails.
@@ -314,9 +312,7 @@ class VectorExchange:
         meter, accumulator = self.meter, self.feedback.accumulator
         times = _Times(meter, accumulator.spans if accumulator else [], span)
         if is_asynchronous(self.device):
-            if self._latest.meter is not meter:  # not the same step again
-                self._before = self._latest
-            self._latest, times = times, self._before
+            self._times, times = times, self._times
         times.meter.settle()
         selecting, waited, sent = math.fsum([each.seconds for each in times.selecting]), times.meter.waited, meter.sent
         whole = times.whole.seconds if times.whole is not None else 0.0

@@ -106,7 +106,7 @@ class LateRule(AwareStep):
         Of a mean with padding, every coordinate is read and written, delivered or not, without a wait for the device.
         """
         ages, layout = delivered.ages, delivered.layout
-        entries = _everywhere(delivered) if delivered.is_flat else [(*each, None) for each in delivered.entries]
+        entries = _everywhere(delivered) if delivered.mean.is_padded else [(*each, None) for each in delivered.entries]
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
                 number = layout.places.get(id(parameter))
