@@ -299,9 +299,7 @@ class GradientExchange:
         if self.state is State.MEANS:
             self.stop()
         self.discard()
-        if self.state is State.SUSPENDED:
-            self._drop()
-            self._move("discard")
+        self._drop()
         self.updates, self.presence = 0, Presence()
         self._move("restart")
 

@@ -36,7 +36,7 @@ TRANSITIONS = {
     },
     # Other ranks apply the step, so a signal before the update stops it like one within the update.
     State.READY: {"update": State.STOPPED, "stop": State.STOPPED, "discard": State.IDLE},
-    State.SUSPENDED: {"exchange": State.MEANS, "catch up": State.READY, "discard": State.IDLE},
+    State.SUSPENDED: {"exchange": State.MEANS, "catch up": State.READY, "restart": State.IDLE},
     # A stopped rank takes part in exchanges, so that the other ranks hear of it and reject them.
     State.STOPPED: {
         "updated": State.IDLE,
