@@ -255,10 +255,11 @@ class Stepper:
             setup.note_new()
         exchange, scale, found, own = setup.exchange, self._scale, self._overflow, setup.steps.ignored
         decay = coupled_decay(setup.exchanged) if setup.decays_in_vector else {}
-        step = Pending(scale, decay, shown, fault=self._fault(found, own))
         look = None if setup.local is not None or setup.steps.alone else self._clipping.look
+        error = setup.parameters.local_error()
+        step = Pending(scale, decay, shown, error=error, look=look, fault=self._fault(found, own))
         try:
-            exchange.exchange(step, local_error=setup.parameters.local_error(), look=look)
+            exchange.exchange(step)
             ignored.prepare(own, scale)  # once, when the step is to be applied: here, or where this rank catches up
         except NonFiniteError as error:
             if setup.options.on_nonfinite == "raise" and found is None:

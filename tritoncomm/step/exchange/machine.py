@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -156,30 +156,21 @@ class GradientExchange:
         for scheduler in _schedulers(self.vectors):
             scheduler.agree_on_exchange_id()
 
-    def exchange(
-        self,
-        step: Pending,
-        *,
-        local_error: ConfigurationError | None = None,
-        look: Callable[[Sequence[torch.Tensor]], None] | None = None,
-    ) -> None:
+    def exchange(self, step: Pending) -> None:
         """Replace every ``.grad`` by the mean over ranks. The state is then READY.
 
         In a flush, the mean is that of the residuals, and has no entries of zero. Otherwise, a rank whose gradients
         cannot be exchanged takes part with NaN. No rank waits for it, and all ranks reject the step.
 
         Args:
-            step: What is known of the step: the scale, the decay, and what is NaN or Inf on this rank beside the
-                gradients, which rejects it.
-            local_error: Why this rank's gradients cannot be exchanged. This rank raises it after the exchange.
-            look: Called on the first rank with its gradients, flat, unless they are shards. Default: None.
+            step: What is known of the step, such as the scale, the decay, and why this rank rejects it.
 
         Raises:
             NonFiniteError: The step was rejected, and nothing has changed. The message names ranks and parameters.
             ExchangeError: A peer was lost, or a wait timed out. Nothing has changed, or the state is SUSPENDED.
             ProtocolMismatchError: Another rank has finished another step, has frozen other parameters, uses other
                 options, or has not completed the same updates. All ranks raise it.
-            ConfigurationError: ``local_error``, a gradient that is not dense, or a process group that was initialized
+            ConfigurationError: ``step.error``, a gradient that is not dense, or a process group that was initialized
                 after this object was created.
         """
         if self.vectors[0].scheduler is None and is_distributed():
@@ -194,8 +185,8 @@ class GradientExchange:
                 for vector in self.vectors:
                     vector.flat.zero_()
             else:
-                local_error = self._read(rests, look) or local_error
-            step.fault = str(local_error or step.fault)
+                step.error = self._read(rests) or step.error
+            step.fault = str(step.error or step.fault)
             if step.fault:  # all ranks reject the step
                 for vector in self.vectors:
                     vector.flat.fill_(math.nan)
@@ -208,16 +199,14 @@ class GradientExchange:
         try:
             self._finish()
         except NonFiniteError as error:
-            raise (local_error or error) from None
+            raise (step.error or error) from None
         if first.world_size > 1 and not (step.is_flush or rests) and self._finds_nothing():
             self.presence.warn_once(self.steps + 1, speaks=speaks(self.everybody))
         self._ready()
 
-    def _read(
-        self, rests: Collection[int], look: Callable[[Sequence[torch.Tensor]], None] | None
-    ) -> ConfigurationError | None:
+    def _read(self, rests: Collection[int]) -> ConfigurationError | None:
         """Copy every ``.grad`` into the vectors. Return why that is impossible, or None."""
-        factor = self.pending.factor
+        factor, look = self.pending.factor, self.pending.look
         reasons = [vector.read_gradients(factor, rests) for vector in self.vectors]
         if look is not None and self.all_shards is None and self.vectors[0].rank == 0:
             look([vector.flat for vector in self.vectors])

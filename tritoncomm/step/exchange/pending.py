@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
 import torch
 
-from tritoncomm.errors import NonFiniteError
+from tritoncomm.errors import ConfigurationError, NonFiniteError
 from tritoncomm.scheduler.span import Span
 from tritoncomm.step.exchange.layout import Delivered
 from tritoncomm.step.exchange.vector import VectorExchange
@@ -71,6 +71,8 @@ class Pending:
         is_flush: Whether all residuals are delivered, and no gradients.
         parts: The vectors whose means are known. There are none if the step was rejected, or is skipped.
         span: The time of the exchange.
+        error: Why this rank's gradients cannot be exchanged. This rank raises it after the exchange.
+        look: Called on the first rank with its gradients, flat, unless they are shards. None looks at nothing.
         fault: What is NaN or Inf on this rank, for the error. If it is known before the exchange, the step is rejected.
         rejection: Why this rank rejects the step. None if it does not.
         gradients: Every ``.grad`` after the exchange, to detect gradients that are replaced.
@@ -85,6 +87,8 @@ class Pending:
     is_flush: bool = False
     parts: list[Part] = field(default_factory=list)
     span: Span = field(init=False, repr=False)
+    error: ConfigurationError | None = None
+    look: Callable[[Sequence[torch.Tensor]], None] | None = None
     fault: str = ""
     rejection: NonFiniteError | None = None
     gradients: list[torch.Tensor | None] = field(default_factory=list)
