@@ -121,14 +121,7 @@ class ErrorFeedback:
             world_size: Number of ranks in this group.
             algorithm: Algorithm for this step only. None uses :attr:`algorithm`.
             waits: Coordinates whose residual takes no part in this step.
-
-        Raises:
-            ConfigurationError: The shapes of gradient and residual differ.
         """
-        if gradient.shape != self.residual.shape:
-            raise ConfigurationError(
-                f"gradient has shape {tuple(gradient.shape)}, the residual has shape {tuple(self.residual.shape)}"
-            )
         self._before = self._after = self.algorithm.state
         algorithm = algorithm or self.algorithm
         device, static = self.residual.device, algorithm.is_static
