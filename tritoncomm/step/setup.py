@@ -145,14 +145,6 @@ class Setup:
         return vector
 
     @property
-    def residuals(self) -> dict[torch.Tensor, torch.Tensor]:
-        """Flat views of this rank's residuals, by parameter."""
-        found: dict[torch.Tensor, torch.Tensor] = {}
-        for vector in self.exchange.vectors:
-            found |= vector.residuals_by_parameter()
-        return found
-
-    @property
     def decays_in_vector(self) -> bool:
         """True if coupled weight decay is added to what is exchanged, see :mod:`tritoncomm.step.exchange.decay`.
 

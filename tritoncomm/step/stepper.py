@@ -289,8 +289,9 @@ class Stepper:
         if setup.local is None and setup.exchange.delivers_all():
             return
         if setup.local is not None:
+            held = [vector.residuals_by_parameter() for vector in setup.exchange.vectors]
             with self._reported():
-                setup.local.fold(setup.residuals)
+                setup.local.fold({anchor: residual for each in held for anchor, residual in each.items()})
         setup.exchange.exchange(Pending(is_flush=True))
         for parameter in setup.steps.ignored:
             parameter.grad = None

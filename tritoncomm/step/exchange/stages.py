@@ -90,7 +90,8 @@ class Staged(WrapperRecipe):
             matrices = FactoredSecondMoment(self.shapes)
             fix = f"have {matrices.numel} elements, but the vector has {numel - tail}: give the shapes of all tensors"
             check(self, "shapes", matrices.numel == numel - tail, fix)
-            scale = Scale(matrices, self.decay, self.renew_every, self.epsilon)
+            if matrices.numel:
+                scale = Scale(matrices, self.decay, self.renew_every, self.epsilon)
         fmt = None if self.small == "fp32" or self.always_dense() else FORMATS[self.small]
         head = numel - tail
         inside = [*(bound for bound in bounds if bound < head), head] if bounds else ()
@@ -270,7 +271,7 @@ class Scale:
         used = self.moment.used
         if used is not self._cached[0]:
             scale = None if used is None else self._root(device)
-            differs = scale is not None and scale.numel() > 0 and bool(scale.min() < scale.max())
+            differs = scale is not None and bool(scale.min() < scale.max())
             self._cached = used, scale if differs else None
         return self._cached[1]
 
@@ -286,9 +287,6 @@ class Scale:
         """Compute the scale again, and return True if thresholds for the one ``before`` no longer apply."""
         assert self.moment.used is not None
         after = self._root(device, (yield from read("moment", self.moment.used[0])))
-        if not after.numel():
-            self._cached = self.moment.used, None
-            return False
         changed = torch.count_nonzero(after != (1.0 if before is None else before))
         differs, count = yield from read("moment", torch.stack([(after.min() < after.max()).long(), changed]))
         self._cached = self.moment.used, after if differs else None

@@ -182,9 +182,8 @@ class VectorExchange:
         scale = self.scale
         before = None if scale is None else scale.moment
         self.feedback.commit(self._slices(left))
-        tensors = [place for place, parameter in enumerate(self.large) if id(parameter) in left] if left else []
-        if scale is not None and before is not None and tensors:
-            scale.keep(before, tensors)
+        if scale is not None and before is not None and left:
+            scale.keep(before, [place for place, parameter in enumerate(self.large) if id(parameter) in left])
 
     def _slices(self, parameters: Collection[int]) -> list[slice]:
         """Return the coordinates of the ``parameters``, given by their ids."""
