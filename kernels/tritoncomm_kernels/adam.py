@@ -166,7 +166,7 @@ class AdamControl:
             distance=FINE / correct1,
             change=FINE * max_relative_update / learning_rate if learning_rate else 0.0,  # a rate of 0 moves nothing
         )
-        on_device = copied_to(torch.tensor(scalars, dtype=torch.float64), device)
+        on_device = copied_to(torch.tensor(scalars, dtype=torch.float64, device="cpu"), device)
         return cls(on_device, betas, maximize)
 
 
@@ -209,7 +209,7 @@ def decays(
 def beta_tables(betas: tuple[float, float], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return ``[4, POWERS]``: beta1^(2^i), 1 - beta1^(2^i), and the same for beta2, computed in double precision."""
     rows = [row for beta in betas for row in _squares(beta)]
-    return torch.tensor(rows, dtype=torch.float64).to(device, dtype)
+    return torch.tensor(rows, dtype=torch.float64, device="cpu").to(device, dtype)
 
 
 def _squares(beta: float) -> list[list[float]]:

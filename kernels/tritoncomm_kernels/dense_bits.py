@@ -103,7 +103,7 @@ def round_mean(messages: torch.Tensor, values: torch.Tensor, part: int, fmt: For
     for start, stop in _chunks((0, own.shape[0]), size=_CHUNK // 2):  # fp64
         chunk = own[start:stop]
         blocks = _in_blocks(chunk)
-        total = torch.zeros(blocks.shape, dtype=torch.float64)
+        total = torch.zeros(blocks.shape, dtype=torch.float64, device="cpu")
         for row in range(parts):
             if row == part:
                 total += blocks
@@ -191,8 +191,8 @@ class _Fields:
     @classmethod
     def empty(cls, numel: int, fmt: Format) -> _Fields:
         """Return fields with zeros for ``numel`` values, a multiple of ``BLOCK``."""
-        codes = torch.zeros(numel // _GROUP, fmt.bits, dtype=torch.int32)
-        return cls(codes, torch.zeros(numel // BLOCK, dtype=torch.float32), fmt)
+        codes = torch.zeros(numel // _GROUP, fmt.bits, dtype=torch.int32, device="cpu")
+        return cls(codes, torch.zeros(numel // BLOCK, dtype=torch.float32, device="cpu"), fmt)
 
     @classmethod
     def of(cls, messages: torch.Tensor, length: int, fmt: Format) -> _Fields:

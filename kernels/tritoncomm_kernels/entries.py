@@ -170,7 +170,7 @@ def constant(content: Sequence[int], device: torch.device) -> torch.Tensor:
     if held is None:
         while len(_constants) >= _MOST_CONSTANTS:
             _constants.pop(next(iter(_constants)))
-        held = _constants[key] = copied_to(torch.tensor(content, dtype=torch.int32), device)
+        held = _constants[key] = copied_to(torch.tensor(content, dtype=torch.int32, device="cpu"), device)
     return held
 
 
@@ -243,7 +243,7 @@ def common_positions(sought: torch.Tensor, among: torch.Tensor) -> torch.Tensor:
         where = torch.searchsorted(among, sought).clamp_(max=others - 1)
         return positions(among[where] == sought)
     if torch.equal(sought, among):
-        return torch.arange(length)
+        return torch.arange(length, device="cpu")
     # A stable sort of two ascending lists is one merge. Of two equal indices, the sought one comes first.
     ascending, order = _merged([sought, among])
     return torch.from_numpy(order[:-1][ascending[1:] == ascending[:-1]])

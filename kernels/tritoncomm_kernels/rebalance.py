@@ -75,8 +75,10 @@ def rebalance(
     else:
         _sweep(load, sizes, block * sum(load) // numel, min_blocks)
     starts = itertools.accumulate(sizes[:-1], initial=0)
-    blocks.copy_(torch.tensor(sizes, dtype=torch.int32))
-    bounds.copy_(torch.tensor([*(min(start * block, numel) for start in starts), numel], dtype=torch.int32))
+    blocks.copy_(torch.tensor(sizes, dtype=torch.int32, device="cpu"))
+    bounds.copy_(
+        torch.tensor([*(min(start * block, numel) for start in starts), numel], dtype=torch.int32, device="cpu")
+    )
 
 
 def _sweep(load: list[int], sizes: list[int], quantum: int, least: int) -> None:

@@ -77,7 +77,7 @@ def square_root(values: torch.Tensor) -> torch.Tensor:
 def _together(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return :func:`root_mean_square` of non-empty tensors of one dtype and device, fp32 ``[tensors]``."""
     wide, device = torch.promote_types(tensors[0].dtype, torch.float32), tensors[0].device
-    counts = torch.tensor(list(map(torch.Tensor.numel, tensors)))
+    counts = torch.tensor(list(map(torch.Tensor.numel, tensors)), device="cpu")
     sizes, units = copied_to(counts, device), copied_to((counts.double() * UNIT).to(wide), device)
     flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors]).to(wide)
     top = torch.segment_reduce(flat.abs(), "max", lengths=sizes, unsafe=True).clamp_(min=torch.finfo(wide).tiny)

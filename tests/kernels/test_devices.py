@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import tritoncomm
+from torch.utils._device import _device_constructors
 from tritoncomm.scheduler.span import Span
 
 import tritoncomm_kernels
@@ -69,3 +71,27 @@ def test_another_kind_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Span(OTHER).end().seconds == 0.002
     record = [("current_stream", OTHER), ("record", "current_stream")]
     assert other.calls == [*record, *record, ("enter", OTHER), ("query", 4), ("leave", OTHER)]
+
+
+def test_every_new_tensor_says_its_device() -> None:
+    """None is made on the default device, which is the user's: ``torch.set_default_device("cuda")`` changes nothing.
+
+    Commands are programs of their own. Triton kernels make no tensors.
+    """
+    makers = {each.__name__ for each in _device_constructors()}
+    library, kernels = (Path(package.__file__).parent for package in (tritoncomm, tritoncomm_kernels))
+    folders = [kernels, *(library / name for name in ("scheduler", "primitives", "algorithms", "step"))]
+    files = [*library.glob("*.py"), *(file for folder in folders for file in folder.rglob("*.py"))]
+    assert len(files) > 100
+    found = [
+        f"{file.name}:{call.lineno}"
+        for file in files
+        if not file.name.endswith("_triton.py")
+        for call in ast.walk(ast.parse(file.read_text()))
+        if isinstance(call, ast.Call)
+        and isinstance(call.func, ast.Attribute)
+        and ast.unparse(call.func.value) == "torch"
+        and call.func.attr in makers
+        and not {"device", None} & {each.arg for each in call.keywords}
+    ]
+    assert not found

@@ -7,7 +7,8 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from kit import equal_on_all_ranks, flat, gradient, sgd, sparse, take, total, weight
+import tritoncomm
+from kit import equal_on_all_ranks, everywhere, flat, gradient, sgd, sparse, take, total, weight
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.overrides import TorchFunctionMode
@@ -256,3 +257,37 @@ def test_schedules_made_before_or_after_count_every_step(rank, world_size):
         take(optimizer, [p], rank, [1], world_size)
         after.step()
         assert optimizer.param_groups[0]["lr"] == 0.25
+
+
+MODES = {
+    "gradients": {"max_grad_norm": 1.0},
+    "default": {"algo": "oktopk", "warmup_steps": 2, "dense_below": 8},
+    "dense": {"algo": "dense", "density": None},
+    "spardl": {"algo": "spardl", "density": 0.25},
+    "exdyna": {"algo": "exdyna", "density": 0.25},
+    "updates": {"updates": tritoncomm.Updates(outer_momentum=0.5)},
+    "local steps": {"local_steps": 2, "max_grad_norm": 1.0},
+}
+
+
+@ranks(2)
+@pytest.mark.parametrize("mode", MODES)
+def test_the_default_device_is_that_of_the_user(rank, world_size, mode, tmp_path):
+    """The library makes no tensor there: steps, and a checkpoint, have the same bits with ``set_default_device``."""
+    folder, ends = everywhere(str(tmp_path))[0], []
+    for device in ("cpu", "meta"):
+        p, q = weight(32, 1.0), weight(4, 1.0)
+        optimizer = tritoncomm.wrap(torch.optim.AdamW([p, q], lr=0.1), **MODES[mode])
+        values = [(gradient(32, rank, step), gradient(4, rank, step)) for step in range(6)]
+        with torch.device(device):
+            for step, (one, two) in enumerate(values):
+                p.grad, q.grad = one.clone(), two.clone()
+                optimizer.step()
+                if step == 3:
+                    tritoncomm.checkpoint.save(optimizer, folder)
+                    tritoncomm.checkpoint.load(optimizer, folder)
+            optimizer.merge()
+            optimizer.metrics()
+            optimizer.flush()
+        ends.append(flat([p, q]))
+    assert torch.equal(*ends)

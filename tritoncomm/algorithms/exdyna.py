@@ -339,7 +339,9 @@ class ExDynaAlgorithm(BudgetedAlgorithm):
         if isinstance(state.blocks, Partitions):
             return state.blocks
         content = state.blocks, self.bounds(layout, state.blocks)
-        return Partitions(*(copied_to(torch.tensor(numbers, dtype=torch.int32), device) for numbers in content))
+        return Partitions(
+            *(copied_to(torch.tensor(numbers, dtype=torch.int32, device="cpu"), device) for numbers in content)
+        )
 
     def _rebalanced(
         self, partitions: Partitions, layout: Layout, passed: torch.Tensor, step: int, imbalance: float

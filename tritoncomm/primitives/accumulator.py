@@ -272,7 +272,7 @@ class Accumulator:
     def finite_flag(self) -> torch.Tensor:
         """Return the result of :meth:`is_finite` as a tensor, bool ``[]``. Nothing waits for a GPU."""
         if self.device.type == "cpu":
-            return torch.tensor(self.is_finite())
+            return torch.tensor(self.is_finite(), device="cpu")
         self._add()
         return self._timed(lambda: torch.isfinite(self._scratch).all())
 

@@ -133,7 +133,7 @@ def share_rows(
     """
     told = [row[0] if finite else NON_FINITE, *row[1:]]
     if device.type == "cpu":
-        words = torch.tensor(told, dtype=torch.int64)
+        words = torch.tensor(told, dtype=torch.int64, device="cpu")
     else:  # each word is filled by a kernel, because the host would wait for a GPU to copy them
         words = torch.cat([torch.full((1,), each, dtype=torch.int64, device=device) for each in told])
     everybody = (yield AllGather(phase, words)) if world_size > 1 else words[None]
@@ -282,8 +282,8 @@ def _least_key(blocks: Sequence[torch.Tensor]) -> torch.Tensor:
                 )
             least = min(least, own)
     if least == math.inf:
-        return torch.tensor([NO_KEY], dtype=torch.int32)
-    return torch.tensor([least], dtype=torch.float32).view(torch.int32)
+        return torch.tensor([NO_KEY], dtype=torch.int32, device="cpu")
+    return torch.tensor([least], dtype=torch.float32, device="cpu").view(torch.int32)
 
 
 def sent_magnitudes(entries: Entries, sent: Entries) -> torch.Tensor:

@@ -299,7 +299,7 @@ class Step:
         yield from ()
         if not self.is_finite:
             raise non_finite([self.rank])
-        self.figures = torch.tensor(self._rows, dtype=torch.int64)
+        self.figures = torch.tensor(self._rows, dtype=torch.int64, device="cpu")
         return self._rows, [int(number) for number in own]
 
     def _vector(self, entries: Entries) -> SparseVector:

@@ -26,7 +26,7 @@ def random_signs(numel: int, device: torch.device | str, seed: int = WIDTH) -> t
     Sketches of several vectors may be added up. Each vector needs another ``seed``.
     """
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, 2, (numel,), generator=generator, dtype=torch.int8).mul_(2).sub_(1).to(device)
+    return torch.randint(0, 2, (numel,), generator=generator, dtype=torch.int8, device="cpu").mul_(2).sub_(1).to(device)
 
 
 def sketch(vector: torch.Tensor, signs: torch.Tensor) -> torch.Tensor:

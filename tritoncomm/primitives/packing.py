@@ -223,7 +223,7 @@ class Encoding:
 
     def row_words(self, span: int, room: int) -> int:
         """Return the length in words of one row of :class:`Rows`."""
-        return Rows(self, torch.empty(0), span, room).words
+        return Rows(self, torch.empty(0, device="cpu"), span, room).words
 
     def words_at_most(self, span: int, entries: int, sections: int) -> int:
         """Return an upper bound in words for ``sections`` sections, with ``entries`` entries and ``span`` coordinates.

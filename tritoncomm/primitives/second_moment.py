@@ -166,7 +166,9 @@ class Moment:
     @classmethod
     def of(cls, matrices: FactoredSecondMoment) -> Moment:
         """Return the moment before the first step."""
-        rows, columns = (torch.zeros(sum(part), dtype=torch.float64) for part in (matrices.rows, matrices.columns))
+        rows, columns = (
+            torch.zeros(sum(part), dtype=torch.float64, device="cpu") for part in (matrices.rows, matrices.columns)
+        )
         return cls(0, rows, columns)
 
     def __eq__(self, other: object) -> bool:

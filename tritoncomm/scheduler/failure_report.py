@@ -355,7 +355,9 @@ def cut_connections(group: dist.ProcessGroup | None) -> set[int]:
     closed: set[int] = set()
     for other in set(global_ranks(group)) - {dist.get_rank()}:
         try:
-            probes.append(dist.irecv(torch.empty(1, dtype=torch.int32), other, group=group, tag=_PROBE_TAG))
+            probes.append(
+                dist.irecv(torch.empty(1, dtype=torch.int32, device="cpu"), other, group=group, tag=_PROBE_TAG)
+            )
         except RuntimeError as error:
             if not _CLOSED_HERE.search(str(error)):
                 closed.add(other)

@@ -60,7 +60,7 @@ def framed(payload: torch.Tensor, frame: Frame) -> torch.Tensor:
             f"phase {frame.phase!r} sends a tensor of shape {tuple(payload.shape)} and dtype {payload.dtype}: "
             "a message must be one-dimensional int32"
         )
-    header = torch.tensor(frame.header(payload.shape[0], _sum(payload)), dtype=torch.int32)
+    header = torch.tensor(frame.header(payload.shape[0], _sum(payload)), dtype=torch.int32, device="cpu")
     return torch.cat([header, payload])
 
 
@@ -101,7 +101,7 @@ def check_on_device(header: torch.Tensor, payload: torch.Tensor, frame: Frame) -
 
 def _device_header(payload: torch.Tensor, frame: Frame) -> torch.Tensor:
     """Return the header with the checksum of ``payload``. Its CRC-32 is that of a header with the checksum 0."""
-    header = copied_to(torch.tensor(frame.header(payload.numel(), 0), dtype=torch.int32), payload.device)
+    header = copied_to(torch.tensor(frame.header(payload.numel(), 0), dtype=torch.int32, device="cpu"), payload.device)
     header[_CHECKSUM : _CHECKSUM + 1] = payload.sum(dtype=torch.int64).to(torch.int32)
     return header
 

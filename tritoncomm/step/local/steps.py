@@ -96,7 +96,7 @@ class LocalSteps:
         self.outer.param_groups[0] |= {_TAKEN: 0, LOADED: 0}
         self.taken = self.total = self.dropped = self.here = self._left_out = 0
         self.is_pending = False
-        self.delta_norm = torch.zeros(())
+        self.delta_norm = torch.zeros((), device="cpu")
         # States that the next use loads.
         self._later: tuple[Mapping[str, Any], Mapping[torch.Tensor, Any]] | None = None
         self._bad: dict[str, int] = {}  # numbers of NaN and Inf, by name, that the next exchange must be refused for
@@ -187,7 +187,7 @@ class LocalSteps:
                 gradient.div_(scale.to(gradient.device))
             self._divided = [(each, version_of(each)) for each in gradients]  # a hook may raise before the step
         limit = self._options.max_grad_norm
-        norm = torch.zeros(()) if limit is None else norm_of(trained)
+        norm = torch.zeros((), device="cpu") if limit is None else norm_of(trained)
         figure = math.nan if limit is None else float(norm)  # the host waits for a GPU once
         if overflowed or not (math.isfinite(figure) or self._usable(trained)):
             self._left_out += overflowed

@@ -24,7 +24,7 @@ class Watch:
         self._versions: list[int] = []
         self._places: list[int] = []  # where the parameters are in memory
         self._samples: list[torch.Tensor] = []  # views of some values of each
-        self._values = torch.empty(0)  # what these were
+        self._values = torch.empty(0, device="cpu")  # what these were
 
     def note_versions(self, parameters: Sequence[torch.Tensor]) -> None:
         """Note the versions of ``parameters`` after a step that is not exchanged yet."""

@@ -132,7 +132,7 @@ class StalenessAwareAdam(AwareStep):
     def _prepare(self, group: dict[str, Any], parameter: torch.Tensor, state: dict[str, Any]) -> None:
         """Create the ``state`` of ``parameter`` if there is none, and let its step be on the CPU."""
         if not state:
-            state["step"] = torch.tensor(0.0, dtype=torch.float32)
+            state["step"] = torch.tensor(0.0, dtype=torch.float32, device="cpu")
             state["exp_avg"] = torch.zeros_like(parameter)
             state["exp_avg_sq"] = torch.zeros_like(parameter)
             if group["amsgrad"]:

@@ -172,7 +172,9 @@ class LateRule(AwareStep):
             return state, {}
         if self.counts_in == "state":
             state["step"] = state.get("step", 0) + 1
-        return state, {"step": torch.tensor(float((group if self.counts_in == "group" else state)["step"]))}
+        return state, {
+            "step": torch.tensor(float((group if self.counts_in == "group" else state)["step"]), device="cpu")
+        }
 
 
 def _everywhere(delivered: Delivered) -> list[tuple[None, torch.Tensor, torch.Tensor]]:

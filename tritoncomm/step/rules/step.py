@@ -264,7 +264,7 @@ def norm_of(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
     norms: list[torch.Tensor] = [each.full_tensor() if hasattr(each, "full_tensor") else each for each in totals]
     if len(norms) == 1:
         return norms[0]
-    return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
+    return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros((), device="cpu")
 
 
 def limit_norm(gradients: Sequence[torch.Tensor], norm: torch.Tensor, max_norm: float) -> None:

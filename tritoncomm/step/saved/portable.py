@@ -302,5 +302,5 @@ def _room_for(name: str, stored: Any, parameters: Sequence[torch.Tensor]) -> tor
         raise ConfigurationError(OTHER_PARAMETERS)
     parameter: Any = parameters[number]
     if hasattr(parameter, "device_mesh") and size == parameter.shape:
-        return like_parameter(parameter, torch.zeros(local(parameter).numel(), dtype=dtype))
-    return torch.zeros(size, dtype=dtype)
+        return like_parameter(parameter, torch.zeros(local(parameter).numel(), dtype=dtype, device="cpu"))
+    return torch.zeros(size, dtype=dtype, device="cpu")
