@@ -75,7 +75,9 @@ class LateRule(AwareStep):
         Args:
             group: The options of the optimizer.
             held: What the optimizer keeps, by the names in :attr:`held`. If it counts its steps, ``"step"`` is the
-                number of this one, from 1 (fp32 ``[]``). Where that is ``tau``, nothing was delivered before.
+                number of this one, from 1 (fp32 ``[]``). Where that is ``tau``, nothing was delivered before. A group
+                also counts steps in which this parameter had no gradient, and ``tau`` does not: the first delivery of a
+                parameter that has missed steps is then known by what :meth:`initial` has left in ``held``.
             mean: The delivered sum divided by ``tau``.
             tau: The number of steps since the last delivery, at least 1.
         """
