@@ -92,7 +92,7 @@ def recipe(name: str, **fields: Any) -> Recipe:
     unknown = set(fields) - set(known)
     if unknown:
         raise ConfigurationError(
-            f"{name!r} has no field {with_suggestions(unknown, known)}: its fields are {', '.join(known)}"
+            f"{name!r} has no field {with_suggestions(unknown, known)}: its fields are {', '.join(known) or 'none'}"
         )
     return _BY_NAME[name](**fields)
 

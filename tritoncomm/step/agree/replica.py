@@ -96,6 +96,7 @@ class Replica:
         return (
             f"{name} differs between ranks: {sides} (numbers of their bits){further}. All were equal when they were "
             f"compared last, after step {self.agreed}. Something has changed values on some ranks outside of step(), "
-            "or ranks have processors that round differently: load a checkpoint on all ranks, or call wrap(..., "
+            "such as Embedding(max_norm=...) or a loop that moves parameters and back: take it out. Or ranks have "
+            "processors that round differently. Then load a checkpoint on all ranks, or call wrap(..., "
             "broadcast_parameters=True) again"
         )

@@ -20,8 +20,9 @@ logger = logging.getLogger("tritoncomm")
 # What to do if a field differs whose name begins with this. For others: _SAME_OPTIONS.
 _ADVICE = {
     f"{LOADED} of": (
-        "Since the last exchange, ranks have loaded weights that differ (a number stands for their bits, 0 for none): "
-        "load the same checkpoint of the model and the optimizer on all"
+        "Since the last exchange, weights were loaded that differ between ranks (a number stands for their bits, 0 for "
+        "none), or changed outside of step(), as by Embedding(max_norm=...) or by another optimizer with the same "
+        "parameters: load the same checkpoint of the model and the optimizer on all, and let step() alone change it"
     ),
     "local_steps of": (
         "All ranks call step() equally often before they exchange, a rank without a batch without gradients: let the "
