@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -263,3 +264,10 @@ def test_names(rank, world_size, name, tmp_path):
     """Ranks have their global numbers in every text, and in every error."""
     if rank in MEMBERS:
         SITUATIONS[name](rank, tmp_path)
+
+
+def test_one_function_knows_the_global_rank_of_this_process() -> None:
+    """Everything else asks it. ``get_rank(group)`` is a place in a group, which no text names."""
+    library = Path(tritoncomm.__file__).parent
+    found = {file.name for file in library.rglob("*.py") if re.search(r"get_rank\(\)", file.read_text())}
+    assert found == {"ranks.py"}

@@ -21,6 +21,7 @@ from tritoncomm.planning import arguments, planner
 from tritoncomm.planning.comparison import STEPS, Row, compare_methods, picture, table
 from tritoncomm.planning.doctor import diagnose
 from tritoncomm.planning.synthetic_gradients import SOURCES
+from tritoncomm.scheduler.ranks import own_rank
 from tritoncomm.step.settings import DEFAULT_DENSITY, DEFAULT_VALUES
 from tritoncomm_kernels import devices
 
@@ -156,7 +157,7 @@ def _measure(options: argparse.Namespace) -> int:
             workers=options.workers,
             device=device,
         )
-        if not together or dist.get_rank() == 0:
+        if not together or own_rank() == 0:
             print(diagnosis.report())
             if options.json:
                 options.json.write_text(json.dumps(diagnosis.as_dict(), indent=1) + "\n")

@@ -18,6 +18,7 @@ from tritoncomm.planning.link import measure_link
 from tritoncomm.planning.synthetic_gradients import LayeredGradients
 from tritoncomm.scheduler.cost import Link
 from tritoncomm.scheduler.process_group import ProcessGroupScheduler, is_distributed
+from tritoncomm.scheduler.ranks import own_rank
 from tritoncomm.simulation import SimulatedWorld
 from tritoncomm.step.exchange.feedback import ErrorFeedback
 from tritoncomm.step.recipes import with_form
@@ -141,7 +142,7 @@ def diagnose(
     together = is_distributed() and dist.get_world_size() > 1
     if not together and workers < 2:  # noqa: PLR2004 - one worker exchanges nothing
         raise ConfigurationError(f"workers={workers}: one worker exchanges nothing, predict for 2 or more")
-    gradient = LayeredGradients(numel, dist.get_rank() if is_distributed() else 0).at(0).to(device)
+    gradient = LayeredGradients(numel, own_rank()).at(0).to(device)
     if together:
         workers, link = dist.get_world_size(), measure_link(None, device)
     recipes = {each: with_form(method(each), device, numel, workers) for each in sorted({*DENSITIES, density})}

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from tritoncomm.errors import ExchangeError, ExchangeTimeoutError, PeerLostError, ProtocolMismatchError
-from tritoncomm.scheduler.ranks import global_ranks, name_of
+from tritoncomm.scheduler.ranks import global_ranks, name_of, own_rank
 
 # Tells whether an exception interrupts the program, and does not belong to the exchange.
 IsInterruption = Callable[[BaseException], bool]
@@ -111,7 +111,7 @@ class FailureReport:
         ``size`` is the number of ranks in the group. ``where`` says where this rank was, ``cause`` is its own error,
         and ``advice`` is added to the text.
         """
-        own = dist.get_rank()
+        own = own_rank()
         message, others = f"exchange failed on rank {own}, {where}: ", self._described(own)
         texts: defaultdict[str, dict[int, str]] = defaultdict(dict)
         for rank, report in sorted(self.reports.items()):
@@ -192,7 +192,7 @@ def others_at_fault(error: BaseException) -> tuple[int, ...]:
     Empty if it names none, or this rank.
     """
     peers = error.peers if isinstance(error, ExchangeError) else ()
-    return () if dist.get_rank() in peers else peers
+    return () if own_rank() in peers else peers
 
 
 def has_arrived(work: Any) -> bool:
@@ -233,7 +233,7 @@ class _Collection:
     def __init__(
         self, store: Any, prefix: str, ranks: Sequence[int], own: RankReport, closed: set[int], *, writes: bool
     ) -> None:
-        self._store, self._prefix, self._ranks, self._rank = store, prefix, ranks, dist.get_rank()
+        self._store, self._prefix, self._ranks, self._rank = store, prefix, ranks, own_rank()
         self._reports = {self._rank: own}
         self._writes = writes
         self._closed = closed
@@ -353,7 +353,7 @@ def cut_connections(group: dist.ProcessGroup | None) -> set[int]:
     time.sleep(_PROBE_SECONDS)  # a closed connection becomes visible only after some milliseconds
     probes: list[Any] = []
     closed: set[int] = set()
-    for other in set(global_ranks(group)) - {dist.get_rank()}:
+    for other in set(global_ranks(group)) - {own_rank()}:
         try:
             probes.append(
                 dist.irecv(torch.empty(1, dtype=torch.int32, device="cpu"), other, group=group, tag=_PROBE_TAG)

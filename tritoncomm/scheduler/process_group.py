@@ -17,7 +17,7 @@ from tritoncomm.scheduler.failure_report import IsInterruption
 from tritoncomm.scheduler.messages import Messages
 from tritoncomm.scheduler.meter import Meter
 from tritoncomm.scheduler.new_group import needs_all_ranks, new_group
-from tritoncomm.scheduler.ranks import global_ranks, members, name_of
+from tritoncomm.scheduler.ranks import global_ranks, members, name_of, own_rank
 from tritoncomm.scheduler.rounds import (
     AllGather,
     InSubgroup,
@@ -94,7 +94,7 @@ def report_failure(
     guard = guard or watcher.of(group, device)
     if guard is not None:
         error = guard.fail(error)
-    peers = [other for other in global_ranks(group) if other != dist.get_rank()]
+    peers = [other for other in global_ranks(group) if other != own_rank()]
     own = failure_report.report_of(error, where, peers, is_interruption=is_interruption)
     return _error(group, own, where, error, guard)
 

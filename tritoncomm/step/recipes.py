@@ -29,7 +29,7 @@ from tritoncomm.algorithms.wrapper import WrapperRecipe
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.scheduler import cost
 from tritoncomm.scheduler.cost import Link
-from tritoncomm.scheduler.ranks import global_ranks
+from tritoncomm.scheduler.ranks import global_ranks, own_rank
 from tritoncomm.step import agree
 from tritoncomm.step import settings as defaults
 from tritoncomm.step.settings import check_algo, check_group
@@ -159,7 +159,7 @@ def with_nodes(chosen: Recipe, node_group: dist.ProcessGroup | None, group: dist
     group_ranks = global_ranks(group)
     node = global_ranks(node_group)
     places = [group_ranks.index(rank) if rank in group_ranks else -1 for rank in node]
-    if dist.get_rank() not in node or places[0] % len(node) or places != list(range(places[0], places[0] + len(node))):
+    if own_rank() not in node or places[0] % len(node) or places != list(range(places[0], places[0] + len(node))):
         raise ConfigurationError(
             f"node_group has ranks {node} of {group_ranks}: each node must have consecutive ranks, as torchrun numbers "
             "them, all nodes the same number of ranks, and node_group must contain this rank"

@@ -15,7 +15,7 @@ from torch import nn
 from tritoncomm.algorithms import Hierarchical, Recipe
 from tritoncomm.errors import ConfigMismatchError, ConfigurationError
 from tritoncomm.scheduler.process_group import is_distributed
-from tritoncomm.scheduler.ranks import global_ranks
+from tritoncomm.scheduler.ranks import global_ranks, own_rank
 from tritoncomm.step import agree, settings
 from tritoncomm.step.agree.private_group import scheduler_of_all_shards
 from tritoncomm.step.agree.replica import Replica, let_differ
@@ -319,7 +319,7 @@ def check_shards(trained: Sequence[tuple[torch.Tensor, str]], group: dist.Proces
         found = True
         mesh = mesh_ranks(parameter)
         ranks = set(global_ranks(group))
-        if mesh & ranks != {dist.get_rank()}:
+        if mesh & ranks != {own_rank()}:
             raise ConfigurationError(
                 f"{label(name, position, parameter)} is a DTensor over ranks {sorted(mesh)}, and the exchange is over "
                 f"ranks {sorted(ranks)}: pass process_group=, the ranks that hold the same shard "

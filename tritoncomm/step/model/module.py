@@ -18,7 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.scheduler.process_group import is_distributed
-from tritoncomm.scheduler.ranks import global_ranks, speaks
+from tritoncomm.scheduler.ranks import global_ranks, own_rank, speaks
 from tritoncomm.step import agree
 from tritoncomm.step.agree.number import numbers
 from tritoncomm.step.model.refuse import is_stepping, is_wrapped
@@ -262,11 +262,11 @@ def _check_shards(model: nn.Module, group: dist.ProcessGroup | None) -> None:
 def _check_replicas(shards: Iterable[int], group: dist.ProcessGroup) -> None:
     replicas = global_ranks(group)
     common = sorted(set(shards) & set(replicas))
-    if common == [dist.get_rank()]:
+    if common == [own_rank()]:
         return
     raise ConfigurationError(
         f"model is sharded over ranks {sorted(shards)}, and process_group has ranks {replicas}: they must have this "
-        f"rank, {dist.get_rank()}, and no other in common. Call fully_shard() with "
+        f"rank, {own_rank()}, and no other in common. Call fully_shard() with "
         'mesh["shard"] of a mesh of replicas and shards, and pass process_group=mesh["replicate"].get_group(). With a '
         "mesh of two dimensions, FSDP averages over the replicas densely"
     )
