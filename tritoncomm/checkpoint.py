@@ -24,12 +24,11 @@ from typing import Any
 import torch
 
 from tritoncomm.errors import ConfigMismatchError, ConfigurationError
-from tritoncomm.optimizer import SparseOptimizer, setup_of
+from tritoncomm.optimizer import SparseOptimizer, numbers_of_own, setup_of
 from tritoncomm.scheduler.process_group import is_distributed, reporting
 from tritoncomm.scheduler.ranks import global_ranks, own_rank
 from tritoncomm.step import agree
 from tritoncomm.step.optimizer_list import parts_of
-from tritoncomm.step.rules.step import saved_state
 from tritoncomm.step.saved import state as exchange_state
 from tritoncomm.step.saved.packed import packed, unpacked
 from tritoncomm.step.saved.portable import HINT, Held, Saved, key_of_common, key_of_replica, restored, split
@@ -370,7 +369,8 @@ class ResidualState:
         """Load this rank's state, for ``dcp.load``. If a rank cannot load its state, nothing changes on any rank."""
         optimizer, state = self.optimizer, _read(self.optimizer, self._saved, state_dict)
         # set_optimizer_state_dict loads the state of the optimizer, before or after this.
-        optimizer.load_state_dict(saved_state(optimizer) | {"tritoncomm": state["tritoncomm"]})
+        inner = original_class(optimizer).state_dict(optimizer)
+        optimizer.load_state_dict(inner | {"tritoncomm": state["tritoncomm"]})
         local_steps = setup_of(optimizer).local
         if local_steps is not None:
             every = _parameters(optimizer)
@@ -394,11 +394,8 @@ def _content(optimizer: SparseOptimizer, *, whole: bool = False) -> dict[str, An
     exchanged = state.pop("tritoncomm")
     if setup.local is not None:
         exchanged = exchange_state.agreed(exchanged, setup.local)
-    # Where updates are exchanged, states differ between replicas, and so do those of what is ignored.
-    every = enumerate(map(id, _parameters(optimizer)))
-    own = {number for number, key in every if setup.local is not None or key in setup.parameters.ignored}
-    states = {n: state["state"][key] for n, key in enumerate(exchange_state.keys_of(state)) if key in state["state"]}
-    inner = {number: each for number, each in states.items() if whole or number in own}
+    own = numbers_of_own(setup)
+    inner = {number: each for number, each in exchange_state.states_of(state).items() if whole or number in own}
     parameters = setup.exchange.parameters
     rest, replica, common = split(exchanged, inner, own, held)
     rest["optimizer"] = {key: value for key, value in state.items() if whole and key != "state"}

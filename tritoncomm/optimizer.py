@@ -18,11 +18,9 @@ from tritoncomm.errors import ConfigurationError
 from tritoncomm.scheduler.meter import of_all
 from tritoncomm.step import agree
 from tritoncomm.step.exchange.machine import GradientExchange
-from tritoncomm.step.model import ignored
 from tritoncomm.step.model.module import checked_module, group_of
 from tritoncomm.step.model.refuse import checked_methods, guard, refuse
 from tritoncomm.step.optimizer_list import parts_of
-from tritoncomm.step.rules.step import saved_state
 from tritoncomm.step.saved import state as exchange_state
 from tritoncomm.step.settings import check_group, check_outer_lr, one_of
 from tritoncomm.step.setup import Setup
@@ -207,7 +205,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         setup.check_saveable("state_dict()")
         own = exchange_state.saved(setup.exchange, setup.local)
         with hooks:
-            state = exchange_state.marked(saved_state(self), setup.exchange)
+            state = exchange_state.marked(original_class(self).state_dict(self), setup.exchange)
         return hooks.changed("state_dict_post", state | {"tritoncomm": own})
 
     @torch.inference_mode(False)  # what is loaded outlives an evaluation
@@ -228,26 +226,25 @@ class SparseOptimizer(torch.optim.Optimizer):
             ConfigMismatchError: Another rank cannot load its state, or loads the state of another step.
         """
         hooks, stepper, setup = StateHooks(self), self._tritoncomm, self._tritoncomm.setup
-        optimizer = setup.optimizer  # not Lightning's wrapper of it
+        optimizer, exchange = setup.optimizer, setup.exchange  # not Lightning's wrapper of it
         with agree.propagate_errors(setup.everybody, setup.device):
             state_dict = hooks.changed("load_state_dict_pre", state_dict.copy())
             one_of("residuals", residuals, ("restore", "reset"))
-            resets = residuals == "reset"
-            state_dict = exchange_state.for_this_rank(state_dict, setup.process_group, setup.everybody, reset=resets)
             exchange_state.check_state_dict(state_dict, optimizer)
+            state_dict = exchange_state.for_this_rank(state_dict, exchange, reset=residuals == "reset")
             saved = state_dict.get("tritoncomm")
-            feedbacks = [] if saved is None else exchange_state.loaded(setup.exchange, saved, setup.local)
+            feedbacks = [] if saved is None else exchange_state.loaded(exchange, saved, setup.local)
             if setup.local is not None:
                 setup.local.check_not_averaged("load_state_dict()")
-        inner = exchange_state.unmarked(state_dict)
-        # Where updates are exchanged, states differ between ranks.
-        is_common, own = setup.local is None, setup.parameters.ignored
-        common = ignored.without_ignored(inner, optimizer, own) if is_common else {"state": {}}
-        exchange_state.compare(common, saved, feedbacks, setup.process_group, setup.everybody, setup.device)
-        is_own = saved is None and exchange_state.have_equal_states(inner, saved_state(optimizer))
+        inner, own = exchange_state.unmarked(state_dict), numbers_of_own(setup)
+        states = exchange_state.states_of(inner)
+        common = {number: each for number, each in states.items() if number not in own}
+        exchange_state.compare(exchange, common, saved, feedbacks)
         before = [(part, part.state, part.param_groups) for part in parts_of(optimizer)]
         try:
             with agree.propagate_errors(setup.everybody, setup.device), hooks:
+                held = exchange_state.states_of(original_class(optimizer).state_dict(optimizer))
+                digests = {exchange_state.checksum({"states": each}) for each in (states, held) if saved is None}
                 original_class(optimizer).load_state_dict(optimizer, inner)
             agree.compare({"state": "is loaded"}, setup.everybody, setup.device)
         except BaseException:
@@ -257,13 +254,13 @@ class SparseOptimizer(torch.optim.Optimizer):
         if saved is None:
             groups = [dict(group) for group in state_dict["param_groups"]]
             # No warning: torch.distributed.checkpoint loads the residuals by themselves, with ResidualState.
-            if not exchange_state.warn_about_lost_residual(groups, setup.everybody, logging.INFO) and not is_own:
-                setup.exchange.forget_ages()
+            if not exchange_state.warn_about_lost_residual(groups, setup.everybody, logging.INFO) and len(digests) > 1:
+                exchange.forget_ages()
             if setup.local is not None:
                 setup.local.renew()
-        setup.exchange.restart()
+        exchange.restart()
         if saved is not None:
-            exchange_state.resume(setup.exchange, feedbacks, saved, setup.local)
+            exchange_state.resume(exchange, feedbacks, saved, setup.local)
         stepper.forget()
         hooks.run("load_state_dict_post")
 
@@ -395,6 +392,15 @@ def _sparse_class(kind: Any) -> type[SparseOptimizer]:
     ours = set(vars(SparseOptimizer))
     checked = {name: method for name, method in checked_methods(kind).items() if name not in ours}
     return type(f"Sparse{kind.__name__}", (SparseOptimizer, kind), {**checked, "wrapped_class": kind})
+
+
+def numbers_of_own(setup: Setup) -> set[int]:
+    """Return the numbers of the parameters whose states in the optimizer are this rank's own.
+
+    These are those that DDP was told to ignore. Where updates are exchanged, states of all differ between ranks.
+    """
+    every = enumerate(agree.named_parameters(setup.optimizer))
+    return {number for number, (each, _) in every if setup.local is not None or id(each) in setup.parameters.ignored}
 
 
 def stepper_of(optimizer: SparseOptimizer) -> Stepper:

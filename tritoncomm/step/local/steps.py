@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 
-from tritoncomm.errors import ConfigurationError
 from tritoncomm.scheduler.ranks import own_rank
 from tritoncomm.step.agree import LOADED
 from tritoncomm.step.agree.number import number_of_text, numbers
@@ -34,7 +33,7 @@ from tritoncomm.step.model.parameters import KnownParameters
 from tritoncomm.step.optimizer_list import parts_of
 from tritoncomm.step.rules.step import OptimizerSteps, gradients_of, limit_norm, norm_of
 from tritoncomm.step.settings import WrapOptions
-from tritoncomm.step.tensors.names import OTHER_PARAMETERS, label
+from tritoncomm.step.tensors.names import label
 from tritoncomm.step.tensors.shards import ShardGroups, all_finite, like_parameter, local
 from tritoncomm.step.torch_internals import original_class, version_of
 
@@ -443,13 +442,6 @@ class LocalSteps:
             "total": self.total,
             "outer_lr": float(group["lr"]),
         }
-
-    def check_loadable(self, state: Mapping[str, Any]) -> None:
-        """Raise :class:`~tritoncomm.ConfigurationError` if :meth:`load` cannot load ``state``."""
-        if state["anchors"] and [local(each).numel() for each in state["anchors"]] != [
-            local(each).numel() for each in self.parameters
-        ]:
-            raise ConfigurationError(OTHER_PARAMETERS)
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Any]) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 
@@ -73,13 +72,3 @@ def hidden(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
     finally:
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
-
-
-def without_ignored(
-    state_dict: dict[str, Any], optimizer: torch.optim.Optimizer, ignored: Collection[int]
-) -> dict[str, Any]:
-    """Return ``state_dict`` of ``optimizer`` without the states of the parameters whose ids are ``ignored``."""
-    saved = (key for group in state_dict["param_groups"] for key in group["params"])
-    pairs = zip(saved, agree.named_parameters(optimizer), strict=True)
-    left_out = {key for key, (parameter, _) in pairs if id(parameter) in ignored}
-    return state_dict | {"state": {key: own for key, own in state_dict["state"].items() if key not in left_out}}

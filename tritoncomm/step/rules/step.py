@@ -15,7 +15,7 @@ from tritoncomm.step.exchange.layout import Delivered
 from tritoncomm.step.model.ignored import hidden, ignored_of, present
 from tritoncomm.step.model.module import check_not_stepped
 from tritoncomm.step.model.refuse import optimizers_inside, refuse, stepping
-from tritoncomm.step.optimizer_list import join, parts_of
+from tritoncomm.step.optimizer_list import parts_of
 from tritoncomm.step.rules.aware import AwareStep
 from tritoncomm.step.rules.choose import find_rule
 from tritoncomm.step.settings import Late
@@ -247,11 +247,6 @@ def _holds(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor])
     """Return True if one of ``parameters`` is one of ``optimizer``."""
     groups = optimizer.param_groups
     return any(each is other for other in parameters for group in groups for each in group["params"])
-
-
-def saved_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return the state of ``optimizer`` as it is without ``wrap``."""
-    return join([original_class(part).state_dict(part) for part in parts_of(optimizer)])
 
 
 def norm_of(gradients: Iterable[torch.Tensor]) -> torch.Tensor:

@@ -11,13 +11,12 @@ import torch.distributed as dist
 
 from tritoncomm.algorithms import Recipe
 from tritoncomm.errors import ConfigurationError
-from tritoncomm.scheduler.ranks import global_ranks, own_rank, speaks
+from tritoncomm.scheduler.ranks import speaks
 from tritoncomm.step import agree
 from tritoncomm.step.agree.number import number_of_text, numbers
 from tritoncomm.step.exchange.feedback import Ages, ErrorFeedback
 from tritoncomm.step.exchange.machine import GradientExchange
 from tritoncomm.step.local.steps import LocalSteps
-from tritoncomm.step.recipes import never_delays
 from tritoncomm.step.tensors.names import OTHER_PARAMETERS
 from tritoncomm.step.tensors.shards import like_parameter, local
 from tritoncomm.step.torch_internals import is_for_checkpoint
@@ -165,12 +164,20 @@ def loaded(exchange: GradientExchange, state: State, local_steps: LocalSteps | N
     Raises:
         ConfigurationError: The state is damaged, or belongs to another rank, world size, method or model.
     """
-    first, is_converted = exchange.vectors[0], _is_converted(state)
+    first, is_converted, own = exchange.vectors[0], _is_converted(state), state.get("local")
     check(state, rank=first.rank, world_size=first.world_size, recipe=_name(exchange))
-    _check_local(state, local_steps)
-    lengths = [local(parameter).numel() for parameter in exchange.parameters]
+    if (own is None) != (local_steps is None):
+        kinds = ("gradients", "updates") if own is None else ("updates", "gradients")
+        raise ConfigurationError(
+            f"this checkpoint was written by an exchange of {kinds[0]}, and here {kinds[1]} are exchanged: pass the "
+            "optimizers, updates and local_steps that it was saved with"
+        )
     states = [state, *state["others"]] if is_converted else [state]
-    if any([local(each).numel() for each in old["residuals"]] != lengths for old in states[is_converted:]):
+    of_parameters = [old["residuals"] for old in states[is_converted:]]
+    if own is not None and own["anchors"]:
+        of_parameters.append(own["anchors"])
+    lengths = [local(parameter).numel() for parameter in exchange.parameters]
+    if any([local(each).numel() for each in values] != lengths for values in of_parameters):
         raise ConfigurationError(OTHER_PARAMETERS)
     feedbacks = carry_over(exchange, states, state.get("share", 1.0))
     if is_converted:
@@ -185,19 +192,6 @@ def loaded(exchange: GradientExchange, state: State, local_steps: LocalSteps | N
         for feedback, method in zip(feedbacks, state["algorithm"], strict=True):
             feedback.algorithm.load_state_dict(method)
     return feedbacks
-
-
-def _check_local(state: State, local_steps: LocalSteps | None) -> None:
-    """Raise :class:`~tritoncomm.ConfigurationError` if ``state`` and ``local_steps`` do not fit together."""
-    own = state.get("local")
-    if (own is None) != (local_steps is None):
-        kinds = ("gradients", "updates") if own is None else ("updates", "gradients")
-        raise ConfigurationError(
-            f"this checkpoint was written by an exchange of {kinds[0]}, and here {kinds[1]} are exchanged: pass the "
-            "optimizers, updates and local_steps that it was saved with"
-        )
-    if local_steps is not None:
-        local_steps.check_loadable(own)  # type: ignore[arg-type]
 
 
 def carry_over(new: GradientExchange, states: Sequence[State], share: float) -> list[ErrorFeedback]:
@@ -252,8 +246,7 @@ def agreed(state: State, local_steps: LocalSteps) -> State:
     """
     own = state["local"]
     if local_steps.shards.any(not own["anchors"]) and own["anchors"]:
-        fields = {key: value for key, value in state.items() if key not in ("schema", "checksum")}
-        return with_checksum(**fields | {"local": {**own, "anchors": []}})
+        return with_checksum(**{**state, "local": {**own, "anchors": []}})
     return state
 
 
@@ -272,43 +265,31 @@ def resume(
 
 
 def compare(
-    inner: Mapping[str, Any],
-    saved: Mapping[str, Any] | None,
-    feedbacks: Sequence[ErrorFeedback],
-    replicas: dist.ProcessGroup | None,
-    everybody: dist.ProcessGroup | None,
-    device: torch.device | None,
+    exchange: GradientExchange, inner: Mapping[int, Any], saved: State | None, feedbacks: Sequence[ErrorFeedback]
 ) -> None:
     """Check that all ranks load the state of the same step. All of them call this together.
 
     Args:
-        inner: The state of the optimizer.
+        exchange: The exchange that goes on from it.
+        inner: The states of the parameters that all ranks have in common, by number.
         saved: What :func:`saved` returned, if the state has it.
         feedbacks: What :func:`loaded` returned.
-        replicas: The ranks that exchange gradients.
-        everybody: The ranks of all shards. It is ``replicas`` if the model has no shards.
-        device: The device of the exchange. See :func:`~tritoncomm.step.agree.all_gather`.
 
     Raises:
         ConfigMismatchError: Another rank cannot load its state, or loads the state of another step.
     """
+    replicas, device = exchange.options.group, exchange.vectors[0].device
     fields: dict[str, Any] = {"steps": saved["steps"] if saved else None}
-    if everybody is not replicas:  # methods of other shards have other states
-        agree.compare(fields, everybody, device)
-    fields |= agree.state_outline(inner)
+    if exchange.all_shards is not None:  # methods of other shards have other states
+        agree.compare(fields, exchange.everybody, device)
+    fields |= agree.state_outline({"state": inner})
     if feedbacks:
         ages = [each.ages.flat for each in feedbacks]
         fields["loaded state"] = repr([[each.algorithm.common_state() for each in feedbacks], numbers(ages)])
     agree.compare(fields, replicas, device)
 
 
-def for_this_rank(
-    state_dict: dict[str, Any],
-    replicas: dist.ProcessGroup | None,
-    everybody: dist.ProcessGroup | None,
-    *,
-    reset: bool,
-) -> dict[str, Any]:
+def for_this_rank(state_dict: dict[str, Any], exchange: GradientExchange, *, reset: bool) -> dict[str, Any]:
     """Return the ``state_dict`` of a wrapped optimizer, changed if ranks load the state of another rank.
 
     That is possible for a state without residual, and for any state if ``reset`` is set, which sets residuals to zero.
@@ -317,22 +298,21 @@ def for_this_rank(
 
     Args:
         state_dict: The state.
-        replicas: The ranks that exchange gradients.
-        everybody: The ranks of all shards. It is ``replicas`` if the model has no shards.
+        exchange: The exchange that goes on from it.
         reset: Whether to set residuals to zero.
     """
-    saved: Any = state_dict.get("tritoncomm") if isinstance(state_dict, dict) else None
-    ranks = global_ranks(replicas)
-    rank, size = ranks.index(own_rank()), len(ranks)
+    saved, first = state_dict.get("tritoncomm"), exchange.vectors[0]
+    rank, size = first.rank, first.world_size
     is_own, keeps = saved is None, False
     if saved is not None:
         check(saved)
         keeps = not reset and any(bool(local(part).any()) for part in saved["residuals"])
         is_own = _is_converted(saved) or (not reset and (keeps or (saved["rank"], saved["world_size"]) == (rank, size)))
-    told = agree.all_gather({"is own": is_own}, everybody)
+    told = agree.all_gather({"is own": is_own}, exchange.everybody)
     if saved is None or _is_converted(saved) or all(fields["is own"] for fields in told.values()):
         return state_dict
-    check(saved, **({"rank": rank, "world_size": size} if keeps else {}))
+    if keeps:
+        check(saved, rank=rank, world_size=size)
     ages = {"last": [None] * len(saved["last"])} if reset else {}  # nothing waits for its delivery
     own = taken_over({**saved, **ages}, [saved] if keeps else [], rank=rank, world_size=size)
     return state_dict | {"tritoncomm": own}
@@ -343,11 +323,7 @@ def marked(state_dict: dict[str, Any], exchange: GradientExchange) -> dict[str, 
 
     The groups of an optimizer that loads it without them keep the mark, see :func:`warn_about_lost_residual`.
     """
-    if (
-        not exchange.steps
-        or is_for_checkpoint()
-        or all(each.is_bare or never_delays(each.recipe) for each in exchange.vectors)
-    ):
+    if not exchange.steps or is_for_checkpoint() or not any(each.delays for each in exchange.vectors):
         return state_dict
     return state_dict | {"param_groups": [{**group, _MARK: True} for group in state_dict["param_groups"]]}
 
@@ -401,9 +377,10 @@ def keys_of(state_dict: State) -> list[Any]:
     return [key for group in state_dict["param_groups"] for key in group["params"]]
 
 
-def have_equal_states(*state_dicts: State) -> bool:
-    """Return True if the parameters have equal states in all ``state_dicts`` of an optimizer, whatever their keys."""
-    return len({checksum({"states": [each["state"].get(key) for key in keys_of(each)]}) for each in state_dicts}) == 1
+def states_of(state_dict: State) -> dict[int, Any]:
+    """Return the states in the ``state_dict`` of an optimizer by the number of their parameter, whatever their keys."""
+    states = state_dict["state"]
+    return {number: states[key] for number, key in enumerate(keys_of(state_dict)) if key in states}
 
 
 def continued(new: GradientExchange, before: GradientExchange) -> GradientExchange:
