@@ -81,7 +81,7 @@ def save(optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
         _check_owner(optimizer, folder)
     names = agree.all_gather({"name": _DATA + secrets.token_hex(8)}, group, device)
     data, rank = folder / next(iter(names.values()))["name"], global_ranks(group).index(own_rank())
-    with _removed_if_it_fails(data) if rank == 0 else nullcontext():
+    try:
         with _torch_checkpoint(setup, failed) as dcp:
             dcp.save({"optimizer": content}, checkpoint_id=data, process_group=group)
         with agree.propagate_errors(group, device), _prefixed(failed):
@@ -92,25 +92,17 @@ def save(optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
         with agree.propagate_errors(group, device), _prefixed(failed):
             if rank == 0:
                 _replace(folder / _POINTER, {"data": data.name, "optimizer": _kind(optimizer), "files": files})
+    except (ConfigurationError, ConfigMismatchError):
+        # All ranks raise it, and none writes then. What a lost or an interrupted rank leaves, the next save removes.
+        if rank == 0:
+            shutil.rmtree(data, ignore_errors=True)
+        raise
     with agree.propagate_errors(group, device), _prefixed(failed):
         if rank == 0:
             for old in set(folder.glob(f"{_DATA}*")) - {data}:
                 shutil.rmtree(old, ignore_errors=True)
     agree.compare({"checkpoint": data.name}, group, device)
     _saved_into[folder.resolve()] = weakref.ref(optimizer)
-
-
-@contextmanager
-def _removed_if_it_fails(data: Path) -> Iterator[None]:
-    """Remove the folder ``data`` if the body raises an error that all ranks raise, none of which writes then.
-
-    It leaves what a lost or an interrupted rank leaves, which the next complete save removes.
-    """
-    try:
-        yield
-    except (ConfigurationError, ConfigMismatchError):
-        shutil.rmtree(data, ignore_errors=True)
-        raise
 
 
 # The optimizer that this process has saved last into a folder.
@@ -373,9 +365,7 @@ class ResidualState:
         optimizer.load_state_dict(inner | {"tritoncomm": state["tritoncomm"]})
         local_steps = setup_of(optimizer).local
         if local_steps is not None:
-            every = _parameters(optimizer)
-            own = {every[number]: each for number, each in state["state"].items()}
-            local_steps.load_later(state["tritoncomm"]["local"], own)
+            local_steps.load_later(state["tritoncomm"]["local"], state["state"])
 
 
 def _parameters(optimizer: SparseOptimizer) -> list[torch.Tensor]:

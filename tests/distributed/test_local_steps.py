@@ -216,6 +216,23 @@ def test_worker_whose_parameters_are_broken(rank, world_size, way):
 
 
 @ranks(2)
+def test_broken_worker_that_loads(rank, world_size):
+    """What it loads is complete, although the exchange that would have mended its parameters was refused."""
+    model = net()
+    optimizer = adam_of(model)
+    train(model, optimizer, rank, range(3))
+    state = copy.deepcopy(optimizer.state_dict())
+    optimizer.outer_lr = 0.8 + rank
+    if rank == 1:
+        with torch.no_grad():
+            model[0].weight[0, 0] = torch.nan
+    with pytest.raises(ProtocolMismatchError, match="lr of the common parameters"):
+        train(model, optimizer, rank, range(3, 6))
+    optimizer.load_state_dict(state)
+    assert optimizer.state_dict()["state"].keys() == state["state"].keys()
+
+
+@ranks(2)
 def test_rates_of_local_steps_may_differ(rank, world_size):
     """Also numbers that an optimizer keeps in its groups, once it has stepped by itself. Other options may not."""
     model = net()

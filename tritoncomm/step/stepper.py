@@ -117,7 +117,7 @@ class Stepper:
         setup.unreduced.look(setup.everybody)
         if setup.steps.alone and local_steps.known.are_outdated:  # a single worker trains what it is given
             local_steps.add_new_parameters()
-        local_steps.take(setup.optimizer, self._scale, self._overflow)
+        local_steps.take(self._scale, self._overflow)
         # The loss scale, and an overflow of this rank, are no matter of the exchange.
         self._scale = self._found = self.found_in_unscale = None
 

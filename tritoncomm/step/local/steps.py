@@ -35,7 +35,7 @@ from tritoncomm.step.rules.step import OptimizerSteps, gradients_of, limit_norm,
 from tritoncomm.step.settings import WrapOptions
 from tritoncomm.step.tensors.names import label
 from tritoncomm.step.tensors.shards import ShardGroups, all_finite, like_parameter, local
-from tritoncomm.step.torch_internals import original_class, version_of
+from tritoncomm.step.torch_internals import StateHooks, original_class, version_of
 
 logger = logging.getLogger("tritoncomm")
 
@@ -50,7 +50,6 @@ class LocalSteps:
         options: The options of ``wrap``.
         names: Names of parameters by their ids, for those to which the optimizers give none.
         ignored: Ids of parameters that are this rank's own, see :mod:`tritoncomm.step.model.ignored`. Default: none.
-        alone: Whether there is a single worker.
 
     Attributes:
         outer: The optimizer of the anchor. Its ``lr`` and ``momentum`` are those of the outer step.
@@ -75,13 +74,11 @@ class LocalSteps:
         options: WrapOptions,
         names: Mapping[int, str],
         ignored: Collection[int] = (),
-        *,
-        alone: bool,
     ) -> None:
         self._whole, self._optimizers = optimizer, parts_of(optimizer)
         self._ignored, self._given_names = ignored, names
         self._options = options
-        self.steps = OptimizerSteps(self._optimizers, alone=alone)
+        self.steps = OptimizerSteps(self._optimizers)
         self.known = KnownParameters(optimizer, names, ignored)
         self.parameters: list[torch.Tensor] = []
         self.anchors: list[torch.Tensor] = []
@@ -97,7 +94,7 @@ class LocalSteps:
         self.is_pending = False
         self.delta_norm = torch.zeros((), device="cpu")
         # States that the next use loads.
-        self._later: tuple[Mapping[str, Any], Mapping[torch.Tensor, Any]] | None = None
+        self._later: tuple[Mapping[str, Any], Mapping[int, Any]] | None = None
         self._bad: dict[str, int] = {}  # numbers of NaN and Inf, by name, that the next exchange must be refused for
         self.fault = ""
         self._has_said = self._has_told_change = self._is_stale = self._is_broken = False
@@ -129,10 +126,7 @@ class LocalSteps:
 
     def check(self) -> None:
         """Raise :class:`~tritoncomm.ConfigurationError` if the optimizers have parameters without anchor."""
-        self.steps.check()
-        error = self.known.local_error()
-        if error is not None:
-            raise error
+        self.known.check()
         self.check_not_averaged("step()")
 
     def check_not_averaged(self, action: str) -> None:
@@ -161,18 +155,12 @@ class LocalSteps:
         del self.parameters[count:], self.anchors[count:], self.outer.param_groups[0]["params"][count:]
 
     @torch.no_grad()
-    def take(
-        self,
-        whole: torch.optim.Optimizer,
-        scale: torch.Tensor | None,
-        found: torch.Tensor | None,
-    ) -> None:
+    def take(self, scale: torch.Tensor | None, found: torch.Tensor | None) -> None:
         """Take a step of each optimizer by this worker's gradients.
 
         A step with a NaN, an Inf or an overflow is left out on this worker, and counts.
 
         Args:
-            whole: The optimizer that was wrapped, whose hooks run.
             scale: Loss scale by which gradients must be divided. None if they are not scaled.
             found: Overflow flag of a ``GradScaler``. None without one.
         """
@@ -195,7 +183,7 @@ class LocalSteps:
         if limit is not None:
             limit_norm(trained, norm, limit)
             self.steps.grad_norm = figure
-        self.steps.step([], self._counted(), whole)
+        self.steps.step([], self._counted(), self._whole)
         self._note()
 
     def _are_divided(self, gradients: Sequence[torch.Tensor]) -> bool:
@@ -460,7 +448,7 @@ class LocalSteps:
             write(buffer, own)
             self.outer.state[anchor]["momentum_buffer"] = buffer
         if not self._is_stale:
-            self.settle()
+            self._go_to_anchor()
         for parameter, own in zip(self.parameters, state["parameters"], strict=False):
             write(parameter, own)
         self.outer.param_groups[0]["lr"] = state["outer_lr"]
@@ -468,10 +456,11 @@ class LocalSteps:
         self.taken, self.total, self.is_pending = state["taken"], state["total"], state["pending"]
         self._note()
 
-    def load_later(self, state: Mapping[str, Any], inner: Mapping[torch.Tensor, Any]) -> None:
+    def load_later(self, state: Mapping[str, Any], inner: Mapping[int, Any]) -> None:
         """Load ``state``, and the ``inner`` state of each parameter, before the next step, exchange, save or context.
 
-        Until then, what one rank has saved may be loaded into the model and the optimizers.
+        The latter are given by the numbers of the parameters. Until then, what one rank has saved may be loaded into
+        the model and the optimizers.
         """
         self._later = state, inner
 
@@ -484,13 +473,11 @@ class LocalSteps:
             return
         state, inner = later
         self.load(state)
-        for optimizer in self._optimizers:
-            held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-            states = {number: inner[parameter] for number, parameter in enumerate(held) if parameter in inner}
-            states = copy.deepcopy(states) if again else states  # torch loads into what the optimizer then holds
-            kind = original_class(optimizer)
-            groups = kind.state_dict(optimizer)["param_groups"]
-            kind.load_state_dict(optimizer, {"state": states, "param_groups": groups})
+        kind = original_class(self._whole)
+        states = copy.deepcopy(inner) if again else inner  # torch loads into what the optimizer then holds
+        with StateHooks(self._whole):
+            groups = kind.state_dict(self._whole)["param_groups"]
+            kind.load_state_dict(self._whole, {"state": states, "param_groups": groups})
         self._later = later if again else None
 
     def renew(self) -> None:

@@ -62,7 +62,7 @@ class KnownParameters:
         return [each for own in lists for each, key in zip(own, map(id, own), strict=True) if key not in self._known]
 
     def check(self) -> None:
-        """Raise if the user has added parameters to the optimizer, or replaced or removed some."""
+        """Raise if the user has added, replaced or removed parameters, or one that was frozen has a gradient now."""
         new = self.new
         if new:
             raise ConfigurationError(
@@ -79,18 +79,6 @@ class KnownParameters:
                 "them back, and freeze them by requires_grad=False on all ranks; to take them out, call flush() and "
                 "release() before, and wrap again"
             )
-
-    def local_error(self) -> ConfigurationError | None:
-        """Return why the gradients of this rank cannot be exchanged, if so."""
-        try:
-            self.check()
-            self._check_frozen()
-        except ConfigurationError as error:
-            return error
-        return None
-
-    def _check_frozen(self) -> None:
-        """Raise if a parameter that was frozen at ``wrap`` has a gradient."""
         for parameter in self._frozen:
             if parameter.grad is not None:
                 raise ConfigurationError(
@@ -99,3 +87,11 @@ class KnownParameters:
                     "add them later by add_param_group(), or set requires_grad=True before wrap() and freeze them "
                     "afterwards"
                 )
+
+    def local_error(self) -> ConfigurationError | None:
+        """Return why the gradients of this rank cannot be exchanged, if so."""
+        try:
+            self.check()
+        except ConfigurationError as error:
+            return error
+        return None
