@@ -1276,7 +1276,7 @@ BROKEN = [
     BrokenLine(
         "the Trainer's limit is that of what was delivered",
         "integrations/transformers.py",
-        'return settings | {"max_grad_norm": limit} if has_peers() and whole else settings',
+        'return settings | {"max_grad_norm": limit} if whole else settings',
         "return settings",
         "trainers test_trainer_limits_gradients_and_resumes",
     ),

@@ -28,7 +28,14 @@ from models import (
     train,
 )
 from torch import nn
-from tritoncomm import ConfigMismatchError, ConfigurationError, OkTopk, ProtocolMismatchError, Updates
+from tritoncomm import (
+    ConfigMismatchError,
+    ConfigurationError,
+    NonFiniteError,
+    OkTopk,
+    ProtocolMismatchError,
+    Updates,
+)
 from tritoncomm.checkpoint import ResidualState
 
 from ranks import ranks
@@ -230,6 +237,20 @@ def test_broken_worker_that_loads(rank, world_size):
         train(model, optimizer, rank, range(3, 6))
     optimizer.load_state_dict(state)
     assert optimizer.state_dict()["state"].keys() == state["state"].keys()
+
+
+@ranks(2)
+def test_name_of_a_parameter_that_is_added(rank, world_size):
+    """An error about what it has changed calls it by its name, as those from the beginning."""
+    first, second = (nn.Parameter(torch.ones(4, 4)) for _ in range(2))
+    inner = torch.optim.SGD([("first", first)], lr=100.0)
+    optimizer = tritoncomm.wrap(inner, updates=True, on_nonfinite="raise")
+    optimizer.add_param_group({"params": [("second", second)]})
+    first.grad, second.grad = torch.ones(4, 4), torch.ones(4, 4)
+    if rank == 1:
+        second.grad[0, 0] = 3e38  # its step is Inf
+    with pytest.raises(NonFiniteError, match=r"second \(1 values\)"):
+        optimizer.step()
 
 
 @ranks(2)

@@ -12,11 +12,12 @@ from tritoncomm import checkpoint
 from tritoncomm.algorithms import Recipe
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.integrations.shared import residuals as beside
-from tritoncomm.integrations.shared.prepared import connect, has_peers, renew_methods
+from tritoncomm.integrations.shared.prepared import connect, renew_methods
 from tritoncomm.optimizer import SparseOptimizer
 from tritoncomm.step import agree
 from tritoncomm.step.optimizer_list import parts_of
 from tritoncomm.step.saved.state import remove_marks
+from tritoncomm.step.settings import is_alone
 from tritoncomm.step.torch_internals import variables_of_caller
 
 __all__ = ["SparseGradients"]
@@ -57,7 +58,7 @@ class SparseGradients(TrainerCallback):
             self._handle.remove()
         handler = trainer.callback_handler
         handler.callbacks = [*(each for each in handler.callbacks if not isinstance(each, _Merges)), _Merges(self)]
-        trained = _trained_ids(trainer)
+        trained = {id(each) for each, _ in agree.named_parameters(trainer.optimizer) if each.requires_grad}
         goes_on = resumed is None and trained == self._trained
         before = _state_to_continue(self.optimizer, trainer) if goes_on else None
         _disconnect(trainer)
@@ -108,11 +109,6 @@ def _disconnect(trainer: Any) -> None:
         renew_methods(trainer.optimizer)
 
 
-def _trained_ids(trainer: Any) -> set[int]:
-    """Return the ids of the parameters that the optimizer of ``trainer`` trains."""
-    return {id(each) for each, _ in agree.named_parameters(trainer.optimizer) if each.requires_grad}
-
-
 def _state_to_continue(before: SparseOptimizer | None, trainer: Any) -> dict[str, Any] | None:
     """Return the state of ``before``, with its residual, if ``trainer`` still has it.
 
@@ -141,7 +137,7 @@ def _check(trainer: Any) -> None:
             "enable_jit_checkpoint=True: such a checkpoint has no residuals, and may fall between the exchange and the "
             "step; leave it out, and save every few steps with save_steps="
         )
-    if has_peers() and trainer.model_wrapped is trainer.model:
+    if not is_alone(None) and trainer.model_wrapped is trainer.model:
         raise ConfigurationError(
             "the Trainer has not wrapped the model in DistributedDataParallel: evaluate() or predict() was called "
             "before train(), after which Transformers trains each replica alone, or FSDP, DeepSpeed or torch_compile "
@@ -156,11 +152,11 @@ def _with_limit(settings: dict[str, Any], trainer: Any) -> dict[str, Any]:
     model's parameters, nothing changes, and ``trainer`` clips.
     """
     limit = trainer.args.max_grad_norm
-    if "max_grad_norm" in settings or limit is None or limit <= 0:
+    if "max_grad_norm" in settings or limit is None or limit <= 0 or is_alone(None):
         return settings
     stepped = agree.parameter_ids(trainer.optimizer)
     whole = all(id(parameter) in stepped for parameter in trainer.model.parameters() if parameter.requires_grad)
-    return settings | {"max_grad_norm": limit} if has_peers() and whole else settings
+    return settings | {"max_grad_norm": limit} if whole else settings
 
 
 def _trainer_frame() -> Any:

@@ -86,8 +86,7 @@ class Setup:
             parts_of(self.exchanged), options.late, options.max_grad_norm, alone=alone, ignored=ignored
         )
         self.steps.check()
-        anchor_names = {} if self.local is None else self.local.names
-        self.parameters = KnownParameters(self.exchanged, self.names | anchor_names, ignored)
+        self.parameters = KnownParameters(self.exchanged, self.names, ignored)
         self.unreduced = UnreducedPasses(model)
         self._others, buffers = rest_of(model, optimizer)
         self.exchange = self._build(process_group, None)

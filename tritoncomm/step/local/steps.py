@@ -57,7 +57,7 @@ class LocalSteps:
         known: The parameters of ``optimizer``.
         parameters: Those of them that require gradients, and are exchanged.
         anchors: The anchor of each of them, fp32 (fp64 of an fp64 parameter), with the same shape and sharding.
-        names: The name of the parameter of each anchor, by the id of the anchor.
+        names: The name of the parameter of each anchor.
         shards: The ranks with which this one decides what is done with the parameters.
         taken: Number of steps since the last exchange.
         is_pending: Whether an exchange was due, and has not been completed.
@@ -82,14 +82,15 @@ class LocalSteps:
         self.known = KnownParameters(optimizer, names, ignored)
         self.parameters: list[torch.Tensor] = []
         self.anchors: list[torch.Tensor] = []
-        self.names: dict[int, str] = {}
+        self.names: list[str] = []
         self._extend()
         assert options.updates is not None
         rate, momentum = options.updates.outer_lr, options.updates.outer_momentum
         self.outer = torch.optim.SGD(self.anchors, lr=rate, momentum=momentum, nesterov=momentum > 0, foreach=False)
         # Options of the anchor that ranks compare in each exchange.
         self.outer.defaults |= {_TAKEN: 0, LOADED: 0}
-        self.outer.param_groups[0] |= {_TAKEN: 0, LOADED: 0}
+        # The lists are those above, which may grow.
+        self.outer.param_groups[0] |= {_TAKEN: 0, LOADED: 0, "params": self.anchors, "param_names": self.names}
         self.taken = self.total = self.dropped = self.here = self._left_out = 0
         self.is_pending = False
         self.delta_norm = torch.zeros((), device="cpu")
@@ -103,16 +104,14 @@ class LocalSteps:
         self._watch = Watch()
         self._note()
 
-    def _extend(self) -> list[torch.Tensor]:
-        """Make an anchor for each parameter that has none yet, and return the new ones."""
+    def _extend(self) -> None:
+        """Make an anchor for each parameter that has none yet."""
         held = {id(parameter) for parameter in self.parameters}
         new = {parameter: name for parameter, name in self.known.trained if id(parameter) not in held}
-        added = [anchor_of(parameter) for parameter in new]
         self.parameters += new
-        self.anchors += added
+        self.names += new.values()
+        self.anchors += map(anchor_of, new)
         self.shards = ShardGroups(self.parameters)
-        self.names |= zip(map(id, added), new.values(), strict=True)
-        return added
 
     @property
     def owners(self) -> dict[int, torch.Tensor]:
@@ -147,12 +146,12 @@ class LocalSteps:
     def add_new_parameters(self) -> None:
         """Make anchors for the parameters that were added to the optimizers."""
         self.known.note()
-        self.outer.param_groups[0]["params"] += self._extend()
+        self._extend()
 
     def remove_new_parameters(self, count: int) -> None:
         """Forget all anchors but the first ``count``."""
         self.known.note()
-        del self.parameters[count:], self.anchors[count:], self.outer.param_groups[0]["params"][count:]
+        del self.parameters[count:], self.anchors[count:], self.names[count:]
 
     @torch.no_grad()
     def take(self, scale: torch.Tensor | None, found: torch.Tensor | None) -> None:
