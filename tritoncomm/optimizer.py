@@ -19,13 +19,13 @@ from tritoncomm.scheduler.meter import of_all
 from tritoncomm.step import agree
 from tritoncomm.step.exchange.machine import GradientExchange
 from tritoncomm.step.model.module import checked_module, group_of
-from tritoncomm.step.model.refuse import checked_methods, guard, refuse
+from tritoncomm.step.model.refuse import checked_methods, guard, is_wrapped
 from tritoncomm.step.optimizer_list import parts_of
 from tritoncomm.step.saved import state as exchange_state
-from tritoncomm.step.settings import check_group, check_outer_lr, one_of
+from tritoncomm.step.settings import check_group, check_outer_lr, restores
 from tritoncomm.step.setup import Setup
 from tritoncomm.step.stepper import Stepper
-from tritoncomm.step.torch_internals import StateHooks, change_class, has_own_step, original_class, step_hooks
+from tritoncomm.step.torch_internals import StateHooks, change_class, has_own_step, original_class
 
 __all__ = ["SparseOptimizer"]
 
@@ -229,9 +229,9 @@ class SparseOptimizer(torch.optim.Optimizer):
         optimizer, exchange = setup.optimizer, setup.exchange  # not Lightning's wrapper of it
         with agree.propagate_errors(setup.everybody, setup.device):
             state_dict = hooks.changed("load_state_dict_pre", state_dict.copy())
-            one_of("residuals", residuals, ("restore", "reset"))
+            resets = not restores(residuals)
             exchange_state.check_state_dict(state_dict, optimizer)
-            state_dict = exchange_state.for_this_rank(state_dict, exchange, reset=residuals == "reset")
+            state_dict = exchange_state.for_this_rank(state_dict, exchange, reset=resets)
             saved = state_dict.get("tritoncomm")
             feedbacks = [] if saved is None else exchange_state.loaded(exchange, saved, setup.local)
             if setup.local is not None:
@@ -369,7 +369,7 @@ def check_free(optimizers: Iterable[torch.optim.Optimizer]) -> None:
     ]
     for optimizer in optimizers:
         kind = type(optimizer).__name__
-        if isinstance(optimizer, SparseOptimizer) or refuse in step_hooks(optimizer)[0]:
+        if is_wrapped(optimizer):
             raise ConfigurationError(
                 f"optimizer is a {kind}, which is wrapped already, by itself or in a list: call step() of what wrap() "
                 "returned, or its flush() and release() to wrap with other settings"

@@ -412,6 +412,37 @@ def test_checkpoint_of_torch(rank, world_size, saved_after, tmp_path):
         assert torch.equal(flat(again), flat(model))
 
 
+NAMES = ["first", "second"]
+
+
+def with_keys(state, of) -> dict:
+    """Return a state dict with other keys of parameters."""
+    groups = [group | {"params": [*map(of, group["params"])]} for group in state["param_groups"]]
+    return state | {"state": {of(key): each for key, each in state["state"].items()}, "param_groups": groups}
+
+
+@ranks(1, 2)
+def test_checkpoint_of_torch_with_hooks(rank, world_size, tmp_path):
+    """Hooks that give states other keys see what a script saves and loads, and nothing else."""
+    runs = []
+    for _ in range(2):
+        parameters = parameters_of()[:2]
+        optimizer = tritoncomm.wrap(torch.optim.Adam(parameters, lr=0.1), updates=True)
+        optimizer.register_state_dict_post_hook(lambda _, state: with_keys(state, NAMES.__getitem__))
+        optimizer.register_load_state_dict_pre_hook(lambda _, state: with_keys(state, NAMES.index))
+        runs.append((parameters, optimizer))
+    (parameters, optimizer), (others, again) = runs
+    for step in range(3):
+        give(parameters, step, rank, world_size)
+        optimizer.step()
+    dcp.save({"residuals": ResidualState(optimizer)}, checkpoint_id=tmp_path)
+    dcp.load({"residuals": ResidualState(again, tmp_path)}, checkpoint_id=tmp_path)
+    for each, own in runs:
+        give(each, 3, rank, world_size)
+        own.step()
+    assert torch.equal(flat(parameters), flat(others))
+
+
 @ranks(4)
 @pytest.mark.parametrize("steps", [4, 5])  # no and one local step since the last exchange
 def test_checkpoint_of_shards(rank, world_size, steps, tmp_path):

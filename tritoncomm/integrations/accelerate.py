@@ -15,6 +15,7 @@ from tritoncomm.algorithms import Recipe
 from tritoncomm.integrations.shared import residuals as beside
 from tritoncomm.integrations.shared.prepared import connect
 from tritoncomm.optimizer import SparseOptimizer
+from tritoncomm.step.settings import restores
 
 __all__ = ["wrap"]
 
@@ -52,14 +53,14 @@ def wrap(
         ConfigurationError: An argument is invalid.
         ConfigMismatchError: Ranks are configured differently.
     """
-    restores = beside.check(residuals)
+    keeps = restores(residuals)
     sparse = connect(accelerator, model, optimizer, algo, **settings)
     number = accelerator._optimizers.index(optimizer)  # noqa: SLF001 - as in prepared
-    _keep_residuals(accelerator, sparse, beside.name_of(number), restores=restores)
+    _keep_residuals(accelerator, sparse, beside.name_of(number), keeps=keeps)
     return sparse
 
 
-def _keep_residuals(accelerator: Accelerator, sparse: SparseOptimizer, name: str, *, restores: bool) -> None:
+def _keep_residuals(accelerator: Accelerator, sparse: SparseOptimizer, name: str, *, keeps: bool) -> None:
     """Let ``accelerator`` save and load the residuals of all ranks in the folder ``name`` of its checkpoints.
 
     It does so for as long as it has the optimizer, and it is wrapped. Its hooks stay: it may be calling them just now.
@@ -81,7 +82,7 @@ def _keep_residuals(accelerator: Accelerator, sparse: SparseOptimizer, name: str
         optimizer = found()
         if optimizer is None:
             return
-        if not restores:
+        if not keeps:
             optimizer.load_state_dict(optimizer.state_dict(), residuals="reset")
         folders[:] = [Path(folder) / name]
 
@@ -90,7 +91,7 @@ def _keep_residuals(accelerator: Accelerator, sparse: SparseOptimizer, name: str
         if not folders:
             return state
         folder = folders.pop()
-        if not restores:
+        if not keeps:
             return beside.without_residual(sparse, state)
         with beside.name_the_fix("tritoncomm.integrations.accelerate.wrap()"):
             return checkpoint.state_of_rank(sparse, folder)

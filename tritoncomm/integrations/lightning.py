@@ -20,7 +20,7 @@ from tritoncomm.amp import with_equal_scales
 from tritoncomm.integrations.shared import residuals as beside
 from tritoncomm.optimizer import SparseOptimizer, setup_of, stepper_of
 from tritoncomm.step.recipes import arguments_of, check_keywords
-from tritoncomm.step.settings import DEFAULT_ALGO
+from tritoncomm.step.settings import DEFAULT_ALGO, restores
 
 __all__ = ["SparseDDPStrategy"]
 
@@ -64,7 +64,7 @@ class SparseDDPStrategy(DDPStrategy):
     optimizers: list[Any]  # a property of the strategy
 
     def __init__(self, algo: str | Recipe | None = None, *, residuals: str = "restore", **settings: Any) -> None:
-        self._restore = beside.check(residuals)
+        self._restore = restores(residuals)
         of_ddp = {name: settings.pop(name) for name in _of_ddp() & set(settings)}
         known = sorted(_of_wrap() | _of_ddp())
         given = settings.keys() - _of_wrap()

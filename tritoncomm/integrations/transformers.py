@@ -17,7 +17,7 @@ from tritoncomm.optimizer import SparseOptimizer
 from tritoncomm.step import agree
 from tritoncomm.step.optimizer_list import parts_of
 from tritoncomm.step.saved.state import remove_marks
-from tritoncomm.step.settings import is_alone
+from tritoncomm.step.settings import is_alone, restores
 from tritoncomm.step.torch_internals import variables_of_caller
 
 __all__ = ["SparseGradients"]
@@ -42,7 +42,7 @@ class SparseGradients(TrainerCallback):
     """
 
     def __init__(self, algo: str | Recipe | None = None, *, residuals: str = "restore", **settings: Any) -> None:
-        self._restore = beside.check(residuals)
+        self._restore = restores(residuals)
         self._algo, self._settings = algo, settings
         self.optimizer: SparseOptimizer | None = None
         self._trained: set[int] = set()  # ids of the parameters that it trains

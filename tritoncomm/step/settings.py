@@ -207,6 +207,15 @@ def one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
         raise ConfigurationError(f"{name}={value!r}: choose one of {', '.join(map(repr, choices))}")
 
 
+def restores(residuals: str) -> bool:
+    """Return True if the argument ``residuals`` asks for those of a checkpoint, False if they begin at zero.
+
+    Raises :class:`~tritoncomm.ConfigurationError` if it is neither ``"restore"`` nor ``"reset"``.
+    """
+    one_of("residuals", residuals, ("restore", "reset"))
+    return residuals == "restore"
+
+
 def check_group(name: str, group: object) -> None:
     """Raise :class:`~tritoncomm.ConfigurationError` unless ``group`` is None or a process group with this rank.
 

@@ -79,7 +79,7 @@ class Setup:
         self.local: LocalSteps | None = None
         self.exchanged = optimizer
         if options.updates is not None:
-            self.local = LocalSteps(optimizer, options, self.names, ignored)
+            self.local = LocalSteps(optimizer, options, KnownParameters(optimizer, self.names, ignored))
             self.local.check()
             self.exchanged = self.local.outer
         self.steps = OptimizerSteps(

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from tritoncomm.errors import ConfigMismatchError, ConfigurationError
-from tritoncomm.step.settings import one_of
 
 # Name of the folder, inside the trainer's checkpoint or after its name, that holds a file of each rank.
 FOLDER = "tritoncomm"
@@ -17,15 +16,6 @@ FOLDER = "tritoncomm"
 def name_of(number: int) -> str:
     """Return the name of the folder for the optimizer with this ``number``, counted from 0."""
     return f"{FOLDER}_{number}" if number else FOLDER
-
-
-def check(residuals: str) -> bool:
-    """Return True if ``residuals`` asks to restore residuals from a checkpoint.
-
-    Raises :class:`~tritoncomm.ConfigurationError` if it is neither ``"restore"`` nor ``"reset"``.
-    """
-    one_of("residuals", residuals, ("restore", "reset"))
-    return residuals == "restore"
 
 
 def folder_of(file: str | Path, number: int) -> Path:

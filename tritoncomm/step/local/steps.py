@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import logging
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -48,13 +48,12 @@ class LocalSteps:
     Args:
         optimizer: The optimizer, or the list of them.
         options: The options of ``wrap``.
-        names: Names of parameters by their ids, for those to which the optimizers give none.
-        ignored: Ids of parameters that are this rank's own, see :mod:`tritoncomm.step.model.ignored`. Default: none.
+        known: The parameters of ``optimizer``.
 
     Attributes:
         outer: The optimizer of the anchor. Its ``lr`` and ``momentum`` are those of the outer step.
         steps: Their steps by this worker's gradients.
-        known: The parameters of ``optimizer``.
+        known: See above.
         parameters: Those of them that require gradients, and are exchanged.
         anchors: The anchor of each of them, fp32 (fp64 of an fp64 parameter), with the same shape and sharding.
         names: The name of the parameter of each anchor.
@@ -68,18 +67,9 @@ class LocalSteps:
         delta_norm: Norm of what this worker gave to the last exchange, fp32 ``[]``.
     """
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        options: WrapOptions,
-        names: Mapping[int, str],
-        ignored: Collection[int] = (),
-    ) -> None:
-        self._whole, self._optimizers = optimizer, parts_of(optimizer)
-        self._ignored, self._given_names = ignored, names
-        self._options = options
-        self.steps = OptimizerSteps(self._optimizers)
-        self.known = KnownParameters(optimizer, names, ignored)
+    def __init__(self, optimizer: torch.optim.Optimizer, options: WrapOptions, known: KnownParameters) -> None:
+        self._whole, self._optimizers, self._options = optimizer, parts_of(optimizer), options
+        self.steps, self.known = OptimizerSteps(self._optimizers), known
         self.parameters: list[torch.Tensor] = []
         self.anchors: list[torch.Tensor] = []
         self.names: list[str] = []
@@ -238,7 +228,7 @@ class LocalSteps:
             return True
         labels = {id(parameter): label(name, i, parameter) for i, (parameter, name) in enumerate(self.known.trained)}
         bad = non_finite(self.parameters, labels)
-        bad |= non_finite(ignored_of(self._optimizers, self._ignored), self._given_names)
+        bad |= non_finite(ignored_of(self._optimizers, self.known.ignored), self.known.names)
         if self._options.on_nonfinite == "raise":
             self._bad = bad
             return False
@@ -331,7 +321,7 @@ class LocalSteps:
             self._is_broken = False
             self.dropped += 1
             for optimizer in self._optimizers:
-                for key in [each for each in optimizer.state if id(each) not in self._ignored]:
+                for key in [each for each in optimizer.state if id(each) not in self.known.ignored]:
                     del optimizer.state[key]
         self.taken, self.is_pending = 0, False
         self._note()

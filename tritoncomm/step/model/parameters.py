@@ -17,21 +17,18 @@ class KnownParameters:
     Args:
         optimizer: The optimizer.
         names: Names of parameters by their ids, for those to which the optimizer gives none.
-        ignored: Ids of the parameters that are this rank's own, see :mod:`tritoncomm.step.model.ignored`. Default:
-            none.
+        ignored: Ids of the parameters that are this rank's own, see :mod:`tritoncomm.step.model.ignored`.
 
     Attributes:
+        names: See above.
         ignored: See above.
         trained: The others that require gradients, or did at an earlier :meth:`note`, each with its name, in the order
             of the optimizer. Unnamed ones have the name ``""``.
     """
 
-    def __init__(
-        self, optimizer: torch.optim.Optimizer, names: Mapping[int, str], ignored: Collection[int] = ()
-    ) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, names: Mapping[int, str], ignored: Collection[int]) -> None:
         self._optimizer = optimizer
-        self._names = dict(names)
-        self.ignored = ignored
+        self.names, self.ignored = names, ignored
         self.trained: list[tuple[torch.Tensor, str]] = []
         self.note()
 
@@ -47,7 +44,7 @@ class KnownParameters:
     def common(self) -> list[tuple[torch.Tensor, str]]:
         """The parameters that all ranks have in common, each with its name."""
         named = agree.named_parameters(self._optimizer)
-        return [(each, name or self._names.get(id(each), "")) for each, name in named if id(each) not in self.ignored]
+        return [(each, name or self.names.get(id(each), "")) for each, name in named if id(each) not in self.ignored]
 
     @property
     def are_outdated(self) -> bool:
@@ -67,7 +64,7 @@ class KnownParameters:
         if new:
             raise ConfigurationError(
                 f"the optimizer has {len(new)} parameters that it did not have at wrap(), the first is "
-                f"{label_of(self._optimizer, new[0], self._names)}: call add_param_group() on all ranks instead of "
+                f"{label_of(self._optimizer, new[0], self.names)}: call add_param_group() on all ranks instead of "
                 "changing param_groups; for a list, or if parameters were replaced, call flush() and release(), and "
                 "wrap again"
             )
@@ -82,7 +79,7 @@ class KnownParameters:
         for parameter in self._frozen:
             if parameter.grad is not None:
                 raise ConfigurationError(
-                    f"{label_of(self._optimizer, parameter, self._names)} was frozen at wrap() and now has a gradient: "
+                    f"{label_of(self._optimizer, parameter, self.names)} was frozen at wrap() and now has a gradient: "
                     "leave frozen parameters out of the optimizer, as by filter(lambda p: p.requires_grad, ...), and "
                     "add them later by add_param_group(), or set requires_grad=True before wrap() and freeze them "
                     "afterwards"

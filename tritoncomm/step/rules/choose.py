@@ -40,13 +40,12 @@ def add_rule(rule: type[AwareStep]) -> None:
         RULES.insert(0, rule)
 
 
-# Optimizers whose update is linear in the gradient. A delayed delivery only delays the update.
-_LINEAR = (torch.optim.SGD,)
-
-
 def is_linear(optimizer: torch.optim.Optimizer) -> bool:
-    """Return True if the update of ``optimizer`` is linear in the gradient. A step of a subclass may not be."""
-    return steps_as(optimizer, _LINEAR)
+    """Return True if the update of ``optimizer`` is linear in the gradient. A step of a subclass may not be.
+
+    A delayed delivery then only delays the update.
+    """
+    return steps_as(optimizer, (torch.optim.SGD,))
 
 
 def find_rule(optimizer: torch.optim.Optimizer) -> type[AwareStep] | None:
