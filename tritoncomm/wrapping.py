@@ -14,7 +14,6 @@ from torch import nn
 from tritoncomm.algorithms import Hierarchical, Recipe
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.optimizer import SparseOptimizer, check_free, sparse
-from tritoncomm.scheduler.process_group import is_distributed
 from tritoncomm.step import agree, settings
 from tritoncomm.step.agree.private_group import numbered_groups
 from tritoncomm.step.model.module import (
@@ -196,11 +195,10 @@ def wrap(
         for each in listed:
             chosen.check_optimizer(each)
             check_trained(each, names, alone=settings.is_alone(group), ignored=ignored_ids(model))
-    if is_distributed():
-        told: dict[str, Any] = {"model": None if model is None else type(model).__name__}
-        if isinstance(chosen, Hierarchical):
-            told |= numbered_groups()
-        agree.compare(told, group, device)
+    told: dict[str, Any] = {"model": None if model is None else type(model).__name__}
+    if isinstance(chosen, Hierarchical):
+        told |= numbered_groups()
+    agree.compare(told, group, device)
     with agree.propagate_errors(group, device):
         setup = Setup(whole, chosen, group, options, broadcast_parameters=broadcast_parameters, model=model)
         keep_gradients_local(model)

@@ -35,9 +35,7 @@ class OptimizerList(torch.optim.Optimizer):
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self.optimizers = list(optimizers)
         _check_list(self.optimizers, {})
-        if not _explained:
-            _explained.append(_explanation)
-            explain_cycles(_explanation)
+        explain_cycles(_explanation)
         super().__setstate__({})  # only hooks and profiling: parameters and state stay where they are
 
     @property
@@ -109,9 +107,6 @@ class OptimizerList(torch.optim.Optimizer):
         for optimizer, own in zip(self.optimizers, split(state_dict, self.optimizers), strict=True):
             optimizer.load_state_dict(own)
         hooks.run("load_state_dict_post")
-
-
-_explained: list[Callable[..., Any]] = []  # once there is a list
 
 
 def _explanation(optimizer: Any, schedule: str) -> ConfigurationError | None:

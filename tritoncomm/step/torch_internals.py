@@ -11,7 +11,7 @@ import sys
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
-from functools import wraps
+from functools import cache, wraps
 from types import FrameType
 from typing import Any
 
@@ -85,11 +85,12 @@ def check_new_joins(check: Callable[[Iterable[Any]], None]) -> None:
     Join.__enter__ = enter  # type: ignore[method-assign]
 
 
+@cache
 def explain_cycles(explanation: Callable[[Any, str], Exception | None]) -> None:
     """Let schedules that cycle momentum raise ``explanation`` of an optimizer and their name, instead of torch's error.
 
     None leaves torch's. They read ``defaults``, which other code asks, too, so nothing else tells that one of them is
-    refused. Call this once.
+    refused. A further call does nothing.
     """
 
     def explained(kind: type[Any]) -> Callable[..., None]:

@@ -98,9 +98,9 @@ class LocalSteps:
         """Make an anchor for each parameter that has none yet."""
         held = {id(parameter) for parameter in self.parameters}
         new = {parameter: name for parameter, name in self.known.trained if id(parameter) not in held}
+        self.anchors += [*map(anchor_of, new)]
         self.parameters += new
         self.names += new.values()
-        self.anchors += map(anchor_of, new)
         self.shards = ShardGroups(self.parameters)
 
     @property
