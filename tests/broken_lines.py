@@ -1255,7 +1255,7 @@ BROKEN = [
     BrokenLine(
         "Accelerate loads the state of the first rank on all",
         "integrations/accelerate.py",
-        "return checkpoint.state_of_rank(sparse, folder)",
+        "return checkpoint.state_of_rank(optimizer, folder)",
         "return state",
         "trainers test_accelerate_saves_the_residual_of_each_rank",
     ),
@@ -1269,8 +1269,8 @@ BROKEN = [
     BrokenLine(
         "Accelerate keeps the parameters of optimizers whose memory was freed",
         "integrations/accelerate.py",
-        "reference = weakref.ref(sparse)",
-        "reference = lambda: sparse",
+        "reference = weakref.ref(prepared.optimizer)",
+        "reference = lambda kept=prepared.optimizer: kept",
         "trainers test_accelerate_forgets_an_optimizer_whose_memory_was_freed",
     ),
     BrokenLine(

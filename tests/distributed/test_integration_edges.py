@@ -137,6 +137,27 @@ def test_accelerate_fp16(rank, world_size, clips):
     assert same(values(net))
 
 
+@needs("accelerate")
+@ranks(2, limit=200.0)
+def test_load_after_one_that_failed(rank, world_size, tmp_path):
+    """A load_state() that ends before it comes to the optimizer changes nothing of what is loaded later."""
+    under_torchrun(rank, world_size)
+    accelerated, net = accelerator(), Net()
+    model, optimizer = accelerated.prepare(net, torch.optim.AdamW(net.parameters(), lr=LR))
+    sparse = wrap_prepared(accelerated, model, optimizer, **SETTINGS)
+    for number, x in enumerate(batches(rank, world_size, 3)):
+        if number == 2:
+            tritoncomm.checkpoint.save(sparse, tmp_path / "own")
+        accelerated.backward(model(x)["loss"])
+        optimizer.step()
+        optimizer.zero_grad()
+    (tmp_path / "empty").mkdir(exist_ok=True)
+    with pytest.raises(FileNotFoundError):
+        accelerated.load_state(str(tmp_path / "empty"))
+    tritoncomm.checkpoint.load(sparse, tmp_path / "own")
+    assert sparse.metrics()["steps"] == 2
+
+
 def alone_in_accelerate(data: list[torch.Tensor], folder: str, *, sparse: bool) -> nn.Module:
     """Train and clip."""
     accelerated, net = accelerator(), Net()
@@ -228,6 +249,20 @@ def test_trainer_that_trains_again(rank, world_size, tmp_path):
     first = values(trainer.model)
     trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert values(trainer.model) == first
+
+
+@needs("transformers")
+@ranks(2, limit=200.0)
+def test_load_beside_a_trainer(rank, world_size, tmp_path):
+    """A script that loads a checkpoint into the optimizer of a Trainer gets the residual of each rank."""
+    under_torchrun(rank, world_size)
+    callback = sparse_gradients(**SETTINGS)
+    trainer = hugging_face(str(tmp_path), Net(), callback, max_steps=4, save_strategy="steps", save_steps=2)
+    trainer.train()
+    pending = residual(callback.optimizer)
+    tritoncomm.checkpoint.load(callback.optimizer, tmp_path / "checkpoint-2" / "tritoncomm")
+    assert callback.optimizer.metrics()["steps"] == 2
+    assert not torch.equal(residual(callback.optimizer), pending)
 
 
 class Short(Net):

@@ -13,7 +13,7 @@ from torch import nn
 from tritoncomm import checkpoint
 from tritoncomm.algorithms import Recipe
 from tritoncomm.integrations.shared import residuals as beside
-from tritoncomm.integrations.shared.prepared import connect
+from tritoncomm.integrations.shared.prepared import connect, load_instead
 from tritoncomm.optimizer import SparseOptimizer
 from tritoncomm.step.settings import restores
 
@@ -56,17 +56,17 @@ def wrap(
     keeps = restores(residuals)
     sparse = connect(accelerator, model, optimizer, algo, **settings)
     number = accelerator._optimizers.index(optimizer)  # noqa: SLF001 - as in prepared
-    _keep_residuals(accelerator, sparse, beside.name_of(number), keeps=keeps)
+    _keep_residuals(accelerator, optimizer, beside.name_of(number), keeps=keeps)
     return sparse
 
 
-def _keep_residuals(accelerator: Accelerator, sparse: SparseOptimizer, name: str, *, keeps: bool) -> None:
-    """Let ``accelerator`` save and load the residuals of all ranks in the folder ``name`` of its checkpoints.
+def _keep_residuals(accelerator: Accelerator, prepared: AcceleratedOptimizer, name: str, *, keeps: bool) -> None:
+    """Let ``accelerator`` save and load the residuals of ``prepared`` in the folder ``name`` of its checkpoints.
 
     It does so for as long as it has the optimizer, and it is wrapped. Its hooks stay: it may be calling them just now.
     """
     folders: list[Path] = []  # of a checkpoint whose optimizer Accelerate is about to load
-    reference = weakref.ref(sparse)  # free_memory() is to free its parameters
+    reference = weakref.ref(prepared.optimizer)  # free_memory() is to free its parameters
 
     def found() -> SparseOptimizer | None:
         optimizer = reference()
@@ -86,16 +86,17 @@ def _keep_residuals(accelerator: Accelerator, sparse: SparseOptimizer, name: str
             optimizer.load_state_dict(optimizer.state_dict(), residuals="reset")
         folders[:] = [Path(folder) / name]
 
-    def replace(_: Any, state: dict[str, Any]) -> dict[str, Any]:
+    def replace(state: dict[str, Any]) -> dict[str, Any]:
         """Replace the state of the first rank, which Accelerate loads on all ranks."""
-        if not folders:
+        optimizer = found()
+        if optimizer is None or not folders:
             return state
         folder = folders.pop()
         if not keeps:
-            return beside.without_residual(sparse, state)
+            return beside.without_residual(state)
         with beside.name_the_fix("tritoncomm.integrations.accelerate.wrap()"):
-            return checkpoint.state_of_rank(sparse, folder)
+            return checkpoint.state_of_rank(optimizer, folder)
 
     accelerator.register_save_state_pre_hook(save)
     accelerator.register_load_state_pre_hook(load)
-    sparse.register_load_state_dict_pre_hook(replace)
+    load_instead(prepared, replace)

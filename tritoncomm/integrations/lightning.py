@@ -136,7 +136,7 @@ class SparseDDPStrategy(DDPStrategy):
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """Return the state of the optimizer without residuals. Lightning writes the one of the first rank."""
-        return beside.without_residual(optimizer, super().optimizer_state(optimizer))
+        return beside.without_residual(super().optimizer_state(optimizer))
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Save the checkpoint on the first rank, and a residual on each rank."""

@@ -5,14 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from torch.utils.hooks import RemovableHandle
 from transformers import Trainer, TrainerCallback
 
 from tritoncomm import checkpoint
 from tritoncomm.algorithms import Recipe
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.integrations.shared import residuals as beside
-from tritoncomm.integrations.shared.prepared import connect, renew_methods
+from tritoncomm.integrations.shared.prepared import connect, load_instead, renew_methods
 from tritoncomm.optimizer import SparseOptimizer
 from tritoncomm.step import agree
 from tritoncomm.step.optimizer_list import parts_of
@@ -46,7 +45,6 @@ class SparseGradients(TrainerCallback):
         self._algo, self._settings = algo, settings
         self.optimizer: SparseOptimizer | None = None
         self._trained: set[int] = set()  # ids of the parameters that it trains
-        self._handle: RemovableHandle | None = None
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         """Wrap the optimizer, with the residuals of the checkpoint from which the Trainer resumes.
@@ -54,8 +52,6 @@ class SparseGradients(TrainerCallback):
         Without one, go on with those of the ``train()`` before, or of a larger batch that memory was too short for.
         """
         trainer, resumed = (_trainer_frame()[name] for name in ("self", "resume_from_checkpoint"))
-        if self._handle is not None:
-            self._handle.remove()
         handler = trainer.callback_handler
         handler.callbacks = [*(each for each in handler.callbacks if not isinstance(each, _Merges)), _Merges(self)]
         trained = {id(each) for each, _ in agree.named_parameters(trainer.optimizer) if each.requires_grad}
@@ -74,7 +70,7 @@ class SparseGradients(TrainerCallback):
             with beside.name_the_fix("SparseGradients()"):
                 checkpoint.load(self.optimizer, Path(resumed) / beside.FOLDER)
         # A train() that resumes loads the state of one rank before it comes here.
-        self._handle = self.optimizer.register_load_state_dict_pre_hook(beside.without_residual)
+        load_instead(trainer.optimizer, beside.without_residual)
 
     def on_save(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
         """Save the residual of each rank into the checkpoint that the Trainer has just written."""

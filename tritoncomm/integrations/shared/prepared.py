@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -68,6 +68,15 @@ def renew_methods(prepared: AcceleratedOptimizer) -> None:
         return result
 
     prepared._optimizer_patched_step_method = reveal_skipped  # noqa: SLF001
+
+
+def load_instead(prepared: AcceleratedOptimizer, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    """Let ``prepared`` load what ``change`` makes of a state. A trainer loads that of one rank there, on all ranks.
+
+    What is loaded into the optimizer inside by itself stays as it is.
+    """
+    load = type(prepared).load_state_dict
+    prepared.load_state_dict = lambda state: load(prepared, change(state))
 
 
 def _average_before_clipping(accelerator: Accelerator) -> None:

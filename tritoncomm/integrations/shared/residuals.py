@@ -31,8 +31,8 @@ def folder_of(file: str | Path, number: int) -> Path:
     return Path(f"{Path(file).resolve()}.{name_of(number)}")
 
 
-def without_residual(_: object, state: dict[str, Any]) -> dict[str, Any]:
-    """Return the ``state`` of an optimizer without its residual. It is a hook of torch, too."""
+def without_residual(state: dict[str, Any]) -> dict[str, Any]:
+    """Return the ``state`` of an optimizer without its residual."""
     return {key: each for key, each in state.items() if key != "tritoncomm"}
 
 
