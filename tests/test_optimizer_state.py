@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 from test_rules import Lion
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
-from tritoncomm import ConfigurationError
+from tritoncomm import ConfigurationError, checkpoint
 from tritoncomm.step.saved import state as exchange_state
 
 from ranks import ranks
@@ -120,6 +121,30 @@ def test_another_format_keeps_the_state(caplog: pytest.LogCaptureFixture) -> Non
     assert exact.state_dict()["tritoncomm"]["algorithm"] == rounded.state_dict()["tritoncomm"]["algorithm"]
     other.load_state_dict(rounded.state_dict())
     assert "written with other settings" in caplog.text
+
+
+class Nested(torch.optim.SGD):
+    """Keeps tensors under keys whose texts are equal when they are joined."""
+
+    def step(self, closure: Callable[[], float] | None = None) -> None:
+        for parameter in (each for group in self.param_groups for each in group["params"]):
+            kept = [torch.full((3,), float(number)) for number in range(4)]
+            self.state[parameter] = {"a": {"b.c": kept[0]}, "a.b": {"c": kept[1]}, "n": {1: kept[2], "1": kept[3]}}
+
+
+def test_keys_of_a_state_are_told_apart(tmp_path: Path) -> None:
+    """A checkpoint has each tensor of an optimizer's state, whatever keys lead to it."""
+    states = []
+    for saves in (True, False):
+        net = model()
+        optimizer = sparse_wrap(Nested(net.parameters(), lr=0.1))
+        if saves:
+            step(net, optimizer, 0)
+            checkpoint.save(optimizer, tmp_path)
+        else:
+            checkpoint.load(optimizer, tmp_path)
+        states.append(str(optimizer.state_dict()["state"]))
+    assert states[0] == states[1]
 
 
 def load_own(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:

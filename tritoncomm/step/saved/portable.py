@@ -120,6 +120,8 @@ def _taken_apart(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any
                 f"{name.partition('.')[2]} of the optimizer's state is a partial sum, placements={placements}, of "
                 "which no rank has values to save: let the optimizer redistribute it to Replicate() before it keeps it"
             )
+        while name in tensors:  # such as that of {"a": {"b.c": ...}, "a.b": {"c": ...}}
+            name += "'"
         tensors[name] = value.detach()
         return {_TENSOR: name} if along is None else {_TENSOR: name, _ALONG: along}
     if isinstance(value, Mapping):
