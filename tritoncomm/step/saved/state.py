@@ -278,7 +278,7 @@ def compare(
     Raises:
         ConfigMismatchError: Another rank cannot load its state, or loads the state of another step.
     """
-    replicas, device = exchange.options.group, exchange.vectors[0].device
+    replicas, device = exchange.options.group, agree.device_of(exchange.wrapped)
     fields: dict[str, Any] = {"steps": saved["steps"] if saved else None}
     if exchange.all_shards is not None:  # methods of other shards have other states
         agree.compare(fields, exchange.everybody, device)
