@@ -163,6 +163,24 @@ def test_nan_is_an_error_on_all_workers_if_asked(rank, world_size):
     with pytest.raises(NonFiniteError, match="weight") as caught:
         step(optimizer, model.weight, 1.0)
     assert caught.value.ranks == (1,)
+    optimizer.merge()  # it was said: the other steps count
+    assert optimizer.metrics()["steps"] == 1
+
+
+@ranks(2)
+def test_nan_is_an_error_also_after_an_exchange_that_was_refused(rank, world_size):
+    """It waits for the first exchange that all ranks make."""
+    p = weight(8)
+    optimizer = local([p], steps=1, updates=True, on_nonfinite="raise")
+    optimizer.outer_lr = 1.0 + rank
+    with pytest.raises(ProtocolMismatchError, match="lr of the common parameters"):
+        step(optimizer, p, torch.nan if rank == 1 else 1.0)
+    optimizer.outer_lr = 1.0
+    with pytest.raises(NonFiniteError) as caught:
+        optimizer.merge()
+    assert caught.value.ranks == (1,)
+    optimizer.merge()
+    assert equal_on_all_ranks([p])
 
 
 @ranks(2)

@@ -262,6 +262,8 @@ class Stepper:
             exchange.exchange(step)
             ignored.prepare(own, scale)  # once, when the step is to be applied: here, or where this rank catches up
         except NonFiniteError as error:
+            if setup.local is not None:
+                setup.local.fault = ""
             if setup.options.on_nonfinite == "raise" and found is None:
                 raise
             logger.log(logging.INFO if found is not None else logging.WARNING, "step skipped on all ranks: %s", error)

@@ -63,7 +63,8 @@ class LocalSteps:
         total: Number of all steps of this worker, also of the runs that were loaded.
         here: Number of steps of this worker in this process.
         dropped: Number of exchanges to which this worker had nothing to give, because a parameter was NaN or Inf.
-        fault: Why the next exchange must be rejected beside what is NaN or Inf in the gradients of ``anchors``.
+        fault: Why the next exchange must be rejected beside what is NaN or Inf in the gradients of ``anchors``. Empty
+            when all ranks have rejected one.
         delta_norm: Norm of what this worker gave to the last exchange, fp32 ``[]``.
     """
 
@@ -86,7 +87,6 @@ class LocalSteps:
         self.delta_norm = torch.zeros((), device="cpu")
         # States that the next use loads.
         self._later: tuple[Mapping[str, Any], Mapping[int, Any]] | None = None
-        self._bad: dict[str, int] = {}  # numbers of NaN and Inf, by name, that the next exchange must be refused for
         self.fault = ""
         self._has_said = self._has_told_change = self._is_stale = self._is_broken = False
         self._swaps = 0  # contexts in which parameters are the anchor
@@ -230,7 +230,7 @@ class LocalSteps:
         bad = non_finite(self.parameters, labels)
         bad |= non_finite(ignored_of(self._optimizers, self.known.ignored), self.known.names)
         if self._options.on_nonfinite == "raise":
-            self._bad = bad
+            self.fault = listed(bad)
             return False
         self._left_out += 1
         where = listed(bad) or "another shard"
@@ -262,7 +262,6 @@ class LocalSteps:
             self._drop_broken(deltas, finite=all(map(math.isfinite, figures)) or all_finite(deltas))
             norms = torch.zeros_like(norms) if self._is_broken else norms
         self.delta_norm = torch.linalg.vector_norm(norms)
-        self.fault, self._bad = listed(self._bad), {}
         still = frozen(self._whole, self._pairs())
         for anchor, delta, norm in zip(self.anchors, deltas, figures, strict=True):
             # What this worker has not changed is like a parameter without gradient. Shards of it may differ in that.
