@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tritoncomm.primitives.quantized_mean import quantized_mean, traffic
+from tritoncomm.primitives.quantized_mean import QuantizedMean
 from tritoncomm.scheduler.simulated import SimulatedScheduler
 
 import laws
@@ -17,9 +17,7 @@ def run(values: torch.Tensor, bits: int = 8):
     """Return the means, the residuals and the scheduler of one exchange of ``values`` (``[world_size, m]``)."""
     size = len(values)
     scheduler = SimulatedScheduler(size)
-    patterns = [
-        quantized_mean(part, rank, size, fmt=FORMATS[f"{bits}bit"], phase="small") for rank, part in enumerate(values)
-    ]
+    patterns = [QuantizedMean(FORMATS[f"{bits}bit"], "small").of(part, rank, size) for rank, part in enumerate(values)]
     means, residuals = zip(*scheduler.run(patterns), strict=True)
     return means, torch.stack(residuals), scheduler
 
@@ -40,7 +38,7 @@ def test_nothing_is_lost_and_ranks_agree(world_size: int, length: int, bits: int
         assert not residuals.any()
     step = values.abs().max() / 2 ** (bits - 2)
     assert (means[0] - values.mean(0)).abs().max() <= 2 * step
-    expected = traffic(length, world_size, fmt=FORMATS[f"{bits}bit"], phase="small")
+    expected = QuantizedMean(FORMATS[f"{bits}bit"], "small").traffic(length, world_size)
     for meter in scheduler.meters:
         assert dict(meter.sent_by_phase) == {phase: flow.sent for phase, flow in expected.items()}
         assert dict(meter.received_by_phase) == {phase: flow.received for phase, flow in expected.items()}

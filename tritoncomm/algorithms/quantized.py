@@ -16,7 +16,7 @@ from tritoncomm.algorithms.base import Algorithm, Bounds, Recipe, Stateless, Sta
 from tritoncomm.primitives.accumulator import Accumulator
 from tritoncomm.primitives.carried import Carriers
 from tritoncomm.primitives.collectives import dense_exchange
-from tritoncomm.primitives.quantized_mean import deliver_all_quantized, traffic
+from tritoncomm.primitives.quantized_mean import QuantizedMean
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.scheduler import cost
 from tritoncomm.scheduler.cost import Forecast
@@ -85,6 +85,7 @@ class QuantizedAlgorithm(Algorithm):
     def __init__(self, recipe: Quantized, numel: int) -> None:
         super().__init__(numel)
         self.recipe, self.static = recipe, recipe.static is True
+        self.mean = QuantizedMean(FORMATS[recipe.values], _PHASE, self.static)
         self.state = Stateless()
 
     @property
@@ -96,10 +97,7 @@ class QuantizedAlgorithm(Algorithm):
         return True
 
     def reduce(self, acc: Accumulator, rank: int, world_size: int) -> Pattern[SparseVector]:
-        fmt = self.recipe.rounded_to
-        if fmt is None:
-            return dense_exchange(acc, world_size)
-        return deliver_all_quantized(acc, rank, world_size, fmt=fmt, phase=_PHASE, collective=self.is_static)
+        return dense_exchange(acc, world_size) if self.goes_dense else self.mean.deliver_all(acc, rank, world_size)
 
     def carriers(self, world_size: int, *, ordinary: bool = False) -> Carriers:
         phases = {leg: f"{_PHASE}-{leg}" for leg in ("scatter", "gather")}
@@ -107,7 +105,6 @@ class QuantizedAlgorithm(Algorithm):
 
     def predicted_traffic(self, world_size: int, *, ordinary: bool = False) -> Forecast:
         """See :meth:`Algorithm.predicted_traffic`. It is exact: 2n(P-1)/P values of ``bits + 1/4`` bits."""
-        fmt, collective = self.recipe.rounded_to, self.is_static
-        if fmt is None:
+        if self.goes_dense:
             return cost.dense(self.numel, world_size)
-        return Forecast(traffic(self.numel, world_size, fmt=fmt, phase=_PHASE, collective=collective))
+        return Forecast(self.mean.traffic(self.numel, world_size))

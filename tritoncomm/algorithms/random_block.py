@@ -17,7 +17,7 @@ import torch
 from tritoncomm.algorithms.base import Algorithm, Bounds, Counted, StaticRecipe, check, check_at_least, check_number
 from tritoncomm.primitives.accumulator import Accumulator
 from tritoncomm.primitives.collectives import dense_exchange, shared_mean
-from tritoncomm.primitives.quantized_mean import deliver_quantized, traffic
+from tritoncomm.primitives.quantized_mean import QuantizedMean
 from tritoncomm.primitives.selection import entries_to_keep
 from tritoncomm.primitives.shared_random import below, draw, draws
 from tritoncomm.primitives.sparse_vector import SparseVector
@@ -97,6 +97,7 @@ class RandomBlockAlgorithm(Algorithm):
         super().__init__(numel)
         self.recipe, self.static = recipe, recipe.static is True
         self.size = recipe.block_size(numel)
+        self.rounded = QuantizedMean(FORMATS[recipe.values], _PHASE, self.static)
         self.state = Counted()
         self._order: tuple[int, np.ndarray] = (-1, np.empty(0, dtype=np.int64))
 
@@ -120,15 +121,7 @@ class RandomBlockAlgorithm(Algorithm):
             for start, stop in ranges:
                 acc.clear_range(start, stop)
         else:
-            mean = yield from deliver_quantized(
-                acc,
-                indices,
-                rank,
-                world_size,
-                fmt=FORMATS[self.recipe.values],
-                phase=_PHASE,
-                collective=self.is_static,
-            )
+            mean = yield from self.rounded.deliver(acc, indices, rank, world_size)
         acc.selected = indices.numel()
         self.state = replace(self.state, step=self.state.step + 1)
         return mean
@@ -160,6 +153,5 @@ class RandomBlockAlgorithm(Algorithm):
             return cost.dense(self.numel, world_size)
         values = self.size if ordinary else sum(stop - start for start, stop in self.ranges(self.state.step))
         if self.recipe.values != "fp32":
-            fmt, collective = FORMATS[self.recipe.values], self.is_static
-            return Forecast(traffic(values, world_size, fmt=fmt, phase=_PHASE, collective=collective))
+            return Forecast(self.rounded.traffic(values, world_size))
         return Forecast({_PHASE: both(cost.all_reduce(values, cost.WORD, world_size))})

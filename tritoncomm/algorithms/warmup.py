@@ -13,7 +13,7 @@ from tritoncomm.algorithms.wrapper import WrapperAlgorithm, WrapperRecipe
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.primitives.accumulator import Accumulator
 from tritoncomm.primitives.carried import Carriers
-from tritoncomm.primitives.quantized_mean import deliver_all_quantized, traffic
+from tritoncomm.primitives.quantized_mean import QuantizedMean
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.scheduler.cost import Forecast
 from tritoncomm.scheduler.rounds import Pattern
@@ -55,6 +55,9 @@ class WarmupAlgorithm(WrapperAlgorithm):
     def __init__(self, recipe: Warmup, numel: int, bounds: Bounds) -> None:
         super().__init__(numel)
         self.recipe, self._bounds = recipe, bounds
+        # Its messages have a fixed length, and so they may travel by collectives.
+        is_static = getattr(recipe.recipe, "static", False) is True
+        self._rounded = QuantizedMean(FORMATS[recipe.values], _PHASE, is_static)
         self._dense: Algorithm | None = None
         self._method: Algorithm | None = None
         self._take(0)
@@ -90,9 +93,7 @@ class WarmupAlgorithm(WrapperAlgorithm):
 
     @property
     def is_static(self) -> bool:
-        if self.quantizes:  # messages have a fixed length, and so they may travel by collectives
-            return getattr(self.recipe.recipe, "static", False) is True
-        return self.inner.is_static
+        return self._rounded.collective if self.quantizes else self.inner.is_static
 
     @property
     def state(self) -> tuple[int, Any]:
@@ -110,8 +111,7 @@ class WarmupAlgorithm(WrapperAlgorithm):
     def reduce(self, acc: Accumulator, rank: int, world_size: int) -> Pattern[SparseVector]:
         before = self.inner
         if self.quantizes:
-            fmt, collective = FORMATS[self.recipe.values], self.is_static
-            mean = yield from deliver_all_quantized(acc, rank, world_size, fmt=fmt, phase=_PHASE, collective=collective)
+            mean = yield from self._rounded.deliver_all(acc, rank, world_size)
         else:
             mean = yield from before.reduce(acc, rank, world_size)
         self.report = before.report
@@ -136,8 +136,7 @@ class WarmupAlgorithm(WrapperAlgorithm):
             return self.recipe.recipe.build(self.numel, self._bounds).predicted_traffic(world_size, ordinary=True)
         if not self.quantizes:
             return self.inner.predicted_traffic(world_size)
-        fmt, collective = FORMATS[self.recipe.values], self.is_static
-        return Forecast(traffic(self.numel, world_size, fmt=fmt, phase=_PHASE, collective=collective))
+        return Forecast(self._rounded.traffic(self.numel, world_size))
 
     def migrate(self, states: Sequence[Mapping[str, Any]], share: float, common: Mapping[str, Any]) -> None:
         """See :meth:`Algorithm.migrate`. Copies the number of completed steps.

@@ -8,6 +8,7 @@ directions with an error at the worker and one at the server follows "DoubleSque
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
@@ -25,65 +26,103 @@ from tritoncomm_kernels.formats import Format
 
 _LEAST = 2.0**-149  # the smallest magnitude that is not zero
 BUCKET = 8  # messages of a rank that are in transit at a time
+Edit = Callable[[Callable[[torch.Tensor], torch.Tensor]], torch.Tensor]
 
 
-def quantized_mean(
-    values: torch.Tensor,
-    rank: int,
-    world_size: int,
-    *,
-    fmt: Format,
-    phase: str,
-    verdict: Verdict | None = None,
-    collective: bool = False,
-    width: int = BUCKET,
-) -> Pattern[tuple[torch.Tensor, torch.Tensor]]:
-    """Return the mean over ranks of ``values`` (fp32 ``[m]``), and this rank's residual (fp32 ``[m]``).
+class QuantizedMean(NamedTuple):
+    """The mean over ranks of dense values, which travel as levels of ``fmt``: see :mod:`tritoncomm_kernels.dense_bits`.
 
-    Each value becomes a level of ``fmt``, see :mod:`tritoncomm_kernels.dense_bits`, and the rest stays with the rank
-    that has rounded it. The mean is the same on all ranks, to the bit. World size times mean plus all residuals is the
-    sum of ``values`` on all ranks, if sums and differences fit into fp32; otherwise each rounds once. A rank's values
-    in its own part are not rounded. Ranks are added in order, in fp64, and the owner of a part rounds in units of the
-    mean. A single worker sends nothing and has no residual.
+    What is cut off from a value stays with the rank that has rounded it. The mean is the same on all ranks, to the bit.
+    World size times mean plus all residuals is the sum of the values on all ranks, if sums and differences fit into
+    fp32; otherwise each rounds once. A rank's values in its own part are not rounded. Ranks are added in order, in
+    fp64, and the owner of a part rounds in units of the mean. A single worker sends nothing and has no residual.
 
-    ``collective`` sends by an all-to-all and an all-gather instead of messages between two ranks,
-    of which ``width`` are in transit at a time.
+    ``phase`` begins the names of both phases. ``collective`` sends by an all-to-all and an all-gather instead of
+    messages between two ranks, of which ``width`` are in transit at a time.
+
     All ranks raise :class:`~tritoncomm.NonFiniteError` if any rank holds a NaN or Inf. Values that are too large for
-    the format count as such. With a ``verdict``, this is reported there instead, and nothing waits for a GPU.
+    the format count as such. With a verdict, this is reported there instead, and nothing waits for a GPU.
     """
-    if world_size == 1 or not values.shape[0]:
-        return _checked(values.clone(), verdict), torch.zeros_like(values)
-    left = values.clone()
-    messages = kernels.round_parts(left, world_size, rank, fmt)
 
-    def average(arrived: torch.Tensor) -> torch.Tensor:
-        return kernels.round_mean(arrived, left, rank, fmt)
+    fmt: Format
+    phase: str
+    collective: bool = False
+    width: int = BUCKET
 
-    blocks = yield from _both_ways(messages, average, rank, world_size, phase, collective, width)
-    mean = kernels.read_parts(blocks, values.shape[0], fmt)
-    return _checked(mean, verdict), left
+    def of(
+        self, values: torch.Tensor, rank: int, world_size: int, verdict: Verdict | None = None
+    ) -> Pattern[tuple[torch.Tensor, torch.Tensor]]:
+        """Return the mean over ranks of ``values`` (fp32 ``[m]``), and this rank's residual (fp32 ``[m]``)."""
+        if world_size == 1 or not values.shape[0]:
+            return _checked(values.clone(), verdict), torch.zeros_like(values)
+        left = values.clone()
+        blocks = yield from self._blocks(lambda work: work(left), rank, world_size)
+        mean = kernels.read_parts(blocks, values.shape[0], self.fmt)
+        return _checked(mean, verdict), left
 
+    def deliver(self, acc: Accumulator, indices: torch.Tensor, rank: int, world_size: int) -> Pattern[SparseVector]:
+        """Return the mean over ranks at ``indices`` (int32, the same on all ranks), and leave the residual in ``acc``.
 
-def _both_ways(
-    messages: torch.Tensor,
-    average: Callable[[torch.Tensor], torch.Tensor],
-    rank: int,
-    world_size: int,
-    phase: str,
-    collective: bool,
-    width: int = BUCKET,
-) -> Pattern[torch.Tensor]:
-    """Send row r of ``messages`` (int32 ``[world_size, words]``) to rank r, which averages what arrives from all ranks.
+        A coordinate whose mean is rounded to zero is not delivered: it still waits. A NaN or Inf at any coordinate,
+        also at others, is an error on all ranks.
+        """
+        finite = acc.finite_flag()  # before dense(): on a CPU, the same pass adds and checks
+        own = torch.where(finite, acc.dense()[indices.long()], torch.nan)
+        mean, left = yield from self.of(own, rank, world_size, acc.verdict)
+        acc.replace(indices, left)
+        if acc.verdict is not None:
+            yield from acc.verdict.settle(world_size)
+            entries = kernels.reaching(Entries(indices, mean), _LEAST, workspace=acc.workspace)
+            return SparseVector.padded(entries, acc.numel)
+        delivered = mean.nonzero()[:, 0]
+        return SparseVector(indices[delivered], mean[delivered], acc.numel)
 
-    Return what all ranks have made of it, by rank, ``[world_size, words]``.
-    """
-    if collective:
-        arrived = yield AllToAll(f"{phase}-scatter", messages)
-        gathered: torch.Tensor = yield AllGather(f"{phase}-gather", average(arrived))
-        return gathered
-    arrived = yield from _scattered(messages, rank, world_size, width, f"{phase}-scatter")
-    lengths, block = [messages.shape[1]] * world_size, average(arrived)
-    return torch.stack((yield from bruck_all_gather(block, lengths, rank, world_size, phase=f"{phase}-gather")))
+    def deliver_all(self, acc: Accumulator, rank: int, world_size: int) -> Pattern[SparseVector]:
+        """Return the mean over ranks at every coordinate, and leave the residual in ``acc``.
+
+        The sum of ``acc`` is rounded in place. Coordinates whose mean is rounded to zero count as delivered.
+        """
+        if world_size == 1 or not acc.numel:
+            mean = _checked(acc.dense().clone(), acc.verdict)
+            acc.clear_all()
+        else:
+            blocks = yield from self._blocks(acc.edit, rank, world_size)
+            _checked(dense_bits.scales_of(blocks, acc.numel, self.fmt).view(-1), acc.verdict)
+            mean = kernels.read_parts(blocks, acc.numel, self.fmt)
+        if acc.verdict is not None:
+            yield from acc.verdict.settle(world_size)
+        return SparseVector.full(mean)
+
+    def _blocks(self, edit: Edit, rank: int, world_size: int) -> Pattern[torch.Tensor]:
+        """Return the rounded means of all parts (int32 ``[world_size, words]``), by their owner.
+
+        ``edit`` gives its argument the values of this rank, and leaves their residual in place of them.
+        """
+        messages = edit(lambda values: kernels.round_parts(values, world_size, rank, self.fmt))
+
+        def average(arrived: torch.Tensor) -> torch.Tensor:
+            return edit(lambda values: kernels.round_mean(arrived, values, rank, self.fmt))
+
+        scatter, gather = f"{self.phase}-scatter", f"{self.phase}-gather"
+        if self.collective:
+            arrived = yield AllToAll(scatter, messages)
+            gathered: torch.Tensor = yield AllGather(gather, average(arrived))
+            return gathered
+        arrived = yield from _scattered(messages, rank, world_size, self.width, scatter)
+        lengths, block = [messages.shape[1]] * world_size, average(arrived)
+        return torch.stack((yield from bruck_all_gather(block, lengths, rank, world_size, phase=gather)))
+
+    def traffic(self, numel: int, world_size: int) -> dict[str, Flow]:
+        """Return the traffic for ``numel`` values by phase. It is exact."""
+        if world_size == 1 or not numel:
+            return {}
+        words = dense_bits.words(dense_bits.part_length(numel, world_size), self.fmt)
+        peers = world_size - 1
+        if self.collective:
+            scattered = gathered = both(cost.all_gather(words, cost.WORD, world_size))
+        else:
+            scattered, gathered = both(cost.messages(peers, peers * words)), both(cost.bruck(words, world_size))
+        return {f"{self.phase}-scatter": scattered, f"{self.phase}-gather": gathered}
 
 
 def _scattered(messages: torch.Tensor, rank: int, world_size: int, width: int, phase: str) -> Pattern[torch.Tensor]:
@@ -93,78 +132,6 @@ def _scattered(messages: torch.Tensor, rank: int, world_size: int, width: int, p
     sends, receives = {peer: messages[peer] for peer in peers}, dict.fromkeys(peers, messages.shape[1])
     yield from rotate(sends, receives, arrived.update, rank, world_size, width=width, phase=phase)
     return torch.stack([arrived[source] for source in range(world_size)])
-
-
-def deliver_quantized(
-    acc: Accumulator,
-    indices: torch.Tensor,
-    rank: int,
-    world_size: int,
-    *,
-    fmt: Format,
-    phase: str,
-    collective: bool = False,
-) -> Pattern[SparseVector]:
-    """Return the mean over ranks at ``indices`` (int32, the same on all ranks), and leave the residual in ``acc``.
-
-    See :func:`quantized_mean`, also for ``collective``. A coordinate whose mean is rounded to zero is not delivered: it
-    still waits. A NaN or Inf at any coordinate, also at others, is an error on all ranks.
-    """
-    finite = acc.finite_flag()  # before dense(): on a CPU, the same pass adds and checks
-    own = torch.where(finite, acc.dense()[indices.long()], torch.nan)
-    mean, left = yield from quantized_mean(
-        own, rank, world_size, fmt=fmt, phase=phase, verdict=acc.verdict, collective=collective
-    )
-    acc.replace(indices, left)
-    if acc.verdict is not None:
-        yield from acc.verdict.settle(world_size)
-        entries = kernels.reaching(Entries(indices, mean), _LEAST, workspace=acc.workspace)
-        return SparseVector.padded(entries, acc.numel)
-    delivered = mean.nonzero()[:, 0]
-    return SparseVector(indices[delivered], mean[delivered], acc.numel)
-
-
-def deliver_all_quantized(
-    acc: Accumulator, rank: int, world_size: int, *, fmt: Format, phase: str, collective: bool = False
-) -> Pattern[SparseVector]:
-    """Return the mean over ranks at every coordinate, and leave the residual in ``acc``.
-
-    See :func:`quantized_mean`. The sum of ``acc`` is rounded in place. Coordinates whose mean is rounded to zero count
-    as delivered.
-    """
-    if world_size == 1 or not acc.numel:
-        mean = _checked(acc.dense().clone(), acc.verdict)
-        acc.clear_all()
-    else:
-        messages = acc.edit(lambda values: kernels.round_parts(values, world_size, rank, fmt))
-
-        def average(arrived: torch.Tensor) -> torch.Tensor:
-            return acc.edit(lambda values: kernels.round_mean(arrived, values, rank, fmt))
-
-        blocks = yield from _both_ways(messages, average, rank, world_size, phase, collective)
-        _checked(dense_bits.scales_of(blocks, acc.numel, fmt).view(-1), acc.verdict)
-        mean = kernels.read_parts(blocks, acc.numel, fmt)
-    if acc.verdict is not None:
-        yield from acc.verdict.settle(world_size)
-    return SparseVector.full(mean)
-
-
-def traffic(numel: int, world_size: int, *, fmt: Format, phase: str, collective: bool = False) -> dict[str, Flow]:
-    """Return the traffic of :func:`quantized_mean` for ``numel`` values by phase. It is exact.
-
-    ``collective`` is as in :func:`quantized_mean`.
-    """
-    if world_size == 1 or not numel:
-        return {}
-    words = dense_bits.words(dense_bits.part_length(numel, world_size), fmt)
-    peers = world_size - 1
-    if collective:
-        each = both(cost.all_gather(words, cost.WORD, world_size))
-        return {f"{phase}-scatter": each, f"{phase}-gather": each}
-    return {
-        f"{phase}-scatter": both(cost.messages(peers, peers * words)),
-        f"{phase}-gather": both(cost.bruck(words, world_size)),
-    }
 
 
 def _checked(mean: torch.Tensor, verdict: Verdict | None) -> torch.Tensor:

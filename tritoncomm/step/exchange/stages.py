@@ -25,7 +25,7 @@ from tritoncomm.errors import ConfigurationError, NonFiniteError
 from tritoncomm.primitives.accumulator import Accumulator
 from tritoncomm.primitives.carried import Carriers, carried, with_carried
 from tritoncomm.primitives.packing import quotients
-from tritoncomm.primitives.quantized_mean import quantized_mean, traffic
+from tritoncomm.primitives.quantized_mean import QuantizedMean
 from tritoncomm.primitives.second_moment import FactoredSecondMoment, Moment
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.primitives.verdict import REJECTED, Verdict
@@ -152,10 +152,8 @@ class StagedAlgorithm(WrapperAlgorithm):
         values, verdict, fmt = small.dense(), small.verdict, self._fmt
         left: torch.Tensor | None = None
         if fmt is not None:
-            mean, left = yield from quantized_mean(
-                values, rank, world_size,
-                fmt=fmt, phase=_QUANTIZED_PHASE, verdict=verdict, collective=self.inner.is_static, width=width,
-            )  # fmt: skip
+            rounded = QuantizedMean(fmt, _QUANTIZED_PHASE, self.inner.is_static, width)
+            mean, left = yield from rounded.of(values, rank, world_size, verdict)
         else:
             if world_size > 1:
                 values = yield AllReduce(_PHASE, values)
@@ -203,7 +201,7 @@ class StagedAlgorithm(WrapperAlgorithm):
         if fmt is None:
             return Forecast({**forecast.phases, _PHASE: both(cost.all_reduce(self.tail, cost.WORD, world_size))})
         collective = self.inner.is_static
-        quantized = traffic(self.tail, world_size, fmt=fmt, phase=_QUANTIZED_PHASE, collective=collective)
+        quantized = QuantizedMean(fmt, _QUANTIZED_PHASE, collective).traffic(self.tail, world_size)
         carriers = self.inner.carriers(world_size, ordinary=ordinary)
         return with_carried(forecast, quantized, _riding(carriers), framed=not collective)
 
