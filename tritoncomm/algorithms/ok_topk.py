@@ -129,13 +129,14 @@ class OkTopkAlgorithm(BudgetedAlgorithm):
             cuts = yield from agree_on_cuts(propose_cuts(local, world_size), self.numel)
             state = replace(state, cuts=cuts)
         room = None if reevaluate else self.caps.pair_room(world_size)
-        sums = yield from step.to_owners("split-and-reduce", local, state.cuts, room)
+        lowered = 0.0 if reevaluate else self.rules.lowered(state.global_threshold)
+        sums = yield from step.to_owners("split-and-reduce", local, state.cuts, room, lowered)
 
         # Phase 2: global selection, data balancing, all-gather.
         if reevaluate:
             chosen, rooms = yield from self._largest_sums(step, sums)
         else:
-            chosen, rooms = yield from self._reaching_sums(step, sums, state.global_threshold)
+            chosen, rooms = yield from self._reaching_sums(step, sums, lowered, state.global_threshold)
         limit = self.k if reevaluate else self.global_cap
         gathered = yield from step.gather_regions(
             "all-gather", chosen, state.cuts, rooms, limit=limit, trigger=self.balance_trigger,
@@ -198,17 +199,16 @@ class OkTopkAlgorithm(BudgetedAlgorithm):
         early = step < period and step & (step - 1) == 0
         return early or step % period == 0
 
-    def _reaching_sums(self, step: Step, sums: OwnedSums, threshold: float) -> Pattern[tuple[Entries, list[int]]]:
+    def _reaching_sums(
+        self, step: Step, sums: OwnedSums, lowered: float, threshold: float
+    ) -> Pattern[tuple[Entries, list[int]]]:
         """Global selection with a reused ``threshold``: the sums of this rank that go into phase 2, and all rooms."""
-        lowered = self.rules.lowered(threshold)
-        sums.select(lowered)
         figures = [sums.count(lowered), sums.load, sums.count(threshold)]
         rooms = yield from step.rooms("sizes", figures, self.caps.owner_room(step.world_size), self.global_cap)
         return sums.largest(rooms[step.rank]), rooms
 
     def _largest_sums(self, step: Step, sums: OwnedSums) -> Pattern[tuple[Entries, list[int]]]:
         """Global selection in a re-evaluation: exactly the k largest sums of all ranks, which histograms find."""
-        sums.select(0.0)
         wanted = sums.count(0.0)
         rooms = yield from step.rooms("sizes", [wanted, sums.load, wanted], None, self.numel)
         found = sums.largest(min(self.k, max(1, *rooms)))

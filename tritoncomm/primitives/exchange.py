@@ -143,11 +143,14 @@ class Step:
         """
         return kernels.largest(entries, counts[self.rank], workspace=self.acc.workspace)
 
-    def to_owners(self, phase: str, entries: Entries, cuts: Sequence[int], room: int | None) -> Pattern[OwnedSums]:
+    def to_owners(
+        self, phase: str, entries: Entries, cuts: Sequence[int], room: int | None, threshold: float
+    ) -> Pattern[OwnedSums]:
         """Send ``entries`` to the owners of their regions, between ``cuts``. Return the sums of this rank's region.
 
         No owner gets more than the ``room`` largest ones, if that is given. Terms are added in rotation order: those of
-        rank r, r-1, r-2, ..., regardless of the order of arrival.
+        rank r, r-1, r-2, ..., regardless of the order of arrival. Sums that do not reach ``threshold`` are no
+        candidates for the result.
         """
         rank, encoding, device, held = self.rank, self.encoding, self.acc.device, self.acc.workspace
         low, high = cuts[rank], cuts[rank + 1]
@@ -174,10 +177,10 @@ class Step:
         if encoding.rounds:
             self._rounding.add(Entries.join(parts), sent)
 
-        def fits(found: Entries) -> Entries:
-            return encoding.section(low, high, found.indices.shape[0], divisor=self.divisor).sendable(found)
-
-        return ListedSums(region, load, sent, fits, self._check_own_sums, held)
+        found = region.at_least(threshold)
+        found = encoding.section(low, high, found.room, divisor=self.divisor).sendable(found)
+        self._check_own_sums(found.values)
+        return ListedSums(found, kernels.magnitude_keys(found.values), load, sent, held)
 
     def gather_parts(
         self, phase: str, entries: Entries, ranges: Ranges, rooms: Sequence[int], order: Sequence[int], ring: Ring
@@ -363,7 +366,9 @@ class FixedStep(Step):
         )
         return rows.row(0)
 
-    def to_owners(self, phase: str, entries: Entries, cuts: Sequence[int], room: int | None) -> Pattern[OwnedSums]:
+    def to_owners(
+        self, phase: str, entries: Entries, cuts: Sequence[int], room: int | None, threshold: float
+    ) -> Pattern[OwnedSums]:
         rank, world_size, held, device = self.rank, self.world_size, self.acc.workspace, self.acc.device
         low, high, ranges = cuts[rank], cuts[rank + 1], list(itertools.pairwise(cuts))
         bounds = kernels.constant(cuts, device)
@@ -388,7 +393,7 @@ class FixedStep(Step):
             kernels.add_rows(sums, terms, offset=low, workspace=held)
         every = Entries(*(torch.cat([mine, part.reshape(-1)]) for mine, part in zip(own, sent, strict=True)))
         load = received[:, -1].sum(dtype=torch.int32).reshape(1)
-        return DenseSums(sums, low, load, every, self._check_own_sums, held)
+        return DenseSums(sums, low, threshold, load, every, self._check_own_sums, held)
 
     def gather_parts(
         self, phase: str, entries: Entries, ranges: Ranges, rooms: Sequence[int], order: Sequence[int], ring: Ring

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -55,83 +55,56 @@ class RegionSums:
         return Entries(self._merged.indices[reaching.indices.long()], reaching.values)
 
 
-class OwnedSums(ABC):
-    """The sums of this rank's region, and what this rank has sent to all regions.
+@dataclass(frozen=True)
+class ListedSums:
+    """The sums of this rank's region that reach a threshold, and what this rank has sent to all regions.
 
-    ``load`` is the number of entries that all ranks have for this region. ``sent`` are the entries of this rank in the
-    sums of all regions, with the values that were sent.
+    ``candidates`` for the result are these sums, of exact length, and ``keys`` their magnitudes. ``load`` is the number
+    of entries that all ranks have for this region. ``sent`` are the entries of this rank in the sums of all regions,
+    with the values that were sent.
     """
 
-    def __init__(self, load: Count, sent: Entries) -> None:
-        self.load, self.sent = load, sent
+    candidates: Entries
+    keys: torch.Tensor
+    load: int
+    sent: Entries
+    workspace: Workspace
 
-    @abstractmethod
-    def select(self, threshold: float) -> None:
-        """Let only the sums that reach ``threshold`` be candidates for the result. Call this first, and once."""
-
-    @abstractmethod
     def count(self, threshold: float) -> Count:
         """Return how many candidates reach ``threshold``."""
+        return int((self.keys >= kernels.threshold_key(threshold)).sum())
 
-    @abstractmethod
     def largest(self, room: int) -> Entries:
         """Return the ``room`` largest candidates."""
+        return kernels.largest(self.candidates, room, workspace=self.workspace)
 
 
-class ListedSums(OwnedSums):
-    """Sums whose candidates are listed with exact length.
+@dataclass(frozen=True)
+class DenseSums:
+    """The same as :class:`ListedSums` if the host does not know which sums reach the ``threshold``.
 
-    ``fits`` returns those entries that a message can hold together, and ``check`` looks for NaN and Inf.
+    ``sums`` (fp32 ``[span]``) are those of all coordinates from ``low`` on. ``check`` looks for NaN and Inf.
     """
 
-    def __init__(
-        self,
-        region: RegionSums,
-        load: int,
-        sent: Entries,
-        fits: Callable[[Entries], Entries],
-        check: Callable[[torch.Tensor], None],
-        workspace: Workspace,
-    ) -> None:
-        super().__init__(load, sent)
-        self._region, self._fits, self._check, self._workspace = region, fits, check, workspace
-
-    def select(self, threshold: float) -> None:
-        self._candidates = self._fits(self._region.at_least(threshold))
-        self._keys = kernels.magnitude_keys(self._candidates.values)
-        self._check(self._candidates.values)
+    sums: torch.Tensor
+    low: int
+    threshold: float
+    load: torch.Tensor
+    sent: Entries
+    check: Callable[[torch.Tensor], None]
+    workspace: Workspace
 
     def count(self, threshold: float) -> Count:
-        return int((self._keys >= kernels.threshold_key(threshold)).sum())
+        """Return how many sums reach ``threshold``."""
+        return kernels.count_reaching(self.sums, threshold)
 
     def largest(self, room: int) -> Entries:
-        return kernels.largest(self._candidates, room, workspace=self._workspace)
-
-
-class DenseSums(OwnedSums):
-    """Sums (fp32 ``[span]``) of the coordinates from ``low`` on, of which the host knows nothing."""
-
-    def __init__(
-        self,
-        sums: torch.Tensor,
-        low: int,
-        load: torch.Tensor,
-        sent: Entries,
-        check: Callable[[torch.Tensor], None],
-        workspace: Workspace,
-    ) -> None:
-        super().__init__(load, sent)
-        self._sums, self._low, self._check, self._workspace = sums, low, check, workspace
-
-    def select(self, threshold: float) -> None:
-        self._threshold = threshold
-
-    def count(self, threshold: float) -> Count:
-        return kernels.count_reaching(self._sums, threshold)
-
-    def largest(self, room: int) -> Entries:
-        sums, held = self._sums, self._workspace
+        """Return the ``room`` largest sums that reach the threshold."""
+        sums, held = self.sums, self.workspace
         found = kernels.top_k_padded(sums, None, sums, min(room, sums.numel()), workspace=held)
-        self._check(found.values)
-        found = kernels.reaching(found, self._threshold, workspace=held)
-        return found._replace(indices=torch.where(found.indices < 0, PADDING, found.indices + self._low))
+        self.check(found.values)
+        found = kernels.reaching(found, self.threshold, workspace=held)
+        return found._replace(indices=torch.where(found.indices < 0, PADDING, found.indices + self.low))
+
+
+OwnedSums = ListedSums | DenseSums
