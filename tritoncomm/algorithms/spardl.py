@@ -131,14 +131,13 @@ class SparDLAlgorithm(BudgetedAlgorithm):
         # Spar-Reduce-Scatter (SRS) inside the team.
         yield from self._reduce_scatter(working, place)
         # Spar-All-Gather (SAG) across teams. Then a Bruck all-gather inside the team.
-        merged, union = None, None
-        if place.teams > 1 and self.recipe.recursive(place.teams):
-            merged = yield from self._merge_recursively(working, place)
-        elif place.teams > 1:
-            merged, union = yield from self._merge_by_bruck(working, place, state.h)
-        own = working.take_own() if merged is None else merged
+        union = None
+        if place.teams == 1 or self.recipe.recursive(place.teams):
+            own = yield from self._merge_recursively(working, place)
+        else:
+            own, union = yield from self._merge_by_bruck(working, place, state.h)
         delivered, _, sent, _ = yield from working.all_gather(own)
-        if merged is None:
+        if place.teams == 1:
             working.remove(own, sent)
         else:  # all teams round the same block
             working.keep_rest(own, sent, place.share)
@@ -148,7 +147,7 @@ class SparDLAlgorithm(BudgetedAlgorithm):
         counts = [count_entries(entries) for entries in (delivered, union) if entries is not None]
         _, (found, *size) = yield from step.settle(counts)
         if union is not None:
-            state = state.started(place.budget, place.teams).after(size[0], place.budget, place.teams)
+            state = state.after(size[0], place.budget, place.teams)
         self.report = {"delivered": float(found), "h": float(state.h), **step.rounding()}
         self.state = state
         return step.vector(delivered)
@@ -179,7 +178,7 @@ class SparDLAlgorithm(BudgetedAlgorithm):
             working.step.add(arriving.decode(inbox[source]))
 
     def _merge_recursively(self, working: WorkingVector, place: Place) -> Pattern[Entries]:
-        """R-SAG: recursive doubling over the teams.
+        """R-SAG: recursive doubling over the teams. A single team has nothing to merge.
 
         In round s, 2^(s+1) ranks truncate the same entries. Each of them keeps an equal share as residual.
         """
@@ -201,8 +200,7 @@ class SparDLAlgorithm(BudgetedAlgorithm):
         Every rank sums in ascending team order, so all ranks compute the same bits. Also returns the union, to whose
         size h adapts. Before the first step ``h`` is 0.
         """
-        room = first_room(place, h)
-        h = h or fewest(place.budget, place.teams)
+        room, h = h or fewest(place.room, place.teams), h or fewest(place.budget, place.teams)
         own = working.take_own(h, room)
         union, sent = yield from working.merge(own, place.column, h)
         working.remove(own, sent)
@@ -222,46 +220,26 @@ class SparDLAlgorithm(BudgetedAlgorithm):
 
         For B-SAG, h of an ordinary step is the largest one, the budget of a block.
         """
-        h = self.k if ordinary else self.state.h if self.state.world_size == world_size else 0
         place = self._place(0, world_size)
         if place is None:
             dense = cost.dense(self.numel, world_size)
             return with_verdict(dense, world_size) if self.is_static else dense
+        encoding, teams, least = self.recipe.encoding, place.teams, fewest(place.room, place.teams)
+        h = self.k if ordinary else self.state.h if self.state.world_size == world_size else 0
         if self.is_static:
-            return _static_forecast(place, self.recipe, min(h, place.room))
-        budget, peers, teams = place.room, place.team_size - 1, place.teams
-        h = min(budget, max(h, fewest(budget, teams)))
-        widths = (stop - start for start, stop in itertools.pairwise(place.cuts))
-        block = max(self.recipe.encoding.words(*each) for each in zip(widths, place.budgets, strict=True))
-        if self.recipe.recursive(teams):
-            between = block * cost.log2(teams)
+            block = encoding.row_words(place.widest, place.room)
+            merged = encoding.row_words(place.widest, min(place.room, h or least))
         else:
+            widths = (stop - start for start, stop in itertools.pairwise(place.cuts))
+            block = max(encoding.words(*each) for each in zip(widths, place.budgets, strict=True))
             # Fewer entries may need more words.
-            between = self.recipe.encoding.words_at_most(place.widest, h, 1) * (teams - 1)
-        within = both(cost.messages(cost.log2(place.team_size), block * peers))
-        return Forecast(
-            {"reduce-scatter": within, "merge": both(cost.messages(cost.log2(teams), between)), "all-gather": within}
-        )
-
-
-def first_room(place: Place, h: int) -> int:
-    """Return the entries that each team sends in B-SAG: ``h``, or before the first step the largest first h."""
-    return h or fewest(place.room, place.teams)
-
-
-def _static_forecast(place: Place, recipe: SparDL, h: int) -> Forecast:
-    """Return the exact traffic of one step. ``h`` is that of B-SAG, and 0 before the first step."""
-    world_size, size, teams = place.world_size, place.team_size, place.teams
-    words = recipe.encoding.row_words(place.widest, place.room)
-    within = both(cost.bruck(words, size))
-    phases = {"reduce-scatter": within, "all-gather": within}
-    if teams == 1:
-        phases["all-gather"] = both(cost.all_gather(words, cost.WORD, world_size))
-    elif recipe.recursive(teams):
-        rounds = cost.log2(teams)
-        phases["merge"] = both(cost.messages(rounds, rounds * words))
-    else:
-        phases["merge"] = both(cost.bruck(recipe.encoding.row_words(place.widest, first_room(place, h)), teams))
-    if teams == 1:
+            merged = encoding.words_at_most(place.widest, min(place.room, max(h, least)), 1)
+        rounds, within = cost.log2(teams), both(cost.bruck(block, place.team_size))
+        between = cost.messages(rounds, rounds * block) if self.recipe.recursive(teams) else cost.bruck(merged, teams)
+        phases = {"reduce-scatter": within, "merge": both(between), "all-gather": within}
+        if not self.is_static:
+            return Forecast(phases)
+        if teams > 1:
+            return with_verdict(Forecast(phases), world_size)
+        phases["all-gather"] = both(cost.all_gather(block, cost.WORD, world_size))
         return with_verdict(Forecast(phases), world_size, phase="all-gather")
-    return with_verdict(Forecast(phases), world_size)

@@ -26,16 +26,14 @@ class SparDLState:
     step: int = 0
     inertia: bool = False
 
-    def started(self, budget: int, teams: int) -> SparDLState:
-        """Return this state, or before the first step the one with the smallest h for a block of ``budget``."""
-        if self.h:
-            return self
-        least = fewest(budget, teams)
-        return replace(self, h=least, step=max(1, (budget - least) // 100))
-
     def after(self, union: int, budget: int, teams: int) -> SparDLState:
-        """Return the next state, after a step in which the teams' entries had a union of ``union`` entries."""
-        h, step, inertia = adapted(self.h, self.step, self.inertia, union, budget, fewest(budget, teams))
+        """Return the next state, after a step in which the teams' entries had a union of ``union`` entries.
+
+        The first step has the smallest h for a block of ``budget``.
+        """
+        least = fewest(budget, teams)
+        h, step = (self.h, self.step) if self.h else (least, max(1, (budget - least) // 100))
+        h, step, inertia = adapted(h, step, self.inertia, union, budget, least)
         return replace(self, h=h, step=step, inertia=inertia)
 
 

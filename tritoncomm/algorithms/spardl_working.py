@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 
 from tritoncomm.algorithms.spardl_teams import Place
-from tritoncomm.primitives.blocks import Blocks
+from tritoncomm.primitives.blocks import Blocks, ExactBlocks, FixedBlocks
 from tritoncomm.primitives.collectives import Gathered
-from tritoncomm.primitives.exchange import Step
+from tritoncomm.primitives.exchange import FixedStep, Step
 from tritoncomm.primitives.selection import among, ascending
 from tritoncomm.scheduler.rounds import Pattern
 from tritoncomm_kernels import Entries
@@ -35,7 +35,9 @@ class WorkingVector:
         """
         cuts, budgets = self.place.cuts, self.place.budgets
         ranges = [(cuts[b], cuts[b + 1], budgets[b] if h is None else h) for b in numbers]
-        return Blocks.of(self.step, ranges, self.place.widest, room or self.place.room)
+        if isinstance(self.step, FixedStep):
+            return FixedBlocks(self.step, ranges, self.place.widest, room or self.place.room)
+        return ExactBlocks(self.step, ranges)
 
     def take(self, blocks: Blocks) -> Entries:
         """Return the largest entries of ``blocks``. :meth:`remove` then removes what is sent of them."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import torch
@@ -16,47 +15,12 @@ from tritoncomm_kernels import Entries
 Ranges = Sequence[tuple[int, int, int]]
 
 
-class Blocks(ABC):
-    """Some blocks of the vector, and their message of ``words`` words.
+class ExactBlocks:
+    """Some blocks of the vector, and their message of ``words`` words, which has the exact length of their budgets.
 
     ``ranges`` has the first coordinate, the end and the budget of each block, in ascending order. At most one gap is
     between them.
     """
-
-    words: int
-
-    @staticmethod
-    def of(step: Step, ranges: Ranges, span: int, room: int) -> Blocks:
-        """Return the blocks for the form of ``step``.
-
-        With fixed room, a message has ``room`` slots in ``span`` coordinates for each block.
-        """
-        if isinstance(step, FixedStep):
-            return _FixedBlocks(step, ranges, span, room)
-        return _ExactBlocks(step, ranges)
-
-    @abstractmethod
-    def largest(self) -> Entries:
-        """Return the largest entries of each block of the accumulator, as many as its budget.
-
-        The blocks then have what :meth:`Step.add` was given for them. With fixed room, there is one row for each block,
-        and one without entries for a gap.
-        """
-
-    @abstractmethod
-    def encode(self, entries: Entries) -> tuple[torch.Tensor, Entries]:
-        """Return the message (int32 ``[words]``) with the ``entries`` of :meth:`largest`, and what receivers get."""
-
-    @abstractmethod
-    def decode(self, message: torch.Tensor) -> Entries:
-        """Return the entries of a received ``message``.
-
-        With fixed room, an index between the end of a block and its span is not rejected.
-        """
-
-
-class _ExactBlocks(Blocks):
-    """Blocks whose message has the exact length of their budgets."""
 
     def __init__(self, step: Step, ranges: Ranges) -> None:
         self._step, self._ranges = step, ranges
@@ -64,6 +28,10 @@ class _ExactBlocks(Blocks):
         self.words = self._sections.words
 
     def largest(self) -> Entries:
+        """Return the largest entries of each block of the accumulator, as many as its budget.
+
+        The blocks then have what :meth:`Step.add` was given for them.
+        """
         parts = [
             self._step.acc.top_k_blocks(
                 [run[0][0], *(high for _, high, _ in run)], [budget for *_, budget in run], self._step.terms
@@ -73,15 +41,16 @@ class _ExactBlocks(Blocks):
         return Entries.join(parts)
 
     def encode(self, entries: Entries) -> tuple[torch.Tensor, Entries]:
-        message, sent = self._sections.encode(*entries)
-        return message, sent
+        """Return the message (int32 ``[words]``) with the ``entries`` of :meth:`largest`, and what receivers get."""
+        return self._sections.encode(*entries)
 
     def decode(self, message: torch.Tensor) -> Entries:
+        """Return the entries of a received ``message``."""
         return self._sections.decode(message)
 
 
-class _FixedBlocks(Blocks):
-    """Blocks whose message has one row for each, of the same length."""
+class FixedBlocks:
+    """Some blocks whose message has one row for each, with ``room`` slots in ``span`` coordinates."""
 
     def __init__(self, step: FixedStep, ranges: Ranges, span: int, room: int) -> None:
         self._step, self._ranges, self._span, self._room = step, ranges, span, room
@@ -89,9 +58,10 @@ class _FixedBlocks(Blocks):
         # For one selection, a gap is a block without budget.
         self._gap = len(first) if others else None
         self._selected = [*first, *((first[-1][1], run[0][0], 0) for run in others), *itertools.chain(*others)]
-        self.words = len(ranges) * step.rows([], room, divisor=1, span=span).words
+        self.words = len(ranges) * step.encoding.row_words(span, room)
 
     def largest(self) -> Entries:
+        """See :meth:`ExactBlocks.largest`. There is one row for each block, and one without entries for a gap."""
         acc = self._step.acc
         bounds = kernels.constant([self._selected[0][0], *(high for _, high, _ in self._selected)], acc.device)
         budgets = kernels.constant([budget for *_, budget in self._selected], acc.device)
@@ -99,6 +69,7 @@ class _FixedBlocks(Blocks):
         return kernels.top_k_rows(acc.dense(), bounds, budgets, self._room, workspace=acc.workspace)
 
     def encode(self, entries: Entries) -> tuple[torch.Tensor, Entries]:
+        """See :meth:`ExactBlocks.encode`."""
         ranges = [bounds[:2] for bounds in self._selected]
         rows = self._step.rows(ranges, self._room, divisor=1, span=self._span)
         message, sent = rows.encode(entries, workspace=self._step.acc.workspace)
@@ -107,5 +78,9 @@ class _FixedBlocks(Blocks):
         return message.reshape(-1), sent
 
     def decode(self, message: torch.Tensor) -> Entries:
+        """See :meth:`ExactBlocks.decode`. An index between the end of a block and its span is not rejected."""
         ranges = [(low, low + self._span) for low, *_ in self._ranges]
         return self._step.read(message.view(len(ranges), -1), ranges, self._span, self._room, divisor=1)
+
+
+Blocks = ExactBlocks | FixedBlocks
