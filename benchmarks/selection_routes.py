@@ -138,7 +138,7 @@ def _by_update(p: Problem) -> list[Route]:
         Route("select by update", needed, by(lambda acc: acc.at_least(threshold), None), same(reaching)),
     ]
     if device.type != "cpu":
-        exact = by(lambda acc: acc.top_k_padded(p.k), Verdict(device))
+        exact = by(lambda acc: acc.top_k(p.k), Verdict(device))
         made.append(Route("exact k by update", size + 8 * p.k, exact, same(best)))
         launched = _launched_by_update(p, divisor, threshold, reaching.room, out)
         made.append(Route("its kernels", needed, launched, same(reaching)))

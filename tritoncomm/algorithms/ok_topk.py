@@ -165,7 +165,7 @@ class OkTopkAlgorithm(BudgetedAlgorithm):
 
     def _select_local(self, step: Step, threshold: float) -> Entries:
         """Return L, this rank's selection: what reaches ``threshold``, or if that is 0 the k largest entries."""
-        local = step.at_least(threshold, self.local_cap) if threshold else step.top_k(self.k)
+        local = step.at_least(threshold, self.local_cap) if threshold else step.acc.top_k(self.k)
         step.check_gradient(local.values)
         return local
 

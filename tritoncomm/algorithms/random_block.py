@@ -118,8 +118,7 @@ class RandomBlockAlgorithm(Algorithm):
             finite = acc.finite_flag()  # before dense(): on a CPU, the same pass adds and checks
             own = torch.cat([acc.dense()[start:stop] for start, stop in ranges])
             mean = yield from shared_mean(own, indices, finite, acc, world_size, phase=_PHASE)
-            for start, stop in ranges:
-                acc.clear_range(start, stop)
+            acc.clear(indices)
         else:
             mean = yield from self.rounded.deliver(acc, indices, rank, world_size)
         acc.selected = indices.numel()

@@ -50,7 +50,7 @@ class TopkAllgatherAlgorithm(BudgetedAlgorithm):
         if self.goes_dense:
             return (yield from dense_exchange(acc, world_size))
         step = Step.of(acc, self.encoding, rank, world_size)
-        own = step.top_k(self.k)
+        own = acc.top_k(self.k)
         union, sent = yield from step.union(_PHASE, own, [self.k] * world_size)
         acc.subtract(sent, rounded=step.encoding.rounds)
         step.count_rounding(own, sent)

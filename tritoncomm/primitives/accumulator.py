@@ -81,14 +81,16 @@ class Accumulator:
         assert not self._added
         self._gradient = update
 
-    def split(self, at: int) -> tuple[Accumulator, Accumulator]:
-        """Return accumulators for the coordinates below ``at`` and for the rest.
-
-        Call this before the sum is computed.
-        """
-        assert not self._added
-        head, tail = self._parts(at)
-        return head, tail
+    def split(self, *cuts: int) -> list[Accumulator]:
+        """Return accumulators for the coordinates between ``cuts``. They share memory with this one."""
+        parts = []
+        for own in itertools.starmap(slice, itertools.pairwise((0, *cuts, self.numel))):
+            memory = self._residual[own], self._gradient[own], self._scratch[own]
+            part = Accumulator(*memory, self.workspace, self.verdict)
+            part._added, part._is_divided = self._added, self._is_divided
+            part._scale = None if self._scale is None else self._scale[own]
+            parts.append(part)
+        return parts
 
     def scaled(self, scale: torch.Tensor) -> Accumulator:
         """Return this accumulator divided by ``scale`` (fp32 ``[n]``, powers of two).
@@ -152,7 +154,7 @@ class Accumulator:
             passed = self.at_least(threshold)
             low, high = offsets(passed.indices, (start, stop))
             return passed.slice(low, high), not kernels.has_non_finite(passed.values)
-        before, middle, after = self._parts(start, stop)
+        before, middle, after = self.split(start, stop)
         own = middle.at_least(threshold)
         finite = [part.is_finite() for part in (before, after)]  # each of them adds its part of the sum
         self.absorb(before, middle, after)
@@ -161,9 +163,10 @@ class Accumulator:
     def top_k(self, k: int) -> Entries:
         """Return the ``k`` entries of largest magnitude, ascending by index.
 
-        Ties go to the lower index. Zeros are never selected.
+        Ties go to the lower index. Zeros are never selected. In a step with a verdict, the list has room for ``k``
+        entries, and nothing waits for a GPU.
         """
-        return self._select(kernels.accumulate_top_k, k)
+        return self._select(kernels.accumulate_top_k if self.verdict is None else kernels.top_k_padded, k)
 
     def top_k_blocks(self, bounds: Sequence[int], budgets: Sequence[int], terms: Sequence[Entries] = ()) -> Entries:
         """Return the ``budgets[i]`` largest entries from ``bounds[i]`` up to ``bounds[i + 1]``, after adding ``terms``.
@@ -197,9 +200,7 @@ class Accumulator:
 
     def values_at(self, indices: torch.Tensor) -> torch.Tensor:
         """Return the sum at ``indices``, and 0 for padding. Nothing waits for a GPU."""
-        if self.verdict is None:  # without padding, torch is faster than the kernels
-            return self.dense().index_select(0, indices)
-        return kernels.values_at(self.dense(), indices)
+        return self._read(self.dense(), indices)
 
     def remember(self, indices: torch.Tensor, values: torch.Tensor | None = None) -> None:
         """Let :meth:`undo` restore the sum at ``indices``, where it is ``values`` now. By default, they are read."""
@@ -209,10 +210,6 @@ class Accumulator:
         """Restore what :meth:`remember` was given, the latest first."""
         while self._log:
             self.replace(*self._log.pop())
-
-    def top_k_padded(self, k: int) -> Entries:
-        """Return the result of :meth:`top_k` with room for ``k`` entries. Nothing waits for a GPU."""
-        return self._select(kernels.top_k_padded, k)
 
     def clear(self, indices: torch.Tensor) -> None:
         """Set the sum to zero at ``indices``, because these entries have been delivered. Padding is ignored."""
@@ -229,11 +226,6 @@ class Accumulator:
             self.add(delivered.indices, delivered.values, scale=-1.0)
         else:
             self.clear(delivered.indices)
-
-    def clear_range(self, start: int, stop: int) -> None:
-        """Set the sum to zero at the coordinates from ``start`` up to ``stop``. See :meth:`clear`."""
-        self._add_undivided()
-        self._timed(self._scratch[start:stop].zero_)
 
     def replace(self, indices: torch.Tensor, values: torch.Tensor) -> None:
         """Overwrite the sum at ``indices`` (unique) with ``values``. Padding is ignored."""
@@ -276,17 +268,6 @@ class Accumulator:
         self._add()
         return self._timed(lambda: torch.isfinite(self._scratch).all())
 
-    def _parts(self, *cuts: int) -> list[Accumulator]:
-        """Return accumulators for the coordinates between ``cuts``. They share memory with this one."""
-        parts = []
-        for own in itertools.starmap(slice, itertools.pairwise((0, *cuts, self.numel))):
-            memory = self._residual[own], self._gradient[own], self._scratch[own]
-            part = Accumulator(*memory, self.workspace, self.verdict)
-            part._added, part._is_divided = self._added, self._is_divided
-            part._scale = None if self._scale is None else self._scale[own]
-            parts.append(part)
-        return parts
-
     def _add(self) -> None:
         """Compute the sum, in the units of this accumulator."""
         self._add_undivided()
@@ -301,12 +282,12 @@ class Accumulator:
 
     def _undivided(self, values: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
         """Return ``values`` for ``indices``, which may hold padding, in the units of the sum in ``scratch``."""
-        divisor = self._divisor
-        if divisor is None:
-            return values
+        return values if self._divisor is None else values * self._read(self._divisor, indices)
+
+    def _read(self, vector: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
         if self.verdict is None:  # without padding, torch is faster than the kernels
-            return values * divisor.index_select(0, indices)
-        return values * kernels.values_at(divisor, indices)
+            return vector.index_select(0, indices)
+        return kernels.values_at(vector, indices)
 
     def _select(self, operation: Callable[..., Entries], limit: float) -> Entries:
         """Return the result of an operation of the kernels, which first adds what is not added yet."""

@@ -182,7 +182,7 @@ def gather_blocks(
     words = [2 * size for size in sizes]
     message = packing.encode(block.indices, block.values)
     blocks = yield from bruck_all_gather(message, words, rank, world_size, phase=phase)
-    gathered = Entries(*packing.decode_parts(blocks))
+    gathered = Entries.join([packing.decode(part) for part in blocks])
     packing.check_indices(gathered.indices, 0, numel)
     return gathered
 

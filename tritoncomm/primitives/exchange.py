@@ -61,7 +61,8 @@ class Step:
         self.encoding = encoding if world_size > 1 else alone
         self.acc, self.rank, self.world_size, self.width = acc, rank, world_size, width
         self.is_finite = True
-        self._rounding = RoundingError()
+        # Not with fixed room, where the host would wait for each figure.
+        self._rounding = RoundingError() if self.encoding.rounds and acc.verdict is None else None
         self._rows: list[list[int]] = [[] for _ in range(world_size)]
         self._reason = "hold a NaN or Inf gradient"
         self.terms: list[Entries] = []  # for the selection of blocks, which adds them in its pass
@@ -83,10 +84,6 @@ class Step:
         if self.world_size > 1 and not self.encoding.rounds:
             entries = entries._replace(values=quotients(entries.values, self.world_size))
         return self._vector(entries)
-
-    def top_k(self, k: int) -> Entries:
-        """Return the ``k`` largest entries of the accumulator."""
-        return self.acc.top_k(k)
 
     def at_least(self, threshold: float, most: int) -> Entries:
         """Return the entries of the accumulator that reach ``threshold``, but only the ``most`` largest of them."""
@@ -174,7 +171,7 @@ class Step:
         sent = Entries.join(delivered)
         receives = {p: section.words for p, section in arriving.items()}
         yield from rotate(sends, receives, add, rank, self.world_size, width=self.width, phase=phase)
-        if encoding.rounds:
+        if self._rounding is not None:
             self._rounding.add(Entries.join(parts), sent)
 
         found = region.at_least(threshold)
@@ -287,12 +284,12 @@ class Step:
 
     def count_rounding(self, entries: Entries, sent: Entries) -> None:
         """Count what rounding takes from ``entries``, of which ``sent`` was sent. Exact lengths only."""
-        if self.encoding.rounds:
+        if self._rounding is not None:
             self._rounding.add(entries, sent)
 
     def rounding(self) -> dict[str, float]:
         """Return figures about what :meth:`count_rounding` was given."""
-        return self._rounding.figures() if self.encoding.rounds else {}
+        return {} if self._rounding is None else self._rounding.figures()
 
     def settle(self, own: Sequence[Count] = ()) -> Pattern[tuple[list[list[int]], list[int]]]:
         """Return the figures of all ranks, ``[world_size][figures]``, and ``own`` numbers of this rank.
@@ -320,11 +317,8 @@ class FixedStep(Step):
         self.verdict = verdict
         self._figures: list[torch.Tensor] = []
 
-    def top_k(self, k: int) -> Entries:
-        return self.acc.top_k_padded(k)
-
     def at_least(self, threshold: float, most: int) -> Entries:
-        largest = self.acc.top_k_padded(min(most, self.acc.numel))
+        largest = self.acc.top_k(min(most, self.acc.numel))
         return kernels.reaching(largest, threshold, workspace=self.acc.workspace)
 
     def check_gradient(self, values: torch.Tensor) -> None:
@@ -504,12 +498,6 @@ class FixedStep(Step):
         kept = among(ascending(gathered.entries.indices, numel), sent.indices)
         rest = sent._replace(values=own.values[places] - sent.values)
         return rest.only(kept & (sent.indices != PADDING))
-
-    def count_rounding(self, entries: Entries, sent: Entries) -> None:
-        pass
-
-    def rounding(self) -> dict[str, float]:
-        return {}
 
     def settle(self, own: Sequence[Count] = ()) -> Pattern[tuple[list[list[int]], list[int]]]:
         numbers = [number for number in own if isinstance(number, torch.Tensor)]

@@ -32,16 +32,10 @@ def encode(indices: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     return torch.cat([indices, values.view(torch.int32)])
 
 
-def decode_parts(messages: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the concatenated indices and the concatenated values of several messages of :func:`encode`."""
-    indices, values = torch.cat([message.view(2, -1) for message in messages], dim=1).unbind()
-    return indices, values.view(torch.float32)
-
-
-def decode(message: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the indices and values (views) of a packed message. Call :func:`check_indices` before using them."""
+def decode(message: torch.Tensor) -> Entries:
+    """Return the entries of a plain message, as views. Call :func:`check_indices` before using them."""
     indices, values = message.view(2, -1).unbind()
-    return indices, values.view(torch.float32)
+    return Entries(indices, values.view(torch.float32))
 
 
 def pack_padded(indices: torch.Tensor, values: torch.Tensor, words: int) -> torch.Tensor:
@@ -56,11 +50,10 @@ def pack_padded(indices: torch.Tensor, values: torch.Tensor, words: int) -> torc
     return message
 
 
-def unpack_padded(message: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the indices and values (views) of a message of :func:`pack_padded`, without the padding."""
-    indices, values = decode(message)
-    used = int(torch.count_nonzero(indices != _PADDING))
-    return indices[:used], values[:used]
+def unpack_padded(message: torch.Tensor) -> Entries:
+    """Return the entries of a message of :func:`pack_padded`, as views, without the padding."""
+    entries = decode(message)
+    return entries.slice(0, int(torch.count_nonzero(entries.indices != _PADDING)))
 
 
 def check_indices(indices: torch.Tensor, low: int, high: int) -> None:
@@ -180,7 +173,7 @@ class Section:
                 indices = section[: int(torch.count_nonzero(section != _PADDING))]
                 entries = Entries(indices, indices.new_empty(0, dtype=torch.float32))
             else:
-                entries = Entries(*unpack_padded(section))
+                entries = unpack_padded(section)
             check_indices(entries.indices, self.low, self.high)
         if self.rounds or self.divisor == 1:
             return entries
@@ -292,7 +285,7 @@ class Sections:
         if not self.is_plain:
             parts = message.split_with_sizes([section.words for section in self.sections])
             return Entries.join([section.decode(part) for section, part in zip(self.sections, parts, strict=True)])
-        entries = Entries(*unpack_padded(message))
+        entries = unpack_padded(message)
         start = 0
         for run in runs(self.ranges):
             low, high = run[0][0], run[-1][1]

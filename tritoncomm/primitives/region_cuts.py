@@ -95,19 +95,10 @@ def moves(sizes: Sequence[int], rank: int) -> tuple[dict[int, tuple[int, int]], 
     """Return the moves of ``rank`` that balance blocks of ``sizes`` and keep the global order.
 
     The result holds the slices of its own block by destination, and the number of entries by source. Both include
-    ``rank`` itself. Old and new blocks are intervals of the same concatenation. Rank a sends to rank b the intersection
-    of a's old interval and b's new one, so nothing has to be negotiated.
+    ``rank`` itself. Rank a sends to rank b its piece of b's balanced block, so nothing has to be negotiated.
     """
-    world_size = len(sizes)
-    old = [0, *accumulate(sizes)]
-    new = [0, *accumulate(balanced_sizes(old[-1], world_size))]
-    leaving: dict[int, tuple[int, int]] = {}
-    arriving: dict[int, int] = {}
-    for other in range(world_size):
-        start, stop = max(old[rank], new[other]), min(old[rank + 1], new[other + 1])
-        if start < stop:
-            leaving[other] = (start - old[rank], stop - old[rank])
-        start, stop = max(old[other], new[rank]), min(old[other + 1], new[rank + 1])
-        if start < stop:
-            arriving[other] = stop - start
-    return leaving, arriving
+    blocks = [dict(pieces) for pieces in balanced_pieces(sizes)]
+    counts = {other: block[rank] for other, block in enumerate(blocks) if rank in block}
+    stops = accumulate(counts.values())
+    leaving = {other: (stop - counts[other], stop) for other, stop in zip(counts, stops, strict=True)}
+    return leaving, blocks[rank]
