@@ -19,6 +19,7 @@ import tritoncomm_kernels as kernels
 from tritoncomm.algorithms.base import Bounds, check_at_least
 from tritoncomm.algorithms.wrapper import WrapperAlgorithm, WrapperRecipe
 from tritoncomm.errors import ConfigurationError, NonFiniteError
+from tritoncomm.primitives import packing
 from tritoncomm.primitives.accumulator import Accumulator
 from tritoncomm.primitives.collectives import dense_exchange, gather_blocks, share_rows
 from tritoncomm.primitives.packing import quotients
@@ -113,13 +114,10 @@ class HierarchicalAlgorithm(WrapperAlgorithm):
         self.report = self.inner.report
         kept = max(0, min(self._share, self.numel - start))
         inside = (mean.indices >= 0) & (mean.indices < kept)  # neither padding of a list nor of the vector
-        if acc.verdict is None:
-            count = int(torch.count_nonzero(inside))
-            found = Entries(mean.indices[:count] + start, quotients(mean.values[:count], size))
-        else:
-            found = Entries(mean.indices + start, quotients(mean.values, size)).only(inside)
+        found, exact = Entries(mean.indices + start, quotients(mean.values, size)).only(inside), acc.verdict is None
+        if exact:
+            found = found.trimmed()
         if size > 1:
-            exact = acc.verdict is None
             gather = _gather(found, not rejected, self.numel, local, size, exact=exact)
             found = yield InSubgroup(_GATHER, node, gather)
         elif rejected:
@@ -127,10 +125,9 @@ class HierarchicalAlgorithm(WrapperAlgorithm):
         acc.clear_all()
         acc.replace_range(start, left[:kept])
         acc.absorb(inner)
-        if acc.verdict is None:
-            return SparseVector(found.indices, found.values, self.numel)
-        joined = kernels.joined(found, workspace=acc.workspace)
-        return SparseVector.padded(joined.slice(0, self.numel), self.numel)
+        if not exact:
+            found = kernels.joined(found, workspace=acc.workspace).slice(0, self.numel)
+        return acc.vector(found)
 
     def predicted_traffic(self, world_size: int, *, ordinary: bool = False) -> Forecast:
         size = self.recipe.node_size
@@ -174,6 +171,5 @@ def _gather(block: Entries, finite: bool, numel: int, rank: int, size: int, *, e
     missing = (0, max(counts) - own[0])
     indices = torch.nn.functional.pad(block.indices, missing, value=PADDING)
     values = torch.nn.functional.pad(block.values, missing)
-    rows = yield AllGather(_GATHER, torch.cat([indices, values.view(torch.int32)]))
-    indices, values = rows.view(size, 2, -1).unbind(1)
-    return Entries(indices.flatten(), values.flatten().view(torch.float32))
+    rows = yield AllGather(_GATHER, packing.encode(indices, values))
+    return Entries.join([packing.decode(row) for row in rows])

@@ -11,6 +11,7 @@ import torch
 
 import tritoncomm_kernels as kernels
 from tritoncomm.primitives.region_cuts import offsets
+from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.primitives.verdict import Verdict
 from tritoncomm.scheduler.span import Span
 from tritoncomm_kernels import Entries, Workspace
@@ -250,6 +251,12 @@ class Accumulator:
         else:
             rows = Entries(indices, values)
             self._timed(lambda: kernels.add_rows(self._scratch, rows, scale=scale, workspace=self.workspace))
+
+    def vector(self, entries: Entries) -> SparseVector:
+        """Return ``entries`` as a vector of this length. In a step with a verdict, they may have padding."""
+        if self.verdict is None:
+            return SparseVector(entries.indices, entries.values, self.numel)
+        return SparseVector.padded(entries, self.numel)
 
     def clear_all(self) -> None:
         """Set the whole sum to zero, because all of it has been delivered."""

@@ -323,8 +323,7 @@ def shared_mean(
     then see NaN in the sum and raise :class:`~tritoncomm.NonFiniteError`.
     """
     total = yield from _summed(torch.where(finite, values, torch.nan), acc, world_size, phase)
-    entries = Entries(indices, quotients(total, world_size))
-    return SparseVector(*entries, acc.numel) if acc.verdict is None else SparseVector.padded(entries, acc.numel)
+    return acc.vector(Entries(indices, quotients(total, world_size)))
 
 
 def dense_exchange(acc: Accumulator, world_size: int) -> Pattern[SparseVector]:

@@ -83,7 +83,7 @@ class Step:
         """Return the result of the step: the mean, of ``entries`` that hold means if values are rounded, else sums."""
         if self.world_size > 1 and not self.encoding.rounds:
             entries = entries._replace(values=quotients(entries.values, self.world_size))
-        return self._vector(entries)
+        return self.acc.vector(entries)
 
     def at_least(self, threshold: float, most: int) -> Entries:
         """Return the entries of the accumulator that reach ``threshold``, but only the ``most`` largest of them."""
@@ -302,10 +302,6 @@ class Step:
         self.figures = torch.tensor(self._rows, dtype=torch.int64, device="cpu")
         return self._rows, [int(number) for number in own]
 
-    def _vector(self, entries: Entries) -> SparseVector:
-        """Return ``entries`` as a sparse vector."""
-        return SparseVector(entries.indices, entries.values, self.acc.numel)
-
 
 class FixedStep(Step):
     """Messages with fixed room. What is wrong is counted on each device, and raised by all ranks at the end."""
@@ -504,9 +500,6 @@ class FixedStep(Step):
         rows, values = yield from self.verdict.settle(self.world_size, numbers)
         self.figures = self.verdict.figures
         return rows, values
-
-    def _vector(self, entries: Entries) -> SparseVector:
-        return SparseVector.padded(entries, self.acc.numel)
 
 
 def all_gather_mean(

@@ -72,10 +72,9 @@ class QuantizedMean(NamedTuple):
         acc.replace(indices, left)
         if acc.verdict is not None:
             yield from acc.verdict.settle(world_size)
-            entries = kernels.reaching(Entries(indices, mean), _LEAST, workspace=acc.workspace)
-            return SparseVector.padded(entries, acc.numel)
+            return acc.vector(kernels.reaching(Entries(indices, mean), _LEAST, workspace=acc.workspace))
         delivered = mean.nonzero()[:, 0]
-        return SparseVector(indices[delivered], mean[delivered], acc.numel)
+        return acc.vector(Entries(indices[delivered], mean[delivered]))
 
     def deliver_all(self, acc: Accumulator, rank: int, world_size: int) -> Pattern[SparseVector]:
         """Return the mean over ranks at every coordinate, and leave the residual in ``acc``.
