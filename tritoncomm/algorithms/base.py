@@ -41,11 +41,13 @@ class Algorithm(ABC):
 
     ``state`` is immutable. A successful step replaces it as a whole, so a failed step is undone by restoring the old
     object. ``report`` holds figures about the last step, for the metrics. ``workspace`` is scratch memory of the
-    kernels. ``static`` says whether steps use the static form, except dense ones.
+    kernels. ``static`` says whether steps use the static form, and ``carried_by`` what can carry other values in them,
+    except dense ones.
     """
 
     state: Any
     static: bool = False
+    carried_by: Carriers = Carriers()
 
     def __init__(self, numel: int) -> None:
         if numel > INDEX_LIMIT:
@@ -100,8 +102,8 @@ class Algorithm(ABC):
         return False
 
     def carriers(self, world_size: int, *, ordinary: bool = False) -> Carriers:
-        """Return what can carry other values in the next step, or in an ``ordinary`` one. Nothing by default."""
-        return Carriers()
+        """Return what can carry other values in the next step, or in an ``ordinary`` one."""
+        return Carriers() if self.goes_dense else self.carried_by
 
     def prepare(self, acc: Accumulator, world_size: int) -> None:  # noqa: B027 - most do not change gradients
         """Change this rank's whole gradient before any part of it is exchanged, for example by clipping."""

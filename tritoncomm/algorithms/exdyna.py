@@ -194,6 +194,7 @@ class ExDynaAlgorithm(BudgetedAlgorithm):
     """ExDyna on one rank. :meth:`reduce` follows the paper from top to bottom."""
 
     state: ExDynaState
+    carried_by = Carriers({"gather": "indices"})
 
     def __init__(self, recipe: ExDyna, numel: int) -> None:
         super().__init__(numel)
@@ -406,9 +407,6 @@ class ExDynaAlgorithm(BudgetedAlgorithm):
         """Return the room of a rank in the static form: its share of ``capacity`` times k entries."""
         return math.ceil(min(self.numel, self.recipe.capacity * self.k / world_size))
 
-    def carriers(self, world_size: int, *, ordinary: bool = False) -> Carriers:
-        return Carriers() if self.goes_dense else Carriers({"gather": "indices"})
-
     def predicted_traffic(self, world_size: int, *, ordinary: bool = False) -> Forecast:
         """See :meth:`Algorithm.predicted_traffic`: the largest number of entries, all selected by one rank.
 
@@ -422,30 +420,27 @@ class ExDynaAlgorithm(BudgetedAlgorithm):
             gathered = both(cost.all_gather(words, cost.WORD, world_size))
             union = min(world_size * self._room(world_size), self.numel)
             reduced = both(cost.all_reduce(union, cost.WORD, world_size))
-            phases = Forecast({"indices": gathered, "values": reduced})
-            forecast = with_verdict(phases, world_size, figures=2, phase="indices")
-        elif ordinary:
-            volume = (world_size - 1) * self.encoding.words(-(-self.numel // world_size), -(-self.k // world_size))
-            forecast = self._forecast(world_size, volume, volume, self.k)
+            phases = {"indices": gathered, "values": reduced}
+            forecast = with_verdict(Forecast(phases), world_size, figures=2, phase="indices")
         else:
-            bounds = self._partitions(self._state_for(world_size, layout), layout, torch.device("cpu")).bounds.tolist()
-            most = min(self.capacity, widest(bounds))
-            leaving = (world_size - 1) * self.encoding.words_at_most(self.numel, most, 1)
-            arriving = min(leaving, self.encoding.words_at_most(self.numel, self.capacity, world_size))
-            forecast = self._forecast(world_size, leaving, arriving, self.capacity)
+            peers, rounds, delivered = world_size - 1, cost.log2(world_size), self.k if ordinary else self.capacity
+            if ordinary:
+                leaving = peers * self.encoding.words(-(-self.numel // world_size), -(-self.k // world_size))
+                arriving = leaving
+            else:
+                state = self._state_for(world_size, layout)
+                bounds = self._partitions(state, layout, torch.device("cpu")).bounds.tolist()
+                leaving = peers * self.encoding.words_at_most(self.numel, min(delivered, widest(bounds)), 1)
+                arriving = min(leaving, self.encoding.words_at_most(self.numel, delivered, world_size))
+            phases = {
+                "counts": both(cost.all_gather(3, 8, world_size)),
+                "indices": Flow(cost.messages(rounds, leaving), cost.messages(rounds, arriving)),
+                "values": both(cost.all_reduce(delivered, cost.WORD, world_size)),
+            }
+            forecast = Forecast(phases)
         if ordinary or self._state_for(world_size, layout).threshold:
             return forecast
         return Forecast({"start": both(cost.all_gather(1, 8, world_size)), **forecast.phases})
-
-    def _forecast(self, world_size: int, leaving: int, arriving: int, total: int) -> Forecast:
-        rounds = cost.log2(world_size)
-        return Forecast(
-            {
-                "counts": both(cost.all_gather(3, 8, world_size)),
-                "indices": Flow(cost.messages(rounds, leaving), cost.messages(rounds, arriving)),
-                "values": both(cost.all_reduce(total, cost.WORD, world_size)),
-            }
-        )
 
 
 def tight_block(numel: int, world_size: int, blocks: int) -> int:

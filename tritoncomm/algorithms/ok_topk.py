@@ -97,6 +97,7 @@ class OkTopkAlgorithm(BudgetedAlgorithm):
         super().__init__(numel)
         self.recipe, self.static = recipe, recipe.static is True
         self.encoding = recipe.encoding
+        self.carried_by = Carriers({"scatter": "split-and-reduce", "gather": "all-gather"}, recipe.bucket_width)
         self.k = entries_to_keep(numel, recipe.density)
         strict, trigger = recipe.strict_volume, triggers.balance
         self.local_cap = math.ceil(self.k * (1.0 if strict else recipe.local_cap))
@@ -231,10 +232,6 @@ class OkTopkAlgorithm(BudgetedAlgorithm):
     def invalidate_thresholds(self) -> None:
         """See :meth:`Algorithm.invalidate_thresholds`: the next step re-evaluates them."""
         self.state = replace(self.state, local_threshold=0.0, force_reevaluate=True)
-
-    def carriers(self, world_size: int, *, ordinary: bool = False) -> Carriers:
-        phases = {"scatter": "split-and-reduce", "gather": "all-gather"}
-        return Carriers() if self.goes_dense else Carriers(phases, self.recipe.bucket_width)
 
     def predicted_traffic(self, world_size: int, *, ordinary: bool = False) -> Forecast:
         """See :meth:`Algorithm.predicted_traffic`: the most that the caps of the next step allow, or an even step."""

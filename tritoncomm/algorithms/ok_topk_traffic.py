@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from tritoncomm.algorithms.ok_topk_rules import Figures
 from tritoncomm.primitives import distributed_topk
@@ -130,10 +130,8 @@ class Caps:
         return phases
 
     def _row_words(self, room: int, span: int | None) -> int:
-        if span is not None:
-            return self.encoding.row_words(span, room)
-        packed = "always" if self.encoding.rounds else self.encoding.packed  # see Rows
-        return replace(self.encoding, packed=packed).words_at_most(self.numel, room, 1)
+        of_rows = self.encoding.of_rows
+        return of_rows.words_at_most(self.numel, room, 1) if span is None else of_rows.words(span, room)
 
     def _words(self, entries: int, sections: int) -> int:
         return self.encoding.words_at_most(self.numel, entries, sections)

@@ -82,6 +82,8 @@ class Quantized(StaticRecipe):
 class QuantizedAlgorithm(Algorithm):
     """A reduce-scatter and an all-gather of rounded values. All that is kept between steps is the residual."""
 
+    carried_by = Carriers({leg: f"{_PHASE}-{leg}" for leg in ("scatter", "gather")})
+
     def __init__(self, recipe: Quantized, numel: int) -> None:
         super().__init__(numel)
         self.recipe, self.static = recipe, recipe.static is True
@@ -98,10 +100,6 @@ class QuantizedAlgorithm(Algorithm):
 
     def reduce(self, acc: Accumulator, rank: int, world_size: int) -> Pattern[SparseVector]:
         return dense_exchange(acc, world_size) if self.goes_dense else self.mean.deliver_all(acc, rank, world_size)
-
-    def carriers(self, world_size: int, *, ordinary: bool = False) -> Carriers:
-        phases = {leg: f"{_PHASE}-{leg}" for leg in ("scatter", "gather")}
-        return Carriers() if self.goes_dense else Carriers(phases)
 
     def predicted_traffic(self, world_size: int, *, ordinary: bool = False) -> Forecast:
         """See :meth:`Algorithm.predicted_traffic`. It is exact: 2n(P-1)/P values of ``bits + 1/4`` bits."""

@@ -39,6 +39,8 @@ class TopkAllgather(EntryRecipe, StaticRecipe):
 class TopkAllgatherAlgorithm(BudgetedAlgorithm):
     """Blocks have a fixed size of k entries, so no sizes are exchanged."""
 
+    carried_by = Carriers({"gather": _PHASE})
+
     def __init__(self, numel: int, k: int, encoding: Encoding = PLAIN, *, static: bool = False) -> None:
         super().__init__(numel)
         self.k = k
@@ -57,9 +59,6 @@ class TopkAllgatherAlgorithm(BudgetedAlgorithm):
         self.report = step.rounding()
         yield from step.settle()
         return step.vector(union)
-
-    def carriers(self, world_size: int, *, ordinary: bool = False) -> Carriers:
-        return Carriers() if self.goes_dense else Carriers({"gather": _PHASE})
 
     def predicted_traffic(self, world_size: int, *, ordinary: bool = False) -> Forecast:
         """See :meth:`Algorithm.predicted_traffic`. It is exact: 2k(P-1) words in plain messages."""

@@ -69,11 +69,9 @@ class WarmupAlgorithm(WrapperAlgorithm):
     def _after(self, taken: int) -> Algorithm:
         """Return the algorithm of the step after ``taken`` completed ones. The method is built when it begins."""
         if taken < self.recipe.steps:
-            if self._dense is None:
-                self._dense = self.recipe.recipe.dense_form().build(self.numel, self._bounds)
+            self._dense = self._dense or self.recipe.recipe.dense_form().build(self.numel, self._bounds)
             return self._dense
-        if self._method is None:
-            self._method = self.recipe.recipe.build(self.numel, self._bounds)
+        self._method = self._method or self.recipe.recipe.build(self.numel, self._bounds)
         return self._method
 
     @property

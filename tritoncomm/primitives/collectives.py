@@ -132,10 +132,8 @@ def share_rows(
     rank is not ``finite``. The message names these ranks and the ``reason``. One worker alone sends nothing.
     """
     told = [row[0] if finite else NON_FINITE, *row[1:]]
-    if device.type == "cpu":
-        words = torch.tensor(told, dtype=torch.int64, device="cpu")
-    else:  # each word is filled by a kernel, because the host would wait for a GPU to copy them
-        words = torch.cat([torch.full((1,), each, dtype=torch.int64, device=device) for each in told])
+    # Each word is filled by a kernel, because the host would wait for a GPU to copy them.
+    words = torch.cat([torch.full((1,), each, dtype=torch.int64, device=device) for each in told])
     everybody = (yield AllGather(phase, words)) if world_size > 1 else words[None]
     columns: list[list[int]] = yield from read(phase, everybody.t())
     bad = [rank for rank, first in enumerate(columns[0]) if first == NON_FINITE]

@@ -197,6 +197,11 @@ class Encoding:
         """True if values have so few levels that many sums of them are equal: 1, 2 or 3 bits."""
         return self.rounds and _FORMATS[self.values].bits <= _COARSE_BITS
 
+    @property
+    def of_rows(self) -> Encoding:
+        """The encoding of :class:`Rows`."""
+        return Encoding(self.values, "always") if self.rounds else self
+
     def section(self, low: int, high: int, room: int, *, divisor: int = 1) -> Section:
         """Return the section of at most ``room`` entries in ``[low, high)``."""
         return _section(low, high, room, self.values, divisor, self.packed)
@@ -216,7 +221,7 @@ class Encoding:
 
     def row_words(self, span: int, room: int) -> int:
         """Return the length in words of one row of :class:`Rows`."""
-        return Rows(self, torch.empty(0, device="cpu"), span, room).words
+        return self.of_rows.words(span, room)
 
     def words_at_most(self, span: int, entries: int, sections: int) -> int:
         """Return an upper bound in words for ``sections`` sections, with ``entries`` entries and ``span`` coordinates.
@@ -306,26 +311,19 @@ class Rows:
     """
 
     def __init__(self, encoding: Encoding, lows: torch.Tensor, span: int, room: int, *, divisor: int = 1) -> None:
-        section = encoding.section(0, span, room, divisor=divisor)
-        self.lows = lows
-        self.span = span
-        self.room = min(room, span)
-        self.divisor = divisor
-        self.rounds = encoding.rounds
-        self.has_values = encoding.values != NO_VALUES
-        self.layout = section.layout
-        self.is_packed = self.room > 0 and (encoding.rounds or section.is_packed)
-        self.words = section.layout.words if self.is_packed else self.room * (1 + self.has_values)
+        self.section = encoding.of_rows.section(0, span, room, divisor=divisor)
+        self.lows, self.span, self.room, self.words = lows, span, self.section.layout.room, self.section.words
 
     def encode(self, entries: Entries, *, workspace: Workspace, first: int = 0) -> tuple[torch.Tensor, Entries]:
         """Return the messages (int32 ``[m, words]``) with ``entries`` (``[m, room]``) of the rows from ``first`` on.
 
         Also returns what the receivers get, times ``divisor``. See :meth:`Section.encode`.
         """
-        if self.is_packed:
+        if self.section.is_packed:
             lows = self.lows[first : first + entries.indices.shape[0]]
-            return write_rows(self.layout, lows, entries, divisor=self.divisor, workspace=workspace)
-        if not self.has_values:
+            layout, divisor = self.section.layout, self.section.divisor
+            return write_rows(layout, lows, entries, divisor=divisor, workspace=workspace)
+        if self.section.values == NO_VALUES:
             return entries.indices, entries
         return torch.cat([entries.indices, entries.values.view(torch.int32)], dim=1), entries
 
@@ -335,19 +333,16 @@ class Rows:
         Values are divided by ``divisor``. The number is int32 ``[1]``. A malformed row has no entries, see
         :func:`tritoncomm_kernels.sections.read_rows`.
         """
-        if self.is_packed:
-            rows, bad = read_rows(self.layout, self.lows, messages, divisor=self.divisor, workspace=workspace)
-            if self.rounds or self.divisor == 1 or not self.has_values:
-                return rows, bad
+        section, has_values = self.section, self.section.values != NO_VALUES
+        if section.is_packed:
+            rows, bad = read_rows(section.layout, self.lows, messages, divisor=section.divisor, workspace=workspace)
         else:
             indices = messages[:, : self.room]
-            values = (
-                messages[:, self.room :].view(torch.float32) if self.has_values else torch.zeros_like(indices).float()
-            )
+            values = messages[:, self.room :].view(torch.float32) if has_values else torch.zeros_like(indices).float()
             rows, bad = check_rows(Entries(indices, values), self.lows, self.span)
-            if self.divisor == 1:
-                return rows, bad
-        return rows._replace(values=quotients(rows.values, self.divisor)), bad
+        if section.rounds or section.divisor == 1 or not has_values:
+            return rows, bad
+        return rows._replace(values=quotients(rows.values, section.divisor)), bad
 
 
 def quotients(values: torch.Tensor, divisor: int) -> torch.Tensor:

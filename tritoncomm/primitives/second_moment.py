@@ -44,6 +44,8 @@ class FactoredSecondMoment:
         self.numel = sum(self.sizes)
         self.rows = [rows for rows, _, _ in self.cuts]
         self.columns = [columns for _, columns, _ in self.cuts]
+        # Where each tensor begins, and its rows and its columns in those of all. The last number is their end.
+        self._starts = [[0, *accumulate(lengths)] for lengths in (self.sizes, self.rows, self.columns)]
         self._table: tuple[torch.Tensor, ...] | None = None
 
     def sums(self, vector: SparseVector) -> tuple[torch.Tensor, torch.Tensor]:
@@ -76,7 +78,7 @@ class FactoredSecondMoment:
         """Return the row and the column of each index of ``vector``, numbered across all matrices."""
         indices = vector.indices.clamp(min=0) if vector.is_padded else vector.indices
         if self._table is None or self._table[0].device != indices.device:
-            starts = [[0, *accumulate(lengths)][:-1] for lengths in (self.sizes, self.rows, self.columns)]
+            starts = [each[:-1] for each in self._starts]
             table = [*starts, [max(columns, 1) for columns in self.columns], [max(run, 1) for _, _, run in self.cuts]]
             self._table = torch.tensor(table, dtype=torch.int64, device=indices.device).unbind()
         many = indices.shape[0] > _MANY_PER_MATRIX * len(self.sizes)
@@ -92,9 +94,7 @@ class FactoredSecondMoment:
     def _places_by_matrix(self, indices: npt.NDArray[np.int32]) -> tuple[torch.Tensor, torch.Tensor]:
         """Do the same as :meth:`_places` for ascending ``indices``, with one division by a number for each matrix."""
         rows, columns = (np.empty(indices.size, dtype=np.int64) for _ in range(2))
-        starts, first_rows, first_columns = (
-            [0, *accumulate(lengths)] for lengths in (self.sizes, self.rows, self.columns)
-        )
+        starts, first_rows, first_columns = self._starts
         bounds = np.searchsorted(indices, np.asarray(starts, dtype=np.int32)).tolist()
         for matrix, (_, width, run) in enumerate(self.cuts):
             own = slice(bounds[matrix], bounds[matrix + 1])
@@ -129,11 +129,10 @@ class FactoredSecondMoment:
         """
         sums = rows.tolist() if sums is None else sums  # a GPU is read once, not once for each matrix
         mean = math.fsum(sums) / max(self.numel, 1)
-        starts = accumulate(self.rows, initial=0)
         out = torch.empty(self.numel, dtype=torch.float32, device=rows.device)
         parts = zip(torch.split(rows, self.rows), torch.split(columns, self.columns), strict=True)
         for part, cut, start, (row, column) in zip(
-            torch.split(out, self.sizes), self.cuts, starts, parts, strict=False
+            torch.split(out, self.sizes), self.cuts, self._starts[1], parts, strict=False
         ):
             total = math.fsum(sums[start : start + len(row)])
             whole = max(total * max(cut[2], 1) * mean, _TINY)
