@@ -67,11 +67,7 @@ class RandomKAlgorithm(BudgetedAlgorithm):
         if self.goes_dense:
             return (yield from dense_exchange(acc, world_size))
         indices = kernels.copied_to(self.indices(self.state.step), acc.device)
-        finite = acc.finite_flag()  # before dense(): on a CPU, the same pass adds and checks
-        own = acc.dense()[indices.long()]
-        mean = yield from shared_mean(own, indices, finite, acc, world_size, phase=_PHASE)
-        acc.clear(indices)
-        acc.selected = self.k
+        mean = yield from shared_mean(acc, indices, world_size, phase=_PHASE)
         self.state = replace(self.state, step=self.state.step + 1)
         return mean
 

@@ -115,13 +115,9 @@ class RandomBlockAlgorithm(Algorithm):
         ranges = self.ranges(self.state.step)
         indices = torch.cat([torch.arange(*bounds, dtype=torch.int32, device=acc.device) for bounds in ranges])
         if self.recipe.values == "fp32":
-            finite = acc.finite_flag()  # before dense(): on a CPU, the same pass adds and checks
-            own = torch.cat([acc.dense()[start:stop] for start, stop in ranges])
-            mean = yield from shared_mean(own, indices, finite, acc, world_size, phase=_PHASE)
-            acc.clear(indices)
+            mean = yield from shared_mean(acc, indices, world_size, phase=_PHASE)
         else:
             mean = yield from self.rounded.deliver(acc, indices, rank, world_size)
-        acc.selected = indices.numel()
         self.state = replace(self.state, step=self.state.step + 1)
         return mean
 

@@ -268,12 +268,14 @@ class Accumulator:
         """Return False if the sum contains a NaN or Inf. If the sum is not computed yet, one pass adds and checks."""
         return self.at_least(math.inf).room == 0
 
-    def finite_flag(self) -> torch.Tensor:
-        """Return the result of :meth:`is_finite` as a tensor, bool ``[]``. Nothing waits for a GPU."""
+    def values_or_nan(self, indices: torch.Tensor) -> torch.Tensor:
+        """Return the sum at ``indices``, or NaN if the sum has a NaN or Inf anywhere. Nothing waits for a GPU."""
         if self.device.type == "cpu":
-            return torch.tensor(self.is_finite(), device="cpu")
-        self._add()
-        return self._timed(lambda: torch.isfinite(self._scratch).all())
+            finite = torch.tensor(self.is_finite(), device="cpu")  # before dense(): the same pass adds and checks
+        else:
+            self._add()
+            finite = self._timed(lambda: torch.isfinite(self._scratch).all())
+        return torch.where(finite, self.dense()[indices.long()], torch.nan)
 
     def _add(self) -> None:
         """Compute the sum, in the units of this accumulator."""

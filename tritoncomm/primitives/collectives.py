@@ -312,15 +312,15 @@ def _balance(block: Entries, regions: Regions, rank: int, world_size: int, width
     return Entries.join([block.slice(0, 0), *(parts[p] for p in sorted(parts))])
 
 
-def shared_mean(
-    values: torch.Tensor, indices: torch.Tensor, finite: torch.Tensor, acc: Accumulator, world_size: int, *, phase: str
-) -> Pattern[SparseVector]:
-    """Return the mean over ranks of ``values`` (fp32 ``[m]``) at ``indices`` (int32 ``[m]``), the same on all ranks.
+def shared_mean(acc: Accumulator, indices: torch.Tensor, world_size: int, *, phase: str) -> Pattern[SparseVector]:
+    """Return the mean of all accumulators at ``indices`` (int32 ``[m]``, the same on all ranks), and clear them there.
 
-    A rank that is not ``finite`` (bool ``[]``) sends NaN, even if its NaN or Inf is at another coordinate. All ranks
-    then see NaN in the sum and raise :class:`~tritoncomm.NonFiniteError`.
+    A rank with a NaN or Inf at any coordinate sends NaN. All ranks then see NaN in the sum and raise
+    :class:`~tritoncomm.NonFiniteError`.
     """
-    total = yield from _summed(torch.where(finite, values, torch.nan), acc, world_size, phase)
+    total = yield from _summed(acc.values_or_nan(indices), acc, world_size, phase)
+    acc.clear(indices)
+    acc.selected = indices.numel()
     return acc.vector(Entries(indices, quotients(total, world_size)))
 
 

@@ -66,10 +66,9 @@ class QuantizedMean(NamedTuple):
         A coordinate whose mean is rounded to zero is not delivered: it still waits. A NaN or Inf at any coordinate,
         also at others, is an error on all ranks.
         """
-        finite = acc.finite_flag()  # before dense(): on a CPU, the same pass adds and checks
-        own = torch.where(finite, acc.dense()[indices.long()], torch.nan)
-        mean, left = yield from self.of(own, rank, world_size, acc.verdict)
+        mean, left = yield from self.of(acc.values_or_nan(indices), rank, world_size, acc.verdict)
         acc.replace(indices, left)
+        acc.selected = indices.numel()
         if acc.verdict is not None:
             yield from acc.verdict.settle(world_size)
             return acc.vector(kernels.reaching(Entries(indices, mean), _LEAST, workspace=acc.workspace))
