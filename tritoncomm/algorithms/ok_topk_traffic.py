@@ -58,8 +58,7 @@ class Caps:
         if reevaluate:
             phases["rooms"] = both(cost.all_gather(1, cost.WORD, world_size))
             phases["sizes"] = both(cost.all_gather(1, cost.WORD, world_size))
-            if min(self.numel, world_size * self.k) > self.k:
-                phases.update(distributed_topk.forecast(world_size).phases)
+            phases.update(distributed_topk.forecast(world_size).phases)
         figures = len(Figures._fields) - (not self.encoding.rounds)
         return with_verdict(Forecast(phases), world_size, figures, phase="all-gather")
 

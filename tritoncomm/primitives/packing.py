@@ -257,14 +257,13 @@ class Sections:
 
     def __init__(self, encoding: Encoding, ranges: Sequence[tuple[int, int, int]], *, divisor: int = 1) -> None:
         self.ranges = ranges
-        self.divisor = divisor
         self.sections: list[Section] = []
         self.words = 0
-        self.is_plain = not (encoding.packed or encoding.rounds)
+        self.is_plain = not (encoding.packed or encoding.rounds) and divisor == 1
         if not self.is_plain:
             self.sections = [encoding.section(*bounds, divisor=divisor) for bounds in ranges]
             self.words = sum([section.words for section in self.sections])
-        elif ranges:
+        else:
             self.words = 2 * sum(min(room, high - low) for low, high, room in ranges)
 
     def encode(self, indices: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, Entries]:
@@ -298,7 +297,7 @@ class Sections:
             stop = entries.room if last else int(torch.searchsorted(entries.indices, high))
             check_indices(entries.indices[start:stop], low, high)
             start = stop
-        return entries if self.divisor == 1 else entries._replace(values=quotients(entries.values, self.divisor))
+        return entries
 
 
 class Rows:
@@ -306,11 +305,12 @@ class Rows:
 
     Row r holds at most ``room`` entries in ``span`` coordinates from ``lows[r]`` on. The format is that of
     :class:`Section`, with two differences. Rounded values are always packed: where plain rows are shorter, they are a
-    few entries long, and take more launches to write and read. Plain entries are divided by ``divisor`` only if it is
-    not 1. Nothing here waits for a GPU.
+    few entries long, and take more launches to write and read. Only rounded values have a ``divisor``. Nothing here
+    waits for a GPU.
     """
 
     def __init__(self, encoding: Encoding, lows: torch.Tensor, span: int, room: int, *, divisor: int = 1) -> None:
+        assert encoding.rounds or divisor == 1
         self.section = encoding.of_rows.section(0, span, room, divisor=divisor)
         self.lows, self.span, self.room, self.words = lows, span, self.section.layout.room, self.section.words
 
@@ -330,19 +330,16 @@ class Rows:
     def decode(self, messages: torch.Tensor, *, workspace: Workspace) -> tuple[Entries, torch.Tensor]:
         """Return the entries of received ``messages`` (int32 ``[rows, words]``), and the number of malformed rows.
 
-        Values are divided by ``divisor``. The number is int32 ``[1]``. A malformed row has no entries, see
+        Rounded values are divided by ``divisor``. The number is int32 ``[1]``. A malformed row has no entries, see
         :func:`tritoncomm_kernels.sections.read_rows`.
         """
-        section, has_values = self.section, self.section.values != NO_VALUES
+        section = self.section
         if section.is_packed:
-            rows, bad = read_rows(section.layout, self.lows, messages, divisor=section.divisor, workspace=workspace)
-        else:
-            indices = messages[:, : self.room]
-            values = messages[:, self.room :].view(torch.float32) if has_values else torch.zeros_like(indices).float()
-            rows, bad = check_rows(Entries(indices, values), self.lows, self.span)
-        if section.rounds or section.divisor == 1 or not has_values:
-            return rows, bad
-        return rows._replace(values=quotients(rows.values, section.divisor)), bad
+            return read_rows(section.layout, self.lows, messages, divisor=section.divisor, workspace=workspace)
+        indices, values = messages[:, : self.room], messages[:, self.room :].view(torch.float32)
+        if section.values == NO_VALUES:
+            values = torch.zeros_like(indices).float()
+        return check_rows(Entries(indices, values), self.lows, self.span)
 
 
 def quotients(values: torch.Tensor, divisor: int) -> torch.Tensor:
