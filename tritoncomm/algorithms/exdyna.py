@@ -416,7 +416,7 @@ class ExDynaAlgorithm(BudgetedAlgorithm):
             return cost.dense(self.numel, world_size)
         layout = self.layout(world_size)
         if self.is_static:
-            words = self.encoding.row_words(self.numel, self._room(world_size))
+            words = self.encoding.of_rows.words(self.numel, self._room(world_size))
             gathered = both(cost.all_gather(words, cost.WORD, world_size))
             union = min(world_size * self._room(world_size), self.numel)
             reduced = both(cost.all_reduce(union, cost.WORD, world_size))

@@ -227,8 +227,8 @@ class SparDLAlgorithm(BudgetedAlgorithm):
         encoding, teams, least = self.recipe.encoding, place.teams, fewest(place.room, place.teams)
         h = self.k if ordinary else self.state.h if self.state.world_size == world_size else 0
         if self.is_static:
-            block = encoding.row_words(place.widest, place.room)
-            merged = encoding.row_words(place.widest, min(place.room, h or least))
+            block = encoding.of_rows.words(place.widest, place.room)
+            merged = encoding.of_rows.words(place.widest, min(place.room, h or least))
         else:
             widths = (stop - start for start, stop in itertools.pairwise(place.cuts))
             block = max(encoding.words(*each) for each in zip(widths, place.budgets, strict=True))

@@ -65,7 +65,7 @@ class TopkAllgatherAlgorithm(BudgetedAlgorithm):
         if self.goes_dense:
             return cost.dense(self.numel, world_size)
         if self.static:
-            words = self.encoding.row_words(self.numel, self.k)
+            words = self.encoding.of_rows.words(self.numel, self.k)
             gathered = both(cost.all_gather(words, cost.WORD, world_size))
             return with_verdict(Forecast({_PHASE: gathered}), world_size, phase=_PHASE)
         return Forecast({_PHASE: both(cost.bruck(self.encoding.words(self.numel, self.k), world_size))})

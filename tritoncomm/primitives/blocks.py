@@ -58,7 +58,7 @@ class FixedBlocks:
         # For one selection, a gap is a block without budget.
         self._gap = len(first) if others else None
         self._selected = [*first, *((first[-1][1], run[0][0], 0) for run in others), *itertools.chain(*others)]
-        self.words = len(ranges) * step.encoding.row_words(span, room)
+        self.words = len(ranges) * step.encoding.of_rows.words(span, room)
 
     def largest(self) -> Entries:
         """See :meth:`ExactBlocks.largest`. There is one row for each block, and one without entries for a gap."""

@@ -219,10 +219,6 @@ class Encoding:
         """Return the length in words of a section of at most ``room`` entries in a range of ``span`` coordinates."""
         return self.section(0, span, room).words
 
-    def row_words(self, span: int, room: int) -> int:
-        """Return the length in words of one row of :class:`Rows`."""
-        return self.of_rows.words(span, room)
-
     def words_at_most(self, span: int, entries: int, sections: int) -> int:
         """Return an upper bound in words for ``sections`` sections, with ``entries`` entries and ``span`` coordinates.
 
