@@ -39,13 +39,11 @@ class Dense(Recipe):
 class DenseAlgorithm(Algorithm):
     """One all-reduce of residual plus gradient."""
 
+    goes_dense = True
+
     def __init__(self, numel: int) -> None:
         super().__init__(numel)
         self.state = Stateless()
-
-    @property
-    def goes_dense(self) -> bool:
-        return True
 
     def reduce(self, acc: Accumulator, rank: int, world_size: int) -> Pattern[SparseVector]:
         return dense_exchange(acc, world_size)

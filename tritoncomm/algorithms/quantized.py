@@ -82,6 +82,7 @@ class Quantized(StaticRecipe):
 class QuantizedAlgorithm(Algorithm):
     """A reduce-scatter and an all-gather of rounded values. All that is kept between steps is the residual."""
 
+    has_shared_verdict = True
     carried_by = Carriers({leg: f"{_PHASE}-{leg}" for leg in ("scatter", "gather")})
 
     def __init__(self, recipe: Quantized, numel: int) -> None:
@@ -93,10 +94,6 @@ class QuantizedAlgorithm(Algorithm):
     @property
     def goes_dense(self) -> bool:
         return self.recipe.rounded_to is None
-
-    @property
-    def has_shared_verdict(self) -> bool:
-        return True
 
     def reduce(self, acc: Accumulator, rank: int, world_size: int) -> Pattern[SparseVector]:
         return dense_exchange(acc, world_size) if self.goes_dense else self.mean.deliver_all(acc, rank, world_size)

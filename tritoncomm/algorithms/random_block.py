@@ -92,6 +92,7 @@ class RandomBlockAlgorithm(Algorithm):
     """The block of a step depends only on seed and step."""
 
     state: Counted
+    has_shared_verdict = True
 
     def __init__(self, recipe: RandomBlock, numel: int) -> None:
         super().__init__(numel)
@@ -104,10 +105,6 @@ class RandomBlockAlgorithm(Algorithm):
     @property
     def goes_dense(self) -> bool:
         return self.size >= self.numel
-
-    @property
-    def has_shared_verdict(self) -> bool:
-        return True
 
     def reduce(self, acc: Accumulator, rank: int, world_size: int) -> Pattern[SparseVector]:
         if self.goes_dense:
