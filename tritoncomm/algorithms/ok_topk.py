@@ -118,9 +118,10 @@ class OkTopkAlgorithm(BudgetedAlgorithm):
         state = self._state_for(world_size)
         reevaluate, repartition = self._due(state)
         step = Step.of(acc, self.encoding, rank, world_size, self.recipe.bucket_width)
-        # Local selection by threshold, or exactly on re-evaluation steps.
-        exactly = reevaluate or state.local_threshold <= 0
-        local = self._select_local(step, 0.0 if exactly else self.rules.lowered(state.local_threshold))
+        # L, the local selection: by threshold, or exactly on re-evaluation steps.
+        exactly, threshold = reevaluate or state.local_threshold <= 0, self.rules.lowered(state.local_threshold)
+        local = acc.top_k(self.k) if exactly else step.at_least(threshold, self.local_cap)
+        step.check_gradient(local.values)
         selected, kth = kernels.count_entries(local), smallest_key(local, self.k, workspace=acc.workspace)
         if world_size == 1:
             return (yield from self._alone(step, local, state, [selected, kth], exactly=exactly))
@@ -163,12 +164,6 @@ class OkTopkAlgorithm(BudgetedAlgorithm):
         }
         self.state = self.rules.after(state, rows, own, reevaluate=reevaluate, exactly=exactly, is_fixed=self.static)
         return step.vector(result)
-
-    def _select_local(self, step: Step, threshold: float) -> Entries:
-        """Return L, this rank's selection: what reaches ``threshold``, or if that is 0 the k largest entries."""
-        local = step.at_least(threshold, self.local_cap) if threshold else step.acc.top_k(self.k)
-        step.check_gradient(local.values)
-        return local
 
     def _alone(
         self, step: Step, local: Entries, state: OkTopkState, figures: list[Count], *, exactly: bool

@@ -58,11 +58,6 @@ class Accumulator:
         self.selected = 0
 
     @property
-    def seconds(self) -> float:
-        """Seconds of work of this object, as far as they are known. On a GPU, they are known one step later."""
-        return sum(span.seconds for span in self.spans)
-
-    @property
     def gradient(self) -> torch.Tensor:
         """This step's gradient ``[n]``, in the units of this accumulator. Read-only."""
         return self._gradient if self._scale is None else self._gradient / self._scale

@@ -239,9 +239,8 @@ class Encoding:
 PLAIN = Encoding()
 
 
-@lru_cache(maxsize=1024)  # what one rank encodes, others decode, and computing a layout takes longer
-def _section(low: int, high: int, room: int, values: str, divisor: int, packed: bool | str) -> Section:
-    return Section(low, high, room, values, divisor, packed)
+# What one rank encodes, others decode, and computing a layout takes longer.
+_section = lru_cache(maxsize=1024)(Section)
 
 
 class Sections:
