@@ -8,7 +8,7 @@ from typing import ClassVar, NamedTuple
 
 import torch
 
-from tritoncomm_kernels.adam import AdamControl, AdamStates, beta_tables, decay
+from tritoncomm_kernels.adam import AdamControl, AdamStates, decay
 from tritoncomm_kernels.adam_numpy import AdamArrays
 from tritoncomm_kernels.checks import GRADIENT_DTYPES, INDEX_LIMIT, channels_last, check_vector
 from tritoncomm_kernels.dispatch import kernel, triton_runs
@@ -106,7 +106,7 @@ class AdamFlat:
         control: AdamControl,
         keep: float,
     ) -> None:
-        positions, device = self._kinds[kind], self.parameters[0].device
+        positions = self._kinds[kind]
         own = [self.parameters[i] for i in positions]
         decay(own, keep)
         lanes = self._starts[positions[-1]] + self._sizes[positions[-1]] if indices is None else indices.numel()
@@ -115,11 +115,9 @@ class AdamFlat:
         if kind not in self._tables:
             addresses = [[column[i] for i in positions] for column in self._addresses]
             self._tables[kind] = kernel("adam_triton").table_of(own, addresses, [self._starts[i] for i in positions])
-        tables = beta_tables(control.betas, torch.float32, device)
         kernel("adam_triton").update(
-            indices, values, self._tables[kind], control.scalars, tables, lanes, dtype=kind.dtypes[0],
-            amsgrad=self._amsgrad, maximize=control.maximize,
-            images=any(not parameter.is_contiguous() for parameter in own),
+            indices, values, self._tables[kind], control, lanes, dtype=kind.dtypes[0],
+            amsgrad=self._amsgrad, images=any(not parameter.is_contiguous() for parameter in own),
         )  # fmt: skip
 
     def _log(self, parameter: torch.Tensor) -> None:

@@ -1,21 +1,21 @@
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators, allow-incomplete-defs
 """Kernels of :mod:`tritoncomm_kernels.adam_flat`: gather, update and scatter over the delivered coordinates.
 
-There are two kernels, because how far one coordinate moves depends on its whole tensor: on the distance that the tensor
-would move, and on how many of its entries agree in sign with their moments. The first kernel computes these two sums.
-The second computes the moves again and applies them. Only the sums are stored in between. Both are launched once,
-however many tensors there are: an entry finds its tensor by halving, in a table of addresses.
+There are two launches, because how far one coordinate moves depends on its whole tensor: on the distance that the
+tensor would move, and on how many of its entries agree in sign with their moments. The first launch computes these two
+sums. The second computes the moves again and applies them. Only the sums are stored in between. There are no more
+launches for more tensors: an entry finds its tensor by halving, in a table of addresses.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 from tritoncomm_kernels import adam
-from tritoncomm_kernels.adam import DISAGREES, FINE, LARGEST_SQUARE, OUTLIER, Scalars
+from tritoncomm_kernels.adam import AdamControl, Scalars, beta_tables
 from tritoncomm_kernels.checks import channels_last
 from tritoncomm_kernels.dispatch import launch
 from tritoncomm_kernels.workspace import copied_to
@@ -43,37 +43,22 @@ class Row(NamedTuple):
     positions: int
 
 
-# Positions in ``control``, and columns in a table of tensors.
-STEPS = tl.constexpr(Scalars._fields.index("steps"))
-CLOCK = tl.constexpr(Scalars._fields.index("clock"))
-RATE = tl.constexpr(Scalars._fields.index("rate"))
-OUTLIER_SQUARED, LEAST_WEIGHT = tl.constexpr(OUTLIER**2), tl.constexpr(adam.LEAST_WEIGHT)
-MEMORY = tl.constexpr(adam.MEMORY)
-PER_CORRECTION = tl.constexpr(Scalars._fields.index("per_correction"))
-CORRECTION = tl.constexpr(Scalars._fields.index("correction"))
-ROOT = tl.constexpr(Scalars._fields.index("root"))
-EPSILON = tl.constexpr(Scalars._fields.index("epsilon"))
-CATCH_UP = tl.constexpr(Scalars._fields.index("catch_up"))
-STEADY = tl.constexpr(Scalars._fields.index("steady"))
-WALK = tl.constexpr(Scalars._fields.index("walk"))
-DISTANCE = tl.constexpr(Scalars._fields.index("distance"))
-CHANGE = tl.constexpr(Scalars._fields.index("change"))
+# Positions in ``control``, and columns in a table of tensors: in the order of Scalars and of Row.
+STEPS, CLOCK, RATE, CORRECTION, PER_CORRECTION, ROOT, EPSILON, CATCH_UP, STEADY, WALK, DISTANCE, CHANGE = map(
+    tl.constexpr, range(len(Scalars._fields))
+)
+PARAMETER, FIRST, SECOND, LAST, PARAM_RMS, MAXIMUM, NUMEL, START, CHANNELS, POSITIONS = map(
+    tl.constexpr, range(len(Row._fields))
+)
 COLUMNS = tl.constexpr(len(Row._fields))
-PARAMETER = tl.constexpr(Row._fields.index("parameter"))
-FIRST = tl.constexpr(Row._fields.index("first"))
-SECOND = tl.constexpr(Row._fields.index("second"))
-LAST = tl.constexpr(Row._fields.index("last"))
-PARAM_RMS = tl.constexpr(Row._fields.index("param_rms"))
-MAXIMUM = tl.constexpr(Row._fields.index("maximum"))
-NUMEL = tl.constexpr(Row._fields.index("numel"))
-START = tl.constexpr(Row._fields.index("start"))
-CHANNELS = tl.constexpr(Row._fields.index("channels"))
-POSITIONS = tl.constexpr(Row._fields.index("positions"))
+POWERS, MEMORY, LEAST_WEIGHT = tl.constexpr(adam.POWERS), tl.constexpr(adam.MEMORY), tl.constexpr(adam.LEAST_WEIGHT)
+OUTLIER_SQUARED, DISAGREES = tl.constexpr(adam.OUTLIER**2), tl.constexpr(adam.DISAGREES)
+FINE, LARGEST_SQUARE = tl.constexpr(adam.FINE), tl.constexpr(adam.LARGEST_SQUARE)
 SUMS = tl.constexpr(2)  # of a tensor: squared distance, then votes, both int64
 
 
 @triton.jit
-def _decay(tau, table_ptr, POWERS: tl.constexpr):
+def _decay(tau, table_ptr):
     """Return ``(beta^tau, 1 - beta^tau)`` from a table of both for tau = 1, 2, 4, ..., lowest bit of tau first."""
     power = tl.full(tau.shape, 1.0, tl.float32)
     complement = tl.full(tau.shape, 0.0, tl.float32)
@@ -115,7 +100,7 @@ def _is_outlier(held, square, weight, control_ptr):
 @triton.jit
 def _step(
     gradient, first_ptr, second_ptr, maximum_ptr, last_ptr, control_ptr, tables_ptr, at, inside,
-    AMSGRAD: tl.constexpr, MAXIMIZE: tl.constexpr, POWERS: tl.constexpr,
+    AMSGRAD: tl.constexpr, MAXIMIZE: tl.constexpr,
 ):  # fmt: skip
     """Return the new moments, the move of one dense step, the number of steps waited, and the vote.
 
@@ -129,7 +114,7 @@ def _step(
     if MAXIMIZE:
         mean = -mean
     # The second moment comes first: fewer numbers are then kept over its divisions.
-    power, complement = _decay(tau, tables_ptr + 2 * POWERS, POWERS)
+    power, complement = _decay(tau, tables_ptr + 2 * POWERS)
     old, square = tl.load(second_ptr + at, mask=inside, other=0.0).to(tl.float32), mean * mean
     held = power * old
     second = held + complement * square
@@ -138,7 +123,7 @@ def _step(
     second = tl.where((shorter < second) | (shorter != shorter), shorter, second)
     # By a subtraction, because no GPU has been asked what neg.f32 makes of NaN.
     waited = tl.where(_is_outlier(held, square, weight, control_ptr), waited - 2 * waited, waited)
-    power, complement = _decay(tau, tables_ptr, POWERS)
+    power, complement = _decay(tau, tables_ptr)
     before = tl.load(first_ptr + at, mask=inside, other=0.0).to(tl.float32)
     vote = tl.where(before > 0, 1, tl.where(before < 0, -1, 0)) * tl.where(mean > 0, 1, tl.where(mean < 0, -1, 0))
     first = power * before + complement * mean
@@ -161,7 +146,7 @@ def _caught_up(waited, control_ptr):
 
 
 @triton.jit
-def _summed(move, waited, vote, control_ptr, LARGEST_SQUARE: tl.constexpr):
+def _summed(move, waited, vote, control_ptr):
     """Return the squared distance of each entry (int64), and its vote in 32 bits, in which a block can be summed."""
     distance = _caught_up(waited, control_ptr) * move * tl.load(control_ptr + DISTANCE).to(tl.float32)
     square = distance * distance
@@ -170,13 +155,13 @@ def _summed(move, waited, vote, control_ptr, LARGEST_SQUARE: tl.constexpr):
 
 
 @triton.jit
-def _widened(votes, DISAGREES: tl.constexpr):
+def _widened(votes):
     """Return ``votes`` of a block, or of each entry, as int64."""
     return (votes & 0xFFFF).to(tl.int64) + (votes >> 16).to(tl.int64) * DISAGREES
 
 
 @triton.jit
-def _steadiness(votes, DISAGREES: tl.constexpr):
+def _steadiness(votes):
     """Return the weight of a full catch-up, from 0 to 1, see the reference."""
     agree = votes & (DISAGREES - 1)
     disagree = votes >> 32
@@ -189,7 +174,7 @@ def _steadiness(votes, DISAGREES: tl.constexpr):
 def _write(
     parameter_ptr, first_ptr, second_ptr, maximum_ptr, last_ptr, control_ptr, at, inside,
     parameter, first, second, largest, move, waited, param_rms, total, votes, n,
-    AMSGRAD: tl.constexpr, FINE: tl.constexpr, DISAGREES: tl.constexpr, BLOCK: tl.constexpr,
+    AMSGRAD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Write the results of :func:`_step`, and move the parameter. ``total`` and ``votes`` are sums of its tensor.
 
@@ -210,7 +195,7 @@ def _write(
     factor = _caught_up(waited, control_ptr)
     factor = tl.where(length > reach, tl.maximum(factor * tl.div_rn(reach, length), 1.0), factor)
     far = tl.minimum(tl.abs(waited), tl.load(control_ptr + STEADY).to(tl.float32))
-    factor = factor + _steadiness(votes, DISAGREES) * (far - factor)
+    factor = factor + _steadiness(votes) * (far - factor)
     tl.store(parameter_ptr + at, parameter - rate * (factor * move), mask=inside)
 
 
@@ -254,66 +239,54 @@ def _address(row_ptr, column, inside, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _gradient(values_ptr, lane, inside, DTYPE: tl.constexpr):
-    """Return the values of entries in fp32, as ``DTYPE`` can hold them."""
-    return tl.load(values_ptr + lane, mask=inside, other=0.0).to(DTYPE).to(tl.float32)
-
-
-@triton.jit(do_not_specialize=["count", "tensors", "steps"], do_not_specialize_on_alignment=["indices_ptr"])
-def adam_sums_kernel(
-    indices_ptr, values_ptr, table_ptr, control_ptr, tables_ptr, total_ptr, count, tensors, steps,
-    DTYPE: tl.constexpr, AMSGRAD: tl.constexpr, MAXIMIZE: tl.constexpr,
-    POWERS: tl.constexpr, LARGEST_SQUARE: tl.constexpr, DISAGREES: tl.constexpr, BLOCK: tl.constexpr,
-    IMAGES: tl.constexpr,
-):  # fmt: skip
-    """Sum squared distances and votes of the entries of each tensor, in integers. Nothing is updated."""
-    lane, tensor, row_ptr, at, inside = _owner(indices_ptr, table_ptr, count, tensors, steps, BLOCK, IMAGES)
-    _, _, _, move, waited, vote = _step(
-        _gradient(values_ptr, lane, inside, DTYPE),
-        _address(row_ptr, FIRST, inside, DTYPE), _address(row_ptr, SECOND, inside, DTYPE),
-        _address(row_ptr, MAXIMUM, inside, DTYPE), _address(row_ptr, LAST, inside, tl.int32),
-        control_ptr, tables_ptr, at, inside, AMSGRAD, MAXIMIZE, POWERS,
-    )  # fmt: skip
-    square, votes = _summed(move, waited, vote, control_ptr, LARGEST_SQUARE)
+def _add_to_sums(total_ptr, square, votes, tensor, tensors, inside):
+    """Add squared distances and votes of entries to the sums of their tensors, in integers."""
     first = tl.min(tl.where(inside, tensor, tensors), axis=0)
     last = tl.max(tl.where(inside, tensor, -1), axis=0)
     if first == last:  # entries of one tensor are summed first: atomics at one address wait for each other
         tl.atomic_add(total_ptr + SUMS * first, tl.sum(tl.where(inside, square, 0), axis=0), sem="relaxed")
-        summed = _widened(tl.sum(tl.where(inside, votes, 0), axis=0), DISAGREES)
+        summed = _widened(tl.sum(tl.where(inside, votes, 0), axis=0))
         tl.atomic_add(total_ptr + SUMS * first + 1, summed, sem="relaxed")
     else:
         tl.atomic_add(total_ptr + SUMS * tensor, square, mask=inside, sem="relaxed")
-        tl.atomic_add(total_ptr + SUMS * tensor + 1, _widened(votes, DISAGREES), mask=inside, sem="relaxed")
+        tl.atomic_add(total_ptr + SUMS * tensor + 1, _widened(votes), mask=inside, sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["count", "tensors", "steps"], do_not_specialize_on_alignment=["indices_ptr"])
 def adam_kernel(
     indices_ptr, values_ptr, table_ptr, control_ptr, tables_ptr, total_ptr, count, tensors, steps,
-    DTYPE: tl.constexpr, AMSGRAD: tl.constexpr, MAXIMIZE: tl.constexpr,
-    POWERS: tl.constexpr, FINE: tl.constexpr, DISAGREES: tl.constexpr, BLOCK: tl.constexpr,
-    IMAGES: tl.constexpr,
+    DTYPE: tl.constexpr, AMSGRAD: tl.constexpr, MAXIMIZE: tl.constexpr, IMAGES: tl.constexpr, APPLY: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Update ``BLOCK`` entries of the list. Padding, and entries of no tensor in the table, update nothing."""
+    """Sum squared distances and votes of the entries of each tensor. With ``APPLY``, the sums are known: update.
+
+    A program has ``BLOCK`` entries of the list. Padding, and entries of no tensor in the table, count for nothing.
+    """
     lane, tensor, row_ptr, at, inside = _owner(indices_ptr, table_ptr, count, tensors, steps, BLOCK, IMAGES)
-    parameter_ptr = _address(row_ptr, PARAMETER, inside, DTYPE)
     first_ptr = _address(row_ptr, FIRST, inside, DTYPE)
     second_ptr = _address(row_ptr, SECOND, inside, DTYPE)
     last_ptr = _address(row_ptr, LAST, inside, tl.int32)
     maximum_ptr = _address(row_ptr, MAXIMUM, inside, DTYPE)
-    parameter = tl.load(parameter_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    first, second, largest, move, waited, _ = _step(
-        _gradient(values_ptr, lane, inside, DTYPE),
-        first_ptr, second_ptr, maximum_ptr, last_ptr, control_ptr, tables_ptr, at, inside, AMSGRAD, MAXIMIZE, POWERS,
-    )  # fmt: skip
-    _write(
-        parameter_ptr, first_ptr, second_ptr, maximum_ptr, last_ptr, control_ptr, at, inside,
-        parameter, first, second, largest, move, waited,
-        tl.load(_address(row_ptr, PARAM_RMS, inside, tl.float32), mask=inside, other=0.0),
-        tl.load(total_ptr + SUMS * tensor, mask=inside, other=0),
-        tl.load(total_ptr + SUMS * tensor + 1, mask=inside, other=0),
-        tl.load(row_ptr + NUMEL, mask=inside, other=1),
-        AMSGRAD, FINE, DISAGREES, BLOCK,
-    )  # fmt: skip
+    if APPLY:
+        parameter_ptr = _address(row_ptr, PARAMETER, inside, DTYPE)
+        parameter = tl.load(parameter_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    gradient = tl.load(values_ptr + lane, mask=inside, other=0.0).to(DTYPE).to(tl.float32)
+    first, second, largest, move, waited, vote = _step(
+        gradient, first_ptr, second_ptr, maximum_ptr, last_ptr, control_ptr, tables_ptr, at, inside, AMSGRAD, MAXIMIZE
+    )
+    if APPLY:
+        _write(
+            parameter_ptr, first_ptr, second_ptr, maximum_ptr, last_ptr, control_ptr, at, inside,
+            parameter, first, second, largest, move, waited,
+            tl.load(_address(row_ptr, PARAM_RMS, inside, tl.float32), mask=inside, other=0.0),
+            tl.load(total_ptr + SUMS * tensor, mask=inside, other=0),
+            tl.load(total_ptr + SUMS * tensor + 1, mask=inside, other=0),
+            tl.load(row_ptr + NUMEL, mask=inside, other=1),
+            AMSGRAD, BLOCK,
+        )  # fmt: skip
+    else:
+        square, votes = _summed(move, waited, vote, control_ptr)
+        _add_to_sums(total_ptr, square, votes, tensor, tensors, inside)
 
 
 def table_of(
@@ -325,24 +298,11 @@ def table_of(
 
     ``addresses`` are those of the parameters, and of each field of their states.
     """
-    parameter, first, second, last, param_rms, *maximum = addresses
     rows = []
-    for i, tensor in enumerate(parameters):
-        channels, positions = (1, 1) if tensor.is_contiguous() else channels_last(tensor) or (1, 1)
-        rows.append(
-            Row(
-                parameter=parameter[i],
-                first=first[i],
-                second=second[i],
-                last=last[i],
-                param_rms=param_rms[i],
-                maximum=maximum[0][i] if maximum else 0,
-                numel=tensor.numel(),
-                start=starts[i],
-                channels=channels,
-                positions=positions,
-            )
-        )
+    for tensor, start, *held in zip(parameters, starts, *addresses, strict=True):
+        maximum = [] if len(held) > MAXIMUM.value else [0]
+        image = None if tensor.is_contiguous() else channels_last(tensor)
+        rows.append(Row._make((*held, *maximum, tensor.numel(), start, *(image or (1, 1)))))
     return copied_to(torch.tensor(rows, dtype=torch.int64), parameters[0].device)
 
 
@@ -350,33 +310,23 @@ def update(
     indices: torch.Tensor | None,
     values: torch.Tensor,
     table: torch.Tensor,
-    control: torch.Tensor,
-    tables: torch.Tensor,
+    control: AdamControl,
     count: int,
     *,
     dtype: torch.dtype,
     amsgrad: bool,
-    maximize: bool,
     images: bool,
 ) -> None:
-    """Launch the kernels on checked arguments. ``count`` is the number of entries, not 0.
+    """Launch the kernel twice on checked arguments. ``count`` is the number of entries, not 0.
 
     ``images`` is True if a tensor in the ``table`` has its channels innermost in memory.
     """
     tensors = table.shape[0]
     total = torch.zeros(SUMS.value * tensors, dtype=torch.int64, device=table.device)
-    arguments = indices, values, table, control, tables, total, count, tensors, tensors.bit_length()
-    options: dict[str, Any] = {
-        "like": table,
-        "warps": WARPS,
-        "DTYPE": TYPES[dtype],
-        "AMSGRAD": amsgrad,
-        "MAXIMIZE": maximize,
-        "POWERS": tables.numel() // 4,
-        "DISAGREES": DISAGREES,
-        "BLOCK": BLOCK,
-        "IMAGES": images,
-    }
-    grid = (triton.cdiv(count, BLOCK),)
-    launch(adam_sums_kernel, grid, *arguments, LARGEST_SQUARE=LARGEST_SQUARE, **options)
-    launch(adam_kernel, grid, *arguments, FINE=FINE, **options)
+    tables = beta_tables(control.betas, torch.float32, table.device)
+    for applies in (False, True):
+        launch(
+            adam_kernel, (triton.cdiv(count, BLOCK),), indices, values, table, control.scalars, tables, total,
+            count, tensors, tensors.bit_length(), like=table, warps=WARPS,
+            DTYPE=TYPES[dtype], AMSGRAD=amsgrad, MAXIMIZE=control.maximize, IMAGES=images, APPLY=applies, BLOCK=BLOCK,
+        )  # fmt: skip

@@ -227,7 +227,7 @@ def inner_of(value: Any) -> Any:
 
 
 class AdamFlat(tritoncomm_kernels.AdamFlat):
-    """Stands for the original, whose Triton route has two kernels per dtype."""
+    """Stands for the original, whose Triton route has two launches per dtype."""
 
     def __init__(
         self, parameters: Sequence[torch.Tensor], states: tritoncomm_kernels.AdamStates, starts: Sequence[int]
