@@ -44,7 +44,6 @@ from tritoncomm_kernels.top_k import (
     top_k,
     top_k_padded,
     top_k_rows,
-    top_k_segments,
 )
 from tritoncomm_kernels.workspace import Workspace, copied_to
 
@@ -93,6 +92,5 @@ __all__ = [
     "top_k",
     "top_k_padded",
     "top_k_rows",
-    "top_k_segments",
     "values_at",
 ]

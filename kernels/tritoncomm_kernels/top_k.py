@@ -40,7 +40,6 @@ SAMPLE_STRIDE = 257 * SAMPLE_LINE
 SAMPLE_FROM = 1 << 17
 # Segments up to this length are selected together, because separate calls would cost more than the work itself.
 SHORT_SEGMENT = 1 << 14
-Integers = npt.NDArray[np.int64]
 # On a GPU the next call may start from the k-th magnitude of this call, times this factor. For normally distributed
 # values at density 1 %, 1.4 k candidates then pass.
 WARM_SLACK = 0.95
@@ -75,17 +74,6 @@ def top_k(
     return accumulate_top_k(values, None, values, k, divisor=divisor, workspace=workspace)
 
 
-def top_k_segments(
-    values: torch.Tensor, bounds: Sequence[int], budgets: Sequence[int], *, workspace: Workspace | None = None
-) -> Entries:
-    """Select up to ``budgets[i]`` entries from each segment ``values[bounds[i] : bounds[i + 1]]``, as one list.
-
-    Each segment is selected as by :func:`top_k`. Indices count from the start of ``values`` (fp32 ``[n]``). On a CPU,
-    short segments are selected together.
-    """
-    return accumulate_top_k_segments(values, None, values, bounds, budgets, workspace=workspace)
-
-
 def accumulate_top_k_segments(
     residual: torch.Tensor,
     gradient: torch.Tensor | None,
@@ -98,10 +86,12 @@ def accumulate_top_k_segments(
 ) -> Entries:
     """Compute ``out = residual + gradient``. Select from each segment of ``out`` plus ``terms``, as one list.
 
-    ``terms`` are sparse lists, each with ascending and unique indices inside the vector, which are added list by list.
-    ``out`` does not contain them afterwards. The other arguments are those of :func:`accumulate_top_k` and
-    :func:`top_k_segments`. If ``gradient`` is None, ``residual`` and ``out`` must be the same tensor, and nothing is
-    added. Otherwise the segments cover the whole vector. On a CPU, this is one pass over long segments.
+    Up to ``budgets[i]`` entries are selected from ``bounds[i]`` up to ``bounds[i + 1]``, as by :func:`top_k`. Indices
+    count from the start of the vector. ``terms`` are sparse lists, each with ascending and unique indices inside the
+    vector, which are added list by list. ``out`` does not contain them afterwards. The other arguments are those of
+    :func:`accumulate_top_k`. If ``gradient`` is None, ``residual`` and ``out`` must be the same tensor, and nothing is
+    added. Otherwise the segments cover the whole vector. On a CPU, this is one pass over long segments, and short ones
+    are selected together.
     """
     if len(bounds) != len(budgets) + 1 or any(a > b for a, b in itertools.pairwise(bounds)):
         raise ValueError(f"bounds={bounds!r} must be ascending, with one element more than the {len(budgets)} budgets")
@@ -120,12 +110,8 @@ def accumulate_top_k_segments(
         held = workspace if workspace is not None else Workspace()
         cuts, limits = constant(bounds, out.device), constant(budgets, out.device)
         selected = joined(top_k_rows(out, cuts, limits, max(budgets), workspace=held), workspace=held).trimmed()
-    elif len(budgets) > 1 and 0 < widest <= SHORT_SEGMENT:
-        places, take = top_k_places(out.numpy(), np.asarray(bounds), np.asarray(budgets), widest)
-        chosen = places[take]
-        selected = Entries(torch.from_numpy(chosen.astype(np.int32)), torch.from_numpy(out.numpy()[chosen]))
     else:
-        selected = _each_segment(out, None, out, bounds, budgets, ())
+        selected = _of_segments(out, bounds, budgets)
     for (indices, _), values in zip(terms, before, strict=True):
         out.index_copy_(0, indices.long(), values)
     return selected
@@ -149,27 +135,30 @@ def _each_segment(
     return Entries.join(parts)
 
 
-def top_k_places(
-    values: npt.NDArray[np.float32], bounds: Integers, budgets: Integers, width: int
-) -> tuple[Integers, npt.NDArray[np.bool_]]:
-    """Select from all segments at once, as rows of a matrix padded with zeros. Zeros are never selected.
+def _of_segments(vector: torch.Tensor, bounds: Sequence[int], budgets: Sequence[int]) -> Entries:
+    """Select from all segments of a ``vector`` on the CPU, as one list.
 
-    Returns positions in ``values``, and which are selected, both ``[rows, width]``. ``width`` is that of the longest
-    segment.
+    Short ones are rows of a matrix that is padded with zeros, which are never selected. One call for all rows takes
+    less time than calls for each.
     """
-    starts, stops = bounds[:-1, None], bounds[1:, None]
-    budgets = np.minimum(budgets, stops[:, 0] - starts[:, 0])
+    values, ends, limits = vector.numpy(), np.asarray(bounds), np.asarray(budgets)
+    starts, stops = ends[:-1, None], ends[1:, None]
+    width = int((stops - starts).max(initial=0))
+    if len(budgets) <= 1 or not 0 < width <= SHORT_SEGMENT:
+        return _each_segment(vector, None, vector, bounds, budgets, ())
+    limits = np.minimum(limits, stops[:, 0] - starts[:, 0])
     places = starts + np.arange(width)
     keys = np.where(places < stops, values[np.minimum(places, len(values) - 1)].view(np.int32) & MAGNITUDE_MASK, 0)
     # The key of the last selected entry of each row. For a budget of 0 it is above every key.
-    ranks = np.unique(width - budgets[budgets > 0])
+    ranks = np.unique(width - limits[limits > 0])
     ordered = np.partition(keys, ranks, axis=1) if len(ranks) else keys
     rows = np.arange(len(keys))
-    kth = np.where(budgets > 0, ordered[rows, np.minimum(width - budgets, width - 1)], np.iinfo(np.int32).max)[:, None]
+    kth = np.where(limits > 0, ordered[rows, np.minimum(width - limits, width - 1)], np.iinfo(np.int32).max)[:, None]
     take = keys > kth
-    equal = (keys == kth) & (kth > 0) & (budgets > 0)[:, None]
-    take |= equal & (np.cumsum(equal, axis=1) <= budgets[:, None] - take.sum(1, keepdims=True))
-    return places, take
+    equal = (keys == kth) & (kth > 0) & (limits > 0)[:, None]
+    take |= equal & (np.cumsum(equal, axis=1) <= limits[:, None] - take.sum(1, keepdims=True))
+    chosen = places[take]
+    return Entries(torch.from_numpy(chosen.astype(np.int32)), torch.from_numpy(values[chosen]))
 
 
 def accumulate_top_k(
@@ -252,33 +241,13 @@ def top_k_rows(
         found = _empty_rows(rows, room, values)
         kernel("top_k_triton").top_k_rows(values, bounds, budgets, indices, found, workspace)
         return found
-    cuts, parts = bounds.tolist(), []
-    widest = max(stop - start for start, stop in itertools.pairwise(cuts))
-    if 0 < widest <= SHORT_SEGMENT:
-        return _top_k_rows_on_host(values, bounds, budgets, room, indices, widest)
-    for row, budget in enumerate(budgets.tolist()):
-        part = top_k(values[cuts[row] : cuts[row + 1]], min(room, max(0, budget)))
-        places = part.indices + cuts[row]
-        parts.append(Entries(places if indices is None else indices[places.long()], part.values).padded(room))
-    return Entries.stacked(parts)
-
-
-def _top_k_rows_on_host(
-    values: torch.Tensor,
-    bounds: torch.Tensor,
-    budgets: torch.Tensor,
-    room: int,
-    indices: torch.Tensor | None,
-    widest: int,
-) -> Entries:
-    """Select from all rows at once in numpy, whose calls cost less than torch's."""
-    limits = np.clip(budgets.numpy(), 0, room).astype(np.int64)
-    places, take = top_k_places(values.numpy(), bounds.numpy().astype(np.int64), limits, widest)
-    chosen, counts = places[take], take.sum(1)
-    padded = np.full((len(limits), room), PADDING, np.int32), np.zeros((len(limits), room), np.float32)
+    cuts = bounds.tolist()
+    chosen, content = (part.numpy() for part in _of_segments(values, cuts, budgets.clamp(0, room).tolist()))
+    counts = np.diff(chosen.searchsorted(cuts))
     used = np.arange(room) < counts[:, None]
+    padded = np.full((rows, room), PADDING, np.int32), np.zeros((rows, room), np.float32)
     padded[0][used] = chosen if indices is None else indices.numpy()[chosen]
-    padded[1][used] = values.numpy()[chosen]
+    padded[1][used] = content
     return Entries(torch.from_numpy(padded[0]), torch.from_numpy(padded[1]))
 
 
@@ -314,7 +283,7 @@ def _exact(
     terms: Sequence[SparseList] = (),
 ) -> Entries:
     """Add, filter with a slightly low threshold in the same pass, then select from the candidates only."""
-    key = _sampled_key(_with_terms(_sampled(residual, gradient, divisor), terms), k, out.numel())
+    key = int(_guess(_with_terms(_sampled(residual, gradient, divisor), terms), k, out.numel()))
     selected = select_keys(residual, gradient, out, key, divisor=divisor, terms=terms)
     if selected.room < k and key > 1:  # the estimate was too high, so use every non-zero as a candidate
         selected = select_keys(out, None, out, 1, divisor=divisor, terms=terms)
@@ -372,7 +341,7 @@ def _launch(
     guess, following = buffer("guess", 1), buffer("next", 1)
     found, taken = buffer("found", 1, torch.int64), buffer("taken", 1, torch.int64)
     if is_first:
-        guess.fill_(_sampled_guess(residual, gradient, k, divisor))
+        guess.fill_(_guess(_sampled(residual, gradient, divisor), k, n))
     room = min(n, max(2 * k, k + 65536))
     places, passed = buffer("positions", room), buffer("values", room, torch.float32)
     marks = Marks.empty(n, out.device, workspace, name="top-k")
@@ -387,11 +356,6 @@ def _launch(
 
 def _empty_rows(rows: int, room: int, values: torch.Tensor) -> Entries:
     return Entries(values.new_empty((rows, room), dtype=torch.int32), values.new_empty((rows, room)))
-
-
-def _kth_key(keys: torch.Tensor, k: int) -> int:
-    rank = keys.numel() - k
-    return int(np.partition(keys.numpy(), rank)[rank])
 
 
 def _sample_lines(values: torch.Tensor) -> torch.Tensor:
@@ -421,25 +385,16 @@ def _with_terms(sample: torch.Tensor, terms: Sequence[SparseList]) -> torch.Tens
     return sample
 
 
-def _sampled_key(sample: torch.Tensor, k: int, numel: int) -> int:
-    """Return a key that about 1.15 k elements reach, and at least k with high probability."""
-    rank = _sample_rank(sample.numel(), k, numel)
-    return 1 if rank is None else max(1, _kth_key(magnitude_keys(sample), rank))
+def _guess(sample: torch.Tensor, k: int, numel: int) -> torch.Tensor | int:
+    """Return a key that about 1.15 k of ``numel`` elements reach, and at least k with high probability.
 
-
-def _sampled_guess(
-    residual: torch.Tensor, gradient: torch.Tensor | None, k: int, divisor: torch.Tensor | None
-) -> torch.Tensor | int:
-    """Same as :func:`_sampled_key`, without host synchronization."""
-    sample = _sampled(residual, gradient, divisor)
-    rank = _sample_rank(sample.numel(), k, residual.numel())
-    if rank is None:
-        return 1
-    return torch.topk(magnitude_keys(sample), rank, sorted=False).values.min().clamp(min=1)
-
-
-def _sample_rank(size: int, k: int, numel: int) -> int | None:
-    """Return the rank among ``size`` sampled magnitudes to use as threshold, or None to take all non-zeros."""
+    It is the key of that rank in the ``sample``, or 1, which all non-zeros reach. Nothing waits for a GPU.
+    """
+    keys, size = magnitude_keys(sample), sample.numel()
     expected = k * size / numel if numel else 0.0
     rank = math.ceil(1.15 * expected + 3.0 * math.sqrt(expected) + 1.0)
-    return None if rank >= size else rank
+    if rank >= size:
+        return 1
+    if keys.device.type == "cpu":  # numpy is far faster there
+        return max(1, int(np.partition(keys.numpy(), size - rank)[size - rank]))
+    return torch.topk(keys, rank, sorted=False).values.min().clamp(min=1)

@@ -80,11 +80,6 @@ def _kth(values: torch.Tensor, k: int) -> Cost:
     return Cost(11 + 1 + _top_k(values.numel(), k, adds=False).launches + 2, 2)
 
 
-def _segments(values: torch.Tensor, budgets: Sequence[int]) -> Cost:
-    """A top-k of all segments, and compaction. The host reads the number of entries."""
-    return Cost(_RADIX + 2 + 2, 1) if values.numel() and max(budgets, default=0) else FREE
-
-
 def _add_rows(out: torch.Tensor, indices: torch.Tensor) -> Cost:
     """One row is placed. Of several, the borders of the tiles are found, then they are added."""
     if not out.numel() or not indices.numel():
@@ -115,7 +110,6 @@ _TABLE: dict[Callable[..., Any], tuple[Callable[..., Cost], tuple[str, ...]]] = 
     _N.accumulate_and_select: (lambda result, a: _select(a["out"], result.room), ("out",)),
     _N.top_k: (lambda result, a: _top_k(a["values"].numel(), a["k"], adds=False), ()),
     _N.accumulate_top_k: (lambda result, a: _top_k(a["out"].numel(), a["k"], adds=True), ("out",)),
-    _N.top_k_segments: (lambda result, a: _segments(a["values"], a["budgets"]), ()),
     _N.kth_magnitude: (lambda result, a: _kth(a["values"], a["k"]), ()),
     _N.largest: (lambda result, a: _largest(a["selected"], a["k"]), ()),
     # Lists.

@@ -361,7 +361,23 @@ def test_accumulate_top_k_segments(drawn: Drawn, added: bool, chunk: int, short:
     assert bits(out) == bits(plain)
     if not terms:
         beyond = torch.cat([plain, tensor([9.0])])  # after the last segment
-        assert kernels.top_k_segments(beyond, bounds, budgets).indices.tolist() == expected
+        found = kernels.accumulate_top_k_segments(beyond, None, beyond, bounds, budgets)
+        assert found.indices.tolist() == expected
+
+
+@kernels_only
+def test_segments_with_terms(device: str) -> None:
+    """Kernels select from segments of a sum with terms what the reference does, and the terms leave the sum again."""
+
+    def call(guarded: Guarded) -> list[list[int]]:
+        residual, added = (guarded.of(drawn("normal", 700, seed)) for seed in (1, 2))
+        terms = [(guarded.of(torch.tensor([3, 40], dtype=torch.int32)), guarded.of(torch.tensor([9.0, -9.0])))]
+        out = guarded.poison(700)
+        found = kernels.accumulate_top_k_segments(residual, added, out, [0, 30, 30, 700], [4, 2, 60], terms)
+        assert {3, 40} < {*found.indices.tolist()}
+        return [*map(bits, found), bits(out)]
+
+    agree(call, device)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 3.4e38, None])

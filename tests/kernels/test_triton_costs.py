@@ -147,10 +147,6 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]]]] = {
         kernels.accumulate_top_k,
         lambda: {"residual": vector(), "gradient": vector(), "out": vector(), "k": 90},
     ),
-    "top_k_segments": (
-        kernels.top_k_segments,
-        lambda: {"values": vector(), "bounds": [0, 3000, 3000, N], "budgets": [20, 0, 30]},
-    ),
     "kth_magnitude": (kernels.kth_magnitude, lambda: {"values": vector(), "k": 90}),
     "largest": (kernels.largest, lambda: {"selected": kernels.Entries(*entries(500)), "k": 90}),
     "largest of few": (kernels.largest, lambda: {"selected": kernels.Entries(*entries(50)), "k": 90}),
