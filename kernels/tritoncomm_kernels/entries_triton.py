@@ -172,7 +172,7 @@ def joined(rows: Entries, workspace: Workspace, *, block: int = MOVE) -> Entries
 
 def moved(rows: Entries, counts: torch.Tensor, *, block: int = MOVE) -> Entries:
     """Launch the kernel that moves the padding of each row behind its entries. ``counts`` are those of each block."""
-    (count, room), out = rows.indices.shape, _empty(rows.indices.shape, rows.values)
+    (count, room), out = rows.indices.shape, Entries.empty(rows.indices.shape, rows.values)
     launch(
         join_rows_kernel, (triton.cdiv(room, block), count), *rows, counts, *out, room,
         like=rows.values, warps=WARPS, CHUNK=CHUNK, BLOCK=block,
@@ -286,7 +286,3 @@ def _place(
         indices, values, out, indices.numel(), out.numel(), offset, scale,
         like=out, warps=FLAT_WARPS, ADD=add, CLEAR=values is None, BLOCK=FLAT,
     )  # fmt: skip
-
-
-def _empty(shape: tuple[int, ...], values: torch.Tensor) -> Entries:
-    return Entries(values.new_empty(shape, dtype=torch.int32), values.new_empty(shape))

@@ -34,6 +34,11 @@ class Entries(NamedTuple):
         return self.indices.shape[-1]
 
     @classmethod
+    def empty(cls, shape: tuple[int, ...], like: torch.Tensor) -> Entries:
+        """Return entries in new memory on the device of ``like``, which hold anything."""
+        return cls(like.new_empty(shape, dtype=torch.int32), like.new_empty(shape, dtype=torch.float32))
+
+    @classmethod
     def join(cls, parts: Sequence[Entries]) -> Entries:
         """Return the entries of ``parts`` (at least one list of exact length), concatenated."""
         return cls(torch.cat([part.indices for part in parts]), torch.cat([part.values for part in parts]))

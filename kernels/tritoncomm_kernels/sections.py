@@ -37,110 +37,19 @@ _DESCENDING = "its indices do not ascend inside the range"
 def write_one(
     layout: Layout, low: int, indices: torch.Tensor, values: torch.Tensor, *, divisor: int = 1
 ) -> tuple[torch.Tensor, Entries]:
-    """Return one section (int32 ``[layout.words]``) of ``indices`` (int32 ``[m]``) and ``values`` (fp32 ``[m]``).
-
-    Also returns the entries as they are read, see :func:`write_rows`. On a GPU, the host waits once for their number,
-    if values are rounded.
-    """
-    if indices.is_cpu and not triton_runs(indices):
-        return write_sendable(layout, low, indices, values, divisor=divisor)
-    sent_values = values if layout.fmt.bits else torch.zeros(indices.shape, device=indices.device)
-    entries = Entries(indices[None], sent_values[None])
-    messages, sent = write_rows(layout, indices.new_full((1,), low), entries, divisor=divisor, workspace=Workspace())
-    return messages[0], sent.row(0).trimmed() if layout.quantized else Entries(indices, values)
-
-
-def read_one(layout: Layout, low: int, section: torch.Tensor, *, divisor: int = 1) -> Entries:
-    """Return the entries of ``section`` (int32 ``[layout.words]``), or raise ``ValueError`` if it is malformed.
-
-    See :func:`read_section`. On a GPU, the host waits once, for the checks and the number
-    of entries.
-    """
-    if section.is_cpu and not triton_runs(section):
-        return read_section(layout, low, section, divisor=divisor)
-    lows = section.new_full((1,), low)
-    found, malformed = read_rows(layout, lows, section[None], divisor=divisor, workspace=Workspace())
-    count, wrong = torch.stack([(found.indices[0] != PADDING).sum(), malformed[0]]).tolist()
-    if wrong:
-        raise ValueError("its counts differ, its indices do not ascend inside the range, or its header is invalid")
-    return Entries(found.indices[0, :count], found.values[0, : count if layout.fmt.bits else 0])
-
-
-def write_rows(
-    layout: Layout, lows: torch.Tensor, entries: Entries, *, divisor: int = 1, workspace: Workspace
-) -> tuple[torch.Tensor, Entries]:
-    """Return one section per row of ``entries`` (int32 ``[rows, layout.words]``), and the entries as they are read.
-
-    Indices of row r start at ``lows[r]`` (int32 ``[rows]``, on the device). Entries that are too small beside the
-    largest one of their row are left out (:func:`~tritoncomm_kernels.quantize.sendable`). The values of the
-    returned entries are those that :func:`read_rows` returns, times ``divisor``. Values of 0 bits are returned as they
-    are.
-    """
-    messages = entries.indices.new_empty((len(lows), layout.words))
-    if not layout.room or not entries.values.numel():
-        return messages.zero_(), entries
-    if triton_runs(entries.values):
-        sent_rows: Entries = kernel("sections_triton").write_rows(layout, lows, entries, messages, divisor, workspace)
-        return messages, sent_rows
-    sent = []
-    for row, low in enumerate(lows.tolist()):
-        part = entries.row(row).trimmed()
-        messages[row], found = write_sendable(layout, low, part.indices, part.values, divisor=divisor)
-        sent.append(found.padded(entries.room))
-    return messages, Entries.stacked(sent)
-
-
-def read_rows(
-    layout: Layout, lows: torch.Tensor, messages: torch.Tensor, *, divisor: int = 1, workspace: Workspace
-) -> tuple[Entries, torch.Tensor]:
-    """Return the entries of ``messages`` (int32 ``[rows, layout.words]``), and how many are malformed (int32 ``[1]``).
-
-    A malformed row (see :func:`read_section`) has no entries. Indices are therefore always
-    ascending and inside their range.
-    """
-    shape = len(lows), layout.room
-    if not layout.room or not len(lows):
-        return Entries(messages.new_empty(shape), messages.new_empty(shape, dtype=torch.float32)), messages.new_zeros(1)
-    if triton_runs(messages):
-        found_rows: tuple[Entries, torch.Tensor] = kernel("sections_triton").read_rows(
-            layout, lows, messages, divisor, workspace
-        )
-        return found_rows
-    rows, malformed = [], 0
-    nothing = Entries(messages.new_empty(0), messages.new_empty(0, dtype=torch.float32))
-    for row, low in enumerate(lows.tolist()):
-        try:
-            found = read_section(layout, low, messages[row], divisor=divisor)
-        except ValueError:
-            found, malformed = nothing, malformed + 1
-        rows.append(found.padded(layout.room))
-    return Entries.stacked(rows), messages.new_full((1,), malformed)
-
-
-def check_rows(rows: Entries, lows: torch.Tensor, span: int) -> tuple[Entries, torch.Tensor]:
-    """Return ``rows`` (plain, as received) without malformed ones, and how many are malformed (int32 ``[1]``).
-
-    A row is malformed unless its indices ascend inside ``[lows[r], lows[r] + span)`` and its padding stands at the end.
-    """
-    indices, used = rows.indices, rows.indices != PADDING
-    low = lows[:, None]
-    bad = used & ((indices < low) | (indices - low >= span))  # low + span may overflow
-    bad[:, 1:] |= used[:, 1:] & ((indices[:, 1:] <= indices[:, :-1]) | ~used[:, :-1])
-    wrong = bad.any(1)
-    return rows.only(used & ~wrong[:, None]), wrong.sum(dtype=torch.int32).reshape(1)
-
-
-def write_sendable(
-    layout: Layout, low: int, indices: torch.Tensor, values: torch.Tensor, *, divisor: int = 1
-) -> tuple[torch.Tensor, Entries]:
     """Return the section of the entries that it can hold together (int32 ``[layout.words]``), and these entries.
 
     ``indices`` (int32 ``[m]``) ascend from ``low`` on, and there are at most as many as the section has room. Those of
     :func:`~tritoncomm_kernels.quantize.sendable` are written. Rounded ``values`` (fp32 ``[m]``) are written divided by
-    ``divisor``, and those of 0 bits not at all. The returned values are those that :func:`read_section` decodes, times
-    ``divisor`` without rounding, or ``values`` as they are if they are not rounded or not written. Tensors are on a
-    CPU.
+    ``divisor``, and those of 0 bits not at all. The returned values are those that :func:`read_one` decodes, times
+    ``divisor`` without rounding, or ``values`` as they are if they are not rounded or not written. On a GPU, the host
+    waits once for the number of entries, if values are rounded.
     """
+    if not indices.is_cpu or triton_runs(indices):
+        held = values if layout.fmt.bits else torch.zeros(indices.shape, device=indices.device)
+        entries, lows = Entries(indices[None], held[None]), indices.new_full((1,), low)
+        messages, sent = write_rows(layout, lows, entries, divisor=divisor, workspace=Workspace())
+        return messages[0], sent.row(0).trimmed() if layout.quantized else Entries(indices, values)
     assert indices.shape[0] <= layout.room
     words = np.zeros(layout.words, np.int32)
     if not layout.room:
@@ -165,13 +74,20 @@ def write_sendable(
     return torch.from_numpy(words), Entries(indices, values)
 
 
-def read_section(layout: Layout, low: int, section: torch.Tensor, *, divisor: int = 1) -> Entries:
+def read_one(layout: Layout, low: int, section: torch.Tensor, *, divisor: int = 1) -> Entries:
     """Return the entries of ``section`` (int32 ``[layout.words]``): indices from ``low`` on, and values as written.
 
-    Raises ``ValueError`` if no :func:`write_sendable` with this ``layout`` writes such a section: the count exceeds the
+    Raises ``ValueError`` if no :func:`write_one` with this ``layout`` writes such a section: the count exceeds the
     room or is not the number of bits in the high part, an index is outside the range, indices do not ascend, or the
-    header is invalid.
+    header is invalid. On a GPU, the host waits once, for the checks and the number of entries.
     """
+    if not section.is_cpu or triton_runs(section):
+        lows = section.new_full((1,), low)
+        found, malformed = read_rows(layout, lows, section[None], divisor=divisor, workspace=Workspace())
+        count, wrong = torch.stack([(found.indices[0] != PADDING).sum(), malformed[0]]).tolist()
+        if wrong:
+            raise ValueError("its counts differ, its indices do not ascend inside the range, or its header is invalid")
+        return Entries(found.indices[0, :count], found.values[0, : count if layout.fmt.bits else 0])
     if not layout.room:
         return Entries(section[:0], section[:0].view(torch.float32))
     words = section.numpy()
@@ -185,6 +101,69 @@ def read_section(layout: Layout, low: int, section: torch.Tensor, *, divisor: in
     if low:
         offsets += np.int32(low)
     return Entries(torch.from_numpy(offsets), torch.from_numpy(values))
+
+
+def write_rows(
+    layout: Layout, lows: torch.Tensor, entries: Entries, *, divisor: int = 1, workspace: Workspace
+) -> tuple[torch.Tensor, Entries]:
+    """Return one section per row of ``entries`` (int32 ``[rows, layout.words]``), and the entries as they are read.
+
+    Indices of row r start at ``lows[r]`` (int32 ``[rows]``, on the device). Entries that are too small beside the
+    largest one of their row are left out (:func:`~tritoncomm_kernels.quantize.sendable`). The values of the
+    returned entries are those that :func:`read_rows` returns, times ``divisor``. Values of 0 bits are returned as they
+    are.
+    """
+    messages = entries.indices.new_empty((len(lows), layout.words))
+    if not layout.room or not entries.values.numel():
+        return messages.zero_(), entries
+    if triton_runs(entries.values):
+        sent_rows: Entries = kernel("sections_triton").write_rows(layout, lows, entries, messages, divisor, workspace)
+        return messages, sent_rows
+    sent = []
+    for row, low in enumerate(lows.tolist()):
+        part = entries.row(row).trimmed()
+        messages[row], found = write_one(layout, low, part.indices, part.values, divisor=divisor)
+        sent.append(found.padded(entries.room))
+    return messages, Entries.stacked(sent)
+
+
+def read_rows(
+    layout: Layout, lows: torch.Tensor, messages: torch.Tensor, *, divisor: int = 1, workspace: Workspace
+) -> tuple[Entries, torch.Tensor]:
+    """Return the entries of ``messages`` (int32 ``[rows, layout.words]``), and how many are malformed (int32 ``[1]``).
+
+    A malformed row (see :func:`read_one`) has no entries. Indices are therefore always ascending and inside their
+    range.
+    """
+    shape = len(lows), layout.room
+    if not layout.room or not len(lows):
+        return Entries.empty(shape, messages), messages.new_zeros(1)
+    if triton_runs(messages):
+        found_rows: tuple[Entries, torch.Tensor] = kernel("sections_triton").read_rows(
+            layout, lows, messages, divisor, workspace
+        )
+        return found_rows
+    rows, malformed = [], 0
+    for row, low in enumerate(lows.tolist()):
+        try:
+            found = read_one(layout, low, messages[row], divisor=divisor)
+        except ValueError:
+            found, malformed = Entries.empty((0,), messages), malformed + 1
+        rows.append(found.padded(layout.room))
+    return Entries.stacked(rows), messages.new_full((1,), malformed)
+
+
+def check_rows(rows: Entries, lows: torch.Tensor, span: int) -> tuple[Entries, torch.Tensor]:
+    """Return ``rows`` (plain, as received) without malformed ones, and how many are malformed (int32 ``[1]``).
+
+    A row is malformed unless its indices ascend inside ``[lows[r], lows[r] + span)`` and its padding stands at the end.
+    """
+    indices, used = rows.indices, rows.indices != PADDING
+    low = lows[:, None]
+    bad = used & ((indices < low) | (indices - low >= span))  # low + span may overflow
+    bad[:, 1:] |= used[:, 1:] & ((indices[:, 1:] <= indices[:, :-1]) | ~used[:, :-1])
+    wrong = bad.any(1)
+    return rows.only(used & ~wrong[:, None]), wrong.sum(dtype=torch.int32).reshape(1)
 
 
 def _write_indices(

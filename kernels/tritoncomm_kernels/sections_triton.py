@@ -420,7 +420,7 @@ def read_rows(
     )
     checks = messages.new_zeros(rows * VERDICT.value + 1)
     verdict, malformed = checks[:-1], checks[-1:]
-    found = Entries(messages.new_empty((rows, room)), messages.new_empty((rows, room), dtype=torch.float32))
+    found = Entries.empty((rows, room), messages)
     groups: dict[str, Any] = {"like": messages, "warps": GROUP_WARPS, "WORDS": GROUP}
     size: dict[str, Any] = {"like": messages, "warps": WARPS, "BLOCK": BLOCK}
     launch(count_bits_kernel, (tiles, rows), messages, counts, high_words, words, heads, **groups)

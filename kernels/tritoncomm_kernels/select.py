@@ -216,7 +216,7 @@ def select_keys(
     ascending and unique. The vector itself stays as it is. With terms there is no ``divisor``.
     """
     if not out.shape[0]:
-        return Entries(out.new_empty(0, dtype=torch.int32), out.new_empty(0))
+        return Entries.empty((0,), out)
     if not terms and triton_runs(out):
         return _scan_triton(residual, gradient, out, key, divisor, workspace if workspace is not None else Workspace())
     return _scan_host(residual, gradient, out, key, divisor, terms)
@@ -246,12 +246,10 @@ def _scan_triton(
     marks = Marks.empty(out.numel(), out.device, workspace, name="select")
     limit = workspace.buffer("select key", 1, torch.int32, out.device).fill_(key)
     mark(residual, gradient, out, limit, marks, divisor=divisor)
-    count = int(marks.counts.sum())
-    indices = out.new_empty(count, dtype=torch.int32)
-    values = out.new_empty(count)
+    entries = Entries.empty((int(marks.counts.sum()),), out)
     found = workspace.buffer("select found", 1, torch.int64, out.device)
-    expand(out, marks, indices, values, found, divisor=divisor)
-    return Entries(indices, values)
+    expand(out, marks, *entries, found, divisor=divisor)
+    return entries
 
 
 def _scan_host(

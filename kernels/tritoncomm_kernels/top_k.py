@@ -126,7 +126,7 @@ def _each_segment(
     terms: Sequence[SparseList],
 ) -> Entries:
     """Add and select one segment after the other, on the CPU."""
-    parts = [Entries(out.new_empty(0, dtype=torch.int32), out[:0])]
+    parts = [Entries.empty((0,), out)]
     for start, stop, k in zip(bounds, bounds[1:], budgets, strict=False):
         own = slice(start, stop)
         added = None if gradient is None else gradient[own]
@@ -184,7 +184,7 @@ def accumulate_top_k(
     if not k:
         if gradient is not None:
             torch.add(residual, gradient, out=out)
-        return Entries(out.new_empty(0, dtype=torch.int32), out.new_empty(0))
+        return Entries.empty((0,), out)
     entries, taken = _launch(residual, gradient, out, k, divisor, workspace if workspace is not None else Workspace())
     return entries.slice(0, int(taken))
 
@@ -236,9 +236,9 @@ def top_k_rows(
     if indices is not None:
         check_vector("indices", indices, dtypes=(torch.int32,), numel=values.numel(), like=values)
     if not rows or not room:
-        return _empty_rows(rows, room, values)
+        return Entries.empty((rows, room), values)
     if triton_runs(values):
-        found = _empty_rows(rows, room, values)
+        found = Entries.empty((rows, room), values)
         kernel("top_k_triton").top_k_rows(values, bounds, budgets, indices, found, workspace)
         return found
     cuts = bounds.tolist()
@@ -300,7 +300,7 @@ def largest(selected: Entries, k: int, *, workspace: Workspace | None = None) ->
         return _largest_on_host(selected.indices.numpy(), selected.values.numpy(), k)
     held = workspace if workspace is not None else Workspace()
     x = selected.values
-    found = _empty_rows(1, k, x)
+    found = Entries.empty((1, k), x)
     kernel("top_k_triton").top_k_rows(x, None, None, None, found, held)
     places = found.row(0).trimmed().indices.long()
     if len(places) < k:  # zeros are among them, the first ones
@@ -348,14 +348,10 @@ def _launch(
     mark(residual, gradient, out, guess, marks, divisor=divisor)
     expand(out, marks, places, passed, found, divisor=divisor)
     candidates = Candidates(passed, found, guess, taken, following, WARM_SLACK)
-    rows = _empty_rows(1, k, out)
+    rows = Entries.empty((1, k), out)
     kernel("top_k_triton").top_k_rows(out, None, None, places, rows, workspace, candidates=candidates, divisor=divisor)
     guess.copy_(following)
     return rows.row(0), taken
-
-
-def _empty_rows(rows: int, room: int, values: torch.Tensor) -> Entries:
-    return Entries(values.new_empty((rows, room), dtype=torch.int32), values.new_empty((rows, room)))
 
 
 def _sample_lines(values: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ import torch
 from tritoncomm_kernels import quantize
 from tritoncomm_kernels.formats import DENSE_FORMATS, ENTRY_FORMATS, FORMATS, INDICES, SMALL_FORMATS
 from tritoncomm_kernels.section_layout import Layout
-from tritoncomm_kernels.sections import write_sendable
+from tritoncomm_kernels.sections import write_one
 
 # The menu of each format, in 64ths of the scale.
 NUMERATORS = {
@@ -60,7 +60,7 @@ def test_form_switches() -> None:
     """Indices are a bitmap up to four coordinates per entry, and then have low bits."""
     for span, indices, words in ((8, [3, 7], [2, 0b10001000]), (9, [3, 8], [2, 0b1001, 1, 1])):
         layout = Layout.of(2, span, INDICES)
-        out, _ = write_sendable(layout, 0, torch.tensor(indices, dtype=torch.int32), torch.empty(0))
+        out, _ = write_one(layout, 0, torch.tensor(indices, dtype=torch.int32), torch.empty(0))
         assert out.tolist() == words
     assert [Layout.of(33, span, INDICES).words for span in (132, 133)] == [6, 8]
 
