@@ -31,7 +31,6 @@ _LAST_FINITE_CELL = 0x7F7F
 _SCALE_BITS = 8
 # Single numbers change between fp32 and its bits by these, because views of numpy's scalars take five times as long.
 _FLOAT, _WORD = struct.Struct("<f"), struct.Struct("<I")
-_CHUNK = 1 << 16  # values that stay in the second-level cache, with the int64 positions that numpy makes of codes
 
 
 class Quantized(NamedTuple):
@@ -166,28 +165,16 @@ def quantize(values: NDArray[np.float32], fmt: Format, divisor: int = 1, found: 
     if scale is None:
         return Quantized(np.zeros(len(values), np.uint8), NAN_HEADER, np.full(len(values), np.nan, np.float32))
     tables = lookup(fmt)
-    if values.size <= SAMPLE:  # the ratios of all values serve for the sample too
-        ratios = _ratios(values, scale, divisor)
-        cells = ratios.view(np.uint16)[1::2].astype(np.intp)  # once for both lookups, which would do it each
-        levels = tables.rounded.take(cells, axis=1, mode="wrap")
-        table = _best_table(tables, ratios, levels, largest / scale)
-        codes = tables.codes[table].take(cells, mode="wrap")
-        if scale * tables.tops[table] > limit(divisor):
-            return Quantized(codes, word | table, dequantize(codes, word | table, fmt, divisor))
-        return Quantized(codes, word | table, levels[table] * scale)
-    ratios = _ratios(values[:: -(-len(values) // SAMPLE)], scale, divisor)
-    levels = tables.rounded.take(_cells(ratios), axis=1, mode="wrap")
-    table = _best_table(tables, ratios, levels, largest / scale)
-    codes = np.empty(len(values), np.uint8)
-    for start in range(0, len(values), _CHUNK):
-        part = slice(start, start + _CHUNK)
-        tables.codes[table].take(_cells(_ratios(values[part], scale, divisor)), out=codes[part], mode="wrap")
-    return Quantized(codes, word | table, dequantize(codes, word | table, fmt, divisor))
-
-
-def _cells(ratios: NDArray[np.float32]) -> NDArray[np.uint16]:
-    """Return the upper halves of ``ratios`` as a view: their positions in the lookups."""
-    return ratios.view(np.uint16)[1::2]
+    ratios = _ratios(values, scale, divisor)
+    cells = ratios.view(np.uint16)[1::2].astype(np.intp)  # once for all lookups, which would do it each
+    sample = slice(None, None, -(-len(values) // SAMPLE))
+    levels = tables.rounded.take(cells[sample], axis=1, mode="wrap")
+    table = _best_table(tables, ratios[sample], levels, largest / scale)
+    codes = tables.codes[table].take(cells, mode="wrap")
+    if scale * tables.tops[table] > limit(divisor):
+        return Quantized(codes, word | table, dequantize(codes, word | table, fmt, divisor))
+    rounded = levels[table] if values.size <= SAMPLE else tables.rounded[table].take(cells, mode="wrap")
+    return Quantized(codes, word | table, rounded * scale)
 
 
 def _best_table(tables: Lookup, ratios: NDArray[np.float32], levels: NDArray[np.float32], top: float) -> int:
@@ -225,12 +212,7 @@ def dequantize(codes: NDArray[np.integer], header: int, fmt: Format, divisor: in
         values = np.clip(tables.values[table].astype(np.float64) * scale, -largest, largest).astype(np.float32)
     else:
         values = tables.values[table] * scale
-    if codes.size <= _CHUNK:
-        few: NDArray[np.float32] = values.take(codes, mode="wrap")
-        return few
-    decoded = np.empty(len(codes), np.float32)
-    for start in range(0, len(codes), _CHUNK):
-        values.take(codes[start : start + _CHUNK], out=decoded[start : start + _CHUNK], mode="wrap")
+    decoded: NDArray[np.float32] = values.take(codes, mode="wrap")
     return decoded
 
 
@@ -245,14 +227,9 @@ def extent(values: NDArray[np.float32], divisor: int = 1) -> tuple[float, float]
 
     The quotients are rounded to fp32. Both are NaN if a value is NaN.
     """
-    if values.size <= _CHUNK:
-        magnitudes = np.abs(values)
-        # The positions take numpy a third of the time of the numbers. A NaN comes first in both.
-        ends = magnitudes[magnitudes.argmin()], magnitudes[magnitudes.argmax()]
-    else:
-        parts = [values[start : start + _CHUNK] for start in range(0, len(values), _CHUNK)]
-        smallest, largest = zip(*(extent(part) for part in parts), strict=True)
-        ends = np.array(smallest, np.float32).min(), np.array(largest, np.float32).max()
+    magnitudes = np.abs(values)
+    # The positions take numpy a third of the time of the numbers. A NaN comes first in both.
+    ends = magnitudes[magnitudes.argmin()], magnitudes[magnitudes.argmax()]
     if divisor > 1:
         ends = ends[0] / np.float32(divisor), ends[1] / np.float32(divisor)
     return float(ends[0]), float(ends[1])

@@ -17,7 +17,7 @@ from tritoncomm.primitives.packing import NO_VALUES, Encoding, Section, Sections
 
 from depth import examples
 from golden_sections import DELIVERED, GOLDEN, INPUTS, in_hex
-from tritoncomm_kernels import Entries, quantize, sections
+from tritoncomm_kernels import Entries, sections
 from tritoncomm_kernels.formats import ENTRY_FORMATS, FORMATS
 
 ROUNDED = tuple(name for name in ENTRY_FORMATS if name != "fp32")
@@ -162,7 +162,6 @@ def test_chunks_do_not_change_a_message(values: str, span: int, room: int, monke
                 if at_once:
                     patch.setattr(sections, "_GROUPS_AT_ONCE", at_once)
                     patch.setattr(sections, "_WORDS_AT_ONCE", at_once)
-                    patch.setattr(quantize, "_CHUNK", 50 * at_once)
                 message, sent = section.encode(*entries)
                 found.append([message, *sent, *section.decode(message)])
         assert torch.equal(found[0][3], found[0][1])
