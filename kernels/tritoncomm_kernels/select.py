@@ -129,7 +129,7 @@ def mark(
     else:
         if gradient is not None:
             torch.add(residual, gradient, out=out)
-        _write_marks(out if divisor is None else out / divisor, threshold, marks, span)
+        _mark_on_host(out if divisor is None else out / divisor, threshold, marks, span)
 
 
 def expand(
@@ -162,7 +162,7 @@ def expand(
     elif triton_runs(values):
         kernel("select_triton").expand(values, divisor, *marks, indices, out, found)
     else:
-        _expand(values, divisor, marks, indices, out, found)
+        _expand_on_host(values, divisor, marks, indices, out, found)
 
 
 def select(
@@ -337,28 +337,15 @@ def positions(mask: torch.Tensor) -> torch.Tensor:
     return mask.nonzero().squeeze(1)
 
 
-def _write_marks(values: torch.Tensor, threshold: torch.Tensor, marks: Marks, span: torch.Tensor | None) -> None:
-    """Write the marks of ``values``, the finished sums: the torch reference, without host synchronization."""
-    keys = values.view(torch.int32) & MAGNITUDE_MASK
-    chosen = keys >= _as_key(threshold)
-    if span is not None:
-        at = torch.arange(values.numel(), dtype=torch.int32, device=values.device)
-        chosen &= (at >= span[0]) & (at < span[1])
-    padded = torch.zeros(marks.bits.numel() * 32, dtype=torch.int32, device=values.device)
-    padded[: chosen.numel()] = chosen
-    weights = torch.ones((), dtype=torch.int32, device=values.device) << torch.arange(
-        32, dtype=torch.int32, device=values.device
-    )
-    marks.bits.copy_((padded.view(-1, 32) * weights).sum(1, dtype=torch.int32))
-    marks.counts.copy_(padded.view(marks.counts.numel(), -1).sum(1, dtype=torch.int32))
-
-
-def _as_key(threshold: torch.Tensor) -> torch.Tensor:
-    """Return the integer key of a ``threshold`` in device memory (``[1]``). An int32 threshold already is a key."""
-    if threshold.dtype == torch.int32:
-        return threshold.clamp(min=1)
-    key = torch.where(threshold > 0, threshold.view(torch.int32), 1)
-    return torch.where(threshold.isnan(), NAN_KEY, key)
+def _mark_on_host(values: torch.Tensor, threshold: torch.Tensor, marks: Marks, span: torch.Tensor | None) -> None:
+    """Write the marks of ``values``, the finished sums. An int32 ``threshold`` already is a key."""
+    limit = threshold.item()
+    key = max(int(limit), 1) if threshold.dtype == torch.int32 else threshold_key(limit)
+    own = slice(None) if span is None else slice(*span.clamp(min=0).tolist())
+    chosen = np.zeros(marks.bits.numel() * 32, np.bool_)
+    chosen[: values.numel()][own] = _reaching(values.numpy()[own], key)
+    marks.bits.copy_(torch.from_numpy(np.packbits(chosen, bitorder="little").view(np.int32)))
+    marks.counts.copy_(torch.from_numpy(chosen.reshape(marks.counts.numel(), -1).sum(1, dtype=np.int32)))
 
 
 def _check_divisor(values: torch.Tensor, divisor: torch.Tensor | None) -> None:
@@ -381,7 +368,7 @@ def _check_marks(values: torch.Tensor, marks: Marks) -> None:
         )
 
 
-def _expand(
+def _expand_on_host(
     values: torch.Tensor,
     divisor: torch.Tensor | None,
     marks: Marks,
@@ -389,9 +376,8 @@ def _expand(
     out: torch.Tensor,
     found: torch.Tensor,
 ) -> None:
-    """Reference of :func:`expand`, in torch operators."""
-    lanes = torch.arange(32, dtype=torch.int32, device=values.device)
-    marked = ((marks.bits[:, None] >> lanes) & 1).view(-1).nonzero().squeeze(1)
+    """Reference of :func:`expand`."""
+    marked = torch.from_numpy(np.unpackbits(marks.bits.numpy().view(np.uint8), bitorder="little").nonzero()[0])
     found.fill_(marked.numel())
     written = marked[: indices.numel()]
     indices[: written.numel()] = written.to(torch.int32)
