@@ -13,7 +13,7 @@ import triton.language as tl
 from tritoncomm_kernels.bits_triton import bits_in
 from tritoncomm_kernels.dispatch import launch
 from tritoncomm_kernels.lists import PADDING, Entries
-from tritoncomm_kernels.select_triton import CHUNK, GROUP, GROUP_WARPS, count_bits_kernel, expand_kernel, sum_before
+from tritoncomm_kernels.select_triton import GROUP, GROUP_WARPS, count_bits_kernel, expand_kernel, sum_before
 from tritoncomm_kernels.workspace import Workspace
 
 FLAT, FLAT_WARPS = 1024, 4
@@ -44,18 +44,15 @@ def count_used_kernel(indices_ptr, counts_ptr, stride, BLOCK: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["stride"], do_not_specialize_on_alignment=["indices_ptr", "values_ptr"])
-def join_rows_kernel(
-    indices_ptr, values_ptr, counts_ptr, out_indices_ptr, out_values_ptr, stride,
-    CHUNK: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+def join_rows_kernel(indices_ptr, values_ptr, counts_ptr, out_indices_ptr, out_values_ptr, stride, BLOCK: tl.constexpr):
     """Write the entries of one block of a row behind those before it, and its padding behind all entries."""
     program, blocks, row = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
     at = program.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < stride
     index = tl.load(indices_ptr + row * stride + at, mask=inside, other=-1)
     used = (index >= 0).to(tl.int32)
-    rank = sum_before(counts_ptr + row * blocks, program, CHUNK) + tl.cumsum(used, axis=0) - used
-    total = sum_before(counts_ptr + row * blocks, blocks, CHUNK)
+    rank = sum_before(counts_ptr + row * blocks, program) + tl.cumsum(used, axis=0) - used
+    total = sum_before(counts_ptr + row * blocks, blocks)
     slot = row * stride + tl.where(used != 0, rank, total + at - rank)
     value = tl.load(values_ptr + row * stride + at, mask=used != 0, other=0.0)
     tl.store(out_indices_ptr + slot, index, mask=inside)
@@ -67,16 +64,16 @@ def join_rows_kernel(
 )
 def row_borders_kernel(
     indices_ptr, union_ptr, bounds_ptr, room, tiles, steps, size, offset,
-    TILE: tl.constexpr, BORDERS: tl.constexpr, UNION: tl.constexpr,
+    TILE: tl.constexpr, BORDERS: tl.constexpr,
 ):  # fmt: skip
     """Set ``bounds[r, t]`` to the first entry of row r that belongs to tile t or a later one.
 
-    Tiles divide the slots of the union, or the coordinates from ``offset`` on.
+    Tiles divide the slots of the union, or without one the coordinates from ``offset`` on.
     """
     border = tl.program_id(0) * BORDERS + tl.arange(0, BORDERS)
     row = tl.program_id(1).to(tl.int64)
     sought = border.to(tl.int64) * TILE
-    if UNION:
+    if union_ptr is not None:
         index = tl.load(union_ptr + sought, mask=sought < size, other=-1)
         sought = tl.where(index < 0, 0x7FFFFFFF, index).to(tl.int64)
     else:
@@ -97,13 +94,13 @@ def row_borders_kernel(
 @triton.jit(do_not_specialize=["size", "offset", "span", "room", "tiles", "rows", "scale"])
 def add_rows_kernel(
     indices_ptr, values_ptr, bounds_ptr, bits_ptr, ranks_ptr, out_ptr, size, offset, span, room, tiles, rows, scale,
-    TILE: tl.constexpr, ENTRIES: tl.constexpr, UNION: tl.constexpr,
+    TILE: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
-    """Add all rows to one tile of ``out``, in row order. With ``UNION``, slots are ranks, and the tile starts at 0."""
+    """Add all rows to one tile of ``out``, in row order. With a union's bits, slots are ranks, and sums start at 0."""
     tile = tl.program_id(0)
     start = tile * TILE
     stop = tl.minimum(start + TILE, size)
-    if UNION:
+    if bits_ptr is not None:
         at = start + tl.arange(0, TILE)
         tl.store(out_ptr + at, tl.zeros([TILE], tl.float32), mask=at < size)
         tl.debug_barrier()
@@ -118,7 +115,7 @@ def add_rows_kernel(
             index = tl.load(indices_ptr + place, mask=lane < end, other=-1)
             slot = index - offset
             inside = (index >= 0) & (slot >= 0) & (slot < span)
-            if UNION:
+            if bits_ptr is not None:
                 word = tl.load(bits_ptr + (index >> 5), mask=inside, other=0)
                 lower = bits_in(word & ((1 << (index & 31)) - 1))
                 slot = tl.load(ranks_ptr + (index >> 5), mask=inside, other=0) + lower
@@ -136,14 +133,14 @@ def add_rows_kernel(
 )
 def place_kernel(
     indices_ptr, values_ptr, out_ptr, count, n, offset, scale,
-    ADD: tl.constexpr, CLEAR: tl.constexpr, BLOCK: tl.constexpr,
+    ADD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Set the elements of ``out`` at unique indices to values, or to 0 with ``CLEAR``. With ``ADD``, add to them."""
+    """Set the elements of ``out`` at unique indices to values, or to 0 without values. With ``ADD``, add to them."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     index = tl.load(indices_ptr + at, mask=at < count, other=-1)
     slot = index - offset
     inside = (index >= 0) & (slot >= 0) & (slot < n)
-    if CLEAR:
+    if values_ptr is None:
         tl.store(out_ptr + slot, 0.0, mask=inside)
     else:
         value = tl.load(values_ptr + at, mask=inside, other=0.0)
@@ -175,7 +172,7 @@ def moved(rows: Entries, counts: torch.Tensor, *, block: int = MOVE) -> Entries:
     (count, room), out = rows.indices.shape, Entries.empty(rows.indices.shape, rows.values)
     launch(
         join_rows_kernel, (triton.cdiv(room, block), count), *rows, counts, *out, room,
-        like=rows.values, warps=WARPS, CHUNK=CHUNK, BLOCK=block,
+        like=rows.values, warps=WARPS, BLOCK=block,
     )  # fmt: skip
     return out
 
@@ -205,7 +202,7 @@ def merge_rows(
         expand_kernel, (groups,),
         None, None, bits, counts.cumsum(0, dtype=torch.int32), union, None, ranks, found, words, capacity, numel,
         0, 0, 0,
-        like=values, warps=GROUP_WARPS, TILES=1, WORDS=GROUP, CHUNK=CHUNK, SUMMED=True, ROWS=False,
+        like=values, warps=GROUP_WARPS, TILES=1, WORDS=GROUP, SUMMED=True, ROWS=False,
     )  # fmt: skip
     sums = values.new_empty(capacity)
     _add_tiles(
@@ -232,12 +229,24 @@ def add_rows(
             out, Entries(indices, values), workspace, union=None, offset=offset, scale=scale, tile=tile, entries=entries
         )
     else:  # the indices are unique, so no order has to be kept
-        _place(out, indices, values, offset=offset, scale=scale, add=True)
+        set_at(out, indices, values, offset=offset, scale=scale, add=True)
 
 
-def set_at(out: torch.Tensor, indices: torch.Tensor, values: torch.Tensor | None) -> None:
-    """Launch the kernel on checked, non-empty arguments ``[m]``."""
-    _place(out, indices.contiguous(), None if values is None else values.contiguous(), offset=0, scale=1.0, add=False)
+def set_at(
+    out: torch.Tensor,
+    indices: torch.Tensor,
+    values: torch.Tensor | None,
+    *,
+    offset: int = 0,
+    scale: float = 1.0,
+    add: bool = False,
+) -> None:
+    """Launch the kernel on checked, non-empty arguments. With ``add``, it adds ``scale`` times the values."""
+    launch(
+        place_kernel, (triton.cdiv(indices.numel(), FLAT),),
+        indices.contiguous(), None if values is None else values.contiguous(), out,
+        indices.numel(), out.numel(), offset, scale, like=out, warps=FLAT_WARPS, ADD=add, BLOCK=FLAT,
+    )  # fmt: skip
 
 
 def values_at(values: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
@@ -270,19 +279,9 @@ def _add_tiles(
     launch(
         row_borders_kernel, (triton.cdiv(tiles + 1, BORDERS), count),
         rows.indices, indices, bounds, room, tiles, room.bit_length(), size, offset,
-        like=out, warps=1, TILE=tile, BORDERS=BORDERS, UNION=union is not None,
+        like=out, warps=1, TILE=tile, BORDERS=BORDERS,
     )  # fmt: skip
     launch(
         add_rows_kernel, (tiles,), *rows, bounds, bits, ranks, out, size, offset, span, room, tiles, count, scale,
-        like=out, warps=WARPS, TILE=tile, ENTRIES=entries, UNION=union is not None,
-    )  # fmt: skip
-
-
-def _place(
-    out: torch.Tensor, indices: torch.Tensor, values: torch.Tensor | None, *, offset: int, scale: float, add: bool
-) -> None:
-    launch(
-        place_kernel, (triton.cdiv(indices.numel(), FLAT),),
-        indices, values, out, indices.numel(), out.numel(), offset, scale,
-        like=out, warps=FLAT_WARPS, ADD=add, CLEAR=values is None, BLOCK=FLAT,
+        like=out, warps=WARPS, TILE=tile, ENTRIES=entries,
     )  # fmt: skip

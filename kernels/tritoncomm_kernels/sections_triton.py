@@ -23,7 +23,7 @@ from tritoncomm_kernels.dispatch import launch
 from tritoncomm_kernels.entries_triton import MOVE, count_used_kernel, moved
 from tritoncomm_kernels.formats import Format
 from tritoncomm_kernels.lists import Entries
-from tritoncomm_kernels.select_triton import CHUNK, GROUP, GROUP_WARPS, count_bits_kernel, expand_kernel, sum_before
+from tritoncomm_kernels.select_triton import GROUP, GROUP_WARPS, count_bits_kernel, expand_kernel, sum_before
 from tritoncomm_kernels.workspace import Workspace
 
 BLOCK, WARPS = MOVE, 8  # entries per program, as where they are moved
@@ -120,14 +120,14 @@ def drop_rows_kernel(
 @triton.jit(do_not_specialize=["stride", "blocks", "words", "divisor", "cover"])
 def choose_rows_kernel(
     values_ptr, extents_ptr, menu_ptr, counts_ptr, words_ptr, stride, blocks, words, divisor, cover,
-    KEPT: tl.constexpr, TABLES: tl.constexpr, HALVINGS: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+    KEPT: tl.constexpr, TABLES: tl.constexpr, HALVINGS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Write the header of each row: the scale, and the table with the least squared error over a sample of the values.
 
     The header of a row without entries is 0.
     """
     row = tl.program_id(1).to(tl.int64)
-    count = sum_before(counts_ptr + row * blocks, blocks, CHUNK)
+    count = sum_before(counts_ptr + row * blocks, blocks)
     values_ptr += row * stride
     smallest, most, largest = _extent(extents_ptr, divisor)
     scale = _scale(smallest, most, cover, KEPT)
@@ -172,11 +172,11 @@ def _place(indices_ptr, at, inside, low, LOW_BITS: tl.constexpr, PLAIN: tl.const
 )
 def high_rows_kernel(
     indices_ptr, counts_ptr, lows_ptr, words_ptr, stride, blocks, words, heads, high_words, steps,
-    LOW_BITS: tl.constexpr, PLAIN: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+    LOW_BITS: tl.constexpr, PLAIN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Write the high part of each row. Each lane finds the first entry of its word by halving, and reads on."""
     row = tl.program_id(1).to(tl.int64)
-    count = sum_before(counts_ptr + row * blocks, blocks, CHUNK)
+    count = sum_before(counts_ptr + row * blocks, blocks)
     low = tl.load(lows_ptr + row)
     indices_ptr += row * stride
     word = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -218,12 +218,11 @@ def _decode(code, header, menu_ptr, limit, inside, TABLES: tl.constexpr, BITS: t
 def planes_rows_kernel(
     indices_ptr, values_ptr, counts_ptr, lows_ptr, words_ptr, menu_ptr,
     stride, blocks, words, room, first, divisor, limit,
-    LOW_BITS: tl.constexpr, BITS: tl.constexpr, PLANES: tl.constexpr, TABLES: tl.constexpr, CHUNK: tl.constexpr,
-    BLOCK: tl.constexpr,
+    LOW_BITS: tl.constexpr, BITS: tl.constexpr, PLANES: tl.constexpr, TABLES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Write count, planes and values of each row. Rounded values are replaced by what the receiver decodes."""
     row = tl.program_id(1).to(tl.int64)
-    count = sum_before(counts_ptr + row * blocks, blocks, CHUNK)
+    count = sum_before(counts_ptr + row * blocks, blocks)
     low = tl.load(lows_ptr + row)
     indices_ptr += row * stride
     values_ptr += row * stride
@@ -391,18 +390,18 @@ def write_rows(
         launch(
             choose_rows_kernel, (1, rows), sent.values, kept, tables, counts, messages, stride, blocks,
             layout.words, float(divisor), known.cover, like=messages, warps=CHOOSE_WARPS,
-            KEPT=scale_mask, TABLES=len(layout.fmt.tables), HALVINGS=layout.fmt.bits - 1, CHUNK=CHUNK, BLOCK=BLOCK,
+            KEPT=scale_mask, TABLES=len(layout.fmt.tables), HALVINGS=layout.fmt.bits - 1, BLOCK=BLOCK,
         )  # fmt: skip
     lengths, first = (stride, blocks, layout.words), layout.heads + layout.high_words
     launch(
         high_rows_kernel, (triton.cdiv(layout.high_words, HIGH_WORDS), rows), sent.indices, counts, lows, messages,
         *lengths, layout.heads, layout.high_words, layout.room.bit_length(), like=messages, warps=HIGH_WARPS,
-        LOW_BITS=layout.low_bits, PLAIN=layout.plain, CHUNK=CHUNK, BLOCK=HIGH_WORDS,
+        LOW_BITS=layout.low_bits, PLAIN=layout.plain, BLOCK=HIGH_WORDS,
     )  # fmt: skip
     launch(
         planes_rows_kernel, (triton.cdiv(layout.room, BLOCK), rows), *sent, counts, lows, messages, tables,
         *lengths, layout.room, first, float(divisor), quantize.limit(divisor),
-        **_shape(layout), CHUNK=CHUNK, **size,
+        **_shape(layout), **size,
     )  # fmt: skip
     return sent
 
@@ -426,7 +425,7 @@ def read_rows(
     launch(count_bits_kernel, (tiles, rows), messages, counts, high_words, words, heads, **groups)
     launch(
         expand_kernel, (tiles, rows), None, None, messages, counts, slots, None, None, verdict, high_words, room,
-        32 * high_words, words, heads, VERDICT.value, TILES=1, CHUNK=CHUNK, SUMMED=False, ROWS=True, **groups,
+        32 * high_words, words, heads, VERDICT.value, TILES=1, SUMMED=False, ROWS=True, **groups,
     )  # fmt: skip
     launch(
         join_sections_kernel, (blocks, rows), slots, lows, messages, menu(layout.fmt, messages.device), *found,

@@ -18,21 +18,21 @@ WARPS = 8  # of a tile of 4096 elements: 16 per thread. 32 would double the regi
 # Mask words per program: 8192 elements. On an H200, with 25 million elements of which 3 % are marked, marking and
 # expanding take 137 us together, and 145 us with one bit of each word at a time.
 WORDS, EXPAND_WARPS = 256, 2
-CHUNK = 2048
+CHUNK = tl.constexpr(2048)  # counts that are summed at a time
 GROUP, GROUP_WARPS = 1024, 8  # words per program where words are counted first
 
 
 @triton.jit
-def add_tile(residual_ptr, gradient_ptr, out_ptr, at, n, ADD: tl.constexpr, WHOLE: tl.constexpr):
+def add_tile(residual_ptr, gradient_ptr, out_ptr, at, n, WHOLE: tl.constexpr):
     """Return ``residual + gradient`` at ``at`` and store it to ``out``.
 
-    Without ``ADD``, return the residual and store nothing. ``WHOLE`` means that the tile ends at or before ``n`` and
+    Without a gradient, return the residual and store nothing. ``WHOLE`` means that the tile ends at or before ``n`` and
     needs no mask. Triton then uses 128-bit accesses whatever ``n`` is.
     """
     inside = None if WHOLE else at < n
     other = None if WHOLE else 0.0
     total = tl.load(residual_ptr + at, mask=inside, other=other)
-    if ADD:
+    if gradient_ptr is not None:
         gradient = tl.load(gradient_ptr + at, mask=inside, other=other, eviction_policy="evict_first")
         total = total + gradient.to(tl.float32)
         tl.store(out_ptr + at, total, mask=inside)
@@ -40,13 +40,10 @@ def add_tile(residual_ptr, gradient_ptr, out_ptr, at, n, ADD: tl.constexpr, WHOL
 
 
 @triton.jit
-def write_marks(
-    keys, at, threshold_ptr, span_ptr, bits_ptr, counts_ptr,
-    TILE: tl.constexpr, SPAN: tl.constexpr, IS_KEY: tl.constexpr,
-):  # fmt: skip
+def write_marks(keys, at, threshold_ptr, span_ptr, bits_ptr, counts_ptr, TILE: tl.constexpr):
     """Compare the keys with the threshold, pack the bits, and count them."""
-    chosen = keys >= threshold_key(threshold_ptr, IS_KEY)
-    if SPAN:
+    chosen = keys >= threshold_key(threshold_ptr)
+    if span_ptr is not None:
         chosen = chosen & (at >= tl.load(span_ptr)) & (at < tl.load(span_ptr + 1))
     tile = tl.program_id(0)
     tl.store(bits_ptr + tile * (TILE // 32) + tl.arange(0, TILE // 32), pack_words(chosen, TILE))
@@ -56,28 +53,28 @@ def write_marks(
 @triton.jit(do_not_specialize=["n"], do_not_specialize_on_alignment=["span_ptr"])
 def mark_kernel(
     residual_ptr, gradient_ptr, divisor_ptr, out_ptr, threshold_ptr, span_ptr, bits_ptr, counts_ptr, n,
-    TILE: tl.constexpr, ADD: tl.constexpr, SPAN: tl.constexpr, IS_KEY: tl.constexpr,
+    TILE: tl.constexpr,
 ):  # fmt: skip
-    """Mark the elements of one tile that reach the threshold. With ``ADD``, first add and store the sum.
+    """Mark the elements of one tile that reach the threshold. With a gradient, first add and store the sum.
 
     With a divisor, quotients are compared. The sum that is stored is not divided.
     """
     start = tl.program_id(0) * TILE
     at = start + tl.arange(0, TILE)
     if start + TILE <= n:
-        total = add_tile(residual_ptr, gradient_ptr, out_ptr, at, n, ADD=ADD, WHOLE=True)
+        total = add_tile(residual_ptr, gradient_ptr, out_ptr, at, n, WHOLE=True)
         keys = key_of(divided(total, divisor_ptr, at, None))
     else:
-        total = add_tile(residual_ptr, gradient_ptr, out_ptr, at, n, ADD=ADD, WHOLE=False)
+        total = add_tile(residual_ptr, gradient_ptr, out_ptr, at, n, WHOLE=False)
         keys = tl.where(at < n, key_of(divided(total, divisor_ptr, at, at < n)), 0)
-    write_marks(keys, at, threshold_ptr, span_ptr, bits_ptr, counts_ptr, TILE, SPAN, IS_KEY)
+    write_marks(keys, at, threshold_ptr, span_ptr, bits_ptr, counts_ptr, TILE)
 
 
 @triton.jit
-def sum_before(counts_ptr, end, CHUNK: tl.constexpr):
+def sum_before(counts_ptr, end):
     """Return the sum of the first ``end`` counts."""
     total = tl.zeros([], tl.int32)
-    start = 0
+    start = tl.zeros([], tl.int32)
     while start < end:
         at = start + tl.arange(0, CHUNK)
         total += tl.sum(tl.load(counts_ptr + at, mask=at < end, other=0), axis=0)
@@ -98,7 +95,7 @@ def count_bits_kernel(bits_ptr, counts_ptr, words, stride, first, WORDS: tl.cons
 def expand_kernel(
     values_ptr, divisor_ptr, bits_ptr, counts_ptr, out_indices_ptr, out_values_ptr, ranks_ptr, found_ptr,
     words, capacity, n, stride, first, found_stride,
-    TILES: tl.constexpr, WORDS: tl.constexpr, CHUNK: tl.constexpr, SUMMED: tl.constexpr, ROWS: tl.constexpr,
+    TILES: tl.constexpr, WORDS: tl.constexpr, SUMMED: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Write the ascending positions of the bits in ``WORDS`` words, which have ``TILES`` counts, and their values.
 
@@ -115,7 +112,7 @@ def expand_kernel(
     if SUMMED:
         before = tl.where(program > 0, tl.load(counts_ptr + tl.maximum(program * TILES, 1) - 1), 0)
     else:
-        before = sum_before(counts_ptr, program * TILES, CHUNK)
+        before = sum_before(counts_ptr, program * TILES)
     at = program * WORDS + tl.arange(0, WORDS)
     mask = tl.load(bits_ptr + at, mask=at < words, other=0)
     counts = bits_in(mask)
@@ -167,10 +164,8 @@ def mark(
     """Launch the kernel on checked, non-empty arguments. Without ``gradient`` nothing is added."""
     tile = 32 * bits.numel() // counts.numel()
     launch(
-        mark_kernel, (counts.numel(),), residual, gradient, divisor, out, threshold, span, bits, counts,
-        out.numel(),
-        like=out, warps=warps(tile),
-        TILE=tile, ADD=gradient is not None, SPAN=span is not None, IS_KEY=threshold.dtype == torch.int32,
+        mark_kernel, (counts.numel(),), residual, gradient, divisor, out, threshold, span, bits, counts, out.numel(),
+        like=out, warps=warps(tile), TILE=tile,
     )  # fmt: skip
 
 
@@ -198,5 +193,5 @@ def expand(
         values, divisor, bits, counts, indices, out, None, found, bits.numel(), indices.numel(), values.numel(),
         0, 0, 0,
         like=values, warps=EXPAND_WARPS,
-        TILES=words // per_tile, WORDS=words, CHUNK=CHUNK, SUMMED=summed, ROWS=False,
+        TILES=words // per_tile, WORDS=words, SUMMED=summed, ROWS=False,
     )  # fmt: skip

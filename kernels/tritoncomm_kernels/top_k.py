@@ -386,11 +386,12 @@ def _guess(sample: torch.Tensor, k: int, numel: int) -> torch.Tensor | int:
 
     It is the key of that rank in the ``sample``, or 1, which all non-zeros reach. Nothing waits for a GPU.
     """
-    keys, size = magnitude_keys(sample), sample.numel()
+    size = sample.numel()
     expected = k * size / numel if numel else 0.0
     rank = math.ceil(1.15 * expected + 3.0 * math.sqrt(expected) + 1.0)
     if rank >= size:
         return 1
+    keys = magnitude_keys(sample)
     if keys.device.type == "cpu":  # numpy is far faster there
         return max(1, int(np.partition(keys.numpy(), size - rank)[size - rank]))
     return torch.topk(keys, rank, sorted=False).values.min().clamp(min=1)

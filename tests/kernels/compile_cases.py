@@ -46,13 +46,13 @@ class Case:
 @triton.jit
 def whole_mark(
     residual_ptr, gradient_ptr, divisor_ptr, out_ptr, threshold_ptr, span_ptr, bits_ptr, counts_ptr, n,
-    TILE: tl.constexpr, ADD: tl.constexpr,
+    TILE: tl.constexpr,
 ):  # fmt: skip
     """``mark`` without the code for a partial tile, to count instructions."""
     at = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    total = add_tile(residual_ptr, gradient_ptr, out_ptr, at, n, ADD=ADD, WHOLE=True)
+    total = add_tile(residual_ptr, gradient_ptr, out_ptr, at, n, WHOLE=True)
     keys = key_of(divided(total, divisor_ptr, at, None))
-    write_marks(keys, at, threshold_ptr, span_ptr, bits_ptr, counts_ptr, TILE, False, False)
+    write_marks(keys, at, threshold_ptr, span_ptr, bits_ptr, counts_ptr, TILE)
 
 
 def recorded(work: Callable[[], object]) -> list[Case]:
@@ -224,14 +224,15 @@ def launched_cases() -> list[Case]:
 def reduced_cases() -> list[Case]:
     """Return passes over a whole vector without the code for partial tiles, whose instructions are counted."""
     pointers = ("residual_ptr", "gradient_ptr", "divisor_ptr", "out_ptr", "threshold_ptr", "bits_ptr", "counts_ptr")
-    ints = {"span_ptr": "*i32", "bits_ptr": "*i32", "counts_ptr": "*i32", "n": "i32"}
+    ints = {"bits_ptr": "*i32", "counts_ptr": "*i32", "n": "i32"}
     cases = []
     for gradient, divides in (*product(("fp32", "bf16", "fp16"), (False, True)), ("", False)):
-        constants = {"TILE": TILE, "ADD": bool(gradient)} | ({} if divides else {"divisor_ptr": None})
-        types = dict.fromkeys(pointers[:5], "*fp32") | ints | {"gradient_ptr": f"*{gradient or 'fp32'}"}
+        none = ["span_ptr", *([] if divides else ["divisor_ptr"]), *([] if gradient else ["gradient_ptr"])]
+        constants = {"TILE": TILE} | dict.fromkeys(none)
+        types = dict.fromkeys(pointers[:5], "*fp32") | ints | {"gradient_ptr": f"*{gradient}"}
         types = {name: kind for name, kind in types.items() if name not in constants}
         name = f"mark {gradient or 'only'}{', divided' if divides else ''}, whole"
-        aligned = (*(each for each in pointers if each in types), "span_ptr")
+        aligned = tuple(each for each in pointers if each in types)
         cases.append(Case(name, whole_mark, constants, select_triton.WARPS, types, aligned))
     return cases
 

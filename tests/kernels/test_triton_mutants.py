@@ -52,8 +52,8 @@ BUGS: dict[str, dict[Callable[..., None], dict[str, tuple[str, str]]]] = {
         },
         select.test_mark_by_hand: {
             "float comparison instead of keys": (
-                "keys >= threshold_key(threshold_ptr, IS_KEY)",
-                "keys.to(tl.float32, bitcast=True) >= threshold_key(threshold_ptr, IS_KEY).to(tl.float32, bitcast=True)",  # noqa: E501
+                "keys >= threshold_key(threshold_ptr)",
+                "keys.to(tl.float32, bitcast=True) >= threshold_key(threshold_ptr).to(tl.float32, bitcast=True)",
             )
         },
         select.test_expand: {
