@@ -64,8 +64,7 @@ def check_same(name: str, tensor: torch.Tensor, other_name: str, other: torch.Te
 
 def check_in_place(name: str, tensor: torch.Tensor, other_name: str, other: torch.Tensor) -> None:
     """Raise ``ValueError`` if two tensors overlap without being the same memory."""
-    first, second = _extent(tensor), _extent(other)
-    if first != second and first[0] < second[1] and second[0] < first[1]:
+    if _extent(tensor) != _extent(other):
         check_apart(name, tensor, other_name, other)
 
 

@@ -30,13 +30,7 @@ def reaching(entries: Entries, threshold: torch.Tensor | float, *, workspace: Wo
     The result has the same room. A number may be anything: no zero reaches it, and every NaN does. On the device, the
     threshold must be positive and not NaN, which is not checked. A number takes fewer launches.
     """
-    keys = magnitude_keys(entries.values)
-    if isinstance(threshold, torch.Tensor):
-        check_vector("threshold", threshold, numel=1, like=entries.values)
-        keep = (keys >= magnitude_keys(threshold)) & (entries.indices != PADDING)
-    else:
-        keep = keys >= threshold_key(threshold)  # the value of padding is 0
-    return joined(entries.only(keep), workspace=workspace)
+    return joined(entries.only(_reach(entries.values, threshold)), workspace=workspace)  # the value of padding is 0
 
 
 def joined(rows: Entries, *, workspace: Workspace) -> Entries:
@@ -124,12 +118,16 @@ def count_reaching(values: torch.Tensor, threshold: torch.Tensor | float) -> tor
     ``threshold`` is a number, or fp32 ``[1]`` on the device, where it must be positive and not NaN, which is not
     checked. NaN and Inf count. A number takes fewer launches.
     """
+    return _reach(values, threshold).sum(dtype=torch.int32).reshape(1)
+
+
+def _reach(values: torch.Tensor, threshold: torch.Tensor | float) -> torch.Tensor:
+    """Return which of ``values`` (fp32) are counted by :func:`count_reaching`."""
     keys = magnitude_keys(values)
-    if isinstance(threshold, torch.Tensor):
-        reached = (keys >= magnitude_keys(threshold)) & (keys > 0)
-    else:
-        reached = keys >= threshold_key(threshold)
-    return reached.sum(dtype=torch.int32).reshape(1)
+    if not isinstance(threshold, torch.Tensor):
+        return keys >= threshold_key(threshold)
+    check_vector("threshold", threshold, numel=1, like=values)
+    return (keys >= magnitude_keys(threshold)) & (keys > 0)
 
 
 def count_inside(

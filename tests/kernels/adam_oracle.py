@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 
@@ -24,78 +22,64 @@ from tritoncomm_kernels.adam import (
 from tritoncomm_kernels.rms import square_root
 
 
-class State(NamedTuple):
-    """The state of one parameter, see ``AdamStates``."""
-
-    first: torch.Tensor
-    second: torch.Tensor
-    last: torch.Tensor
-    param_rms: torch.Tensor
-    maximum: torch.Tensor | None
-
-    @classmethod
-    def of(cls, states: AdamStates, position: int) -> State:
-        """Return the state of the parameter at ``position``."""
-        maximum = None if states.maximum is None else states.maximum[position]
-        held = states.first, states.second, states.last, states.param_rms
-        return cls(*(column[position] for column in held), maximum)
-
-
 def update(
     parameter: torch.Tensor,
     gradient: torch.Tensor,
-    state: State,
+    states: AdamStates,
+    position: int,
     control: AdamControl,
-    indices: torch.Tensor | None = None,
+    indices: torch.Tensor | slice,
 ) -> None:
-    """Apply one step to the coordinates ``indices`` (int64) of the flattened ``parameter``, or to all of them.
+    """Apply one step to the coordinates ``indices`` (int64, or a slice) of the flattened ``parameter``.
 
-    ``gradient`` has the shape of the parameter. Operators of torch round once per operation.
+    Its states are those at ``position``. ``gradient`` are all of its elements, flat. Operators of torch round once per
+    operation.
     """
-    if not parameter.numel() or (indices is not None and not indices.numel()):
+    if not parameter.numel():
         return
-    at = _Coordinates(indices, torch.promote_types(parameter.dtype, torch.float32))
-    scalars = Scalars(*control.scalars.to(at.dtype).unbind())
-    tables = beta_tables(control.betas, at.dtype, parameter.device)
+    dtype = torch.promote_types(parameter.dtype, torch.float32)
+
+    def read(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.reshape(-1)[indices].to(dtype, copy=True)
+
+    def write(tensor: torch.Tensor, values: torch.Tensor) -> None:
+        flat = tensor.reshape(-1)  # a copy, if the tensor has other strides
+        flat[indices] = values.to(tensor.dtype)
+        tensor.copy_(flat.view(tensor.shape))
+
+    scalars = Scalars(*control.scalars.to(dtype).unbind())
+    tables = beta_tables(control.betas, dtype, parameter.device)
     clock = Scalars(*control.scalars.unbind()).clock.to(torch.int32)
-    tau = (clock - at.integers(state.last)).clamp(min=1)
-    waited = tau.to(at.dtype)
-    values = at.read(parameter)
-    mean = at.read(gradient) / waited
+    tau = (clock - states.last[position].reshape(-1)[indices]).clamp(min=1)
+    waited = tau.to(dtype)
+    mean = read(gradient) / waited
     if control.maximize:
         mean = -mean
-    delayed = not bool((tau == 1).all())  # with tau = 1 everywhere this is a plain Adam step
-    power, complement = decays(tau, tables[0], tables[1]) if delayed else tables[:2, 0]
-    before = at.read(state.first)
-    votes = _votes(before, mean)  # now, because ``before`` may be a view of the state
+    power, complement = decays(tau, tables[0], tables[1])
+    before = read(states.first[position])
     first = power * before + complement * mean
-    power, complement = decays(tau, tables[2], tables[3]) if delayed else tables[2:, 0]
-    old, square = at.read(state.second), mean * mean
+    power, complement = decays(tau, tables[2], tables[3])
+    old, square = read(states.second[position]), mean * mean
     held = power * old
-    second = held + complement * square
-    outlier = torch.zeros_like(tau, dtype=torch.bool)
-    if delayed:
-        shorter = _forgetting(waited, power, complement, scalars)
-        outlier = _is_outlier(held, square, shorter[2], scalars)
-        second = torch.minimum(second, shorter[0] * old + shorter[1] * square)
-    at.write(state.first, first)
-    at.write(state.second, second)
-    at.write(state.last, clock.expand(tau.shape))
-    if state.maximum is not None:
-        second = torch.maximum(at.read(state.maximum), second)
-        at.write(state.maximum, second)
+    shorter = _forgetting(waited, power, complement, scalars)
+    outlier = _is_outlier(held, square, shorter[2], scalars)
+    second = torch.minimum(held + complement * square, shorter[0] * old + shorter[1] * square)
+    write(states.first[position], first)
+    write(states.second[position], second)
+    write(states.last[position], clock.expand(tau.shape))
+    if states.maximum is not None:
+        second = torch.maximum(read(states.maximum[position]), second)
+        write(states.maximum[position], second)
     move = first / (square_root(second) / scalars.root + scalars.epsilon)  # of one dense step
-    if delayed:
-        factor = waited.minimum(scalars.catch_up).minimum(scalars.walk * square_root(waited))
-        factor = torch.where(outlier, 1.0, factor)
-        length = _length(factor * move * scalars.distance, parameter.numel())
-        reach = scalars.change * state.param_rms.to(at.dtype)
-        reach = torch.where(reach > FINE, reach, FINE)  # at least one learning rate, also if it is NaN
-        reach = torch.where(scalars.change == math.inf, scalars.change, reach)
-        factor = torch.where(length > reach, (factor * (reach / length)).clamp(min=1.0), factor)
-        factor = factor + _steadiness(votes, at.dtype) * (waited.minimum(scalars.steady) - factor)
-        move = factor * move
-    at.write(parameter, values - scalars.rate * move)
+    factor = waited.minimum(scalars.catch_up).minimum(scalars.walk * square_root(waited))
+    factor = torch.where(outlier, 1.0, factor)
+    length = _length(factor * move * scalars.distance, parameter.numel())
+    reach = scalars.change * states.param_rms[position].to(dtype)
+    reach = torch.where(reach > FINE, reach, FINE)  # at least one learning rate, also if it is NaN
+    reach = torch.where(scalars.change == math.inf, scalars.change, reach)
+    factor = torch.where(length > reach, (factor * (reach / length)).clamp(min=1.0), factor)
+    factor = factor + _steadiness(_votes(before, mean), dtype) * (waited.minimum(scalars.steady) - factor)
+    write(parameter, read(parameter) - scalars.rate * (factor * move))
 
 
 def _length(moves: torch.Tensor, numel: int) -> torch.Tensor:
@@ -148,30 +132,3 @@ def _is_outlier(held: torch.Tensor, square: torch.Tensor, weight: torch.Tensor, 
     known = (held > 0) & (weight > LEAST_WEIGHT)
     above: torch.Tensor = square * (scalars.correction * weight) > held * (OUTLIER * OUTLIER)
     return known & above
-
-
-@dataclass(frozen=True)
-class _Coordinates:
-    """Access to the delivered coordinates of flattened tensors, or to all of them, in ``dtype``."""
-
-    indices: torch.Tensor | None
-    dtype: torch.dtype
-
-    def read(self, tensor: torch.Tensor) -> torch.Tensor:
-        return self.integers(tensor).to(self.dtype)
-
-    def integers(self, tensor: torch.Tensor) -> torch.Tensor:
-        flat = tensor.detach().reshape(-1)
-        return flat if self.indices is None else flat[self.indices]
-
-    def write(self, tensor: torch.Tensor, values: torch.Tensor) -> None:
-        """Write ``values`` in place, for any strides of ``tensor``."""
-        values = values.to(tensor.dtype)
-        if self.indices is None:
-            tensor.copy_(values.view(tensor.shape))
-        elif tensor.is_contiguous():
-            tensor.view(-1)[self.indices] = values
-        else:
-            flat = tensor.reshape(-1)
-            flat[self.indices] = values
-            tensor.copy_(flat.view(tensor.shape))

@@ -70,14 +70,13 @@ def one_by_one(
     """Do what ``AdamFlat.update`` does with the oracle."""
     for i, (parameter, start) in enumerate(zip(parameters, starts, strict=True)):
         parameter.mul_(keep)
-        inside = slice(start, start + parameter.numel())
-        at = None
+        inside, at = slice(start, start + parameter.numel()), slice(None)
         if indices is not None:
             inside = (indices >= start) & (indices < start + parameter.numel())
             at = (indices[inside] - start).long()
         gradient = torch.zeros(parameter.numel(), dtype=parameter.dtype)
-        gradient[... if at is None else at] = values[inside].to(parameter.dtype)
-        adam_oracle.update(parameter, gradient.view(parameter.shape), adam_oracle.State.of(state, i), control, at)
+        gradient[at] = values[inside].to(parameter.dtype)
+        adam_oracle.update(parameter, gradient, state, i, control, at)
 
 
 @pytest.mark.parametrize("device", BOTH)
