@@ -112,11 +112,11 @@ class Guarded:
         self._owners: list[tuple[torch.Tensor, int]] = []
 
     def of(self, values: torch.Tensor) -> torch.Tensor:
-        """Return a guarded copy of ``values``."""
+        """Return a guarded copy of ``values``, contiguous and of the same shape."""
         size = values.numel()
         owner = torch.empty(size + 2 * GUARD, dtype=values.dtype, device=self.device)
         _bytes(owner).fill_(0xA5)
-        held = owner[GUARD : GUARD + size]
+        held = owner[GUARD : GUARD + size].view(values.shape)
         held.copy_(values)
         self._owners.append((owner, size))
         return held

@@ -50,11 +50,10 @@ def placed(guarded: Guarded, values: torch.Tensor, kind: str, *, channels_last: 
     """Return guarded ``values`` (``[n]``), perhaps as an image with the channels innermost in memory, or strided."""
     shape = IMAGES.get(values.numel(), values.shape)
     if kind == "strided":
-        return guarded.of(values.repeat_interleave(2))[::2].view(values.shape)
+        return guarded.of(values.repeat_interleave(2))[::2]
     if not channels_last:
-        return guarded.of(values).view(shape)
-    inner = values.view(shape).movedim(1, -1)
-    return guarded.of(inner.reshape(-1)).view(inner.shape).movedim(-1, 1)
+        return guarded.of(values.view(shape))
+    return guarded.of(values.view(shape).movedim(1, -1)).movedim(-1, 1)
 
 
 def one_by_one(

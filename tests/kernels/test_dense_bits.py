@@ -291,7 +291,7 @@ def check_steps(device: str, bits: int, parts: int, values: torch.Tensor, seed: 
         read = kernels.read_parts(arrived, values.numel(), FORMAT[bits])
     guarded, triton = Guarded(device), kernel("dense_bits_triton")
     held, sent = guarded.of(values), guarded.poison(parts * words, torch.int32)
-    mean, given_words = guarded.poison(words, torch.int32), guarded.of(arrived.view(-1)).view(parts, words)
+    mean, given_words = guarded.poison(words, torch.int32), guarded.of(arrived)
     out = guarded.poison(values.numel())
     with kernels_from("triton"):
         triton.round_parts(held, sent.view(parts, words), part, length, FORMAT[bits])

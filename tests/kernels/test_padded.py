@@ -49,9 +49,7 @@ Contents = tuple[list[int], list[int]]
 
 def guarded_rows(guarded: Guarded, rows: Entries) -> Entries:
     """Return the same rows between guards."""
-    shape = rows.indices.shape
-    indices, values = guarded.of(rows.indices.reshape(-1)), guarded.of(rows.values.reshape(-1))
-    return Entries(indices.view(shape), values.view(shape))
+    return Entries(*map(guarded.of, rows))
 
 
 def contents(found: Entries) -> Contents:

@@ -80,8 +80,7 @@ def test_rows(
 
     def call(guarded: Guarded) -> tuple[object, ...]:
         held, firsts = Dirty(guarded), guarded.of(lows)
-        indices, values = (guarded.of(part.reshape(-1)).view(part.shape) for part in rows)
-        words, sent = write_rows(layout, firsts, Entries(indices, values), divisor=divisor, workspace=held)
+        words, sent = write_rows(layout, firsts, Entries(*map(guarded.of, rows)), divisor=divisor, workspace=held)
         found, malformed = read_rows(layout, firsts, words, divisor=divisor, workspace=held)
         assert malformed.tolist() == [0]
         assert bits(found.indices) == bits(sent.indices[:, : layout.room])
@@ -101,8 +100,8 @@ def test_values_that_would_become_0(device: str, fmt: Format) -> None:
     values = torch.tensor([[1e-42, 1.0, -2.0, 0.0], [1.0, -1.0, 1e-42, 2.0]])
 
     def call(guarded: Guarded) -> tuple[list[list[int]], list[int]]:
-        at, x = (guarded.of(part.view(-1)).view(2, 4) for part in (indices, values))
-        words, sent = write_rows(layout, guarded.of(lows), Entries(at, x), workspace=Dirty(guarded))
+        rows = Entries(guarded.of(indices), guarded.of(values))
+        words, sent = write_rows(layout, guarded.of(lows), rows, workspace=Dirty(guarded))
         return sent.indices.tolist(), bits(sent.values) + bits(words)
 
     assert agree(call, device)[0] == [[50, 99, -1, -1], [100, 101, 103, -1]]
@@ -123,8 +122,7 @@ def test_hostile_words(device: str, shape: tuple[int, int], fmt: Format, seed: i
         words[1, place // 32] ^= np.uint32(1 << place % 32).astype(np.int32).item()
 
     def call(guarded: Guarded) -> tuple[list[int], ...]:
-        message = guarded.of(words.view(-1)).view(words.shape)
-        found, malformed = read_rows(layout, guarded.of(lows), message, workspace=Dirty(guarded))
+        found, malformed = read_rows(layout, guarded.of(lows), guarded.of(words), workspace=Dirty(guarded))
         assert not layout.quantized or not found.values.isinf().any()
         return found.indices.tolist(), bits(found.values), malformed.tolist()
 
@@ -155,8 +153,7 @@ def test_each_kind_of_malformed_row(device: str, fmt: Format) -> None:
         words[6:, 1] = torch.tensor([5, 0x7F800000, 0xBF800000 - 2**32, 1])
 
     def call(guarded: Guarded) -> tuple[list[list[int]], list[int]]:
-        message = guarded.of(words.view(-1)).view(words.shape)
-        found, malformed = read_rows(layout, guarded.of(lows), message, workspace=Dirty(guarded))
+        found, malformed = read_rows(layout, guarded.of(lows), guarded.of(words), workspace=Dirty(guarded))
         return found.indices.tolist(), malformed.tolist()
 
     found, malformed = agree(call, device)
@@ -269,7 +266,7 @@ def test_more_bits_than_room(device: str) -> None:
     layout = Layout.of(40, 4000, FOUR)
 
     def call(guarded: Guarded) -> list[int]:
-        words = guarded.of(torch.full((layout.words,), -1, dtype=torch.int32)).view(1, -1)
+        words = guarded.of(torch.full((1, layout.words), -1, dtype=torch.int32))
         lows = guarded.of(torch.zeros(1, dtype=torch.int32))
         return read_rows(layout, lows, words, workspace=Dirty(guarded))[1].tolist()
 

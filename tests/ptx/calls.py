@@ -43,8 +43,7 @@ def top(guarded: Guarded) -> list[list[int]]:
 def merge(guarded: Guarded) -> list[list[int]]:
     """Return the union and the sums of rows."""
     rows = padded_rows(12_000, [(0.6, 1), (0.7, 2), (0.5, 3)], "heavy")
-    given = kernels.Entries(*(guarded.of(part.reshape(-1)).view(part.shape) for part in rows))
-    found = kernels.merge_rows(given, 12_000, workspace=kernels.Workspace())
+    found = kernels.merge_rows(kernels.Entries(*map(guarded.of, rows)), 12_000, workspace=kernels.Workspace())
     return [bits(found.indices), bits(found.values)]
 
 
@@ -52,7 +51,7 @@ def sections(guarded: Guarded) -> list[list[int]]:
     """Return packed rows, and what is read from them."""
     rows = padded_rows(3000, [(0.6, 1), (0.7, 2)], "normal")
     layout = Layout.of(rows.indices.shape[1], 3000, FORMATS["4bit"])
-    given = kernels.Entries(*(guarded.of(part.reshape(-1)).view(part.shape) for part in rows))
+    given = kernels.Entries(*map(guarded.of, rows))
     lows = guarded.of(torch.zeros(2, dtype=torch.int32))
     held = kernels.Workspace()
     words, sent = write_rows(layout, lows, given, workspace=held)
