@@ -21,7 +21,6 @@ _UNIT = 64
 _COARSE = 2  # up to so many levels per sign, values above the top level may be clipped further
 LEAST_SCALE = 2.0**-100
 SAMPLE = 4096  # squared errors are summed over about this many entries
-_CLEAR = 1 + 2.0**-10  # the ratio of two sums in fp32 that no order of rounding reverses: 2 * SAMPLE * 2^-24 is less
 # A table is allowed up to this multiple of its top level. Above it, v - q could need more than 24 bits.
 REACH = 32.0
 NAN_HEADER = 0x7FC00000
@@ -49,9 +48,8 @@ class Lookup(NamedTuple):
 
     ``codes`` (uint8) and ``rounded`` (fp32) are ``[tables, 65536]``: the code of the number with its sign, and the
     value of this code. ``values`` (fp32) is ``[tables, 2**bits]``, the value of every code with its sign. ``tops`` are
-    the largest values. ``reach`` (fp32) is the largest ratio that each table may have to round, and ``least_reach`` the
-    least of them. ``cover`` is the largest ratio of two magnitudes in a section. ``half_least`` is half of the largest
-    lowest level.
+    the largest values. ``reach`` (fp32) is the largest ratio that each table may have to round. ``cover`` is the
+    largest ratio of two magnitudes in a section. ``half_least`` is half of the largest lowest level.
     """
 
     codes: NDArray[np.uint8]
@@ -59,7 +57,6 @@ class Lookup(NamedTuple):
     values: NDArray[np.float32]
     tops: tuple[float, ...]
     reach: NDArray[np.float32]
-    least_reach: float
     cover: float
     half_least: float
 
@@ -75,7 +72,7 @@ def lookup(fmt: Format) -> Lookup:
     reach = REACH * tops.astype(np.float32)
     cover = float(tops.max() * (16 if menu.shape[1] <= _COARSE else 1))
     half_least = float(menu[:, 0].max() / 2)
-    return Lookup(codes, rounded, values, tuple(tops.tolist()), reach, float(reach.min()), cover, half_least)
+    return Lookup(codes, rounded, values, tuple(tops.tolist()), reach, cover, half_least)
 
 
 def codes_of_cells(levels: NDArray[np.float64]) -> NDArray[np.uint8]:
@@ -180,20 +177,13 @@ def quantize(values: NDArray[np.float32], fmt: Format, divisor: int = 1, found: 
 def _best_table(tables: Lookup, ratios: NDArray[np.float32], levels: NDArray[np.float32], top: float) -> int:
     """Return the number of the table with the least squared error for ``ratios`` (``[m]``) of at most ``top``.
 
-    ``levels`` (``[tables, m]``) are what the tables make of them. Squares are summed in fp64. Sums in fp32 take less
-    time, and are enough if no other sum is so near that rounding could have changed the order.
+    ``levels`` (``[tables, m]``) are what the tables make of them. Squares are summed in fp64.
     """
     squares = levels - ratios
     squares *= squares
-    if top <= tables.least_reach:
-        errors = np.add.reduce(squares, axis=1).tolist()
-        least, *others = sorted(errors)
-        if not others or others[0] > least * _CLEAR:
-            best: int = errors.index(least)
-            return best
-    exact = np.add.reduce(squares, axis=1, dtype=np.float64)
-    exact[top > tables.reach] = math.inf
-    return int(exact.argmin())
+    errors = np.add.reduce(squares, axis=1, dtype=np.float64)
+    errors[top > tables.reach] = math.inf
+    return int(errors.argmin())
 
 
 def dequantize(codes: NDArray[np.integer], header: int, fmt: Format, divisor: int = 1) -> NDArray[np.float32]:

@@ -181,7 +181,7 @@ def _write_indices(
     for start in range(0, offsets.size, 32 * _GROUPS_AT_ONCE):
         part = offsets[start : start + 32 * _GROUPS_AT_ONCE]
         # Indexing with int64 is faster than with int32.
-        string[part if layout.plain else (part >> _shift(low_bits)) + np.arange(start, start + part.size)] = 1
+        string[part if layout.plain else (part >> low_bits) + np.arange(start, start + part.size)] = 1
         if not depth:
             continue
         groups = -(-part.size // 32)
@@ -216,7 +216,7 @@ def _read_indices(layout: Layout, words: NDArray[np.int32], count: int) -> tuple
         # A product is the fastest way to put the bits of an entry together. Numbers of so few bits are exact in fp32.
         numbers = np.dot(weights, bits)[:, : part.stop - start].astype(np.int32)
         if layout.low_bits:
-            offsets[part] <<= _shift(layout.low_bits)
+            offsets[part] <<= layout.low_bits
             offsets[part] |= numbers[0]
         if layout.quantized:
             codes[part] = numbers[-1]
@@ -248,12 +248,6 @@ def _planes(layout: Layout, words: NDArray[np.int32]) -> NDArray[np.int32]:
     """Return the planes of the section ``words`` as a view (int32 ``[groups, planes]``)."""
     first = layout.heads + layout.high_words
     return words[first : first + layout.groups * layout.planes].reshape(layout.groups, layout.planes)
-
-
-@functools.cache
-def _shift(bits: int) -> NDArray[np.int32]:
-    """Return ``bits`` as an array, which numpy need not convert."""
-    return np.array(bits, np.int32)
 
 
 @functools.cache
