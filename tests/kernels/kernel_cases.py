@@ -41,8 +41,9 @@ DEVICES = [
         marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")],
     ),
 ]
+kernels_only = pytest.mark.parametrize("device", DEVICES)
 # The reference alone, against an oracle, and beside it the kernel. ``-k triton`` chooses the kernels.
-BOTH = ["reference", *DEVICES]
+both = pytest.mark.parametrize("device", ["reference", *DEVICES])
 
 SPECIAL = [0.0, -0.0, 1.0, -1.0, 1e-45, -1e-45, 1e-40, math.inf, -math.inf, math.nan, 3.4e38, -2.5, 2.5]
 FAMILIES = ("special", "normal", "heavy", "ties", "equal", "zero", "clustered")

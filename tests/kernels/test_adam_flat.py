@@ -14,7 +14,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from kernel_cases import BOTH, INTERPRETED, Guarded, agree, bits, cases, drawn, kernels_from, seeds
+from kernel_cases import INTERPRETED, Guarded, agree, bits, both, cases, drawn, kernels_from, seeds
 
 import tritoncomm_kernels as kernels
 from tritoncomm_kernels import Entries, adam_flat, adam_numpy
@@ -78,7 +78,7 @@ def one_by_one(
         adam_oracle.update(parameter, gradient, state, i, control, at)
 
 
-@pytest.mark.parametrize("device", BOTH)
+@both
 @given(st.data(), seeds, st.booleans())
 @cases(100)
 def test_adam_flat(device: str, data: st.DataObject, seed: int, amsgrad: bool) -> None:

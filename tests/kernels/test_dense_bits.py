@@ -14,7 +14,7 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
-from kernel_cases import DEVICES, FAMILIES, Guarded, cases, drawn, kernels_from, routes, seeds
+from kernel_cases import FAMILIES, Guarded, cases, drawn, kernels_from, kernels_only, routes, seeds
 from kernel_cases import bits as bits_of
 
 import tritoncomm_kernels as kernels
@@ -31,7 +31,6 @@ FORMAT = {bits: FORMATS[f"{bits}bit"] for bits in WIDTHS}
 LEVELS = {bits: [2 * level + (bits < 8) for level in range(2 ** (bits - 1))] for bits in WIDTHS}
 words_of = st.lists(st.integers(-(2**31), 2**31 - 1), min_size=1, max_size=300)
 every_width = pytest.mark.parametrize("bits", WIDTHS)
-kernels_only = pytest.mark.parametrize("device", DEVICES)
 
 
 def rounded(value: Fraction, bits: int, *, up: bool) -> Fraction:

@@ -13,17 +13,17 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from kernel_cases import (
-    BOTH,
-    DEVICES,
     Dirty,
     Guarded,
     agree,
     best,
     bits,
+    both,
     cases,
     drawn,
     families,
     kernels_from,
+    kernels_only,
     key_of,
     key_to_reach,
     never_waits,
@@ -39,7 +39,6 @@ from tritoncomm_kernels.formats import FORMATS
 from tritoncomm_kernels.section_layout import Layout
 from tritoncomm_kernels.sections import check_rows, read_rows, write_rows
 
-both, kernels_only = (pytest.mark.parametrize("device", devices) for devices in (BOTH, DEVICES))
 rows_drawn = st.lists(st.tuples(st.floats(0, 1), seeds), min_size=1, max_size=4)
 lengths = st.sampled_from([1, 2, 33, 70, 500, 1100])
 LENGTH = 608  # the bits of a union fill their words

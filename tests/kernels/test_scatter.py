@@ -9,12 +9,11 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
-from kernel_cases import BOTH, Guarded, agree, bits, cases, seeds, sparse
+from kernel_cases import Guarded, agree, bits, both, cases, seeds, sparse
 
 import tritoncomm_kernels as kernels
 from depth import examples
 
-both = pytest.mark.parametrize("device", BOTH)
 supports = st.lists(st.tuples(st.floats(0, 1), seeds), min_size=1, max_size=6)
 
 

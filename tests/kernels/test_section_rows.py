@@ -7,26 +7,13 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
-from kernel_cases import (
-    BOTH,
-    DEVICES,
-    Dirty,
-    Guarded,
-    agree,
-    bits,
-    cases,
-    drawn,
-    kernels_from,
-    routes,
-    seeds,
-)
+from kernel_cases import Dirty, Guarded, agree, bits, both, cases, drawn, kernels_from, routes, seeds
 
 from tritoncomm_kernels import Entries, Workspace, quantize
 from tritoncomm_kernels.formats import ENTRY_FORMATS, FORMATS, INDICES, Format
 from tritoncomm_kernels.section_layout import Layout
 from tritoncomm_kernels.sections import read_one, read_rows, write_one, write_rows
 
-both, kernels_only = (pytest.mark.parametrize("device", devices) for devices in (BOTH, DEVICES))
 KINDS = ("normal", "heavy", "equal", "special", "tail", "outlier", "huge")
 FP32, EIGHT, FOUR, TWO = (FORMATS[name] for name in ("fp32", "8bit", "4bit", "2bit"))
 formats = st.sampled_from([INDICES, *(FORMATS[name] for name in ENTRY_FORMATS)])

@@ -13,19 +13,20 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from kernel_cases import (
-    BOTH,
     DEVICES,
     SPECIAL,
     Guarded,
     agree,
     best,
     bits,
+    both,
     cases,
     drawn,
     dtypes,
     families,
     gradient,
     kernels_from,
+    kernels_only,
     key_of,
     key_to_reach,
     powers,
@@ -44,7 +45,6 @@ from tritoncomm_kernels.select import HOST_CHUNK, TILES_SUMMED_IN_PLACE
 
 # The functions of these names hide the modules in the package.
 select, top_k = (importlib.import_module(f"tritoncomm_kernels.{name}") for name in ("select", "top_k"))
-both, kernels_only = (pytest.mark.parametrize("device", devices) for devices in (BOTH, DEVICES))
 many, few = cases(150), cases(60)
 words = st.one_of(
     st.sampled_from([int(np.float32(value).view(np.int32)) for value in SPECIAL]),

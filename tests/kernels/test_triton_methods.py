@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from kernel_cases import DEVICES, EXECUTED, bits, kernels_from, routes
+from kernel_cases import EXECUTED, bits, kernels_from, kernels_only, routes
 from tritoncomm import ExDyna, OkTopk, Quantized, RandomBlock, Recipe, SimulatedWorld, SparDL, TopkAllgather
 
 from depth import DEEP
@@ -56,7 +56,7 @@ METHODS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@kernels_only
 @pytest.mark.parametrize("name", [name for name, it in METHODS.items() if DEEP or it.kernels or not EXECUTED])
 def test_same(name: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Means, residuals and traffic have the same bits with kernels and with references.
