@@ -303,7 +303,7 @@ def table_of(
         maximum = [] if len(held) > MAXIMUM.value else [0]
         image = None if tensor.is_contiguous() else channels_last(tensor)
         rows.append(Row._make((*held, *maximum, tensor.numel(), start, *(image or (1, 1)))))
-    return copied_to(torch.tensor(rows, dtype=torch.int64), parameters[0].device)
+    return copied_to(torch.tensor(rows, dtype=torch.int64, device="cpu"), parameters[0].device)
 
 
 def update(

@@ -354,7 +354,7 @@ def menu(fmt: Format, device: torch.device) -> torch.Tensor | None:
 
 def levels_and_midpoints(tables: Sequence[Sequence[float]], device: torch.device) -> torch.Tensor:
     """Return what :func:`level_of` reads (fp32 ``[2, tables, levels]``) of ``tables`` of levels."""
-    levels = torch.tensor(tables, dtype=torch.float64)
+    levels = torch.tensor(tables, dtype=torch.float64, device="cpu")
     midpoints = torch.full_like(levels, torch.inf)
     midpoints[:, :-1] = (levels[:, 1:] + levels[:, :-1]) / 2
     return torch.stack([levels, midpoints]).float().to(device)
