@@ -1,4 +1,8 @@
-"""Every law holds for every method: random cases, the methods with up to 17 workers, and fixed cases with up to 64."""
+"""Every law holds for every method: random cases, the methods with up to 17 workers, and fixed cases with up to 64.
+
+Settings of a method share most of its code, and the laws of failures take most time. Each setting obeys every other one
+of these laws, its neighbour in the list the rest, and in a deep run each obeys all.
+"""
 
 from __future__ import annotations
 
@@ -23,28 +27,34 @@ DENSITIES = st.sampled_from([1e-6, 0.02, 0.1, 0.35, 0.9])
 # Messages grow with the square of the number of workers, so a short run has fewer steps with many of them. Four steps
 # reach both periods of the recipes under test.
 STEPS = ("random", "one-region", "random", "ties", "disjoint", "random")
-BIG = [laws.Case(32, 700, STEPS[: trials(4, 6)]), laws.Case(64, 700, STEPS[: trials(3, 6)])]
+BIG = [*trials([], [laws.Case(32, 700, STEPS)]), laws.Case(64, 700, STEPS[: trials(3, 6)])]
 MANY = laws.Case(trials(12, 20), 700, STEPS[: trials(4, 6)])
 METHODS = [name for name in NAMES if name in algorithms()]
 # Messages in a step grow with the square of the number of workers. Laws that repeat steps have fewer workers, and most
 # recipes other than the methods have fewer still. A deep run has up to 17 everywhere.
 SOME, FEW = (trials(number, laws.MAX_WORLD_SIZE) for number in (9, 5))
-# Every method runs at every world size, and other recipes at an odd one and a power of two. SparDL's shape depends on
-# the size most: that of its static form and of rounded values is the same. A deep run has everything.
+# Every method runs at every world size. SparDL's shape depends on the size most: that of its static form and of rounded
+# values is the same. Other recipes have few workers in random cases, and 12 in a fixed one. A deep run has everything.
 SHAPED = {*METHODS, *(n for n in NAMES if n.startswith("spardl") and "static" not in n and "bit" not in n)}
 SIZES = [
     pytest.param(name, size, id=f"{name}-{size}")
     for name in NAMES
-    for size in range(1, 18)
-    if DEEP or size in {3, 8} or name in SHAPED
+    for size in dict.fromkeys(laws.fitted(laws.Case(n, 1, ()), under_test(0.1)[name]).world_size for n in range(1, 18))
+    if DEEP or name in SHAPED
 ]
-# Every method runs with 32 and 64 workers, and other recipes with 12. A deep run has all recipes with 20, 32 and 64.
+# Every method runs with 64 workers, and other recipes with 12. A deep run has all recipes with 20, 32 and 64.
 CROWDS = [
     pytest.param(name, case, id=f"{case.world_size}-{name}")
     for case in (*BIG, MANY)
     for name in NAMES
     if DEEP or (name in METHODS) == (case in BIG)
 ]
+
+
+def in_turn(turn: int) -> pytest.MarkDecorator:
+    """Give a test every method, and the other recipes that have this turn: 0 or 1. In a deep run, it has all."""
+    chosen = [name for i, name in enumerate(NAMES) if DEEP or name in METHODS or i % 2 == turn]
+    return pytest.mark.parametrize("name", chosen)
 
 
 def obeys(law: Callable[[Recipe, laws.Case], None], name: str, case: laws.Case, density: float) -> None:
@@ -70,7 +80,7 @@ def smaller(name: str, case: laws.Case, workers: int, steps: int, steps_of_metho
 @pytest.mark.parametrize("name", NAMES)
 @given(case=laws.cases(), density=DENSITIES)
 @example(case=laws.FOUR_STEPS, density=0.1)
-@examples(4)
+@examples(trials(3, 4))
 def test_equivalence_and_other_laws(name: str, case: laws.Case, density: float) -> None:
     """Every law of recorded runs holds bit for bit, at any density.
 
@@ -131,25 +141,24 @@ def test_small_tensors_in_8_bits_around_every_method(name: str, world_size: int)
 
 @pytest.mark.parametrize("name", [name for name in METHODS if name != "quantized"])  # it has no density, and rounds
 @given(case=laws.cases())
-@example(case=BIG[0])
-@example(case=BIG[1])
-@examples(8)
+@example(case=BIG[-1])
+@examples(trials(5, 8))
 def test_equivalence_at_density_one(name: str, case: laws.Case) -> None:
     """At density 1 every mean is the dense mean and all residuals are zero."""
     obeys(partial(laws.equivalence, everything=True), name, case, 1.0)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@in_turn(0)
 @given(case=laws.cases(max_world_size=SOME), density=DENSITIES)
 @example(case=laws.FOUR_STEPS, density=0.1)
-@examples(3)
+@examples(trials(2, 3))
 def test_atomicity(name: str, case: laws.Case, density: float) -> None:
     """A failure in any phase changes nothing. A deep run fails every round of every step."""
     case = case if case == laws.FOUR_STEPS else smaller(name, case, FEW, 2, steps_of_methods=4)
     obeys(partial(laws.atomicity, every_round=DEEP), name, case, density)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@in_turn(1)
 def test_atomicity_in_every_round(name: str) -> None:
     """On one case of two steps, every round fails once."""
     obeys(partial(laws.atomicity, every_round=True), name, laws.Case(5, 120, ("random", "disjoint")), 0.1)
@@ -168,9 +177,9 @@ def test_depth() -> None:
     assert set(seen) == {settings.get_current_profile_name() == "deep"}
 
 
-@pytest.mark.parametrize("name", NAMES)
+@in_turn(0)
 @given(case=laws.cases(), density=DENSITIES)
-@examples(6)
+@examples(trials(3, 6))
 def test_identity(name: str, case: laws.Case, density: float) -> None:
     """A single worker sends nothing and loses nothing."""
     obeys(laws.identity, name, case, density)
@@ -185,28 +194,28 @@ def test_equivalence_and_more_with_many_workers(name: str, case: laws.Case) -> N
         law.check(run)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@in_turn(1)
 @given(case=laws.cases(max_world_size=SOME), density=DENSITIES, bad=st.sampled_from([math.nan, math.inf, -math.inf]))
 @example(case=laws.FOUR_STEPS, density=0.1, bad=math.inf)
 @example(case=laws.Case(3, 30, ("random",)), density=0.1, bad=-math.inf)
-@examples(3)
+@examples(trials(2, 3))
 def test_refusal(name: str, case: laws.Case, density: float, bad: float) -> None:
     """All ranks reject a step in which one rank has a NaN or Inf, and nothing changes."""
     case = case if case == laws.FOUR_STEPS else smaller(name, case, FEW, 2, steps_of_methods=4)
     obeys(partial(laws.refusal, bad=bad), name, case, density)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@in_turn(0)
 @given(case=laws.cases(min_world_size=2, max_world_size=SOME), density=DENSITIES)
 @example(case=laws.FOUR_STEPS, density=0.1)
-@examples(3)
+@examples(trials(2, 3))
 def test_overflow(name: str, case: laws.Case, density: float) -> None:
     """All ranks reject a step whose sum overflows, unless the method leaves the values in the residuals."""
     case = case if case == laws.FOUR_STEPS else smaller(name, case, FEW, 4, steps_of_methods=4)
     obeys(laws.overflow, name, case, density)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@in_turn(0)
 def test_faults_are_injected_into_messages(name: str) -> None:
     """Faults are injected into every recipe that sends messages, in the third step if the first two are dense."""
     recipe, injected = under_test(0.1)[name], 0
@@ -218,7 +227,7 @@ def test_faults_are_injected_into_messages(name: str) -> None:
     assert (injected == 0) == (gathers or name in collective)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@in_turn(1)
 @given(case=laws.cases(min_world_size=2, max_world_size=6), density=DENSITIES)
 @example(case=laws.Case(5, 14, ("ties",), exponent=0, seed=62), density=1e-6)  # subgroups have equal ranks
 @examples(2)
@@ -229,7 +238,7 @@ def test_faults(name: str, case: laws.Case, density: float) -> None:
     obeys(partial(laws.faults, rounds=rounds), name, case, density)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@in_turn(1)
 @given(case=laws.cases(exact=False, max_world_size=SOME), density=DENSITIES)
 @examples(3)
 def test_laws_on_ordinary_floats(name: str, case: laws.Case, density: float) -> None:
