@@ -14,10 +14,10 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from tritoncomm.step.tensors.shards import local
 
-from depth import DEEP
+from depth import DEEP, trials
 from ranks import ranks
 
-STEPS = 40  # the first 16 of which are dense, and a scale is computed after 20
+STEPS = trials((4, 25), (16, 40))  # those that are dense, and all: a scale is computed after 20
 ROWS, COLUMNS = 700, 1500  # torch sums more than a million values in parts, one per thread
 SPARSE = {"values": "4bit"}  # and the other defaults of wrap()
 optim = torch.optim
@@ -78,9 +78,10 @@ def trains_alike(rank: int, name: str, steps: int, shards: bool = False, **more)
 
 @ranks(2, limit=300.0)
 @pytest.mark.parametrize("name", RUNS | (DEEP_RUNS if DEEP else {}))
-def test_two_ranks(rank, world_size, name):
+@pytest.mark.parametrize(("warmup_steps", "steps"), [STEPS])  # workers do not know how deep a run is
+def test_two_ranks(rank, world_size, name, warmup_steps, steps):
     """No sum that decides a bit of a parameter depends on how many threads compute it: of each rule and format."""
-    trains_alike(rank, name, STEPS)
+    trains_alike(rank, name, steps, warmup_steps=warmup_steps)
 
 
 @ranks(4, limit=300.0)
@@ -89,4 +90,4 @@ def test_four_ranks(rank, world_size, kind):
     """Nor do those of nodes and of shards."""
     nodes = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     more = {"node_group": nodes[rank // 2]} if kind == "nodes" else {}
-    trains_alike(rank, "momentum", 20, kind == "shards", **more)
+    trains_alike(rank, "momentum", 10, kind == "shards", warmup_steps=4, **more)

@@ -40,8 +40,8 @@ def test_delayed_deliveries_catch_up(tau: int, catch_up: int) -> None:
 
 
 @pytest.mark.parametrize("beta2", [0.5, 0.95, 0.999, 0.99999])
-@pytest.mark.parametrize("start", [0, 16])
-@pytest.mark.parametrize("single", [4.0, 0.1])  # gradients of single steps, beside means of 1
+# The last of the gradients of single steps, and what they are, beside means of 1.
+@pytest.mark.parametrize(("start", "single"), [(0, 1.0), (16, 4.0), (16, 0.1)])
 def test_means_outweigh_single_steps(beta2: float, start: int, single: float) -> None:
     """In the second moment, what is older and larger than a late delivery counts for a share of the average at most.
 
@@ -155,18 +155,18 @@ def test_root_mean_square() -> None:
 
 
 @pytest.mark.parametrize("tau", [1, 50, 400, 2000])
-@pytest.mark.parametrize("later", [1.0, 1e-2, 1e-4])
-def test_delayed_small_deliveries_are_accurate(tau: int, later: float) -> None:
+def test_delayed_small_deliveries_are_accurate(tau: int) -> None:
     """For any delay and any size of a delivery, fp32 state agrees with the same rule in fp64."""
-    moved = {}
+    moved, later = [], (1.0, 1e-2, 1e-4)
     for dtype in (torch.float32, torch.float64):
-        parameter = nn.Parameter(torch.zeros(1, dtype=dtype))
-        aware = StalenessAwareAdam(torch.optim.AdamW([parameter], lr=2e-3, betas=(0.9, 0.95), weight_decay=0), Late())
+        parameters = [nn.Parameter(torch.zeros(1, dtype=dtype)) for _ in later]
+        aware = StalenessAwareAdam(torch.optim.AdamW(parameters, lr=2e-3, betas=(0.9, 0.95), weight_decay=0), Late())
         for step in range(1, tau + 2):
-            parameter.grad = torch.tensor([1.0 if step == 1 else later * tau], dtype=dtype)
-            take_step(aware, [parameter], [torch.arange(int(step in (1, tau + 1)))])
-        moved[dtype] = float(parameter.detach())
-    assert moved[torch.float32] == pytest.approx(moved[torch.float64], rel=1e-4)
+            for parameter, size in zip(parameters, later, strict=True):
+                parameter.grad = torch.tensor([1.0 if step == 1 else size * tau], dtype=dtype)
+            take_step(aware, parameters, [torch.arange(int(step in (1, tau + 1)))] * len(later))
+        moved.append([float(parameter.detach()) for parameter in parameters])
+    assert moved[0] == pytest.approx(moved[1], rel=1e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
