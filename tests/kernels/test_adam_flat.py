@@ -153,6 +153,39 @@ def test_adam_flat(device: str, data: st.DataObject, seed: int, amsgrad: bool) -
         assert agree(call, device) == found
 
 
+@pytest.mark.parametrize("device", BOTH)
+def test_votes(device: str) -> None:
+    """Entries of a tensor vote together on how far it catches up, also where a program has several tensors.
+
+    Those of the first disagree, and make up as much as a walk in 25 steps. Of the others, a fifth has no moment, and
+    does not vote. They waited for longer than a steady tensor makes up.
+    """
+    sizes, starts, steps = [400, 60, 400], [0, 400, 460], 200
+    waited = [torch.full((size,), late) for size, late in zip(sizes, (25, 100, 100), strict=True)]
+    signs = torch.where(torch.arange(sum(sizes)) < sizes[0], torch.arange(sum(sizes)) % 2 * 2 - 1, 1)
+    moments = torch.where(torch.arange(sum(sizes)) % 5 > 0, 0.5, 0.0)
+    fields = {"steps": steps, "max_relative_update": math.inf}
+
+    def call(guarded: Guarded, *, flat: bool = True) -> list[list[int]]:
+        parameters, first, second = (
+            [guarded.of(part) for part in values.split(sizes)]
+            for values in (torch.ones(sum(sizes)), moments, torch.ones(sum(sizes)))
+        )
+        last = [guarded.of((steps - late).int()) for late in waited]
+        rms = [torch.tensor(1.0, device=guarded.device) for _ in sizes]
+        states = kernels.AdamStates(first, second, last, rms)
+        control, values = control_of(guarded.device, **fields), guarded.of((signs * torch.cat(waited)).float())
+        if flat:
+            kernels.AdamFlat(parameters, states, starts).update(None, control, values=values)
+        else:
+            one_by_one(parameters, states, starts, control, indices=None, values=values, keep=1.0)
+        return [bits(each) for column in (parameters, first, second, last) for each in column]
+
+    with kernels_from("auto"):
+        found = call(Guarded("cpu"), flat=False)
+    assert agree(call, device) == found
+
+
 @given(st.lists(st.tuples(st.sampled_from([1, 33, 700, 20_000]), st.sampled_from([*KINDS])), max_size=6), seeds)
 @cases(40)
 def test_root_mean_squares(tensors: list[tuple[int, str]], seed: int) -> None:

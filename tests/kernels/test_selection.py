@@ -243,7 +243,8 @@ def test_top_k_padded(device: str, n: int, family: str, seed: int, k: int, divid
 
 
 LONG = [(k, kind) for k in (1300, 69_000) for kind in ("normal", "ties", "equal", "sparse", "overflowing")]
-SLOW = [(69_000, kind) for kind in ("normal", "equal", "sparse")]
+# Kernels take the same ways for all others. A deep run has all.
+OF_KERNELS = trials([*((1300, kind) for kind in ("normal", "sparse", "overflowing")), (69_000, "ties")], LONG)
 
 
 @pytest.mark.parametrize(
@@ -256,8 +257,7 @@ SLOW = [(69_000, kind) for kind in ("normal", "equal", "sparse")]
         *(
             pytest.param(*device.values, *each, marks=device.marks, id=f"{device.id}-{each[0]}-{each[1]}")
             for device in DEVICES
-            for each in LONG
-            if each not in trials(SLOW, [])
+            for each in OF_KERNELS
         ),
     ],
 )

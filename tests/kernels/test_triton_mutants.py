@@ -132,14 +132,26 @@ BUGS: dict[str, dict[Callable[..., None], dict[str, tuple[str, str]]]] = {
             "NaN left out of sums": ("LARGEST_SQUARE, square, LARGEST_SQUARE", "LARGEST_SQUARE, square, 0.0"),
             "sums of tensors in one": ("total_ptr + SUMS * tensor, square", "total_ptr + 0 * tensor, square"),
             "sum of one tensor in the first": ("total_ptr + SUMS * first, tl.sum", "total_ptr, tl.sum"),
+            "values in another dtype than the parameter": (
+                "mask=inside, other=0.0).to(DTYPE)",
+                "mask=inside, other=0.0)",
+            ),
+            "channels as positions": ("within % positions * channels + within // positions", "within"),
+            "outliers catch up": ("waited - 2 * waited, waited)", "waited, waited)"),
+            "outliers by the moment as it is": ("square * (correction * weight) > held", "square > held"),
+            "growth is forgotten": ("tl.where((shorter < second) | (shorter != shorter), shorter, second)", "shorter"),
+            "nothing is forgotten": ("(waited > 1) & (weight > limit)", "(waited > 1) & (weight > 1)"),
+            "a memory of the past alone": ("tl.maximum(steps - waited, MEMORY)", "steps - waited"),
+        },
+        adam.test_votes: {
+            "no limit on walking": (
+                "tl.minimum(tl.minimum(waited, limit), walk * tl.sqrt_rn(tl.abs(waited)))",
+                "tl.minimum(waited, limit)",
+            ),
             "votes of one tensor in the first": ("total_ptr + SUMS * first + 1", "total_ptr + 1"),
             "votes of tensors in one": (
                 "total_ptr + SUMS * tensor + 1, _widened",
                 "total_ptr + 1 + 0 * tensor, _widened",
-            ),
-            "values in another dtype than the parameter": (
-                "mask=inside, other=0.0).to(DTYPE)",
-                "mask=inside, other=0.0)",
             ),
             "every vote agrees": ("tl.where(mean < 0, -1, 0)", "tl.where(mean < 0, 1, 0)"),
             "zero votes": ("tl.where(before > 0, 1, tl", "tl.where(before >= 0, 1, tl"),
@@ -148,16 +160,6 @@ BUGS: dict[str, dict[Callable[..., None], dict[str, tuple[str, str]]]] = {
                 "tl.minimum(tl.abs(waited), tl.load(control_ptr + STEADY).to(tl.float32))",
                 "tl.abs(waited)",
             ),
-            "channels as positions": ("within % positions * channels + within // positions", "within"),
-            "no limit on walking": (
-                "tl.minimum(tl.minimum(waited, limit), walk * tl.sqrt_rn(tl.abs(waited)))",
-                "tl.minimum(waited, limit)",
-            ),
-            "outliers catch up": ("waited - 2 * waited, waited)", "waited, waited)"),
-            "outliers by the moment as it is": ("square * (correction * weight) > held", "square > held"),
-            "growth is forgotten": ("tl.where((shorter < second) | (shorter != shorter), shorter, second)", "shorter"),
-            "nothing is forgotten": ("(waited > 1) & (weight > limit)", "(waited > 1) & (weight > 1)"),
-            "a memory of the past alone": ("tl.maximum(steps - waited, MEMORY)", "steps - waited"),
         },
     },
     "sections": {
