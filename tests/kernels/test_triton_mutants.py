@@ -137,13 +137,13 @@ BUGS: dict[str, dict[Callable[..., None], dict[str, tuple[str, str]]]] = {
                 "mask=inside, other=0.0)",
             ),
             "channels as positions": ("within % positions * channels + within // positions", "within"),
-            "outliers catch up": ("waited - 2 * waited, waited)", "waited, waited)"),
-            "outliers by the moment as it is": ("square * (correction * weight) > held", "square > held"),
             "growth is forgotten": ("tl.where((shorter < second) | (shorter != shorter), shorter, second)", "shorter"),
             "nothing is forgotten": ("(waited > 1) & (weight > limit)", "(waited > 1) & (weight > 1)"),
             "a memory of the past alone": ("tl.maximum(steps - waited, MEMORY)", "steps - waited"),
         },
         adam.test_votes: {
+            "outliers catch up": ("waited - 2 * waited, waited)", "waited, waited)"),
+            "outliers by the moment as it is": ("square * (correction * weight) > held", "square > held"),
             "no limit on walking": (
                 "tl.minimum(tl.minimum(waited, limit), walk * tl.sqrt_rn(tl.abs(waited)))",
                 "tl.minimum(waited, limit)",
