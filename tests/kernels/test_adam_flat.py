@@ -154,7 +154,7 @@ def test_adam_flat(device: str, data: st.DataObject, seed: int, amsgrad: bool) -
         assert agree(call, device) == found
 
 
-@pytest.mark.parametrize("device", BOTH)
+@both
 def test_votes(device: str) -> None:
     """Entries of a tensor vote together on how far it catches up, also where a program has several tensors.
 
