@@ -71,6 +71,7 @@ def save(optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
     exchange, group, device = setup.exchange, setup.everybody, setup.device
     with agree.propagate_errors(group, device):
         setup.check_saveable("save()")
+        setup.known.check_kept()  # no optimizer could load the state
     agree.compare({agree.UPDATES: exchange.updates}, group, device)
     optimizer.merge()
     difference = exchange.replica.difference(group, device, exchange.steps, exchange.shard)

@@ -136,7 +136,7 @@ def test_shards_train_as_the_plain_module(rank, world_size):
 
 @ranks(2)
 @pytest.mark.parametrize("local_steps", [1, 2])
-def test_a_parameter_taken_out_of_the_optimizer_is_named(rank, world_size, local_steps):
+def test_a_parameter_taken_out_of_the_optimizer_is_named(rank, world_size, local_steps, tmp_path):
     """On the rank that lost it: a checkpoint would fit no optimizer. The others skip an exchange, and say why."""
     model = net()
     optimizer = tritoncomm.wrap(torch.optim.AdamW(model.parameters(), lr=0.01), model=model, local_steps=local_steps)
@@ -162,6 +162,12 @@ def test_a_parameter_taken_out_of_the_optimizer_is_named(rank, world_size, local
         train(step)
     assert equal_on_all_ranks(model.parameters())
     assert optimizer.metrics()["steps"] == 2
+    model[2].bias.requires_grad_(False)
+    own.pop()  # a frozen one may go, until its state is saved
+    for step in range(8, 8 + local_steps):
+        train(step)
+    with pytest.raises(ConfigurationError, match=r"lost parameters .*2\.bias"):
+        tritoncomm.checkpoint.save(optimizer, tmp_path)
 
 
 @ranks(4)

@@ -147,7 +147,7 @@ class SparseDDPStrategy(DDPStrategy):
 
     def _wrap_again(self) -> None:
         """Wrap the optimizers again if they got further parameters. A fine-tuning callback will train them."""
-        new = [parameter for each in self.optimizers for parameter in setup_of(each).new]
+        new = [parameter for each in self.optimizers for parameter in setup_of(each).known.new]
         if not new:
             return
         before = [(parameter, parameter.requires_grad) for parameter in new]

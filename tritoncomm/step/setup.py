@@ -133,9 +133,9 @@ class Setup:
         return self.exchange.state is State.READY
 
     @property
-    def new(self) -> list[torch.Tensor]:
-        """Parameters that somebody has added to the optimizer since."""
-        return self.parameters.new if self.local is None else self.local.known.new
+    def known(self) -> KnownParameters:
+        """The parameters of the optimizer."""
+        return self.parameters if self.local is None else self.local.known
 
     @property
     def vector(self) -> VectorExchange:

@@ -114,7 +114,8 @@ class Stepper:
     def _take_local_step(self, local_steps: LocalSteps) -> None:
         """Let the optimizers that exchange updates step by this worker's gradients."""
         setup = self.setup
-        setup.unreduced.look(setup.everybody)
+        if setup.unreduced.modules:
+            setup.unreduced.look(setup.everybody)
         if setup.steps.alone and local_steps.known.are_outdated:  # a single worker trains what it is given
             local_steps.add_new_parameters()
         local_steps.take(self._scale, self._overflow)
@@ -249,7 +250,7 @@ class Stepper:
     def synchronize(self, *, shown: bool) -> None:
         """Exchange. If ``shown``, somebody may look at ``.grad``, which has no decay in it before the step."""
         setup = self.setup
-        if setup.local is None:
+        if setup.local is None and setup.unreduced.modules:
             setup.unreduced.look(setup.everybody)
         if setup.steps.alone and setup.parameters.are_outdated:  # a single worker trains what it is given
             setup.note_new()

@@ -93,20 +93,22 @@ class LateBackward:
 
 
 class UnreducedPasses:
-    """Notices gradients of ``model``, if FSDP2 shards it, that FSDP has kept back when a step is taken."""
+    """Notices gradients of ``model`` that FSDP2 has kept back when a step is taken.
+
+    Attributes:
+        modules: What FSDP2 shards. Empty when it was said once.
+    """
 
     def __init__(self, model: nn.Module | None) -> None:
         modules = [] if model is None else list(model.modules())
-        self._modules = [weakref.ref(each) for each in modules if hasattr(each, "set_requires_gradient_sync")]
+        self.modules = [weakref.ref(each) for each in modules if hasattr(each, "set_requires_gradient_sync")]
 
     def look(self, group: dist.ProcessGroup | None) -> None:
         """Look before a step. Log what to do, once, on the first rank of ``group``."""
-        if not self._modules:
-            return
-        held = [each for each in (reference() for reference in self._modules) if each is not None]
+        held = [each for each in (reference() for reference in self.modules) if each is not None]
         if not any(map(holds_gradients, held)):
             return
-        self._modules = []
+        self.modules = []
         if speaks(group):
             logger.warning(
                 "FSDP has not reduced all backward passes before this step: .grad is without them, and a later step "

@@ -59,23 +59,14 @@ class KnownParameters:
         return [each for own in lists for each, key in zip(own, map(id, own), strict=True) if key not in self._known]
 
     def check(self) -> None:
-        """Raise if the user has added, replaced or removed parameters, or one that was frozen has a gradient now."""
-        new = self.new
-        if new:
-            raise ConfigurationError(
-                f"the optimizer has {len(new)} parameters that it did not have at wrap(), the first is "
-                f"{label_of(self._optimizer, new[0], self.names)}: call add_param_group() on all ranks instead of "
-                "changing param_groups; for a list, or if parameters were replaced, call flush() and release(), and "
-                "wrap again"
-            )
-        if sum(len(group["params"]) for group in self._optimizer.param_groups) < len(self._known):
-            held = agree.parameter_ids(self._optimizer)
-            gone = [name or f"one of shape {tuple(p.shape)}" for p, name in self.trained if id(p) not in held]
-            raise ConfigurationError(
-                f"the optimizer has lost parameters that it had at wrap(): {', '.join(gone) or 'frozen ones'}. Put "
-                "them back, and freeze them by requires_grad=False on all ranks; to take them out, call flush() and "
-                "release() before, and wrap again"
-            )
+        """Raise if the user has added, replaced or removed parameters, or one that was frozen has a gradient now.
+
+        One that is frozen on all ranks may be removed.
+        """
+        held = [each for group in self._optimizer.param_groups for each in group["params"]]
+        if {*map(id, held)} != self._known:
+            self._check_new()
+            self.check_kept(if_trained=True)
         for parameter in self._frozen:
             if parameter.grad is not None:
                 raise ConfigurationError(
@@ -84,6 +75,27 @@ class KnownParameters:
                     "add them later by add_param_group(), or set requires_grad=True before wrap() and freeze them "
                     "afterwards"
                 )
+
+    def _check_new(self) -> None:
+        new = self.new
+        if new:
+            raise ConfigurationError(
+                f"the optimizer has {len(new)} parameters that it did not have at wrap(), the first is "
+                f"{label_of(self._optimizer, new[0], self.names)}: call add_param_group() on all ranks instead of "
+                "changing param_groups; for a list, or if parameters were replaced, call flush() and release(), and "
+                "wrap again"
+            )
+
+    def check_kept(self, *, if_trained: bool = False) -> None:
+        """Raise if the user has removed a parameter, or ``if_trained`` one that requires gradients."""
+        held = agree.parameter_ids(self._optimizer)
+        gone = [(p, name) for p, name in self.trained if id(p) not in held and (p.requires_grad or not if_trained)]
+        if gone:
+            names = ", ".join(name or f"one of shape {tuple(parameter.shape)}" for parameter, name in gone)
+            raise ConfigurationError(
+                f"the optimizer has lost parameters that it had at wrap(): {names}. Put them back, and freeze them by "
+                "requires_grad=False on all ranks; to take them out, call flush() and release() before, and wrap again"
+            )
 
     def local_error(self) -> ConfigurationError | None:
         """Return why the gradients of this rank cannot be exchanged, if so."""
