@@ -31,6 +31,7 @@ from models import (
     train,
 )
 from torch import nn
+from torch.distributed._composable.replicate import replicate
 from torch.distributed.algorithms.join import Join
 from torch.distributed.nn.functional import all_reduce
 from torch.nn.parallel import DistributedDataParallel
@@ -360,6 +361,17 @@ def own_hook(state, bucket):  # DDP accepts no annotation that is text
     future = torch.futures.Future()
     future.set_result(bucket.buffer())
     return future
+
+
+@ranks(2)
+def test_replicate_is_told_that_it_averages(rank, world_size):
+    """It has a method of FSDP2, and shards nothing."""
+    model = replicate(net())
+    optimizer = exact(adamw(model), model=model)
+    with log_lines() as lines:
+        train(model, optimizer, rank, range(2))
+    assert equal(model)
+    assert rank or any("are equal on all ranks before the exchange" in line for line in lines), lines
 
 
 @ranks(2)

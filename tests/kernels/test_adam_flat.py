@@ -18,7 +18,7 @@ from kernel_cases import INTERPRETED, Guarded, agree, bits, both, cases, drawn, 
 
 import tritoncomm_kernels as kernels
 from tritoncomm_kernels import Entries, adam_flat, adam_numpy
-from tritoncomm_kernels.adam import OUTLIER
+from tritoncomm_kernels.adam import OUTLIER, Scalars
 
 # The reference also takes other types and strides, alone or mixed. A list of 20,000 elements fills a part alone.
 KINDS = {"fp32": torch.float32, "half": torch.bfloat16, "double": torch.float64, "strided": torch.float32}
@@ -152,6 +152,13 @@ def test_adam_flat(device: str, data: st.DataObject, seed: int, amsgrad: bool) -
         with kernels_from("auto"):
             found = call(Guarded("cpu"), flat=False)
         assert agree(call, device) == found
+
+
+def test_positions_have_the_names_of_fields() -> None:
+    """The kernel reads each number, and each column, where Python writes it."""
+    kernel = pytest.importorskip("tritoncomm_kernels.adam_triton")
+    for fields in (Scalars._fields, kernel.Row._fields):
+        assert [getattr(kernel, name.upper()).value for name in fields] == [*range(len(fields))]
 
 
 @both

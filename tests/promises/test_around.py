@@ -259,6 +259,45 @@ def test_schedules_made_before_or_after_count_every_step(rank, world_size):
         assert optimizer.param_groups[0]["lr"] == 0.25
 
 
+@ranks(1)
+@pytest.mark.parametrize("kind", [MemoryError, KeyboardInterrupt])
+def test_hook_that_fails_where_a_single_worker_has_a_new_parameter(rank, world_size, kind):
+    """What has failed is the exchange of the parameters that there are now."""
+    p, q, fails = weight(4), weight(4), [True]
+    q.requires_grad_(False)
+    optimizer = sparse(sgd([p, q]))
+
+    def hook(*_):
+        if fails:
+            fails.clear()
+            raise kind
+
+    optimizer.register_step_pre_hook(hook)
+    q.requires_grad_()
+    p.grad, q.grad = torch.ones(4), torch.ones(4)
+    with pytest.raises(kind):
+        optimizer.step()
+    p.grad.add_(1.0)
+    with pytest.raises(
+        (RuntimeError, ProtocolMismatchError), match="changed since" if kind is MemoryError else "an update has stopped"
+    ):
+        optimizer.step()
+    assert not p.detach().any()
+
+
+@ranks(1)
+def test_a_parameter_that_a_single_worker_has_lost_is_named(rank, world_size):
+    """Also if another one is trained from the same step on."""
+    p, q = weight(4), weight(4)
+    q.requires_grad_(False)
+    optimizer = sparse(sgd([p, q]))
+    optimizer.param_groups[0]["params"].pop(0)
+    q.requires_grad_()
+    q.grad = torch.ones(4)
+    with pytest.raises(tritoncomm.ConfigurationError, match="lost parameters"):
+        optimizer.step()
+
+
 MODES = {
     "gradients": {"max_grad_norm": 1.0},
     "default": {"algo": "oktopk", "warmup_steps": 2, "dense_below": 8},

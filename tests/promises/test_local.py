@@ -184,6 +184,24 @@ def test_nan_is_an_error_also_after_an_exchange_that_was_refused(rank, world_siz
 
 
 @ranks(2)
+def test_nan_of_a_run_that_was_loaded_again_is_no_error(rank, world_size):
+    """It belongs to steps that a load has thrown away."""
+    p = weight(8)
+    optimizer = local([p], steps=1, updates=True, on_nonfinite="raise")
+    step(optimizer, p, 1.0)
+    state, before = optimizer.state_dict(), flat([p])
+    optimizer.outer_lr = 1.0 + rank
+    with pytest.raises(ProtocolMismatchError, match="lr of the common parameters"):
+        step(optimizer, p, torch.nan if rank == 1 else 1.0)
+    with torch.no_grad():
+        p.copy_(before)
+    optimizer.load_state_dict(state)
+    step(optimizer, p, 1.0)
+    assert optimizer.metrics()["steps"] == 2
+    assert equal_on_all_ranks([p])
+
+
+@ranks(2)
 def test_worker_whose_parameters_are_broken_goes_on_with_the_others(rank, world_size):
     """A step that makes parameters Inf adds nothing to the mean."""
     p = weight(8)

@@ -132,7 +132,7 @@ def share_rows(
     rank is not ``finite``. The message names these ranks and the ``reason``. One worker alone sends nothing.
     """
     told = [row[0] if finite else NON_FINITE, *row[1:]]
-    # Each word is filled by a kernel, because the host would wait for a GPU to copy them.
+    # Each word is filled where it is sent from: the host would wait for a GPU to copy them.
     words = torch.cat([torch.full((1,), each, dtype=torch.int64, device=device) for each in told])
     everybody = (yield AllGather(phase, words)) if world_size > 1 else words[None]
     columns: list[list[int]] = yield from read(phase, everybody.t())

@@ -75,10 +75,10 @@ class Stepper:
     @contextmanager
     def _noted(self) -> Iterator[None]:
         """Note if a step in the body fails. It can be repeated if its update has not begun, unless a signal ends it."""
-        exchange = self.setup.exchange
         try:
             yield
         except BaseException as error:
+            exchange = self.setup.exchange  # a single worker may have got another one in the body
             if not isinstance(error, Exception):
                 exchange.stop()
             elif exchange.state is State.READY:
@@ -117,6 +117,7 @@ class Stepper:
         if setup.unreduced.modules:
             setup.unreduced.look(setup.everybody)
         if setup.steps.alone and local_steps.known.are_outdated:  # a single worker trains what it is given
+            local_steps.known.check_kept(if_trained=True)
             local_steps.add_new_parameters()
         local_steps.take(self._scale, self._overflow)
         # The loss scale, and an overflow of this rank, are no matter of the exchange.
@@ -253,6 +254,7 @@ class Stepper:
         if setup.local is None and setup.unreduced.modules:
             setup.unreduced.look(setup.everybody)
         if setup.steps.alone and setup.parameters.are_outdated:  # a single worker trains what it is given
+            setup.parameters.check_kept(if_trained=True)
             setup.note_new()
         exchange, scale, found, own = setup.exchange, self._scale, self._overflow, setup.steps.ignored
         decay = coupled_decay(setup.exchanged) if setup.decays_in_vector else {}
@@ -289,7 +291,7 @@ class Stepper:
         """See :meth:`tritoncomm.SparseOptimizer.flush`."""
         setup = self.setup
         setup.check_no_pending_step("flush()")
-        if setup.local is None and setup.exchange.delivers_all():
+        if setup.local is None and setup.exchange.has_no_residual():
             return
         if setup.local is not None:
             held = [vector.residuals_by_parameter() for vector in setup.exchange.vectors]

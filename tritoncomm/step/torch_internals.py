@@ -124,6 +124,14 @@ def ignored_by(model: DistributedDataParallel) -> list[torch.Tensor]:
     return [each for _, each in named if id(each) not in kept]
 
 
+def fsdp_modules(model: torch.nn.Module | None) -> list[torch.nn.Module]:
+    """Return the modules in ``model`` that FSDP2 shards. To import their class takes seconds: it may not be loaded."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return (
+        [] if model is None or fsdp is None else [each for each in model.modules() if isinstance(each, fsdp.FSDPModule)]
+    )
+
+
 def holds_gradients(module: torch.nn.Module) -> bool:
     """Return True if ``module``, which FSDP2 shards, has gradients of a backward pass that it did not reduce.
 

@@ -82,7 +82,7 @@ def load_instead(prepared: AcceleratedOptimizer, change: Callable[[dict[str, Any
     What is loaded into the optimizer inside by itself stays as it is.
     """
     load = type(prepared).load_state_dict
-    prepared.load_state_dict = lambda state: load(prepared, change(state))
+    prepared.load_state_dict = lambda state_dict: load(prepared, change(state_dict))
 
 
 def _average_before_clipping(accelerator: Accelerator) -> None:

@@ -153,7 +153,8 @@ class Presence:
         self._has_warned = True
         logger.warning(
             "no rank has a gradient of any parameter in step %d, which therefore changes nothing: call backward() "
-            "before step()",
+            "before step(). With FSDP2, call set_requires_gradient_sync(True) before the last backward pass of each "
+            "step, because .grad is None without it",
             step,
         )
 

@@ -35,6 +35,7 @@ from tritoncomm.step.exchange.feedback import ErrorFeedback
 from tritoncomm.step.exchange.layout import check_range
 from tritoncomm.step.exchange.pending import TRANSITIONS, Part, Pending, State
 from tritoncomm.step.exchange.vector import ExchangeOptions, VectorExchange, clipped, listed
+from tritoncomm.step.recipes import is_dense
 
 
 class GradientExchange:
@@ -303,12 +304,9 @@ class GradientExchange:
         kept = [vector.look_for_residual(rests) for vector in self.vectors]
         return all(kept)
 
-    def delivers_all(self) -> bool:
-        """Return True if no residual waits, because the last step has delivered all, as each does."""
-        if self.vectors[0].is_bare:
-            return self.owes_nothing()
-        left = self.presence.absent | self.presence.resting
-        return self.updates > 0 and not (self.vectors[-1].delays or left)
+    def has_no_residual(self) -> bool:
+        """Return True if no rank has a residual that waits. A dense exchange rounds nothing, and delivers all."""
+        return self.owes_nothing() if self.vectors[0].is_bare else is_dense(self.options.recipe)
 
     def _frozen(self) -> frozenset[int]:
         """Return the ids of the parameters that cannot change, or whose owners cannot."""
@@ -428,7 +426,7 @@ class GradientExchange:
 
     def _measure(self, means: Mapping[VectorExchange, SparseVector]) -> None:
         """Record the metrics of the step: the first vector has the time of all. Without ``means``, it was rejected."""
-        whole = self.pending.span.end()
+        whole = None if self.pending.span is None else self.pending.span.end()
         for vector in self.vectors:
             vector.measure(means.get(vector), whole if vector is self.vectors[0] else None)
 

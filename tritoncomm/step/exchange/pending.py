@@ -70,7 +70,7 @@ class Pending:
         shown: Whether somebody may look at ``.grad``, and clip it, before the step is applied. It gets the decay then.
         is_flush: Whether all residuals are delivered, and no gradients.
         parts: The vectors whose means are known. There are none if the step was rejected, or is skipped.
-        span: The time of the exchange.
+        span: The time of the exchange. None before it has begun.
         error: Why this rank's gradients cannot be exchanged. This rank raises it after the exchange.
         look: Called on the first rank with its gradients, flat, unless they are shards. None looks at nothing.
         fault: What is NaN or Inf on this rank, for the error. If it is known before the exchange, the step is rejected.
@@ -86,7 +86,7 @@ class Pending:
     shown: bool = False
     is_flush: bool = False
     parts: list[Part] = field(default_factory=list)
-    span: Span = field(init=False, repr=False)
+    span: Span | None = None
     error: ConfigurationError | None = None
     look: Callable[[Sequence[torch.Tensor]], None] | None = None
     fault: str = ""

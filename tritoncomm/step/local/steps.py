@@ -426,7 +426,7 @@ class LocalSteps:
         A state without anchors, of other shards, takes the parameters for the anchor when the next step begins.
         """
         self.withdraw()
-        self._later = None
+        self._later, self.fault = None, ""
         self._is_stale = not state["anchors"]
         for anchor, own in zip(self.anchors, state["anchors"], strict=False):
             write(anchor, own)
@@ -475,4 +475,4 @@ class LocalSteps:
         """
         self.withdraw()
         if self._later is None:
-            self.taken, self.is_pending, self._is_stale = 0, False, True
+            self.taken, self.is_pending, self._is_stale, self.fault = 0, False, True, ""

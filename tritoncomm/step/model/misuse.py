@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from tritoncomm.scheduler.ranks import speaks
-from tritoncomm.step.torch_internals import holds_gradients
+from tritoncomm.step.torch_internals import fsdp_modules, holds_gradients
 
 logger = logging.getLogger("tritoncomm")
 
@@ -100,8 +100,7 @@ class UnreducedPasses:
     """
 
     def __init__(self, model: nn.Module | None) -> None:
-        modules = [] if model is None else list(model.modules())
-        self.modules = [weakref.ref(each) for each in modules if hasattr(each, "set_requires_gradient_sync")]
+        self.modules = [weakref.ref(each) for each in fsdp_modules(model)]
 
     def look(self, group: dist.ProcessGroup | None) -> None:
         """Look before a step. Log what to do, once, on the first rank of ``group``."""

@@ -125,7 +125,9 @@ def _taken_apart(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any
         tensors[name] = value.detach()
         return {_TENSOR: name} if along is None else {_TENSOR: name, _ALONG: along}
     if isinstance(value, Mapping):
-        return {key: _taken_apart(each, f"{name}.{key}", tensors) for key, each in value.items()}
+        # In an order that ranks have in common, because a name may depend on those before it.
+        apart = {key: _taken_apart(value[key], f"{name}.{key}", tensors) for key in sorted(value, key=repr)}
+        return {key: apart[key] for key in value}
     if type(value) in (list, tuple):  # a named tuple takes its values otherwise, and is nothing that can be loaded
         return type(value)(_taken_apart(each, f"{name}.{number}", tensors) for number, each in enumerate(value))
     return value
