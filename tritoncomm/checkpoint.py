@@ -351,6 +351,8 @@ class ResidualState:
             )
         setup = setup_of(self.optimizer)
         with agree.propagate_errors(setup.everybody, setup.device):
+            setup.known.check_kept()  # as in save()
+        with agree.propagate_errors(setup.everybody, setup.device):
             content = _content(self.optimizer)
         agree.compare({"state": "saved"}, setup.everybody, setup.device)
         for tensors in content.values():

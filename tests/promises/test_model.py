@@ -168,6 +168,8 @@ def test_a_parameter_taken_out_of_the_optimizer_is_named(rank, world_size, local
         train(step)
     with pytest.raises(ConfigurationError, match=r"lost parameters .*2\.bias"):
         tritoncomm.checkpoint.save(optimizer, tmp_path)
+    with pytest.raises(ConfigurationError, match=r"lost parameters .*2\.bias"):
+        tritoncomm.checkpoint.ResidualState(optimizer).state_dict()
 
 
 @ranks(4)

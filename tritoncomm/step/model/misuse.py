@@ -1,4 +1,4 @@
-"""Notice scripts that clip the gradients of one rank, step without a backward pass, or add to a mean by a late one."""
+"""Notice clipping of one rank's gradients, and backward passes that a step lacks, or that come after its exchange."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class UnreducedPasses:
     """Notices gradients of ``model`` that FSDP2 has kept back when a step is taken.
 
     Attributes:
-        modules: What FSDP2 shards. Empty when it was said once.
+        modules: What FSDP2 shards. Empty once a warning was logged.
     """
 
     def __init__(self, model: nn.Module | None) -> None:

@@ -211,8 +211,8 @@ def _check_new_join(modules: Iterable[Any]) -> None:
 def _check_hooks(model: DistributedDataParallel) -> None:
     if averages_apart(model):
         raise ConfigurationError(
-            "model is a DDP module with delay_all_reduce_named_params=, which it averages beside the exchange: leave "
-            "it out"
+            "model is a DDP module with delay_all_reduce_named_params=, whose gradients DDP averages itself: leave it "
+            "out"
         )
     for hook in comm_hooks(model):
         name = getattr(hook, "__name__", type(hook).__name__)

@@ -93,8 +93,9 @@ class KnownParameters:
         if gone:
             names = ", ".join(name or f"one of shape {tuple(parameter.shape)}" for parameter, name in gone)
             raise ConfigurationError(
-                f"the optimizer has lost parameters that it had at wrap(): {names}. Put them back, and freeze them by "
-                "requires_grad=False on all ranks; to take them out, call flush() and release() before, and wrap again"
+                f"the optimizer has lost parameters that it had at wrap(): {names}. Put them back, and set "
+                "requires_grad=False on all ranks instead. To take them out, call flush() and release() first, and "
+                "wrap again"
             )
 
     def local_error(self) -> ConfigurationError | None:
