@@ -126,7 +126,7 @@ def test_static_form_on_a_gpu() -> None:
 
 def test_static_form_by_link() -> None:
     """On a GPU with a given link, messages have a fixed length where they take no longer than they save in waits."""
-    for link, static in (("2gbit,30us", False), ("3gbit,30us", True), ("100mbit,50us", False)):
+    for link, static in (("3gbit,30us", False), ("5gbit,30us", True), ("100mbit,50us", False)):
         method = OkTopk(density=0.03, values="4bit", static=link)
         assert with_form(method, "cuda", 10_900_000, 8).static is static
         assert with_form(method, "cpu", 10_900_000, 8).build(100).is_static is False

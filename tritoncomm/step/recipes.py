@@ -169,8 +169,9 @@ def with_nodes(chosen: Recipe, node_group: dist.ProcessGroup | None, group: dist
 
 
 # Seconds that messages of a fixed length save on a GPU, estimated: with 8 workers, the host waits 2 instead of 37
-# times, and launches 238 kernels instead of 481 (benchmarks/results/synchronisations.json). Nothing was timed.
-STATIC_SAVES = 1.7e-3
+# times, at 15 us, and launches 261 kernels instead of 420, at 5 us (benchmarks/results/synchronisations.json). Nothing
+# was timed.
+STATIC_SAVES = 1.3e-3
 
 
 def static_takes(method: StaticRecipe, numel: int, workers: int, link: Link) -> float:
