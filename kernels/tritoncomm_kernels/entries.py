@@ -96,8 +96,9 @@ def set_at(out: torch.Tensor, entries: Entries | torch.Tensor) -> None:
     if triton_runs(out):
         kernel("entries_triton").set_at(out, indices, None if values is None else values.reshape(-1))
         return
-    used = indices.numpy() != PADDING
-    out.numpy()[indices.numpy()[used]] = 0.0 if values is None else values.reshape(-1).numpy()[used]
+    places = indices.numpy()
+    used = places != PADDING if places.min() < 0 else slice(None)  # without padding, nothing is copied
+    out.numpy()[places[used]] = 0.0 if values is None else values.reshape(-1).numpy()[used]
 
 
 def values_at(values: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:

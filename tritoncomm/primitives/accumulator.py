@@ -270,7 +270,7 @@ class Accumulator:
         else:
             self._add()
             finite = self._timed(lambda: torch.isfinite(self._scratch).all())
-        return torch.where(finite, self.dense()[indices.long()], torch.nan)
+        return torch.where(finite, self.dense().index_select(0, indices), torch.nan)
 
     def _add(self) -> None:
         """Compute the sum, in the units of this accumulator."""
