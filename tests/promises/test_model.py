@@ -190,6 +190,33 @@ def test_a_pass_that_shards_keep_back_is_told_once(rank, world_size, updates):
 
 
 @ranks(4)
+def test_a_pass_that_shards_keep_back_after_the_exchange_is_told(rank, world_size):
+    """A pass between ``synchronize()`` and ``step()`` that FSDP2 has not reduced is noticed, too."""
+    model, mesh = sharded()
+    group = mesh["replicate"].get_group()
+    optimizer = sparse(sgd(model.parameters()), density=1.0, model=model, process_group=group)
+    loss_of(model, rank, 0).backward()
+    optimizer.synchronize()
+    model.set_requires_gradient_sync(False)
+    loss_of(model, rank, 1).backward()
+    with log_lines() as lines:
+        optimizer.step()
+    told = [line for line in lines if "set_requires_gradient_sync(True)" in line]
+    assert len(told) == (rank == 0), lines
+
+
+@ranks(4)
+@pytest.mark.parametrize("is_given", [False, True])
+def test_shards_need_the_model_to_notice_such_a_pass(rank, world_size, is_given):
+    """Without ``model=``, ``wrap`` says once what nobody will notice."""
+    model, mesh = sharded()
+    with log_lines() as lines:
+        sparse(sgd(model.parameters()), model=model if is_given else None, process_group=mesh["replicate"].get_group())
+    told = [line for line in lines if "pass model=" in line]
+    assert len(told) == (rank == 0 and not is_given), lines
+
+
+@ranks(4)
 @pytest.mark.parametrize("kind", ["frozen", "rate of zero"])
 def test_frozen_shards_do_not_move_by_updates(rank, world_size, kind):
     """What is left of a parameter's updates waits, on all shards, while it is frozen or has no rate."""

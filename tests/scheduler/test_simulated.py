@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tritoncomm import ProtocolMismatchError
-from tritoncomm.scheduler.rounds import AllGather, AllReduce, Read, Round
+from tritoncomm import ExchangeTimeoutError, NonFiniteError, ProtocolMismatchError
+from tritoncomm.primitives.collectives import share_counts
+from tritoncomm.scheduler.faults import Faults
+from tritoncomm.scheduler.rounds import AllGather, AllReduce, InSubgroup, Read, Round
 from tritoncomm.scheduler.simulated import SimulatedScheduler
 
 
@@ -67,6 +69,59 @@ def test_disagreement_is_named(first, second, named: str) -> None:
     """The error names the round, the ranks and both sides."""
     with pytest.raises(ProtocolMismatchError, match=named):
         run(first, second)
+
+
+def in_teams(inner):
+    """Return the patterns of four ranks, in teams of two. ``inner`` makes what a rank does, by its number."""
+    teams = [(0, 1), (2, 3)]
+    return [pattern(InSubgroup("team", teams[rank // 2], inner(rank))) for rank in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("inner", "error", "named"),
+    [
+        (
+            lambda rank: share_counts([0, 0], rank < 3, torch.device("cpu"), limit=1),
+            NonFiniteError,
+            r"ranks \[3\] hold",
+        ),
+        (
+            lambda rank: pattern(AllReduce("x", words(*range(1 + rank // 3)))),
+            ProtocolMismatchError,
+            "rank 2 passes .*, but rank 3 passes",
+        ),
+        (
+            lambda rank: pattern(*[AllReduce("x", words(1))] * (rank < 3)),
+            ProtocolMismatchError,
+            "rank 2 yields .*, but rank 3 has finished",
+        ),
+        (
+            lambda rank: pattern(Round("x", {0: words(1)} if rank == 3 else {}, {})),
+            ProtocolMismatchError,
+            "rank 3 sends .* to rank 2",
+        ),
+        (
+            lambda rank: pattern(Round("x", {}, {0: 1} if rank == 3 else {})),
+            ProtocolMismatchError,
+            "rank 3 expects .* from rank 2",
+        ),
+    ],
+)
+def test_ranks_of_a_subgroup_have_their_own_numbers(inner, error, named: str) -> None:
+    """Errors in a subgroup name ranks by their numbers among all."""
+    with pytest.raises(error, match=named):
+        SimulatedScheduler(4).run(in_teams(inner))
+
+
+def test_fault_in_a_subgroup_names_its_ranks() -> None:
+    """A message that is lost in the second team is from one of its ranks."""
+
+    def inner(rank: int):
+        return pattern(Round("x", {1: words(1)} if rank == 2 else {}, {0: 1} if rank == 3 else {}))
+
+    with pytest.raises(ExchangeTimeoutError, match="message to rank 3 from rank 2") as caught:
+        SimulatedScheduler(4).run(in_teams(inner), faults=Faults("drop", 0, seed=0))
+    assert caught.value.peers == (2,)
 
 
 def test_every_pattern_is_closed_after_an_error() -> None:

@@ -11,6 +11,7 @@ import torch
 from tritoncomm.errors import ConfigurationError, ExchangeTimeoutError, ProtocolMismatchError
 from tritoncomm.scheduler import wire
 from tritoncomm.scheduler.cost import HEADER_WORDS
+from tritoncomm.scheduler.ranks import named
 
 _Pair = tuple[tuple[int, ...], int, int]
 KINDS = ("drop", "duplicate", "reorder", "corrupt")
@@ -68,9 +69,10 @@ class Faults:
             queue.append(message)
         if held_back is not None:
             queue.append(held_back)
-        where = f"round {number}, phase {phase!r}, message to rank {peer} from rank {source}, {self!r}"
+        sender, receiver = named([source, peer])
+        where = f"round {number}, phase {phase!r}, message to rank {receiver} from rank {sender}, {self!r}"
         if not queue:
-            raise ExchangeTimeoutError(f"{where}: no message arrived", [source])
+            raise ExchangeTimeoutError(f"{where}: no message arrived", [sender])
         arrived = queue.popleft()
         try:
             total = wire.check_frame(arrived[:HEADER_WORDS], frame, payload.numel())

@@ -8,7 +8,7 @@ from contextvars import ContextVar
 import torch.distributed as dist
 
 members: ContextVar[Sequence[int] | None] = ContextVar("members", default=None)
-"""The global ranks of the group of the pattern that runs, for :func:`named`. None in a simulation."""
+"""The global ranks of the group of the pattern that runs, for :func:`named`. None in a simulation of one group."""
 
 
 def global_ranks(group: dist.ProcessGroup | None) -> list[int]:
@@ -41,7 +41,7 @@ def speaks(group: dist.ProcessGroup | None) -> bool:
 def named(numbers: Iterable[int]) -> list[int]:
     """Return the global ranks of ``numbers``, which count the ranks of the group whose pattern calls this.
 
-    A pattern knows no process group. It calls this for what its errors say.
+    A pattern knows no process group. It calls this for what its errors say. Numbers of no rank stay as they are.
     """
-    held = members.get()
-    return [number if held is None else held[number] for number in numbers]
+    held = members.get() or ()
+    return [held[number] if number in range(len(held)) else number for number in numbers]

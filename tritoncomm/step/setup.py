@@ -15,7 +15,7 @@ from torch import nn
 from tritoncomm.algorithms import Hierarchical, Recipe
 from tritoncomm.errors import ConfigMismatchError, ConfigurationError
 from tritoncomm.scheduler.process_group import is_distributed
-from tritoncomm.scheduler.ranks import global_ranks, own_rank
+from tritoncomm.scheduler.ranks import global_ranks, own_rank, speaks
 from tritoncomm.step import agree, settings
 from tritoncomm.step.agree.private_group import scheduler_of_all_shards
 from tritoncomm.step.agree.replica import Replica, let_differ
@@ -34,7 +34,7 @@ from tritoncomm.step.rules.step import OptimizerSteps
 from tritoncomm.step.saved import state as exchange_state
 from tritoncomm.step.settings import WrapOptions, check_optimizer
 from tritoncomm.step.tensors.names import label
-from tritoncomm.step.tensors.shards import by_split, local, mesh_ranks
+from tritoncomm.step.tensors.shards import by_split, local, mesh_ranks, pieces
 from tritoncomm.step.torch_internals import original_class
 
 logger = logging.getLogger("tritoncomm")
@@ -102,6 +102,11 @@ class Setup:
             if self.local is not None:
                 self.local.accept()
         self._log()
+        if model is None and speaks(self.everybody) and any(pieces(each) > 1 for each, _ in self.parameters.common):
+            logger.warning(
+                "parameters are sharded, and wrap() has no model: nobody then notices a backward pass that FSDP2 has "
+                "not reduced before a step. With FSDP2, pass model="
+            )
 
     def _log(self) -> None:
         """Log what is exchanged."""

@@ -159,6 +159,8 @@ class Stepper:
                 "the next backward pass, or optimizer.zero_grad() on all ranks, which discards what was averaged"
             )
         self.late_backward.check(gradients)
+        if self.setup.local is None and self.setup.unreduced.modules:  # also what came after synchronize()
+            self.setup.unreduced.look(self.setup.everybody)
 
     def _warn_about_scale(self) -> None:
         """Log once that a step was skipped although the scaler of this rank found no overflow and keeps its scale."""
@@ -251,8 +253,6 @@ class Stepper:
     def synchronize(self, *, shown: bool) -> None:
         """Exchange. If ``shown``, somebody may look at ``.grad``, which has no decay in it before the step."""
         setup = self.setup
-        if setup.local is None and setup.unreduced.modules:
-            setup.unreduced.look(setup.everybody)
         if setup.steps.alone and setup.parameters.are_outdated:  # a single worker trains what it is given
             setup.parameters.check_kept(if_trained=True)
             setup.note_new()
