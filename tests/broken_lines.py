@@ -1261,14 +1261,14 @@ BROKEN = [
     ),
     BrokenLine(
         "Accelerate clips local gradients",
-        "integrations/shared/prepared.py",
+        "integrations/shared/accelerated.py",
         "        if not optimizer.is_synchronized:\n            optimizer.synchronize()\n",
         "        pass\n",
         "trainers test_accelerate_clips_averages",
     ),
     BrokenLine(
         "Accelerate returns the norm of what was delivered",
-        "integrations/shared/prepared.py",
+        "integrations/shared/accelerated.py",
         "if all(setup_of(each).options.max_grad_norm is not None for each in averaged):",
         "if False:",
         "trainers test_accelerate_clips_averages",

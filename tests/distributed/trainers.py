@@ -24,7 +24,7 @@ MAX_NORM, LR = 0.5, 3e-3
 def needs(framework: str) -> Any:
     """Skip a test where ``framework`` is not installed."""
     is_missing = find_spec(framework) is None
-    return pytest.mark.skipif(is_missing, reason=f"{framework} is not installed: tox -e trainers has it")
+    return pytest.mark.skipif(is_missing, reason=f"{framework} is not installed")
 
 
 class Net(nn.Module):

@@ -32,6 +32,7 @@ from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.primitives.verdict import with_verdict
 from tritoncomm.scheduler import cost
 from tritoncomm.scheduler.cost import Flow, Forecast, both
+from tritoncomm.scheduler.meter import Ratio
 from tritoncomm.scheduler.rounds import AllReduce, Pattern
 from tritoncomm_kernels import Entries
 from tritoncomm_kernels.rebalance import MAX_PARTITIONS
@@ -214,7 +215,7 @@ class ExDynaAlgorithm(BudgetedAlgorithm):
         mean, counts = yield from self._exchange(acc, threshold, partitions.bounds, state.step, rank, world_size)
         total = sum(counts.passed)
         imbalance = max(counts.passed) * world_size / total if total else 1.0
-        self.report = {"threshold": threshold, "passed": float(total), "imbalance": imbalance}
+        self.report = {"threshold": Ratio(threshold), "passed": float(total), "imbalance": Ratio(imbalance)}
         # Online threshold scaling and dynamic partition allocation, for the next step.
         if any(counts.non_zero):
             empty = 0 if total else state.empty + 1

@@ -29,6 +29,7 @@ from tritoncomm.primitives.selection import entries_to_keep, smallest_key
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.scheduler import cost
 from tritoncomm.scheduler.cost import Forecast
+from tritoncomm.scheduler.meter import Ratio
 from tritoncomm.scheduler.rounds import Pattern
 from tritoncomm_kernels import Entries
 
@@ -157,9 +158,9 @@ class OkTopkAlgorithm(BudgetedAlgorithm):
         loads = [row.load for row in rows]
         self.report = {
             **step.rounding(),
-            "reevaluated": float(reevaluate),
-            "repartitioned": float(repartition),
-            "region_imbalance": max(loads) * world_size / max(1, sum(loads)),
+            "reevaluated": Ratio(reevaluate),
+            "repartitioned": Ratio(repartition),
+            "region_imbalance": Ratio(max(loads) * world_size / max(1, sum(loads))),
             "candidates": float(sum([row.candidates for row in rows])),
         }
         self.state = self.rules.after(state, rows, own, reevaluate=reevaluate, exactly=exactly, is_fixed=self.static)

@@ -33,8 +33,8 @@ class Quantized(StaticRecipe):
     The vector is cut into one part per rank. Each rank sends every part to its owner. The owner adds them in the order
     of ranks, and sends the mean to all. ``values`` is the format in both directions, ``"1bit"`` to ``"8bit"``, or
     another one with levels of :data:`tritoncomm_kernels.formats.FORMATS`. 64 values share a scale of 16 bits. With 1
-    bit, a value is sent as its sign times the mean magnitude of these 64. More bits are levels of equal distance up to
-    the largest magnitude, and of those of the library, only 8 bits have one for zero, see
+    bit, a value is sent as its sign times the mean magnitude of these 64. The library's formats of more bits have
+    levels of equal distance up to the largest magnitude, and only 8 bits have one for zero, see
     :mod:`tritoncomm_kernels.dense_bits`. What rounding cuts off stays in the residual of the rank that rounds. With
     ``"fp32"``, nothing is rounded, and the exchange is a dense all-reduce.
 

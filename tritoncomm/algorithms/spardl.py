@@ -27,6 +27,7 @@ from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.primitives.verdict import with_verdict
 from tritoncomm.scheduler import cost
 from tritoncomm.scheduler.cost import Forecast, both
+from tritoncomm.scheduler.meter import Ratio
 from tritoncomm.scheduler.rounds import Inbox, Pattern, Round
 from tritoncomm_kernels import Entries, count_entries
 
@@ -148,7 +149,7 @@ class SparDLAlgorithm(BudgetedAlgorithm):
         _, (found, *size) = yield from step.settle(counts)
         if union is not None:
             state = state.after(size[0], place.budget, place.teams)
-        self.report = {"delivered": float(found), "h": float(state.h), **step.rounding()}
+        self.report = {"delivered": float(found), "h": Ratio(state.h), **step.rounding()}
         self.state = state
         return step.vector(delivered)
 

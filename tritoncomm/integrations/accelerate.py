@@ -13,7 +13,7 @@ from torch import nn
 from tritoncomm import checkpoint
 from tritoncomm.algorithms import Recipe
 from tritoncomm.integrations.shared import residuals as beside
-from tritoncomm.integrations.shared.prepared import connect, load_instead
+from tritoncomm.integrations.shared.accelerated import connect, load_instead
 from tritoncomm.optimizer import SparseOptimizer
 from tritoncomm.step.settings import restores
 

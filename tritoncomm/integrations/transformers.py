@@ -11,7 +11,7 @@ from tritoncomm import checkpoint
 from tritoncomm.algorithms import Recipe
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.integrations.shared import residuals as beside
-from tritoncomm.integrations.shared.prepared import connect, has_peers, load_instead, renew_methods
+from tritoncomm.integrations.shared.accelerated import connect, has_peers, load_instead, renew_methods
 from tritoncomm.optimizer import SparseOptimizer
 from tritoncomm.step import agree
 from tritoncomm.step.optimizer_list import parts_of

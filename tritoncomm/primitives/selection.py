@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 import tritoncomm_kernels as kernels
+from tritoncomm.scheduler.meter import Ratio
 from tritoncomm_kernels import Entries, Workspace
 
 NO_KEY = 0x7FFFFFFF  # above the key of every finite magnitude
@@ -73,7 +74,7 @@ class RoundingError:
     def figures(self) -> dict[str, float]:
         """Return the relative error of values (root of the ratio of squares), and the number of unsendable entries."""
         error = math.sqrt(self._rest / self._whole) if self._whole else 0.0
-        return {"quantisation_error": error, "unsendable": float(self._unsent)}
+        return {"quantisation_error": Ratio(error), "unsendable": float(self._unsent)}
 
 
 def rounding_figures(entries: Entries, sent: Entries) -> dict[str, float]:

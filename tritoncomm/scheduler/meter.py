@@ -71,21 +71,14 @@ class Meter:
         return sum(self.seconds.values(), 0.0)
 
 
-# Figures of a vector that are no amounts.
-_RATIOS = (
-    "density",
-    "h",
-    "imbalance",
-    "quantisation_error",
-    "reevaluated",
-    "region_imbalance",
-    "repartitioned",
-    "threshold",
-)
+class Ratio(float):
+    """A figure of a vector that is no amount: of several vectors, the largest counts."""
 
 
 def of_all(figures: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the sum of each named amount, and the maximum of each ratio. What a mapping lacks counts as 0."""
-    names = dict.fromkeys(name for one in figures for name in one)
-    joined = {name: max if name in _RATIOS else sum for name in names}
-    return {name: join(one.get(name, 0.0) for one in figures) for name, join in joined.items()}
+    """Return the sum of each named amount, and the maximum of each :class:`Ratio`. What a mapping lacks is left out."""
+    found: dict[str, list[float]] = {}
+    for one in figures:
+        for name, figure in one.items():
+            found.setdefault(name, []).append(figure)
+    return {name: float(max(each)) if isinstance(each[0], Ratio) else sum(each) for name, each in found.items()}

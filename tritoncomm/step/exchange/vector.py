@@ -19,7 +19,7 @@ from tritoncomm.algorithms import Dense, Recipe
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.primitives.mean_norm import gain_of_mean, norm_of_mean, random_signs, sketch
 from tritoncomm.primitives.sparse_vector import SparseVector
-from tritoncomm.scheduler.meter import Meter
+from tritoncomm.scheduler.meter import Meter, Ratio
 from tritoncomm.scheduler.process_group import ProcessGroupScheduler, is_distributed
 from tritoncomm.scheduler.rounds import AllGather, Pattern, Result
 from tritoncomm.scheduler.simulated import SimulatedScheduler
@@ -316,7 +316,7 @@ class VectorExchange:
         selecting, waited, sent = math.fsum([each.seconds for each in times.selecting]), times.meter.waited, meter.sent
         whole = times.whole.seconds if times.whole is not None else 0.0
         self.last = {
-            "density": self.recipe.density,
+            "density": Ratio(self.recipe.density),
             "selected": float(accumulator.selected) if accumulator else 0.0,
             "bytes_sent": float(sent.bytes),
             "bytes_received": float(meter.received.bytes),
