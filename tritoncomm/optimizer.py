@@ -295,12 +295,14 @@ class SparseOptimizer(torch.optim.Optimizer):
             ConfigMismatchError: Ranks are not at the same step, or hold different parameters.
         """
         setup = self._tritoncomm.setup
-        setup.exchange.check_complete()
         check_group("process_group", process_group)
         if setup.exchange.all_shards is not None:
             raise ConfigurationError("a sharded model cannot change its groups: load a checkpoint in new processes")
         module = checked_module(model)
-        return self._tritoncomm.continue_in(group_of(module, process_group), node_group, module)
+        group = group_of(module, process_group)
+        with agree.propagate_errors(group, setup.device):
+            setup.exchange.check_complete()
+        return self._tritoncomm.continue_in(group, node_group, module)
 
     def release(self) -> None:
         """Give the optimizer its own class back: it steps by itself again.

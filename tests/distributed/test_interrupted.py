@@ -6,7 +6,8 @@ import os
 import signal
 import threading
 import time
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from models import KINDS, adamw, equal, exact, flat, loss_of, net, opened, resid
 from torch import nn
 from tritoncomm import ConfigMismatchError, ExchangeError, ProtocolMismatchError, checkpoint
 from tritoncomm.amp import GradScaler
+from tritoncomm.step import agree
 
 from ranks import ranks
 
@@ -87,6 +89,21 @@ def test_failing_update(rank, world_size, kind, tmp_path):
     assert not (tmp_path / "never-written").exists()
 
 
+@ranks(2)
+def test_stopped_rank_in_a_new_group(rank, world_size):
+    """A rank whose update has stopped cannot go on in another group. The others learn why, and do not wait for it."""
+    model = net()
+    optimizer = exact(FailingSGD(model.parameters(), lr=0.1))
+    optimizer.fails = rank == 1
+    with pytest.raises(MemoryError) if rank == 1 else nullcontext():
+        train(model, optimizer, rank, range(1))
+    group, start = dist.new_group(), time.monotonic()
+    kind = RuntimeError if rank == 1 else ConfigMismatchError
+    with pytest.raises(kind, match="stopped update 1 in the middle"):
+        optimizer.reset_process_group(group)
+    assert time.monotonic() - start < 10
+
+
 class PreemptedError(Exception):
     """What a handler of a user raises."""
 
@@ -140,6 +157,31 @@ def test_raised_in_a_wait(rank, world_size, text):
 
 
 @ranks(2)
+@pytest.mark.parametrize("place", ["_begin_presence", "_confirm"])
+def test_raised_between_messages(rank, world_size, place):
+    """A rank that stops as its exchange or its confirmation begins tells the other one, and both can go on."""
+    model = net()
+    optimizer = exact(adamw(model))
+    train(model, optimizer, rank, range(2))
+    exchange, start = optimizer._tritoncomm.setup.exchange, time.monotonic()
+
+    def interrupted_here(**_: object) -> None:
+        raise KeyboardInterrupt
+
+    if rank == 1:
+        setattr(exchange, place, interrupted_here)
+    expected = pytest.raises(KeyboardInterrupt) if rank == 1 else pytest.raises(ExchangeError, match="rank 1 stopped")
+    with expected:
+        train(model, optimizer, rank, range(2, 3))
+    assert time.monotonic() - start < 10
+    vars(exchange).pop(place, None)
+    optimizer.reset_process_group(dist.new_group())
+    train(model, optimizer, rank, range(2, 4))
+    assert optimizer.metrics()["steps"] == 4
+    assert equal(model, optimizer.process_group)
+
+
+@ranks(2)
 def test_raised_in_the_confirmation(rank, world_size):
     """A rank that stops as all confirm a step may be the only one that has not applied it, and can do so later."""
     model = net()
@@ -185,3 +227,17 @@ def test_raised_in_a_check(rank, world_size, act):
     with pytest.raises(ExchangeError):  # the group has failed
         train(model, optimizer, rank, range(2, 3))
     assert torch.equal(flat(model), before)
+
+
+@ranks(2)
+@pytest.mark.parametrize("act", ["save", "add"])
+def test_raised_before_a_check(rank, world_size, act):
+    """So it is while a rank still reads its values, which takes long if there are many, and the others wait."""
+    optimizer, start = exact(adamw(net())), time.monotonic()
+    with ExitStack() as stack:
+        for module in (agree.replica, agree.setup) if rank == 1 else ():
+            stack.enter_context(patch.object(module, "numbers", side_effect=KeyboardInterrupt))
+        expected = pytest.raises(KeyboardInterrupt) if rank == 1 else pytest.raises(ExchangeError, match="Keyboard")
+        with expected:
+            ACTS[act](optimizer)
+    assert time.monotonic() - start < 10

@@ -9,7 +9,7 @@ from weakref import WeakValueDictionary
 import torch
 import torch.distributed as dist
 
-from tritoncomm.step.agree.compare import differences
+from tritoncomm.step.agree.compare import differences, propagate_errors
 from tritoncomm.step.agree.number import number_of_text, numbers
 from tritoncomm.step.agree.setup import Named, labelled, leaves
 from tritoncomm.step.tensors.names import label
@@ -87,7 +87,9 @@ class Replica:
 
         All ranks of ``everybody``, which are those of all shards, call this together.
         """
-        found = differences(self.figures(), everybody, device, shard)
+        with propagate_errors(everybody, device):
+            figures = self.figures()
+        found = differences(figures, everybody, device, shard)
         if not found:
             self.agreed = steps
             return ""

@@ -15,7 +15,7 @@ from tritoncomm.algorithms import Recipe
 from tritoncomm.errors import ConfigMismatchError
 from tritoncomm.scheduler.process_group import is_distributed, reporting
 from tritoncomm.scheduler.ranks import global_ranks
-from tritoncomm.step.agree.compare import CONTENT, LOADED, STATE, compare
+from tritoncomm.step.agree.compare import CONTENT, LOADED, STATE, compare, propagate_errors
 from tritoncomm.step.agree.number import numbers
 from tritoncomm.step.settings import Late, Updates
 from tritoncomm.step.tensors.shards import has_bits, local
@@ -83,7 +83,8 @@ def compare_setup(
         fields |= {f"shape of {name}": tuple(each.shape), f"dtype of {name}": each.dtype}
     values = {} if broadcast else {f"{CONTENT} {name}": each for each, name in (*named, *others)}
     values |= {f"{STATE}: {name}": each for name, each in state.items()}
-    fields |= zip(values, numbers(values.values()), strict=True)
+    with propagate_errors(group, device):
+        fields |= zip(values, numbers(values.values()), strict=True)
     try:
         compare(fields, group, device)
     except ConfigMismatchError as error:

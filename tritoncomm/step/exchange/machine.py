@@ -180,8 +180,8 @@ class GradientExchange:
         # A single worker that has a residual of earlier exchanges applies all of it, and is then the bare optimizer.
         delivers_all = step.is_flush or (first.is_bare and not self.owes_nothing())
         self._begin(step)
-        rests = self._begin_presence(delivers_all=delivers_all)
         try:
+            rests = self._begin_presence(delivers_all=delivers_all)
             if step.is_flush:
                 for vector in self.vectors:
                     vector.flat.zero_()
@@ -195,7 +195,8 @@ class GradientExchange:
             if self._is_compared and not step.is_flush:  # also if this rank rejects it: the others may not know yet
                 self._inspect()
         except BaseException as error:
-            self._fail(error)
+            self._rollback()
+            self._tell(error)
             raise
         try:
             self._finish()
@@ -394,9 +395,8 @@ class GradientExchange:
         shards = 1 if self.all_shards is None else self.all_shards.world_size // self.vectors[0].world_size
         self.gradient_norm = yield from clipped(self.vectors, limit, self.shard, shards)
 
-    def _fail(self, error: BaseException) -> None:
-        """Roll back, and report ``error`` to the ranks that may wait for this one and do not raise it themselves."""
-        self._rollback()
+    def _tell(self, error: BaseException) -> None:
+        """Report ``error`` to the ranks that may wait for this one and do not raise it themselves."""
         scheduler = self.vectors[0].scheduler
         if scheduler is not None and not isinstance(error, TritoncommError):  # else it is reported, or all raise it
             scheduler.fail(error)
@@ -446,9 +446,10 @@ class GradientExchange:
         except (NonFiniteError, ProtocolMismatchError):  # all ranks raise it
             self._rollback()
             raise
-        except BaseException:
+        except BaseException as error:
             if self.state is not State.IDLE:  # it was rejected
                 self._move("lose")
+            self._tell(error)
             raise
         for part in self.pending.parts:
             self.total.count("all", part.vector.meter.sent, part.vector.meter.received)
