@@ -195,6 +195,29 @@ def test_lost_in_confirmation(rank, world_size, kind):
 
 
 @ranks(3, lost=(2,))
+def test_second_failure_after_catching_up(rank, world_size):
+    """A step that was applied in a group that could not be joined is told when the next one is."""
+    run = Scheduled(rank, "schedule")
+    for step in range(3):
+        run.step(step)
+    if rank == 1:
+        not_confirmed(run.optimizer._tritoncomm.setup.exchange)
+    with pytest.raises(PeerLostError) if rank == 1 else nullcontext():
+        run.step(3)
+    if rank == 2:
+        os._exit(0)
+    group = dist.new_group([0, 1], timeout=FAST, use_local_synchronization=True)
+    with pytest.raises(ConfigMismatchError, match="node size"):
+        run.optimizer.reset_process_group(group, node_group=group if rank == 0 else None)
+    assert run.optimizer.reset_process_group(group) == (rank == 1)
+    if rank == 1:
+        run.schedule.step()
+    assert not run.optimizer.reset_process_group(group)
+    run.step(4)
+    assert equal(run.model, group)
+
+
+@ranks(3, lost=(2,))
 def test_lost_with_scaler(rank, world_size):
     """The scaler whose ranks agree names a lost rank, and then agrees among the others."""
     model = tiny()

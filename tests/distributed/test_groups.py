@@ -10,6 +10,7 @@ import torch.distributed as dist
 from models import adamw, equal, exact, loss_of, residual, sgd, tiny, total, train
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from tritoncomm import ConfigMismatchError
 from tritoncomm.algorithms import Hierarchical
 from tritoncomm.amp import GradScaler
 from tritoncomm.scheduler.watcher import timeout_of
@@ -60,6 +61,22 @@ def test_nodes_later(rank, world_size):
     torch.testing.assert_close(total(residual(optimizer)), before)
     train(model, optimizer, rank, range(3, 6))
     assert optimizer.metrics()["steps"] == 6
+    assert equal(model)
+
+
+@ranks(4)
+def test_nodes_later_with_other_groups(rank, world_size):
+    """The groups that nodes need would never meet if a rank has made more groups. It is told, and nothing changes."""
+    model = tiny()
+    optimizer = exact(sgd(model))
+    train(model, optimizer, rank, range(2))
+    node = dist.new_subgroups(2)[0]
+    if rank == 0:
+        dist.new_group([0], use_local_synchronization=True)
+    with pytest.raises(ConfigMismatchError, match="number of process groups"):
+        optimizer.reset_process_group(node_group=node)
+    train(model, optimizer, rank, range(2, 4))
+    assert optimizer.metrics()["steps"] == 4
     assert equal(model)
 
 

@@ -17,7 +17,7 @@ from tritoncomm.errors import ConfigMismatchError, ConfigurationError
 from tritoncomm.scheduler.process_group import is_distributed
 from tritoncomm.scheduler.ranks import global_ranks, own_rank, speaks
 from tritoncomm.step import agree, settings
-from tritoncomm.step.agree.private_group import scheduler_of_all_shards
+from tritoncomm.step.agree.private_group import numbered_groups, scheduler_of_all_shards
 from tritoncomm.step.agree.replica import Replica, let_differ
 from tritoncomm.step.exchange.layout import small_ids
 from tritoncomm.step.exchange.machine import GradientExchange
@@ -199,6 +199,8 @@ class Setup:
             self.steps.check(alone=alone)
             check_model(module, process_group)
             keep_gradients_local(module)
+        if isinstance(recipe, Hierarchical):
+            agree.compare(numbered_groups(), process_group, self.device)
         self._compare(exchange, recipe, process_group, caught_up=caught_up, steps_alone=self.local is not None)
         if self.local is not None:
             self.local.forget_loading()

@@ -49,6 +49,7 @@ class Stepper:
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
         self.all_skipped = self.keeps_scales_equal = self._has_warned = False
+        self._has_caught_up = False  # in continue_in(), which has failed later, and has not told it
         self.found_in_unscale: torch.Tensor | None = None
         self.unguard: Callable[[], Any] = lambda: None
         self.late_backward, self._clipping = LateBackward(), LocalClipping()
@@ -310,17 +311,20 @@ class Stepper:
 
         See :meth:`tritoncomm.SparseOptimizer.reset_process_group`.
         """
-        exchange, told, caught_up = self.setup.exchange, dict[int, list[int]](), False
+        exchange, told, some_have = self.setup.exchange, dict[int, list[int]](), False
         if is_distributed():
-            own = {"steps": exchange.steps, "absent": exchange.presence.positions(exchange.parameters)}
+            absent = exchange.presence.positions(exchange.parameters)
+            own = {"steps": exchange.steps, "absent": absent, "caught up": self._has_caught_up}
             gathered = agree.all_gather(own, process_group, self.setup.device)
             told = {of["steps"]: of["absent"] for of in gathered.values()}
-            caught_up = exchange.state is State.SUSPENDED and exchange.steps + 1 == max(told)
-            if caught_up:
+            some_have = len(told) > 1 or any(of["caught up"] for of in gathered.values())
+            if exchange.state is State.SUSPENDED and exchange.steps + 1 == max(told):
                 exchange.presence.set(exchange.parameters, told[max(told)])
                 exchange.catch_up()
                 ignored.prepare(self.setup.steps.ignored, exchange.pending.scale)
                 self._apply()
+                self._has_caught_up = True
         self.forget()
-        self.setup.continue_in(process_group, node_group, module, caught_up=len(told) > 1)
+        self.setup.continue_in(process_group, node_group, module, caught_up=some_have)
+        caught_up, self._has_caught_up = self._has_caught_up, False
         return caught_up
