@@ -128,7 +128,11 @@ def _check_owner(optimizer: SparseOptimizer, folder: Path) -> None:
             folder,
         )
     ranks = global_ranks(setup_of(optimizer).everybody)
-    if len(ranks) == len(global_ranks(None)) or own_rank() != ranks[0]:
+    if own_rank() != ranks[0]:
+        return
+    if len(ranks) == len(global_ranks(None)):
+        for each in folder.glob("group-of-rank-*.json"):
+            each.unlink()  # of a group that has saved before
         return
     own = folder / f"group-of-rank-{ranks[0]}.json"
     with _prefixed(f"{folder} cannot be used"):

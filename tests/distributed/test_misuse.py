@@ -216,6 +216,18 @@ def test_groups_that_are_none(rank, world_size):
 
 
 @ranks(4)
+def test_folder_that_all_ranks_have_used_since(rank, world_size, tmp_path):
+    """It holds the state of all ranks: a smaller group that used it before is no matter any more."""
+    pairs = dist.new_subgroups(2)[0]
+    if rank < 2:
+        checkpoint.save(exact(adamw(tiny()), process_group=pairs), tmp_path / "folder")
+    dist.barrier()
+    checkpoint.save(exact(adamw(tiny())), tmp_path / "folder")
+    if rank >= 2:
+        checkpoint.save(exact(adamw(tiny()), process_group=pairs), tmp_path / "folder")
+
+
+@ranks(4)
 def test_one_folder_for_two(rank, world_size, tmp_path):
     """A warning says that a second optimizer overwrites a first one. Two groups do not share a folder, nor at once."""
     first, second = (exact(adamw(tiny(seed))) for seed in range(2))
