@@ -21,8 +21,8 @@ from tritoncomm_kernels import devices
 UPDATES = "completed updates"  # a field that ranks compare
 LOADED = "loaded weights"  # an option of the optimizer of common parameters: a number of those loaded, or 0
 UPDATES_ADVICE = (
-    "an error or a signal has stopped a step between its exchange and the end of its update, so parameters may differ; "
-    "load a checkpoint on all ranks"
+    "an error or a signal has stopped a step between its exchange and the end of its update, or zero_grad() on some "
+    "ranks has thrown away what synchronize() had averaged, so parameters may differ; load a checkpoint on all ranks"
 )
 # What names of such fields begin with. Those of a recipe are "FIELD of RECIPE", and none is called content.
 CONTENT, STATE = "content of", "optimizer state"

@@ -54,8 +54,9 @@ class Inspection:
                 "in step %d, the gradients of %d parameters are equal on all ranks before the exchange, the first is "
                 "that of %s. Somebody has averaged them densely, or all ranks have the same data. For a model in "
                 "DistributedDataParallel, pass model=ddp_model to tritoncomm.wrap(), and for a module that was built "
-                "later call optimizer.reset_process_group(model=ddp_model), which keeps residuals. Otherwise do not "
-                "average gradients before step(), and give each rank other data",
+                "later call optimizer.reset_process_group(model=ddp_model), which keeps residuals. Of two "
+                "wrapped optimizers with the same parameters, each needs a backward pass of its own after zero_grad(). "
+                "Otherwise do not average gradients before step(), and give each rank other data",
                 step,
                 len(averaged),
                 averaged[0][1],
