@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import tritoncomm
-from models import Uneven, adamw, content, ddp, equal, exact, flat, load, mesh, residual, sharded, tiny, train
+from models import adamw, content, ddp, equal, exact, flat, load, mesh, residual, sharded, tiny, train
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
@@ -31,6 +31,12 @@ def whole(value: torch.Tensor) -> torch.Tensor:
     return (value.full_tensor() if isinstance(value, DTensor) else value).detach().flatten().clone()
 
 
+def uneven() -> nn.Sequential:
+    """Return a small model whose shapes two shards do not divide: most of the time goes by parameters and files."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 3))
+
+
 class Run:
     """A module of some kind, with a wrapped AdamW or another optimizer.
 
@@ -42,7 +48,7 @@ class Run:
     """
 
     def __init__(self, kind: tuple[str, int], make=adamw, names=("replicate", "shard"), **fields) -> None:
-        self.model, self.group, given = Uneven(), None, {}
+        self.model, self.group, given = uneven(), None, {}
         if kind[0] == "ddp":
             self.model = ddp(self.model)
             given = {"model": self.model}
@@ -133,9 +139,10 @@ def test_every_kind_loads_every_kind(rank, world_size, loader, every, saved):
     """
     if world_size < loader[1] or world_size % loader[1]:
         return
-    # Every kind with every kind on as many ranks as have saved, and in turn on fewer.
-    turn = KINDS.index(loader) + world_size
-    for saver in KINDS if world_size == 4 or every else [each for i, each in enumerate(KINDS) if (i + turn) % 2]:
+    # On as many ranks as have saved the same kind and the next one, and on fewer ranks another one each time.
+    first = KINDS.index(loader) + world_size
+    turns = range(first, first + (2 if world_size == 4 else 1))
+    for saver in KINDS if every else [KINDS[turn % len(KINDS)] for turn in turns]:
         place = Path(saved, *map(str, saver))
         expected, end = torch.load(place / "found.pt")
         run, own = Run(loader), Run(loader)
@@ -160,13 +167,13 @@ def test_every_kind_loads_every_kind(rank, world_size, loader, every, saved):
 @ranks(2, 4)
 def test_without_the_place_of_the_checkpoint(rank, world_size, saved):
     """ResidualState then does not know who has saved. All ranks raise an error that says how to tell it."""
-    for saver, loader in ((KINDS[3], KINDS[2]), (KINDS[0], KINDS[3])):
-        run = Run(loader)
-        before = flat(run.model)
-        with pytest.raises(CheckpointException, match=r"ResidualState\(optimizer, checkpoint_id="):
-            run.load(Path(saved, *map(str, saver)))
-        assert torch.equal(flat(run.model), before)
-        assert not residual(run.optimizer).any()
+    saver, loader = (KINDS[0], KINDS[3]) if world_size == 2 else (KINDS[3], KINDS[2])  # other ranks, or other shards
+    run = Run(loader)
+    before = flat(run.model)
+    with pytest.raises(CheckpointException, match=r"ResidualState\(optimizer, checkpoint_id="):
+        run.load(Path(saved, *map(str, saver)))
+    assert torch.equal(flat(run.model), before)
+    assert not residual(run.optimizer).any()
     with pytest.raises(ConfigurationError, match=r"checkpoint_id=.*nowhere: no checkpoint can be read"):
         ResidualState(run.optimizer, checkpoint_id=f"{saved}/nowhere")
 
@@ -203,7 +210,7 @@ def test_from_one_replica(rank, world_size, tmp_path):
 
 
 @ranks(4)
-@pytest.mark.parametrize("kind", [KINDS[0], KINDS[2], KINDS[3]])
+@pytest.mark.parametrize("kind", [KINDS[0], KINDS[3]])
 def test_momentum_of_a_method(rank, world_size, kind, tmp_path):
     """Saved in dense steps, it belongs to the shards of the save: others start a new one."""
 
