@@ -14,6 +14,7 @@ from __future__ import annotations
 import atexit
 import faulthandler
 import functools
+import gc
 import importlib
 import importlib.util
 import inspect
@@ -194,6 +195,8 @@ def _main(pipe: Connection, log: str) -> None:  # runs in the process of a rank
         warnings.resetwarnings()  # the filters of pytest turn those of a trainer into errors
     torch.set_num_threads(1)
     os.environ |= {"OMP_NUM_THREADS": "1"} | ({"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {})
+    gc.collect()
+    gc.freeze()  # a test that collects garbage does not look at all of torch
     with suppress(EOFError), Path(log).open("w") as file:  # the session has ended
         while True:
             file_of_test, name, rank, world_size, arguments, store, limit = pipe.recv()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -18,6 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from tritoncomm import Recipe, SparseOptimizer
 from tritoncomm.checkpoint import ResidualState
+from tritoncomm.step.exchange import feedback, stages
 from tritoncomm.step.tensors.shards import local
 
 import laws
@@ -33,6 +36,16 @@ def exact(optimizer: Any, algo: str | Recipe = "oktopk", **fields: Any) -> Spars
         own = {name: fields.pop(name) for name in ("density", "values", "static") if name in fields}
         algo = tritoncomm.recipe(algo, **{"density": 0.2} | own)
     return tritoncomm.wrap(optimizer, algo, **EXACT | fields)
+
+
+@contextmanager
+def renewed_every(steps: int) -> Iterator[None]:
+    """Let scales, and norms of parameters, be computed again after so many steps, instead of 20."""
+    kind = stages.Scale
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(feedback, "RENEW_RMS_EVERY", steps)
+        patch.setattr(stages, "Scale", lambda matrices, decay, _, epsilon: kind(matrices, decay, steps, epsilon))
+        yield
 
 
 def adamw(model: nn.Module, **fields: Any) -> torch.optim.AdamW:
@@ -61,19 +74,18 @@ def tiny(seed: int = 0) -> nn.Sequential:
 
 
 class Uneven(nn.Module):
-    """A model whose shapes two shards do not divide, with nested groups, and a layer that may stay unused."""
+    """A model whose shapes two shards do not divide, with a layer that may stay unused."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.layers = nn.ModuleList([nn.Linear(6, 7), nn.Linear(7, 9)])
+        self.first = nn.Linear(6, 9)
         self.spare = nn.Linear(9, 9)
         self.head = nn.Linear(9, 3)
 
     def forward(self, x: torch.Tensor, spare: bool = True) -> torch.Tensor:
         """Run with or without the spare layer."""
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
+        x = torch.tanh(self.first(x))
         return self.head(self.spare(x) if spare else x)
 
 
@@ -90,7 +102,7 @@ def mesh(shards: int = 2) -> DeviceMesh:
 
 def sharded(model: nn.Module, over: DeviceMesh, **fields: Any) -> nn.Module:
     """Shard every layer as a group of its own, and the rest, as the head of :class:`Uneven`, as another group."""
-    layers = [*model.layers, model.spare] if isinstance(model, Uneven) else model.children()
+    layers = [model.first, model.spare] if isinstance(model, Uneven) else model.children()
     for layer in layers:
         if list(layer.parameters()):
             fully_shard(layer, mesh=over["shard"], **fields)

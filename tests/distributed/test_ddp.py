@@ -24,6 +24,7 @@ from models import (
     loss_of,
     mesh,
     net,
+    renewed_every,
     residual,
     same,
     sgd,
@@ -161,7 +162,7 @@ def frozen():
 
 
 SITUATIONS = {
-    "a renewal of the scale, and while DDP builds its buckets": {"settings": {"warmup_steps": 2}, "steps": 25},
+    "a renewal of the scale, and while DDP builds its buckets": {"settings": {"warmup_steps": 2}, "steps": 8},
     "AMSGrad": {"optimizer": partial(adamw, amsgrad=True), "settings": {"algo": "topk_allgather"}},
     "clipped": {"optimizer": sgd, "settings": {"algo": "spardl", "max_grad_norm": 0.5}},
     "as most users call it": {
@@ -180,13 +181,14 @@ SITUATIONS = {
 }  # fmt: skip
 
 
-@ranks(3)
+@ranks(2)
 @pytest.mark.parametrize("name", SITUATIONS)
 def test_situations(rank, world_size, name):
     """Methods, options of DDP and kinds of layers: all train as in a plain module. Hooks see this rank's gradients."""
     fields = dict(SITUATIONS[name])
     steps = fields.pop("steps", 4)
-    pair, seen = Pair(**fields), []
+    with renewed_every(5):
+        pair, seen = Pair(**fields), []
     for parameter in pair.model.module.parameters():
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
@@ -443,7 +445,7 @@ def test_process_groups_are_used_again(rank, world_size, kind):
     """Wrapping an optimizer again, or that of another model, creates no further process group."""
     over, counts = mesh(), []
     given = {"process_group": over["replicate"].get_group()} if kind == "fsdp" else {}
-    for number in range(5):
+    for number in range(4):
         model = ddp(net()) if kind == "ddp" else sharded(net(), over)
         optimizer = exact(adamw(model), model=model, **given)
         train(model, optimizer, rank, range(1))
@@ -453,7 +455,7 @@ def test_process_groups_are_used_again(rank, world_size, kind):
         del model, optimizer
         if rank != 1 or number % 2:  # ranks need not collect the garbage at the same time
             gc.collect()
-    assert counts[2:] == counts[2:3] * 3, counts
+    assert counts[2] == counts[3], counts
 
 
 @ranks(2)

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import tritoncomm
-from models import mesh, muon, same
+from models import mesh, muon, renewed_every, same
 from test_rules import Lion
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -17,7 +17,7 @@ from tritoncomm.step.tensors.shards import local
 from depth import DEEP, trials
 from ranks import ranks
 
-STEPS = trials((4, 25), (16, 40))  # those that are dense, and all: a scale is computed after 20
+STEPS = trials((2, 9), (16, 40))  # those that are dense, and all: scales are computed every 4
 ROWS, COLUMNS = 700, 1500  # torch sums more than a million values in parts, one per thread
 SPARSE = {"values": "4bit"}  # and the other defaults of wrap()
 optim = torch.optim
@@ -56,7 +56,8 @@ def trains_alike(rank: int, name: str, steps: int, shards: bool = False, **more)
         net, group = fully_shard(net, mesh=over["shard"]), over["replicate"].get_group()
         more["process_group"] = group
     parameters = list(net.parameters())
-    optimizer = tritoncomm.wrap(muon(net) if make is None else make(parameters), **fields | more)
+    with renewed_every(4):
+        optimizer = tritoncomm.wrap(muon(net) if make is None else make(parameters), **fields | more)
     every = fields.get("local_steps", 1)
     common, own = (torch.randn(ROWS * COLUMNS, generator=torch.Generator().manual_seed(n)) ** 3 for n in (9, rank))
     try:
@@ -90,4 +91,4 @@ def test_four_ranks(rank, world_size, kind):
     """Nor do those of nodes and of shards."""
     nodes = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     more = {"node_group": nodes[rank // 2]} if kind == "nodes" else {}
-    trains_alike(rank, "momentum", 10, kind == "shards", warmup_steps=4, **more)
+    trains_alike(rank, "momentum", 6, kind == "shards", warmup_steps=2, **more)
