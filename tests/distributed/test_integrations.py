@@ -39,7 +39,7 @@ from tritoncomm import ConfigMismatchError, ConfigurationError
 
 from ranks import ranks
 
-STEPS, SAVE_AT, ACCUMULATE = 8, 4, 2
+STEPS, SAVE_AT, ACCUMULATE = 6, 3, 2
 Trained = tuple[Net, tritoncomm.SparseOptimizer]
 
 
@@ -60,7 +60,7 @@ UPDATES = tritoncomm.Updates(algo=tritoncomm.Quantized(values="2bit"), outer_mom
 # An optimizer, and arguments of wrap. The numbers of steps of a run are no multiples of the local steps.
 RUNS: dict[str, tuple[Callable[[nn.Module], torch.optim.Optimizer], dict[str, Any]]] = {
     "gradients": (adamw, SETTINGS),
-    "local steps": (adamw, {"local_steps": 3, "updates": UPDATES}),
+    "local steps": (adamw, {"local_steps": 2, "updates": UPDATES}),
     "list": (mixed, {}),
 }
 every_run = pytest.mark.parametrize("kind", RUNS)

@@ -39,16 +39,16 @@ def test_failing_flush(rank, world_size, way):
 
 @ranks(2)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("way", ["optimizer", "to zero", "model", "twice", "by hand", "synchronized"])
+@pytest.mark.parametrize("way", ["to zero", "model", "twice", "by hand", "synchronized"])
 def test_discarded_passes(rank, world_size, kind, way):
     """A pass that no step uses changes nothing, to the bit, however its gradients were thrown away."""
     ends = []
     for discards in (False, True):
         model, given = opened(kind if discards else "plain", net())
         optimizer = exact(adamw(model), **given)
-        for step in range(5):
+        for step in range(3):
             optimizer.zero_grad()
-            for _ in range((1 + (way == "twice")) * discards * (step in (2, 4))):
+            for _ in range((1 + (way == "twice")) * discards * (step > 0)):
                 pending = residual(optimizer)
                 (-3 * loss_of(model, rank, 99)).backward()
                 if way == "synchronized":
