@@ -15,6 +15,7 @@ import tritoncomm
 from kit import log_lines
 from models import (
     Pair,
+    Uneven,
     adamw,
     ddp,
     equal,
@@ -74,29 +75,16 @@ def test_accumulation(rank, world_size, view):
     assert pair.of_model.metrics()["steps"] == 6
 
 
-class Branches(nn.Module):
-    """A model whose second branch is used on request."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.second, self.head = nn.Linear(6, 40), nn.Linear(6, 40), nn.Linear(40, 3)
-
-    def forward(self, x, *, both=True):
-        """Run with or without the second branch."""
-        return self.head(self.first(x) + self.second(x) if both else self.first(x))
-
-
 @ranks(3)
 @pytest.mark.parametrize("view", [False, True])
 def test_unused_parameters(rank, world_size, view):
     """A parameter that one rank, or no rank, uses in a step counts as zero there, also in a part of the passes."""
 
     def backward(model, step, uses):
-        for micro, both in enumerate(uses):
-            loss_of(model, rank, 10 * step + micro, both=both).backward()
+        for micro, spare in enumerate(uses):
+            loss_of(model, rank, 10 * step + micro, spare=spare).backward()
 
-    pair = Pair(make=Branches, find_unused_parameters=True, gradient_as_bucket_view=view)
+    pair = Pair(make=Uneven, find_unused_parameters=True, gradient_as_bucket_view=view, bucket_cap_mb=0.0003)
     uses = ((True,), (rank != 1,), (False,), (rank == 1, True), (True, rank == 1), (False,), (True,))
     for step, used in enumerate(uses):
         pair.step(partial(backward, step=step, uses=used))

@@ -121,8 +121,18 @@ def signal_soon(raised: BaseException) -> None:
 RAISED = {
     "KeyboardInterrupt": KeyboardInterrupt(),
     "SystemExit: 3": SystemExit(3),
-    "RuntimeError: the node timed out": RuntimeError("the node timed out"),
+    "PreemptedError: SIGTERM": PreemptedError("SIGTERM"),
 }
+ACTS = {
+    "step": lambda optimizer: optimizer.step(),
+    "save": lambda optimizer: checkpoint.save(optimizer, "never-written"),
+    "load": lambda optimizer: optimizer.load_state_dict(optimizer.state_dict()),
+    "add": lambda optimizer: optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]}),
+    "wrap": lambda _: exact(adamw(net())),
+    "broadcast": lambda _: exact(adamw(net()), broadcast_parameters=True),
+}
+# A step with what is an Exception and what is none, and every comparison of ranks outside of a step.
+STOPS = [("step", text) for text in RAISED] + [(act, "PreemptedError: SIGTERM") for act in ACTS if act != "step"]
 
 
 def interrupted(rank: int, raised: BaseException, act) -> ExchangeError | None:
@@ -140,20 +150,23 @@ def interrupted(rank: int, raised: BaseException, act) -> ExchangeError | None:
 
 
 @ranks(2)
-@pytest.mark.parametrize("text", RAISED)
-def test_raised_in_a_wait(rank, world_size, text):
-    """What a signal handler raises leaves as it is. The others get its type and text, also in the next step."""
+@pytest.mark.parametrize(("act", "text"), STOPS)
+def test_raised_in_a_wait(rank, world_size, act, text):
+    """What a signal handler raises leaves as it is. The others get its type and text, and do not wait for a time-out.
+
+    The group has failed, and nothing has changed.
+    """
     model = net()
     optimizer = exact(adamw(model))
     train(model, optimizer, rank, range(2))
     before, pending = flat(model), residual(optimizer)
     loss_of(model, rank, 2).backward()
-    error = interrupted(rank, RAISED[text], optimizer.step)
+    error = interrupted(rank, RAISED[text], lambda: ACTS[act](optimizer))
     assert error is None or str(error).endswith(f"rank 1 stopped: {text}")
+    with pytest.raises(ExchangeError, match=f"rank 1 stopped: {text}" if act == "step" else ""):
+        optimizer.step()
     assert torch.equal(flat(model), before)
     assert torch.equal(residual(optimizer), pending)
-    with pytest.raises(ExchangeError, match=f"rank 1 stopped: {text}"):
-        optimizer.step()
 
 
 @ranks(2)
@@ -203,30 +216,6 @@ def test_raised_in_the_confirmation(rank, world_size):
     assert optimizer.reset_process_group(dist.new_group()) == (rank == 1)
     train(model, optimizer, rank, range(3, 5))
     assert equal(model, optimizer.process_group)
-
-
-ACTS = {
-    "save": lambda optimizer: checkpoint.save(optimizer, "never-written"),
-    "load": lambda optimizer: optimizer.load_state_dict(optimizer.state_dict()),
-    "add": lambda optimizer: optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]}),
-    "wrap": lambda _: exact(adamw(net())),
-    "broadcast": lambda _: exact(adamw(net()), broadcast_parameters=True),
-}
-
-
-@ranks(2)
-@pytest.mark.parametrize("act", ACTS)
-def test_raised_in_a_check(rank, world_size, act):
-    """It leaves a comparison of ranks outside of a step as it is, too. The others do not wait for the time-out."""
-    model = net()
-    optimizer = exact(adamw(model))
-    train(model, optimizer, rank, range(2))
-    before = flat(model)
-    error = interrupted(rank, PreemptedError("SIGTERM"), lambda: ACTS[act](optimizer))
-    assert error is None or str(error).endswith("rank 1 stopped: PreemptedError: SIGTERM")
-    with pytest.raises(ExchangeError):  # the group has failed
-        train(model, optimizer, rank, range(2, 3))
-    assert torch.equal(flat(model), before)
 
 
 @ranks(2)

@@ -65,18 +65,27 @@ ACTS = {
 HEARD = {"clip": "0.25", "clip far": "0.001"}
 
 
-def heard(rank: int, kind: str, act, micro: int = 1, steps: int = 10) -> list[str]:
+def heard(rank: int, kind: str, act, micro=1, steps=10, scaler=None, assigns=False) -> list[str]:
     """Return what is said about local gradients in a loop that calls ``act`` before ``step()``."""
-    model, optimizer = made(kind)
+    model, optimizer = made(kind, algo="dense")  # it looks at gradients before any exchange
+    parameters, scaler = list(model.parameters()), scaler or torch.amp.GradScaler("cpu", enabled=False)
     with log_lines() as lines:
         for step in range(steps):
             optimizer.zero_grad(set_to_none=step % 2 == 0)
             for number in range(micro):
                 quiet = number == 0 and micro > 1 and hasattr(model, "no_sync")
                 with model.no_sync() if quiet else nullcontext():
-                    loss_of(model, rank, 2 * step + number).backward()
+                    loss = scaler.scale(loss_of(model, rank, 2 * step + number))
+                    if assigns:
+                        for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+                            parameter.grad = gradient
+                    else:
+                        loss.backward()
+            if act is not nothing:
+                scaler.unscale_(optimizer)
             act(model, optimizer)
-            optimizer.step()
+            scaler.step(optimizer)
+            scaler.update()
     return [line for line in lines if SEEN in line]
 
 
@@ -130,18 +139,8 @@ SCALED = [
 @pytest.mark.parametrize(("kind", "make", "limit"), SCALED)
 def test_scaled_loops(rank, world_size, kind, make, limit):
     """A scaler changes gradients, and nothing is said. If they are clipped as well, the limit is named."""
-    scaler = make("cpu", init_scale=64.0)
-    model, optimizer = made(kind)
-    with log_lines() as lines:
-        for step in range(10):
-            optimizer.zero_grad()
-            scaler.scale(loss_of(model, rank, step)).backward()
-            if limit is not None:
-                scaler.unscale_(optimizer)
-                clip(model, optimizer, limit)
-            scaler.step(optimizer)
-            scaler.update()
-    said = [line for line in lines if SEEN in line]
+    act = nothing if limit is None else partial(clip, limit=limit)
+    said = heard(rank, kind, act, scaler=make("cpu", init_scale=64.0))
     assert len(said) == (limit == 0.1 and rank == 0)
     assert all("max_grad_norm=0.1 " in line for line in said)
 
@@ -156,15 +155,7 @@ def test_assigned_gradients(rank, world_size, act, limit):
         for parameter in model.parameters():
             parameter.grad = parameter.grad / total  # a new tensor, which was not changed in place
 
-    model, optimizer = made("plain")
-    with log_lines() as lines:
-        for step in range(10):
-            found = torch.autograd.grad(loss_of(model, rank, step), list(model.parameters()))
-            for parameter, gradient in zip(model.parameters(), found, strict=True):
-                parameter.grad = gradient
-            (ACTS | {"unit": unit})[act](model, optimizer)
-            optimizer.step()
-    said = [line for line in lines if SEEN in line]
+    said = heard(rank, "plain", (ACTS | {"unit": unit})[act], assigns=True)
     assert len(said) == (limit is not None and rank == 0)
     assert all(f"max_grad_norm={limit} " in line for line in said)
 
