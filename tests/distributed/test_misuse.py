@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from kit import everywhere, log_lines
-from models import adamw, ddp, equal, exact, flat, gradients, loss_of, net, opened, residual, same, tiny, train
+from models import adamw, ddp, equal, exact, flat, gradients, loss_of, net, residual, same, tiny, train
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim.lr_scheduler import ExponentialLR
@@ -254,22 +254,17 @@ def test_one_folder_for_two(rank, world_size, tmp_path):
 
 @ranks(2)
 @pytest.mark.parametrize(
-    ("kind", "fields"),
-    [
-        ("plain", {}),
-        ("ddp", {"values": "4bit", "small": "8bit", "dense_below": 8}),
-        ("plain", {"late": Late(select_by="update")}),
-    ],
+    "fields", [{}, {"values": "4bit", "small": "8bit", "dense_below": 8}, {"late": Late(select_by="update")}]
 )
-def test_default_dtype(rank, world_size, kind, fields):
+def test_default_dtype(rank, world_size, fields):
     """Training does not depend on the dtype in which torch creates tensors by default."""
     ends = []
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
-        model, given = opened(kind, net())
+        model = ddp(net())
         batches = [torch.randn(8, 6, generator=torch.Generator().manual_seed(9 * n + rank)) for n in range(3)]
         torch.set_default_dtype(dtype)
         try:
-            optimizer = exact(adamw(model), max_grad_norm=1.0, **fields, **given)
+            optimizer = exact(adamw(model), model=model, max_grad_norm=1.0, **fields)
             for batch in batches:
                 optimizer.zero_grad()
                 model(batch).square().mean().backward()

@@ -84,82 +84,6 @@ def test_tensor_parallel(rank, world_size):
     assert len(wrapped._tritoncomm.setup.exchange.vectors) == 2
 
 
-class Updates:
-    """A block whose optimizer exchanges updates, over two tensor ranks and two data ranks."""
-
-    def __init__(self, grid: DeviceMesh) -> None:
-        self.grid, self.model, self.data = grid, Block(), grid["data"].get_group()
-        parallelize_module(self.model, self.grid["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-        self.optimizer = tritoncomm.wrap(adamw(self.model), model=self.model, process_group=self.data, updates=True)
-
-    def train(self, first: int, last: int) -> None:
-        """Take some steps."""
-        for step in range(first, last):
-            self.optimizer.zero_grad()
-            generator = torch.Generator().manual_seed(10 * step + self.grid["data"].get_local_rank())
-            self.model(torch.randn(4, 8, generator=generator)).square().mean().backward()
-            self.optimizer.step()
-
-    def is_equal(self) -> bool:
-        """Return whether replicas are equal, and copies."""
-        return equal(self.model, self.data) and equal(self.model.norm, self.grid["tensor"].get_group())
-
-
-@ranks(4)
-def test_shards_are_loaded_together(rank, world_size, tmp_path):
-    """One shard alone shows that weights were loaded. All count as loaded, also in what is saved then."""
-    grid = tensor_grid()
-    for way in ("", "checkpoint", "state_dict"):  # in one test: what DTensor derives for each operation takes long
-        run = again = Updates(grid)
-        run.train(0, 3)
-        state = {name: value.clone() for name, value in run.model.state_dict().items()}
-        if grid["tensor"].get_local_rank() == 0:
-            state["up.weight"].to_local().add_(0.5)
-        state["norm.weight"] *= 1.0002
-        run.model.load_state_dict(state)
-        if way:
-            again = Updates(grid)
-            again.model.load_state_dict(state)
-        if way == "checkpoint":
-            checkpoint.save(run.optimizer, tmp_path)
-            checkpoint.load(again.optimizer, tmp_path)
-        if way == "state_dict":
-            again.optimizer.load_state_dict(copy.deepcopy(run.optimizer.state_dict()))
-        assert torch.equal(again.model.norm.weight, state["norm.weight"]), way
-        again.train(3, 5)
-        assert again.is_equal(), way
-
-
-@ranks(4)
-def test_shards_are_broken_together(rank, world_size):
-    """One shard alone shows that a local step has made parameters Inf. None of the copy takes part in the mean."""
-    run = Updates(tensor_grid())
-    run.train(0, 3)
-
-    def overflow(*_):
-        if rank == 0:
-            run.model.up.weight.data.to_local()[0, 0] = torch.inf
-
-    hook = run.optimizer.register_step_post_hook(overflow)
-    run.train(3, 4)
-    hook.remove()
-    assert run.optimizer.metrics()["dropped_deltas"] == (run.grid["data"].get_local_rank() == 0)
-    run.train(4, 6)
-    assert run.is_equal()
-
-
-@ranks(4, lost=(3,))
-def test_rank_lost_where_shards_decide(rank, world_size):
-    """All others name it, also those that do not wait for it."""
-    run = Updates(tensor_grid())
-    run.train(0, 1)
-    dist.barrier()
-    if rank == 3:
-        os._exit(0)
-    with pytest.raises(ExchangeError, match="lost rank 3"):
-        run.optimizer.flush()
-
-
 class Embedded(nn.Module):
     """An embedding, which tensor parallelism replicates, before a block."""
 
@@ -193,7 +117,7 @@ class TensorParallel:
         )
 
     def train(self, first: int, last: int) -> None:
-        """Take some steps. Replicas stay equal, and so do all copies of replicated parameters, to the bit."""
+        """Take some steps. Then replicas are equal, and so are all copies of replicated parameters, to the bit."""
         for step in range(first, last):
             generator = torch.Generator().manual_seed(100 * step + self.grid["data"].get_local_rank())
             self.optimizer.zero_grad()
@@ -208,6 +132,59 @@ class TensorParallel:
     def state(self) -> dict[str, object]:
         """Return a copy of the optimizer's state."""
         return copy.deepcopy(self.optimizer.state_dict())
+
+
+@ranks(4)
+def test_shards_are_loaded_together(rank, world_size, tmp_path):
+    """One shard alone shows that weights were loaded. All count as loaded, also in what is saved then."""
+    grid = tensor_grid()
+    for way in ("", "checkpoint", "state_dict"):  # in one test: what DTensor derives for each operation takes long
+        run = again = TensorParallel(grid, updates=True)
+        run.train(0, 3)
+        state = {name: value.clone() for name, value in run.model.state_dict().items()}
+        if grid["tensor"].get_local_rank() == 0:
+            state["block.up.weight"].to_local().add_(0.5)
+        state["block.norm.weight"] *= 1.0002
+        run.model.load_state_dict(state)
+        if way:
+            again = TensorParallel(grid, updates=True)
+            again.model.load_state_dict(state)
+        if way == "checkpoint":
+            checkpoint.save(run.optimizer, tmp_path)
+            checkpoint.load(again.optimizer, tmp_path)
+        if way == "state_dict":
+            again.optimizer.load_state_dict(copy.deepcopy(run.optimizer.state_dict()))
+        assert torch.equal(again.model.block.norm.weight, state["block.norm.weight"]), way
+        again.train(3, 5)
+
+
+@ranks(4)
+def test_shards_are_broken_together(rank, world_size):
+    """One shard alone shows that a local step has made parameters Inf. None of the copy takes part in the mean."""
+    run = TensorParallel(tensor_grid(), updates=True)
+    run.train(0, 3)
+
+    def overflow(*_):
+        if rank == 0:
+            run.model.block.up.weight.data.to_local()[0, 0] = torch.inf
+
+    hook = run.optimizer.register_step_post_hook(overflow)
+    run.train(3, 4)
+    hook.remove()
+    assert run.optimizer.metrics()["dropped_deltas"] == (run.grid["data"].get_local_rank() == 0)
+    run.train(4, 6)
+
+
+@ranks(4, lost=(3,))
+def test_rank_lost_where_shards_decide(rank, world_size):
+    """All others name it, also those that do not wait for it."""
+    run = TensorParallel(tensor_grid(), updates=True)
+    run.train(0, 1)
+    dist.barrier()
+    if rank == 3:
+        os._exit(0)
+    with pytest.raises(ExchangeError, match="lost rank 3"):
+        run.optimizer.flush()
 
 
 ROUNDED = {"density": 0.1, "dense_below": 0, "values": "4bit", "warmup_steps": 1}
