@@ -154,6 +154,13 @@ BROKEN = [
         "resting test_parameter_without_gradient_anywhere_is_left_alone",
     ),
     BrokenLine(
+        "the residual of a rank without gradient waits while another rank has one",
+        "step/exchange/claim.py",
+        "missing & self.absent | resting",
+        "missing | resting",
+        "resting test_residual_takes_part_where_another_rank_has_a_gradient",
+    ),
+    BrokenLine(
         "a parameter of which one rank has no gradient is left alone on all",
         "step/exchange/claim.py",
         "if count == vector.world_size)",

@@ -29,6 +29,20 @@ def test_parameter_without_gradient_anywhere_is_left_alone(rank, world_size):
 
 
 @ranks(2)
+def test_residual_takes_part_where_another_rank_has_a_gradient(rank, world_size):
+    """A rank without gradient gives what it has kept, as soon as any rank has one."""
+    p = weight(4)
+    optimizer = sparse(sgd([p]), density=1 / 4)
+    p.grad = torch.tensor([8.0, 6.0, 0.0, 0.0]) * (rank == 0)
+    optimizer.step()  # delivers the first entry of rank 0
+    optimizer.zero_grad()
+    if rank == 1:
+        p.grad = torch.tensor([0.0, 0.0, 2.0, 0.0])
+    optimizer.step()  # and now the second one
+    assert torch.equal(p.detach(), torch.tensor([-4.0, -3.0, -1.0, 0.0]))
+
+
+@ranks(2)
 def test_frozen_parameter_keeps_its_residual(rank, world_size):
     """What was not delivered before a parameter was frozen waits until it is not."""
     p, q = weight(16), weight(16)
