@@ -15,7 +15,8 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tritoncomm import Recipe, Warmup, algorithms
+from tritoncomm import Recipe, SimulatedWorld, Warmup, algorithms
+from tritoncomm.algorithms.base import Carriers
 from tritoncomm.step.exchange.stages import Staged
 
 import depth
@@ -24,17 +25,16 @@ from depth import DEEP, examples, trials
 from recipes import NAMES, under_test
 
 DENSITIES = st.sampled_from([1e-6, 0.02, 0.1, 0.35, 0.9])
-# Messages grow with the square of the number of workers, so a short run has fewer steps with many of them. Four steps
-# reach both periods of the recipes under test.
+# Messages grow with the square of the number of workers, so a short run has fewer steps with many of them.
 STEPS = ("random", "one-region", "random", "ties", "disjoint", "random")
-BIG = [*trials([], [laws.Case(32, 700, STEPS)]), laws.Case(64, 700, STEPS[: trials(3, 6)])]
-MANY = laws.Case(trials(12, 20), 700, STEPS[: trials(4, 6)])
+BIG = [*trials([], [laws.Case(32, 700, STEPS)]), laws.Case(64, 700, STEPS[: trials(2, 6)])]
+MANY = laws.Case(*trials((8, 300), (20, 700)), STEPS)
 METHODS = [name for name in NAMES if name in algorithms()]
 # Messages in a step grow with the square of the number of workers. Laws that repeat steps have fewer workers, and most
 # recipes other than the methods have fewer still. A deep run has up to 17 everywhere.
 SOME, FEW = (trials(number, laws.MAX_WORLD_SIZE) for number in (9, 5))
 # Every method runs at every world size. SparDL's shape depends on the size most: that of its static form and of rounded
-# values is the same. Other recipes have few workers in random cases, and 12 in a fixed one. A deep run has everything.
+# values is the same. Other recipes have few workers in random cases, and 8 in a fixed one. A deep run has everything.
 SHAPED = {*METHODS, *(n for n in NAMES if n.startswith("spardl") and "static" not in n and "bit" not in n)}
 SIZES = [
     pytest.param(name, size, id=f"{name}-{size}")
@@ -42,7 +42,7 @@ SIZES = [
     for size in dict.fromkeys(laws.fitted(laws.Case(n, 1, ()), under_test(0.1)[name]).world_size for n in range(1, 18))
     if DEEP or name in SHAPED
 ]
-# Every method runs with 64 workers, and other recipes with 12. A deep run has all recipes with 20, 32 and 64.
+# Every method runs with 64 workers, and other recipes with 8. A deep run has all recipes with 20, 32 and 64.
 CROWDS = [
     pytest.param(name, case, id=f"{case.world_size}-{name}")
     for case in (*BIG, MANY)
@@ -57,37 +57,41 @@ def in_turn(turn: int) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("name", chosen)
 
 
+# The methods, the format that wrap() takes by default, and what has several teams or nodes of workers.
+WIDE = {*METHODS, "oktopk-4bit", *(name for name in NAMES if "teams" in name or "hierarchical" in name)}
+
+
+def smaller(name: str, case: laws.Case, drawn: int = 4) -> laws.Case:
+    """Return ``case`` with few workers, unless the recipe needs many, and no steps that repeat others.
+
+    Cases that are drawn have at most so many steps if the recipe is no method. A deep run has all steps and workers.
+    """
+    steps = laws.steps_of(under_test(0.1)[name])
+    if name in METHODS:
+        steps = 4
+    elif case != laws.FOUR_STEPS:
+        steps = min(steps, drawn)
+    size = case.world_size if name in WIDE else 1 + (case.world_size - 1) % FEW
+    return dataclasses.replace(case, world_size=size, families=case.families[: trials(steps, 6)])
+
+
 def obeys(law: Callable[[Recipe, laws.Case], None], name: str, case: laws.Case, density: float) -> None:
     """Check ``law`` on the recipe called ``name``, with a world size that the recipe accepts."""
     recipe = under_test(density)[name]
     law(recipe, laws.fitted(case, recipe))
 
 
-# The methods, the format that wrap() takes by default, and what has several teams or nodes of workers.
-WIDE = {*METHODS, "oktopk-4bit", *(name for name in NAMES if "teams" in name or "hierarchical" in name)}
-
-
-def smaller(name: str, case: laws.Case, workers: int, steps: int, steps_of_methods: int = 6) -> laws.Case:
-    """Return ``case`` with at most so many workers, unless the recipe needs many, and at most so many steps.
-
-    A deep run has six steps everywhere.
-    """
-    families = case.families[: trials(steps_of_methods if name in METHODS else steps, 6)]
-    size = case.world_size if name in WIDE else 1 + (case.world_size - 1) % workers
-    return dataclasses.replace(case, world_size=size, families=families)
-
-
 @pytest.mark.parametrize("name", NAMES)
-@given(case=laws.cases(), density=DENSITIES)
+@given(case=laws.cases(max_world_size=SOME), density=DENSITIES)
 @example(case=laws.FOUR_STEPS, density=0.1)
-@examples(trials(3, 4))
+@examples(trials(2, 4))
 def test_equivalence_and_other_laws(name: str, case: laws.Case, density: float) -> None:
     """Every law of recorded runs holds bit for bit, at any density.
 
     The first of them: the delivered sums plus the residuals are the dense sum.
     """
     recipe = under_test(density)[name]
-    run = laws.recorded(recipe, laws.fitted(smaller(name, case, FEW, 4), recipe))
+    run = laws.recorded(recipe, laws.fitted(smaller(name, case), recipe))
     for law in laws.OF_RUNS:
         law.check(run)
 
@@ -95,48 +99,47 @@ def test_equivalence_and_other_laws(name: str, case: laws.Case, density: float) 
 @pytest.mark.parametrize(("name", "world_size"), SIZES)
 def test_equivalence_at_every_world_size(name: str, world_size: int) -> None:
     """The equivalence law holds at each world size, on vectors long enough for the layout of ExDyna's paper."""
-    families = ("random", "disjoint", "one-region", "random")[: trials(3, 4)]
+    families = ("random", "one-region", "disjoint", "random")[: trials(2, 4)]
     obeys(laws.equivalence, name, laws.Case(world_size, 640, families), 0.05)
 
 
 @pytest.mark.parametrize("name", METHODS)
-@pytest.mark.parametrize("world_size", [1, 3, 8])
+@pytest.mark.parametrize("world_size", trials([1, 4], [1, 3, 8]))
 def test_equivalence_around_every_method(name: str, world_size: int) -> None:
     """A warm-up and a dense all-reduce of small tensors can be combined with every method."""
     inner = under_test(0.1)[name]
     case = laws.Case(world_size, 130, ("random", "disjoint", "ties", "random"))
     laws.equivalence(Warmup(recipe=inner, steps=2), case)
-    tailed = Staged(recipe=Warmup(recipe=inner, steps=1), tail=9)
-    run = laws.recorded(tailed, case, with_states=False)
+    run = laws.recorded(Staged(recipe=Warmup(recipe=inner, steps=1), tail=9), case, with_states=False)
     for law in (laws.equivalence, laws.conservation):
         law.check(run)
-    world = laws.world_of(tailed, case)
-    for gradient in case.gradients():
-        rounds: list[str] = []
-        means = world.step(gradient, before_round=lambda _, ops, rounds=rounds: rounds.append(ops[0].phase))
-        assert rounds.count("small tensors") == (world_size > 1)
-        assert not world.residuals[:, -9:].any()
-        assert torch.equal(means[0].to_dense()[-9:], gradient[:, -9:].mean(0))
+    for step in run.steps:
+        assert step.phases.count("small tensors") == (world_size > 1)
+        assert not step.after[:, -9:].any()
+        assert torch.equal(step.means[0].to_dense()[-9:], step.gradient[:, -9:].mean(0))
 
 
 @pytest.mark.parametrize("name", METHODS)
-@pytest.mark.parametrize("world_size", [1, 3, 8])
+@pytest.mark.parametrize("world_size", trials([1, 4], [1, 3, 8]))
 def test_small_tensors_in_8_bits_around_every_method(name: str, world_size: int) -> None:
     """Small tensors in 8 bits can be combined with every method. Steps of a dense warm-up send them in fp32."""
     tailed = Staged(recipe=Warmup(recipe=under_test(0.1)[name], steps=1), tail=9, small="8bit")
     case = laws.Case(world_size, 130, ("random", "disjoint", "ties", "random"))
-    run = laws.recorded(tailed, case, with_states=False)
+    run = laws.recorded(tailed, case, with_states=False, look=carriers_of)
     for law in (laws.equivalence, laws.conservation, laws.budget):
         law.check(run)
-    world, quantized = laws.world_of(tailed, case), []
-    for number, gradient in enumerate(case.gradients()):
-        carriers, rounds = world.workers[0].algorithm.inner.carriers(world_size), set[str]()
-        world.step(gradient, before_round=lambda _, ops, rounds=rounds: rounds.add(ops[0].phase))
-        assert ("small tensors" in rounds) == (world_size > 1 and (number == 0 or name == "dense"))
-        alone = {f"small-{leg}" for leg in ("scatter", "gather") if leg not in carriers.phases}
-        quantized.append(world_size > 1 and alone <= rounds and "small tensors" not in rounds)
-        assert number or not world.residuals[:, -9:].any()
+    quantized = []
+    for number, step in enumerate(run.steps):
+        assert ("small tensors" in step.phases) == (world_size > 1 and (number == 0 or name == "dense"))
+        alone = {f"small-{leg}" for leg in ("scatter", "gather") if leg not in step.seen.phases}
+        quantized.append(world_size > 1 and alone <= {*step.phases} and "small tensors" not in step.phases)
+        assert number or not step.after[:, -9:].any()
     assert quantized == [world_size > 1 and name != "dense" and number > 0 for number in range(4)]
+
+
+def carriers_of(world: SimulatedWorld) -> Carriers:
+    """Return which rounds of the next step carry small tensors."""
+    return world.workers[0].algorithm.inner.carriers(world.world_size)
 
 
 @pytest.mark.parametrize("name", [name for name in METHODS if name != "quantized"])  # it has no density, and rounds
@@ -154,14 +157,13 @@ def test_equivalence_at_density_one(name: str, case: laws.Case) -> None:
 @examples(trials(2, 3))
 def test_atomicity(name: str, case: laws.Case, density: float) -> None:
     """A failure in any phase changes nothing. A deep run fails every round of every step."""
-    case = case if case == laws.FOUR_STEPS else smaller(name, case, FEW, 2, steps_of_methods=4)
-    obeys(partial(laws.atomicity, every_round=DEEP), name, case, density)
+    obeys(partial(laws.atomicity, every_round=DEEP), name, smaller(name, case, 2), density)
 
 
 @in_turn(1)
 def test_atomicity_in_every_round(name: str) -> None:
     """On one case of two steps, every round fails once."""
-    obeys(partial(laws.atomicity, every_round=True), name, laws.Case(5, 120, ("random", "disjoint")), 0.1)
+    obeys(partial(laws.atomicity, every_round=True), name, laws.Case(trials(3, 5), 120, ("random", "disjoint")), 0.1)
 
 
 def test_depth() -> None:
@@ -189,7 +191,8 @@ def test_identity(name: str, case: laws.Case, density: float) -> None:
 def test_equivalence_and_more_with_many_workers(name: str, case: laws.Case) -> None:
     """The laws hold with many workers."""
     recipe = under_test(0.05)[name]
-    run = laws.recorded(recipe, laws.fitted(case, recipe), with_states=False)
+    few = dataclasses.replace(case, families=case.families[: trials(laws.steps_of(recipe), 6)])
+    run = laws.recorded(recipe, laws.fitted(few, recipe), with_states=False)
     for law in (laws.conservation, laws.agreement, laws.form, laws.equivalence, laws.budget):
         law.check(run)
 
@@ -201,8 +204,7 @@ def test_equivalence_and_more_with_many_workers(name: str, case: laws.Case) -> N
 @examples(trials(2, 3))
 def test_refusal(name: str, case: laws.Case, density: float, bad: float) -> None:
     """All ranks reject a step in which one rank has a NaN or Inf, and nothing changes."""
-    case = case if case == laws.FOUR_STEPS else smaller(name, case, FEW, 2, steps_of_methods=4)
-    obeys(partial(laws.refusal, bad=bad), name, case, density)
+    obeys(partial(laws.refusal, bad=bad), name, smaller(name, case, 2), density)
 
 
 @in_turn(0)
@@ -211,8 +213,7 @@ def test_refusal(name: str, case: laws.Case, density: float, bad: float) -> None
 @examples(trials(2, 3))
 def test_overflow(name: str, case: laws.Case, density: float) -> None:
     """All ranks reject a step whose sum overflows, unless the method leaves the values in the residuals."""
-    case = case if case == laws.FOUR_STEPS else smaller(name, case, FEW, 4, steps_of_methods=4)
-    obeys(laws.overflow, name, case, density)
+    obeys(laws.overflow, name, smaller(name, case, 2), density)
 
 
 @in_turn(0)
@@ -234,17 +235,17 @@ def test_faults_are_injected_into_messages(name: str) -> None:
 def test_faults(name: str, case: laws.Case, density: float) -> None:
     """A faulty network causes a named error or no difference. A deep run has each fault in every round."""
     case = dataclasses.replace(case, families=case.families[:2])
-    rounds = math.inf if DEEP else 2 if name in METHODS else 1
+    rounds = math.inf if DEEP else 1
     obeys(partial(laws.faults, rounds=rounds), name, case, density)
 
 
 @in_turn(1)
 @given(case=laws.cases(exact=False, max_world_size=SOME), density=DENSITIES)
-@examples(3)
+@examples(trials(2, 3))
 def test_laws_on_ordinary_floats(name: str, case: laws.Case, density: float) -> None:
     """On ordinary floats conservation holds up to rounding, and the ranks still agree bit for bit."""
     recipe = under_test(density)[name]
-    run = laws.recorded(recipe, laws.fitted(smaller(name, case, FEW, 4), recipe))
+    run = laws.recorded(recipe, laws.fitted(smaller(name, case), recipe))
     laws.conservation.check(run, tolerance=1e-5)
     laws.agreement.check(run)
     laws.determinism.check(run)
