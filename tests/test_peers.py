@@ -168,18 +168,20 @@ def test_file_keeps_rows_of_others(module: Module, tmp_path: Path) -> None:
     assert json.loads(file.read_text())["rows"][0] == asdict(first) | outcomes[0]
 
 
-@pytest.mark.parametrize(("schedule", "shares"), [("cosine", [1.0, 0.5, 0.0]), ("constant", [1.0, 1.0, 1.0])])
-def test_schedule(
-    train: ModuleType, module: Module, monkeypatch: pytest.MonkeyPatch, schedule: str, shares: list[float]
-) -> None:
-    """After a tenth of the steps, the rate falls by half a cosine, or stays."""
+def test_schedule(train: ModuleType, module: Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a tenth of the steps, the rate falls by half a cosine, or stays. Every worker trains with it."""
+    falling, constant = (
+        module("runs").Run("gpt", 20, "sgd", 0.01, "dense", schedule=schedule) for schedule in ("cosine", "constant")
+    )
+    for run, shares in ((falling, [1.0, 0.5, 0.0]), (constant, [1.0, 1.0, 1.0])):
+        rates = [train.share_of_rate(run, step) for step in range(20)]
+        assert rates[0] == pytest.approx(0.5, abs=0.01)
+        assert [rates[1], rates[10], rates[19]] == pytest.approx(shares, abs=0.01)
     found: list[float] = []
     monkeypatch.setattr(train.Worker, "set_rate", lambda _, share: found.append(share))
-    run = module("runs").Run("gpt", 20, "sgd", 0.01, "dense", schedule=schedule)
-    train.train(run, 1)
-    rates = found[:: train.WORKERS]
-    assert rates[0] == pytest.approx(0.5, abs=0.01)
-    assert [rates[1], rates[10], rates[19]] == pytest.approx(shares, abs=0.01)
+    short = replace(falling, steps=2)
+    train.train(short, 1)
+    assert found == [train.share_of_rate(short, step) for step in (0, 1) for _ in range(train.WORKERS)]
 
 
 def test_best_are_trained_again(train: ModuleType, module: Module, tmp_path: Path) -> None:
