@@ -50,10 +50,11 @@ def heavy_tailed(*shape: int, generator: torch.Generator) -> torch.Tensor:
 def simulated(rank: int, sizes: int) -> Iterator[tuple[str, dict[str, str]]]:
     """Of the recipes that ``rank`` simulates: indices, values, residuals and traffic of all steps and workers.
 
-    Each recipe is simulated with ``sizes`` of the numbers of workers. If it is 1, they take turns.
+    Each recipe is simulated with ``sizes`` of the numbers of workers. If it is 1, methods have the larger one: the
+    shape of an exchange is theirs, and what their other settings change does not depend on it.
     """
-    for number, (name, recipe) in enumerate(list(under_test(0.02).items())[rank::2]):
-        for wanted in (WORLD_SIZES * 2)[number % 2 :][:sizes]:
+    for name, recipe in list(under_test(0.02).items())[rank::2]:
+        for wanted in sorted(WORLD_SIZES, reverse=name in tritoncomm.algorithms())[:sizes]:
             case = laws.fitted(laws.Case(wanted, NUMEL, ()), recipe)
             world = tritoncomm.SimulatedWorld(recipe, case.world_size, case.numel)
             generator = torch.Generator().manual_seed(case.world_size)

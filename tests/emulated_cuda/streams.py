@@ -187,7 +187,7 @@ class Memory:
         """
         held = self.writes if write else self.reads
         low, high = _EVERYTHING
-        if any(other is not stream for other in self.writes) or any(other is not stream for other in self.reads):
+        if len(self.writes) > (stream in self.writes) or len(self.reads) > (stream in self.reads):  # other streams
             bounds = extent()
             self._check(stream, bounds, self.writes, "writes", what)
             if write:
