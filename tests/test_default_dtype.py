@@ -13,7 +13,7 @@ from tritoncomm import Recipe
 import laws
 from recipes import under_test
 
-NUMEL, STEPS, WORKERS = 700, 4, 4
+NUMEL, WORKERS = 700, 3
 RECIPES = under_test(0.02)
 
 
@@ -34,7 +34,7 @@ def run(recipe: Recipe) -> list[torch.Tensor]:
     world = tritoncomm.SimulatedWorld(recipe, case.world_size, case.numel)
     generator = torch.Generator().manual_seed(0)
     found = []
-    for _ in range(STEPS):
+    for _ in range(laws.steps_of(recipe)):
         gradients = torch.randn(case.world_size, case.numel, generator=generator, dtype=torch.float32)
         found += [part for mean in world.step(gradients) for part in (mean.indices, mean.values)]
         found.append(world.residuals.clone())

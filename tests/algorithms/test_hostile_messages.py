@@ -63,7 +63,7 @@ PACKED = (
 @pytest.mark.parametrize("name", [*PACKED, *NAMES])
 def test_replayed_messages(name: str) -> None:
     """Replays of single steps with a damaged reply are rejected by name, or harmless. Some are of each kind."""
-    outcomes = replay.fuzz((PACKED | under_test(0.2))[name], trials(150 if name in METHODS else 75, 100_000))
+    outcomes = replay.fuzz((PACKED | under_test(0.2))[name], trials(100 if name in METHODS else 40, 100_000))
     assert outcomes["ProtocolMismatchError"] > 0
     assert outcomes["accepted"] > 0
 

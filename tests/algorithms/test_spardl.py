@@ -145,7 +145,7 @@ def settings_and_cases(draw: st.DrawFn) -> tuple[SparDL, laws.Case]:
 
 
 @given(settings_and_cases())
-@examples(80)
+@examples(50)
 def test_oracle(drawn: tuple[SparDL, laws.Case]) -> None:
     """Indices, sums, residuals, controllers and traffic equal those of an independent implementation."""
     recipe, case = drawn

@@ -83,7 +83,7 @@ def test_same_as_the_exact_form(entry: tuple[StaticRecipe, int], numel: int) -> 
     exact, static = (
         SimulatedWorld(dataclasses.replace(recipe, static=static), world_size, numel) for static in (False, True)
     )
-    for step in range(6):
+    for step in range(trials(4, 6)):
         gradients = heavy(world_size, numel, step)
         expected, means = exact.step(gradients), static.step(gradients)
         assert len(means[0]) > 0
@@ -96,7 +96,7 @@ def test_same_as_the_exact_form(entry: tuple[StaticRecipe, int], numel: int) -> 
 
 
 @pytest.mark.parametrize("name", [name for name in STATIC if "oktopk" not in name])
-@pytest.mark.parametrize("world_size", trials([1, 2, 5, 8], [1, 2, 5, 8, 12]))
+@pytest.mark.parametrize("world_size", trials([1, 2, 5], [1, 2, 5, 8, 12]))
 def test_traffic_is_predicted_exactly(name: str, world_size: int) -> None:
     """Every phase of every rank has the predicted traffic in both directions, whatever the gradients are.
 
@@ -154,7 +154,7 @@ def test_same_between_nodes(recipe: Recipe, node_size: int, world_size: int, num
         )
         for static in (False, True)
     )
-    for step in range(5):
+    for step in range(4):
         gradients = heavy(world_size, numel, step)
         expected, means = exact.step(gradients), static.step(gradients)
         assert all(laws.same_vector(mean, expected[0]) for mean in means)

@@ -7,6 +7,8 @@ import torch
 import tritoncomm
 from torch.nn import Parameter
 
+from depth import trials
+
 RANK, IN, OUT = 8, 128, 256
 DEFAULTS = {"warmup_steps": 20, "values": "4bit", "small": "8bit"}  # of wrap, which tests change
 
@@ -30,7 +32,7 @@ def left(seed: int, *, sparse: bool) -> float:
     return float((2 * up.detach() @ down.detach() - target).square().sum())
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", trials([0], [0, 1, 2]))
 def test_adapters_that_start_at_zero(seed: int) -> None:
     """With the defaults, 3 % of the entries leave no more than a dense run.
 
