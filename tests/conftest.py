@@ -66,13 +66,11 @@ def group_of_one(tmp_path: Path) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def launcher() -> Iterator[PreparedLauncher]:
-    """A process that has imported what scripts need. The tests that use it are the group ``scripts``, which has one."""
-    from depth import DEEP  # which reads the profile, so not before it is chosen
+def launcher() -> PreparedLauncher:
+    """Runs scripts, in processes that are forked from one: the tests that use it are the group ``scripts``."""
+    import depth  # which reads the profile, so not before it is chosen
 
-    prepared = PreparedLauncher("matplotlib.pyplot", "transformers.trainer", real=DEEP)
-    yield prepared
-    prepared.close()
+    return depth.launcher("matplotlib.pyplot")
 
 
 def pytest_configure() -> None:

@@ -8,17 +8,32 @@ from typing import TypeVar
 
 from hypothesis import settings
 
+from prepared_launcher import PreparedLauncher, forked_python, prepared
+
 Setting = TypeVar("Setting")
 
 # Read here: inside of a test the default settings are those of the test.
 _CASES = settings.default.max_examples
 DEEP = _CASES > 100
-# The command torchrun. A deep run starts the real one, and so does a platform other than Linux.
+# Processes are forked from one that has imported what they need. A deep run starts real interpreters, and so does a
+# platform other than Linux.
 _FORKS = not DEEP and sys.platform == "linux"
-TORCHRUN = [
-    sys.executable,
-    *([str(Path(__file__).with_name("forking_torchrun.py"))] if _FORKS else ["-m", "torch.distributed.run"]),
-]
+_TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+
+
+def launcher(*modules: str) -> PreparedLauncher:
+    """Return what runs scripts, in processes that have imported ``modules``, if these are installed."""
+    return prepared(*modules) if _FORKS else PreparedLauncher([sys.executable], _TORCHRUN)
+
+
+def python() -> list[str]:
+    """Return the command ``python``."""
+    return forked_python() if _FORKS else [sys.executable]
+
+
+def torchrun() -> list[str]:
+    """Return the command ``torchrun``."""
+    return [*python(), str(Path(__file__).with_name("forking_torchrun.py"))] if _FORKS else _TORCHRUN
 
 
 def examples(number: int) -> settings:

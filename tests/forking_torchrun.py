@@ -1,4 +1,7 @@
-"""torchrun with ranks that are forked from it, because an import of PyTorch takes longer than many of the scripts."""
+"""torchrun with ranks that are forked from it, because an import of PyTorch takes longer than many of the scripts.
+
+It runs in a process of ``prepared_launcher.py``.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,7 @@ import runpy
 import sys
 from typing import Any
 
-import torch._dynamo  # noqa: F401 - an optimizer imports it in its first step
-import tritoncomm  # noqa: F401 - for the ranks
 from torch.distributed import run
-
-from prepared_launcher import end
 
 
 def main() -> None:
@@ -42,4 +41,3 @@ def rank(module: bool, script: str, arguments: list[str]) -> None:
 
 if __name__ == "__main__":
     main()
-    end(0)

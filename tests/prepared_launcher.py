@@ -9,39 +9,39 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import fcntl
+import functools
+import gc
 import importlib
-import json
+import multiprocessing
 import os
 import pickle
+import runpy
 import select
+import shutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
+import tempfile
 import threading
-import time
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+import ranks
+
+TESTS = Path(__file__).resolve().parent
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": "", "MPLBACKEND": "agg"}
 
 
 class PreparedLauncher:
-    """A process that has imported this package and those of ``modules`` that are installed, and forks scripts.
+    """Runs scripts. ``python`` is the command for one, ``torchrun`` that for several ranks."""
 
-    If ``real``, each script has an interpreter of its own, and the command ``torchrun`` starts ranks.
-    """
-
-    def __init__(self, *modules: str, real: bool = False, torchrun: Sequence[str] = TORCHRUN) -> None:
-        self.process, self.torchrun = None, torchrun
-        if not real and sys.platform == "linux":
-            self.process = subprocess.Popen(
-                [sys.executable, __file__, *modules],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ | ENVIRONMENT,
-            )  # fmt: skip
+    def __init__(self, python: Sequence[str], torchrun: Sequence[str]) -> None:
+        self.python, self.torchrun = python, torchrun
 
     def run(
         self, script: Path, *arguments: str, folder: Path, world_size: int = 0, limit: float = 240.0
@@ -50,83 +50,61 @@ class PreparedLauncher:
 
         What the script starts is waited for too, until its output ends. All is killed after ``limit`` seconds.
         """
-        if self.process is None:
-            ranks = [*self.torchrun, f"--nproc-per-node={world_size}", "--standalone"]
-            command = [*(ranks if world_size else [sys.executable]), str(script), *arguments]
+        ranks = [*self.torchrun, f"--nproc-per-node={world_size}", "--standalone"]
+        command = [*(ranks if world_size else self.python), str(script), *arguments]
+        try:
             return subprocess.run(
                 command, cwd=folder, env=os.environ | ENVIRONMENT, capture_output=True, text=True, timeout=limit,
                 check=False,
             )  # fmt: skip
-        with socket.socket() as probe:
-            probe.bind(("localhost", 0))
-            port = probe.getsockname()[1]
-        pipes = [folder / f"{name}-{time.monotonic_ns()}" for name in ("stdout", "stderr")]
-        written = ["", ""]
-
-        def read(number: int) -> None:
-            written[number] = pipes[number].read_text()
-
-        for pipe in pipes:
-            os.mkfifo(pipe)
-        readers = [threading.Thread(target=read, args=[number], daemon=True) for number in range(2)]
-        for reader in readers:
-            reader.start()
-        leader = self._ask([str(script), arguments, str(folder), world_size, port, [str(pipe) for pipe in pipes]])
-        deadline = time.monotonic() + limit
-        for reader in readers:
-            reader.join(max(0.0, deadline - time.monotonic()))
-        late = any(reader.is_alive() for reader in readers)
-        if late:
-            with contextlib.suppress(ProcessLookupError):  # it ended before it opened the pipes
-                os.killpg(leader, signal.SIGKILL)
-        code = self._answer()
-        assert not late, f"{script} still ran after {limit:g} s: {written}"
-        return subprocess.CompletedProcess([str(script), *arguments], code, *written)
-
-    def _ask(self, job: list[Any]) -> int:
-        assert self.process is not None
-        assert self.process.stdin is not None
-        print(json.dumps(job), file=self.process.stdin, flush=True)
-        return self._answer()
-
-    def _answer(self) -> int:
-        assert self.process is not None
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        assert line, "the launcher ended, see its output"
-        return int(line)
-
-    def close(self) -> None:
-        """End the process, and what it still runs."""
-        if self.process is not None:
-            self.process.communicate(timeout=60)
+        except subprocess.TimeoutExpired as late:
+            raise AssertionError(f"{script} still ran after {limit:g} s: {late.stdout} {late.stderr}") from None
 
 
-def serve(modules: Sequence[str]) -> None:
-    """Run the scripts that are asked for on standard input. Answer with a process group, and then its exit code."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what an import prints is no answer
-    for name in ("tritoncomm", "torch._dynamo", *modules):  # an optimizer imports the second in its first step
+def prepared(*modules: str) -> PreparedLauncher:
+    """Return a launcher whose processes have imported those of ``modules`` that are installed."""
+    python = forked_python(*modules)
+    return PreparedLauncher(python, [*python, "--ranks"])
+
+
+@functools.cache
+def forked_python(*modules: str) -> list[str]:
+    """Return a command like ``python``, whose processes are forked from one that has imported ``modules``, too."""
+    folder = tempfile.mkdtemp()
+    atexit.register(shutil.rmtree, folder)
+    path = str(Path(folder, "socket"))
+    context: Any = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tritoncomm", *ranks.PRELOADED])
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(path)
+        listener.listen()
+        context.Process(target=serve, args=(listener, modules), daemon=True).start()
+    return [sys.executable, "-I", "-S", str(TESTS / "forked_python.py"), path]
+
+
+def serve(listener: socket.socket, modules: Sequence[str]) -> NoReturn:
+    """Fork a process for each one that connects, which is a ``forked_python.py``."""
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # what it forks may fork
+    own = [str(TESTS), str(TESTS.parent / "benchmarks")]
+    sys.path[:] = [each for each in sys.path if not each.startswith(tuple(own))]
+    for name in ("torch.distributed.run", *modules):
         with contextlib.suppress(ModuleNotFoundError):
             importlib.import_module(name)
     fork_local_workers()
-    while line := sys.stdin.readline():
-        leader = os.fork()
-        if not leader:
-            os.setpgid(0, 0)
-            lead(*json.loads(line))
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.setpgid(leader, leader)  # whoever is first
-        print(leader, file=answers, flush=True)
-        code = None
-        while code is None:
-            ended, status = os.waitpid(leader, os.WNOHANG)
-            if ended:
-                code = os.waitstatus_to_exitcode(status)
-            elif select.select([sys.stdin], [], [], 0.05)[0]:  # nobody asks before the answer, so this is the end
-                os.killpg(leader, signal.SIGKILL)
-                return
-        print(code, file=answers, flush=True)
+    gc.freeze()
+    signal.signal(signal.SIGCHLD, reap)
+    while True:
+        connection, _ = listener.accept()
+        if not os.fork():
+            guard(connection)
+        connection.close()
+
+
+def reap(*_: object) -> None:
+    """Forget the processes that have ended."""
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
 
 
 def fork_local_workers() -> None:
@@ -143,13 +121,65 @@ def fork_local_workers() -> None:
     local_workers.start_processes = checked
 
 
-def lead(script: str, arguments: list[str], folder: str, world_size: int, port: int, pipes: list[str]) -> NoReturn:
-    """Run a job in this forked process, and end it. If a rank fails, the others are stopped, as torchrun does."""
-    os.chdir(folder)
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    for number, pipe in enumerate(pipes, start=1):
-        os.dup2(os.open(pipe, os.O_WRONLY), number)
-    ranks = []
+def guard(connection: socket.socket) -> NoReturn:
+    """Fork the process that a client asks for. It gets the client's signals, and does not outlive it.
+
+    Both are a session, so that all that the process starts ends with the client.
+    """
+    os.setsid()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    numbers, files, *_ = socket.recv_fds(connection, 1 << 12, 253)
+    (client, *_) = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    child = os.fork()
+    if not child:
+        connection.close()
+        become(client, dict(zip(map(int, numbers.split()), files, strict=True)))
+    for file in files:
+        os.close(file)
+    ended = os.pidfd_open(child)
+    while ended not in select.select([connection, ended], [], [])[0]:
+        number = connection.recv(1)
+        os.killpg(0, number[0] if number else signal.SIGKILL)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    with contextlib.suppress(OSError):  # the client was killed
+        connection.sendall(str(code).encode())
+    os._exit(0)
+
+
+def become(client: int, files: dict[int, int]) -> NoReturn:
+    """Let this forked process be what ``client`` stands for, and end it. ``files`` are the client's, by their numbers.
+
+    The argument ``--ranks`` stands for torchrun on this node, without its agent.
+    """
+    moved = {number: fcntl.fcntl(file, fcntl.F_DUPFD, 1 + max(files)) for number, file in files.items()}
+    for number, file in moved.items():
+        os.dup2(file, number)
+    for file in {*files.values(), *moved.values()} - set(files):
+        os.close(file)
+    process = Path("/proc", str(client))
+    os.chdir((process / "cwd").readlink())
+    os.environ.clear()
+    os.environ.update(each.split("=", 1) for each in (process / "environ").read_text().split("\0") if each)
+    if (process / "ns" / "net").readlink() != Path("/proc/self/ns/net").readlink():
+        importlib.import_module("tritoncomm.slow.cables").enter(client)
+    importlib.import_module("torch").set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    first, *arguments = (process / "cmdline").read_text().split("\0")[5:-1]
+    if first == "--ranks":
+        count, _, *arguments = arguments
+        lead(int(count.partition("=")[2]), arguments)
+    run_in_this_process(first, arguments)
+
+
+def lead(world_size: int, command: Sequence[str]) -> NoReturn:
+    """Run ranks, and end this process. If a rank fails, the others are stopped, as torchrun does."""
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]
+    running = []
     for rank in range(world_size):
         child = os.fork()
         if not child:
@@ -157,29 +187,36 @@ def lead(script: str, arguments: list[str], folder: str, world_size: int, port: 
             os.environ |= {name: str(value) for name, value in local.items()}
             # Lightning looks for the last one, to find out whether torchrun has started it.
             os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "none"}
-            become(script, arguments)
-        ranks.append(child)
-    if not ranks:
-        become(script, arguments)
-    while ranks:
+            run_in_this_process(*command[:1], command[1:])
+        running.append(child)
+    while running:
         ended, status = os.wait()
-        ranks.remove(ended)
+        running.remove(ended)
         if status:
-            for other in ranks:
+            for other in running:
                 os.kill(other, signal.SIGTERM)
             os._exit(1)
     os._exit(0)
 
 
-def become(script: str, arguments: list[str]) -> NoReturn:
-    """Run ``script`` in this forked process, and end it."""
-    sys.argv, sys.path[0] = [script, *arguments], str(Path(script).parent)
-    main = types.ModuleType("__main__")
-    main.__file__ = script
-    sys.modules |= {"__main__": main, "__mp_main__": main}  # its workers know it by the second name
+def run_in_this_process(first: str, arguments: Sequence[str]) -> NoReturn:
+    """Run what the command line ``python first *arguments`` says, and end this process."""
+    run: Callable[[], object]
+    if first == "-m":
+        module, *arguments = arguments
+        sys.path.insert(0, str(Path.cwd()))
+        sys.argv = [module, *arguments]
+        run = functools.partial(runpy.run_module, module, run_name="__main__", alter_sys=True)
+    else:
+        sys.path.insert(0, str(Path(first).resolve().parent))
+        sys.argv = [first, *arguments]
+        main = types.ModuleType("__main__")
+        main.__file__ = first
+        sys.modules |= {"__main__": main, "__mp_main__": main}  # its workers know it by the second name
+        run = functools.partial(exec, compile(Path(first).read_bytes(), first, "exec"), vars(main))
     code: object = 1
     try:
-        exec(compile(Path(script).read_bytes(), script, "exec"), vars(main))
+        run()
         code = 0
     except SystemExit as ended:
         code = ended.code or 0
@@ -201,8 +238,3 @@ def end(code: int) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     os._exit(code)
-
-
-if __name__ == "__main__":
-    serve(sys.argv[1:])
-    end(0)

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from tritoncomm.scheduler.process_group import ProcessGroupScheduler
+from tritoncomm.scheduler.rounds import AllGather, AllReduce, AllToAll, Round
 
 
 def is_running(process: int) -> bool:
@@ -37,6 +39,12 @@ def children(process: int) -> list[int]:
     return found
 
 
+def parent(process: int) -> int:
+    """Return the number of the process that has started this one."""
+    status = Path("/proc", str(process), "status").read_text()
+    return int(status.partition("\nPPid:\t")[2].partition("\n")[0])
+
+
 def fails(rank: int, world_size: int, send) -> None:
     """Rank 1 fails while the others are in a collective."""
     if rank == 1:
@@ -54,3 +62,28 @@ def vanishes(rank: int, world_size: int, send) -> None:
 def ends(rank: int, world_size: int, send) -> int:
     """Return the number of threads."""
     return torch.get_num_threads()
+
+
+def taken_by_rounds(rank: int, world_size: int, send) -> list[float]:
+    """Return the seconds that a round of messages and three collectives take.
+
+    They are a low quartile: a rank may be ahead of another one by a part of a delay, and a busy machine is slow now and
+    then.
+    """
+    words = torch.ones(3000, dtype=torch.int32)
+    ring = Round("ring", {(rank + 1) % world_size: words}, {(rank - 1) % world_size: 3000})
+    sums, lists, rows = AllReduce("sum", torch.ones(9)), AllGather("all", torch.ones(2)), torch.ones(world_size)
+    scheduler, found = ProcessGroupScheduler(), []
+
+    def pattern(op):
+        yield op
+
+    for op in (ring, sums, lists, AllToAll("rows", rows)):
+        scheduler.run(pattern(op))
+        taken = []
+        for _ in range(8):
+            started = time.monotonic()
+            scheduler.run(pattern(op))
+            taken.append(time.monotonic() - started)
+        found.append(sorted(taken)[2])
+    return found

@@ -4,25 +4,19 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from prepared_launcher import PreparedLauncher
+from prepared_launcher import PreparedLauncher, prepared
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere each script has its own interpreter")
 
 
 @pytest.fixture(scope="module")
-def launcher(launcher: PreparedLauncher) -> Iterator[PreparedLauncher]:
+def launcher() -> PreparedLauncher:
     """A prepared process, also in a deep run, in which the scripts of other tests have their own interpreter."""
-    if launcher.process is not None:
-        yield launcher
-        return
-    prepared = PreparedLauncher()
-    yield prepared
-    prepared.close()
+    return prepared("matplotlib.pyplot")
 
 
 @pytest.mark.parametrize(

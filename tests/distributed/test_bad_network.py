@@ -22,7 +22,7 @@ from bad_network_workers import PORT, BadNetwork, Plan, address
 from tritoncomm.demo.local_workers import WorkerError, run_workers
 from tritoncomm.slow import namespaces
 
-from depth import TORCHRUN
+from depth import python, torchrun
 
 pytestmark = pytest.mark.skipif(namespaces.missing() is not None, reason=str(namespaces.missing()))
 
@@ -180,9 +180,11 @@ def test_host_of_the_store_cut_off(tmp_path: Path) -> None:
             assert "no answer from the store of the process group, 10.77.0.3:29400: its host is lost" in only.text
 
 
-STORE = (
-    "import time, torch.distributed as dist; s = dist.TCPStore('0.0.0.0', {}, is_master=True, wait_for_workers=False)"
-)
+STORE = """
+import time, torch.distributed as dist
+store = dist.TCPStore("0.0.0.0", {}, is_master=True, wait_for_workers=False)
+time.sleep(120)
+"""
 
 
 def test_external_store_under_torchrun(tmp_path: Path) -> None:
@@ -199,11 +201,12 @@ def test_external_store_under_torchrun(tmp_path: Path) -> None:
             stack.callback(process.wait)
             stack.callback(os.killpg, process.pid, signal.SIGKILL)  # torchrun waits for the lost host
 
-        start(3, sys.executable, "-c", STORE.format(PORT) + "; time.sleep(120)")
+        (tmp_path / "store.py").write_text(STORE.format(PORT))
+        start(3, *python(), str(tmp_path / "store.py"))
         for number in range(3):
             place = ["--nnodes", "3", "--nproc-per-node", "1", "--local-addr", address(number)]
             rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{address(3)}:{PORT}", "--rdzv-id", "test"]
-            start(number, *TORCHRUN, *place, *rendezvous, script, address(3), str(PORT), str(tmp_path))
+            start(number, *torchrun(), *place, *rendezvous, script, address(3), str(PORT), str(tmp_path))
         ready = wait_for_files(tmp_path, "ready *", 3)
         # Ranks are given out in the order in which hosts arrive.
         pull(network, next(int(name.split()[2]) for name in ready if name.split()[1] == "0"))

@@ -13,7 +13,7 @@ from subprocess import PIPE
 
 import pytest
 
-from depth import TORCHRUN
+from depth import torchrun
 from pages import ROOT, blocks, code_of, in_place_of_ddp, section
 
 pytestmark = pytest.mark.skipif(not Path("/bin/bash").exists(), reason="the commands are for bash")
@@ -30,7 +30,7 @@ def _run(commands: str, folder: Path, nodes: int) -> str:
     names = {"STORE:29400": f"localhost:{_free_port()}", "OWN": "localhost", "wg0": "lo"}
     for name, here in ({"HOST:29400": names["STORE:29400"]} | names).items():
         commands = commands.replace(name, here)
-    script = f'torchrun() {{ {shlex.join(TORCHRUN)} "$@"; }}\n{commands}'
+    script = f'torchrun() {{ {shlex.join(torchrun())} "$@"; }}\n{commands}'
     environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
     started = [
         subprocess.Popen(  # noqa: S603 - commands of our own pages
@@ -86,9 +86,6 @@ exit "${code:-0}"
 SCONTROL = """#!/bin/bash
 if [ "$1 $2" = "show hostnames" ]; then echo localhost; else echo "$@" >> requeued; fi
 """
-LAUNCHER = f"""#!/bin/bash
-exec {shlex.join(TORCHRUN)} "$@"
-"""
 
 
 def _job() -> int:
@@ -104,7 +101,8 @@ def _submit(folder: Path, restarts: int | None, srun: str = SRUN, nodes: int = 2
     """Run the job of the page in ``folder`` on some ``nodes``, after so many restarts."""
     commands = folder / "bin"
     commands.mkdir(exist_ok=True)
-    for name, text in (("srun", srun), ("scontrol", SCONTROL), ("torchrun", LAUNCHER)):
+    launcher = f'#!/bin/bash\nexec {shlex.join(torchrun())} "$@"\n'
+    for name, text in (("srun", srun), ("scontrol", SCONTROL), ("torchrun", launcher)):
         (commands / name).write_text(text)
         (commands / name).chmod(0o755)
     (script,) = re.findall(r"```bash\n(.*?)```", (ROOT / "docs/how-to/slurm.md").read_text(), flags=re.DOTALL)

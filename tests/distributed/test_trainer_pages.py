@@ -7,7 +7,6 @@ import importlib.util
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ import torch
 import tritoncomm
 from trainers import FRAMEWORKS
 
-from depth import DEEP, TORCHRUN
+import depth
 from pages import ROOT, blocks, code_of, in_place_of_ddp, section
 from prepared_launcher import PreparedLauncher
 
@@ -29,11 +28,9 @@ atexit.register(lambda: print(f"{len(steps)} steps here"))
 
 
 @pytest.fixture(scope="module")
-def launcher() -> Iterator[PreparedLauncher]:
-    """A stand-in for torchrun, which has imported this package and the trainers."""
-    prepared = PreparedLauncher("transformers.trainer", *FRAMEWORKS, real=DEEP)
-    yield prepared
-    prepared.close()
+def launcher() -> PreparedLauncher:
+    """What runs scripts, in processes that have imported this package and the trainers."""
+    return depth.launcher("transformers.trainer", *FRAMEWORKS)
 
 
 PREEMPT = """import os, signal
@@ -48,7 +45,7 @@ register_optimizer_step_post_hook(preempt)
 @pytest.mark.parametrize("page", ["torchrun", "ddp", "fsdp"])
 def test_page_runs_as_printed(page: str, launcher: PreparedLauncher, tmp_path: Path) -> None:
     """Both ranks finish and report an exchange that sent data. The page on torchrun runs under torchrun itself."""
-    started_by = PreparedLauncher(real=True, torchrun=TORCHRUN) if page == "torchrun" else launcher
+    started_by = PreparedLauncher((), depth.torchrun()) if page == "torchrun" else launcher
     reported, _ = _reported(started_by.run(_script(page, tmp_path), folder=tmp_path, world_size=2))
     for text in reported.values():
         assert not re.search(r"\b0\.000 delivered", text), text
@@ -90,7 +87,7 @@ def test_trainer_page_trains_and_resumes(framework: str, launcher: PreparedLaunc
     The page says what to delete before. A script that it does not start with torchrun starts its second process itself.
     """
     text = section(TRAINERS, framework.capitalize())
-    world_size = 2 if "`torchrun`" in text or not DEEP else 0
+    world_size = 2 if "`torchrun`" in text or not depth.DEEP else 0
     if importlib.util.find_spec(framework) is None:
         pytest.skip(f"{framework} is not installed: tox -e trainers has it")
     script = _script(framework, tmp_path)

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ from tritoncomm.__main__ import main
 from tritoncomm.planning import doctor, planner
 from tritoncomm.planning.doctor import break_even
 
-from depth import DEEP, TORCHRUN
+from depth import DEEP, python, torchrun
 from emulated_cuda import ranks
 from prepared_launcher import PreparedLauncher
 
@@ -54,7 +53,7 @@ def _torchrun(*arguments: str) -> subprocess.CompletedProcess[str]:
     given = ["--nproc-per-node=2", "--standalone", "-m", "tritoncomm", "doctor", "--numel", "1e5", *arguments]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     return subprocess.run(  # noqa: S603
-        [*TORCHRUN, *given], env=environment, capture_output=True, text=True, timeout=120, check=False
+        [*torchrun(), *given], env=environment, capture_output=True, text=True, timeout=120, check=False
     )
 
 
@@ -125,7 +124,7 @@ def test_interrupted_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
 
 def test_reader_of_output_has_gone() -> None:
     """A command whose output nobody reads any more ends without a traceback, as other commands do."""
-    command = [sys.executable, "-m", "tritoncomm", "plan", "--numel", "1e6", "--workers", "4", "--link", "1gbit,50us"]
+    command = [*python(), "-m", "tritoncomm", "plan", "--numel", "1e6", "--workers", "4", "--link", "1gbit,50us"]
     reader, writer = os.pipe()
     os.close(reader)
     ended = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)  # noqa: S603 - ours

@@ -54,24 +54,36 @@ with socket.create_connection(("10.77.0.2", 5000)) as connection:
 def test_rate_and_delay(delay: str) -> None:
     """A host sends as fast as the rate says, less the headers, and a packet is under way for the delay.
 
-    All bytes arrive. No process is left at the end.
+    All bytes arrive. No process is left at the end. A busy machine only makes the network slower, so the best of some
+    measurements counts for what it must reach.
     """
 
     def start(script: str, host: namespaces.Host) -> subprocess.Popen[str]:
         command = [*host.inside, sys.executable, "-c", script]
         return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
-    with namespaces.Network(2, "10mbit", delay) as network:
-        holders = [host.holder for host in network.hosts]
+    def measure() -> tuple[float, float]:
         with start(RECEIVES, network.hosts[1]) as server:
             assert server.stdout.readline() == "ready\n"
             with start(SENDS, network.hosts[0]) as client:
                 there_and_back = min(map(float, client.stdout.read().split()))
             size, wrong, rate = map(float, server.stdout.readline().split())
-    assert client.returncode == server.returncode == 0
-    assert (size, wrong) == (1_000_000, 0)
-    assert 0.7e7 < rate < 1.0e7
-    assert 2 * network.delay < there_and_back < 2 * network.delay + 0.01  # the least of ten
+        assert client.returncode == server.returncode == 0
+        assert (size, wrong) == (1_000_000, 0)
+        assert rate < 1.0e7
+        assert there_and_back > 2 * network.delay
+        return rate, there_and_back
+
+    rate, there_and_back = 0.0, float("inf")
+    with namespaces.Network(2, "10mbit", delay) as network:
+        holders = [host.holder for host in network.hosts]
+        for _ in range(8):
+            found = measure()
+            rate, there_and_back = max(rate, found[0]), min(there_and_back, found[1])
+            if rate > 0.7e7 and there_and_back < 2 * network.delay + 0.01:
+                break
+        else:
+            pytest.fail(f"{rate:g} bits per second at most, and {there_and_back:g} s at least")
     assert not any(map(is_running, holders))
 
 

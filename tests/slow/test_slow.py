@@ -5,20 +5,25 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
+from bad_network_workers import enter
 from tritoncomm.__main__ import main
+from tritoncomm.demo.local_workers import run_workers
 from tritoncomm.scheduler.cost import Link
-from tritoncomm.slow import namespaces
+from tritoncomm.slow import launcher, namespaces
 from tritoncomm.slow.figures import Interval, intervals, steps_of, table
 from tritoncomm.slow.launcher import Step
 
+from depth import python
 from pages import ROOT, blocks
-from processes import children, end_soon, is_running
+from processes import children, end_soon, is_running, parent, taken_by_rounds
 
 needs_namespaces = pytest.mark.skipif(namespaces.missing() is not None, reason=str(namespaces.missing()))
 SCRIPT = Path(__file__).with_name("nano_gpt.py")
@@ -83,22 +88,28 @@ def test_steps_are_those_of_one_optimizer() -> None:
 
 
 ENVIRONMENT = """
-import json, os, sys
+import importlib, json, os, sys
 if __name__ == "__main__":
     names = "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"
     found = {name: os.environ[name] for name in (*names, "GLOO_SOCKET_IFNAME", "TORCHELASTIC_RUN_ID")}
-    print("rank", found["RANK"], json.dumps([found, sys.argv, sys.path[0], "torch" in sys.modules]))
+    has_torch, hooks = "torch" in sys.modules, 0
+    if found["RANK"] == "0":
+        hooks = len(importlib.import_module("torch.optim.optimizer")._global_optimizer_post_hooks)
+    print("rank", found["RANK"], json.dumps([found, sys.argv, sys.path[0], has_torch, hooks]))
 """
 
 
 @needs_namespaces
 def test_environment(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """The script finds torchrun's variables, its arguments and its folder, and no torch. Only rank 0 is shown."""
+    """The script finds torchrun's variables, its arguments and its folder, and no torch. Only rank 0 is shown.
+
+    When it imports torch, the steps of its optimizers are counted.
+    """
     script = tmp_path / "script.py"
     script.write_text(ENVIRONMENT)
     assert main(["slow", "--workers", "2", "--link", "10mbit", str(script), "--steps", "x", "--link=y"]) == 0
     (shown,) = re.findall(r"^rank 0 (.*)$", capfd.readouterr().out, re.MULTILINE)
-    variables, arguments, folder, has_torch = json.loads(shown)
+    variables, arguments, folder, has_torch, hooks = json.loads(shown)
     assert variables == {
         "RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": "0",
         "MASTER_ADDR": "10.77.0.1", "MASTER_PORT": "29500", "GLOO_SOCKET_IFNAME": "eth0", "TORCHELASTIC_RUN_ID": "none",
@@ -106,6 +117,7 @@ def test_environment(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert arguments == [str(script), "--steps", "x", "--link=y"]
     assert folder == str(tmp_path)
     assert not has_torch
+    assert hooks == 1
     assert "GLOO_SOCKET_IFNAME" not in os.environ
 
 
@@ -172,8 +184,9 @@ if os.environ["RANK"] == "0":
         ("os.kill(os.getpid(), signal.SIGKILL)", 137, "error: rank 1 was killed by SIGKILL"),
     ],
 )
-def test_failure(tmp_path: Path, capfd: pytest.CaptureFixture[str], failing: str, code: int, said: str) -> None:
+def test_failure(tmp_path: Path, capfd, monkeypatch, failing: str, code: int, said: str) -> None:
     """A rank that fails stops the others. Its last lines are shown without those of the launcher, its code returned."""
+    monkeypatch.setattr(launcher, "GRACE_SECONDS", 0.2)  # the other rank sleeps for longer
     script = tmp_path / "script.py"
     script.write_text(FAILING.format(failing))
     assert main(["slow", "--workers", "2", "--link", "10mbit", str(script)]) == code
@@ -196,14 +209,14 @@ time.sleep(60)
 def test_nothing_is_left(tmp_path: Path, number: signal.Signals) -> None:
     """If the command is interrupted or killed, the network, workers and what they started end. Ctrl-C shows figures."""
     (tmp_path / "script.py").write_text(FOREVER)
-    command = [sys.executable, "-m", "tritoncomm", "slow", "--workers", "1", "--link", "10mbit,1ms", "script.py"]
+    command = [*python(), "-m", "tritoncomm", "slow", "--workers", "1", "--link", "10mbit,1ms", "script.py"]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it, and so do its children
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=tmp_path, env=environment) as process:
         left = [int(word) for word in process.stdout.readline().split()]
         assert len(left) == 2
         assert all(map(is_running, left))
-        helpers = children(process.pid)
+        helpers = children(parent(left[0]))
         assert len(helpers) >= 3, "the host, the switch, and the cables"
         process.send_signal(number)
         shown = process.stdout.read()
@@ -213,14 +226,20 @@ def test_nothing_is_left(tmp_path: Path, number: signal.Signals) -> None:
 
 
 @needs_namespaces
-def test_page_and_real_script(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_page_and_real_script(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A script in the manner of nanoGPT runs unchanged by the command of the page, and with the lines of the page.
 
     Dense bytes are those of a ring. After the dense steps at the start, tritoncomm sends a tenth of them at most.
     """
+    interpreter = tmp_path / "python"  # of the workers
+    interpreter.write_text(f'#!/bin/sh\nexec {shlex.join(python())} "$@"\n')
+    interpreter.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(interpreter))
     (command,) = re.findall(r"```sh\npython -m tritoncomm (slow .*) train.py", (ROOT / PAGE).read_text())
     (lines,) = blocks(PAGE)
-    arguments = command.replace("--workers 4", "--workers 2").split()
+    arguments = command.replace("--workers 4", "--workers 2").replace("--steps 60", "--steps 42").split()
     plain, wrapped = (tmp_path / name for name in ("plain.py", "wrapped.py"))
     plain.write_text(SCRIPT.read_text())
     optimizer, own = lines.splitlines()[-2:]
@@ -232,7 +251,7 @@ def test_page_and_real_script(tmp_path: Path, capfd: pytest.CaptureFixture[str])
         assert main([*arguments, str(script), "--batch_size=2"]) == 0
         shown = capfd.readouterr().out
         assert "iter 40: loss" in shown
-        assert f"2 workers, 100mbit: 60 steps of {name}, per step and worker:" in shown
+        assert f"2 workers, 100mbit: 42 steps of {name}, per step and worker:" in shown
         sent += [float(found) for found in re.findall(r"^ +\d+ to \d+ +([\d.]+)", shown, re.MULTILINE)]
     numel = 2 * 256 * 64 + 32 * 64 + 2 * (12 * 64 * 64 + 13 * 64)
     assert all(4 * numel < 1e6 * found < 1.1 * 4 * numel for found in sent[:2])
@@ -240,43 +259,13 @@ def test_page_and_real_script(tmp_path: Path, capfd: pytest.CaptureFixture[str])
     assert sent[3] < sent[2] < sent[0]
 
 
-ROUNDS = """
-import time
-import torch.distributed as dist
-import torch
-from tritoncomm.scheduler.process_group import ProcessGroupScheduler
-from tritoncomm.scheduler.rounds import AllGather, AllReduce, AllToAll, Round
-
-def pattern(op):
-    yield op
-
-dist.init_process_group("gloo")
-rank, size = dist.get_rank(), dist.get_world_size()
-scheduler = ProcessGroupScheduler()
-words = torch.ones(3000, dtype=torch.int32)
-ring = Round("ring", {(rank + 1) % size: words}, {(rank - 1) % size: 3000})
-for op in (ring, AllReduce("sum", torch.ones(9)), AllGather("all", torch.ones(2)), AllToAll("rows", torch.ones(size))):
-    scheduler.run(pattern(op))
-    taken = []
-    for _ in range(16):
-        started = time.monotonic()
-        scheduler.run(pattern(op))
-        taken.append(time.monotonic() - started)
-    if rank == 0:  # a rank may be ahead of another one by a part of a delay, and a busy machine is slow now and then
-        print("delays", sorted(taken)[len(taken) // 4] / 0.1)
-dist.barrier()
-"""
-
-
 @needs_namespaces
-def test_a_message_takes_one_delay(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_message_takes_one_delay() -> None:
     """A round of messages and a small collective last for the delay of a packet, not for that of an answer."""
-    script = tmp_path / "script.py"
-    script.write_text(ROUNDS)
-    assert main(["slow", "--workers", "3", "--link", "100mbit,100ms", str(script)]) == 0
-    delays = [float(found) for found in re.findall(r"^delays (.*)$", capfd.readouterr().out, re.MULTILINE)]
-    assert len(delays) == 4
-    assert all(0.4 < each < 1.7 for each in delays), delays
+    with namespaces.Network(3, "100mbit", "100ms") as network:
+        seconds, *_ = run_workers(taken_by_rounds, 3, prepare=partial(enter, network.hosts))
+    assert len(seconds) == 4
+    assert all(0.4 < each / network.delay < 1.7 for each in seconds), seconds
 
 
 @needs_namespaces

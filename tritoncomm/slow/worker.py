@@ -107,9 +107,14 @@ class _AfterImport(importlib.abc.MetaPathFinder):
 def main(channel: str, limit: str, script: str, *arguments: str) -> None:
     """Run ``script``. ``channel`` is the file descriptor of a socket to the launcher."""
     reporter = Reporter(socket.socket(fileno=int(channel)), int(limit))
-    sys.meta_path.insert(
-        0, _AfterImport("torch.optim.optimizer", lambda found: found.register_optimizer_step_post_hook(reporter.step))
-    )
+
+    def watch(found: Any) -> None:
+        found.register_optimizer_step_post_hook(reporter.step)
+
+    if "torch.optim.optimizer" in sys.modules:  # for example by a ``sitecustomize`` of the user
+        watch(sys.modules["torch.optim.optimizer"])
+    else:
+        sys.meta_path.insert(0, _AfterImport("torch.optim.optimizer", watch))
     sys.argv, sys.path[0] = [script, *arguments], str(Path(script).resolve().parent)
     try:
         runpy.run_path(script, run_name="__main__")
