@@ -89,9 +89,9 @@ def same(value: object, device: torch.device, what: str) -> None:
     assert all(each == found[0] for each in found), f"ranks have different {what}"
 
 
-def bits(tensors: Any) -> list[list[int]]:
-    """Return the bits of fp32 tensors."""
-    return [tensor.detach().cpu().reshape(-1).view(torch.int32).tolist() for tensor in tensors]
+def bits(tensors: Any) -> list[bytes]:
+    """Return the bits of tensors."""
+    return [tensor.detach().cpu().contiguous().numpy().tobytes() for tensor in tensors]
 
 
 @contextmanager
@@ -125,7 +125,7 @@ def run_steps(recipe: tritoncomm.Recipe, device: torch.device) -> Figures:
             feedback.commit()
         seconds.append(time.perf_counter() - started)
         mean = mean.trimmed()
-        same((bits([mean.values]), mean.indices.tolist()), device, f"means in step {step} of {recipe.name}")
+        same(bits([mean.values, mean.indices]), device, f"means in step {step} of {recipe.name}")
     return {"milliseconds": round(1e3 * min(seconds), 3), "synchronizations": len(waits)}  # of the last step
 
 
@@ -268,7 +268,7 @@ def sparse(algo: str, device: torch.device, kind: str, **fields: Any) -> tuple[n
     return model, optimizer
 
 
-def held(model: nn.Module) -> list[list[int]]:
+def held(model: nn.Module) -> list[bytes]:
     """Return the bits of the parameters that this rank holds."""
     return bits(local(parameter) for parameter in model.parameters())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from pathlib import Path
 from typing import TypeVar
@@ -29,6 +30,14 @@ def launcher(*modules: str) -> PreparedLauncher:
 def python() -> list[str]:
     """Return the command ``python``."""
     return forked_python() if _FORKS else [sys.executable]
+
+
+def interpreter(folder: Path) -> str:
+    """Write the command ``python`` as one file into ``folder``, as ``sys.executable`` is one, and return its name."""
+    file = folder / "python"
+    file.write_text(f'#!/bin/sh\nexec {shlex.join(python())} "$@"\n')
+    file.chmod(0o755)
+    return str(file)
 
 
 def torchrun() -> list[str]:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from tritoncomm.step.exchange.feedback import ErrorFeedback
 
-from depth import DEEP
+from depth import DEEP, interpreter
 from emulated_cuda import ranks
 from pages import ROOT
 from prepared_launcher import PreparedLauncher
@@ -160,13 +160,23 @@ def test_gpu_run_says_what_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [name for line in lines for name in line.split(", ")] == [*script.CHECKS, *script.FAULTS]
 
 
+# The script starts processes of its own.
+START = """
+import os, runpy, sys
+sys.executable, script = {!r}, {!r}
+sys.path.insert(0, os.path.dirname(script))
+runpy.run_path(script, run_name="__main__")
+"""
+
+
 def test_several_gpus(monkeypatch: pytest.MonkeyPatch, launcher: PreparedLauncher, tmp_path: Path) -> None:
     """The checks on several GPUs pass on two CPU processes. In a deep run, so do all checks in which a rank fails."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     faults = importlib.import_module("gpu").FAULTS if DEEP else {}
-    arguments = ["--smoke", "--json", str(tmp_path / "figures.json")]
+    arguments, command = ["--smoke", "--json", str(tmp_path / "figures.json")], tmp_path / "command.py"
+    command.write_text(START.format(interpreter(tmp_path), str(ROOT / "benchmarks" / "gpu.py")))
     for given in ([], ["--only", *faults]) if faults else ([],):
-        done = launcher.run(ROOT / "benchmarks" / "gpu.py", *arguments, *given, folder=tmp_path, world_size=2)
+        done = launcher.run(command, *arguments, *given, folder=tmp_path, world_size=2)
         assert done.returncode == 0, done.stdout + done.stderr
         found = json.loads((tmp_path / "figures.json").read_text())
         assert (found["failed"], len(found["checks"])) == ([], len(faults) if given else 7)

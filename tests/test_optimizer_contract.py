@@ -147,12 +147,12 @@ def test_copies_are_refused(make: Make) -> None:
     train(net, optimizer, 3, 3)
 
 
-@every
+@every_bare
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 def test_compile(make: Make) -> None:
     """torch.compile(optimizer.step) gives the same parameters as step()."""
     net, other = model(), model()
-    optimizer, eager = make(net), make(other)
+    optimizer, eager = wrapped(make)(net), wrapped(make)(other)
     torch._dynamo.reset()
     step = torch.compile(optimizer.step, backend="eager")
     for seed in range(2):

@@ -9,12 +9,13 @@ import logging
 import pkgutil
 import re
 import subprocess
-import sys
+from pathlib import Path
 
 import pytest
 import tritoncomm
 
 import tritoncomm_kernels
+from depth import python
 from pages import ROOT
 
 
@@ -61,7 +62,8 @@ CONFIGURED = {
     "logging.getLogger('tritoncomm').setLevel(logging.ERROR)": "",
 }
 PROGRAM = """
-import importlib, logging, os, sys, tritoncomm
+import importlib, logging, os, sys, tritoncomm, warnings
+warnings.simplefilter("ignore")
 for configured in sys.argv[1:]:
     if os.fork():
         assert os.wait()[1] == 0
@@ -75,9 +77,10 @@ for configured in sys.argv[1:]:
 """
 
 
-def test_warnings_begin_with_the_name_of_the_library() -> None:
+def test_warnings_begin_with_the_name_of_the_library(tmp_path: Path) -> None:
     """If logging is not configured, a warning says who warns. Otherwise handlers decide. It is written once."""
-    command = [sys.executable, "-W", "ignore", "-c", PROGRAM, *CONFIGURED]
+    (tmp_path / "program.py").write_text(PROGRAM)
+    command = [*python(), str(tmp_path / "program.py"), *CONFIGURED]
     ended = subprocess.run(command, capture_output=True, text=True, check=True)  # noqa: S603 - ours
     assert ended.stderr.split("--\n") == [*CONFIGURED.values(), ""]
 

@@ -26,7 +26,7 @@ COMMAND = """import sys
 from tritoncomm.__main__ import main
 from tritoncomm.demo import train
 
-train.VALIDATION_BATCHES = 2
+train.VALIDATION_BATCHES, train.VALIDATION_ROWS = 2, 4
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))
 """

@@ -22,13 +22,18 @@ from tritoncomm import ConfigMismatchError, ConfigurationError, checkpoint
 from tritoncomm.step.saved import state as exchange_state
 
 from baselines import DGC
+from depth import trials
 from ranks import POOL, ranks
 
 REFUSED = (ConfigurationError, ConfigMismatchError)
 
 
-# Where a save is killed: the rank, and how far it is with what it does in the folder.
-PLACES = [*((0, part) for part in (0.0, 0.25, 0.5, 0.625, 0.75, 0.875)), *((1, part) for part in (0.0, 0.3, 0.6, 0.9))]
+# Where a save is killed: the rank, and how far it is with what it does in the folder. Rank 0 has written its data, or
+# the new checkpoint.json under another name, or this one, or has begun to remove the old data. Rank 1 has not written
+# its data yet, or has.
+EVERYWHERE = {0: (0.0, 0.25, 0.5, 0.625, 0.75, 0.875), 1: (0.0, 0.3, 0.6, 0.9)}
+PARTS = trials({0: (0.25, 0.625, 0.75, 0.875), 1: (0.3, 0.9)}, deep=EVERYWHERE)
+PLACES = [(rank, part) for rank, parts in PARTS.items() for part in parts]
 
 
 def digest(optimizer: tritoncomm.SparseOptimizer) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shlex
 import signal
 import subprocess
 import sys
@@ -21,7 +20,7 @@ from tritoncomm.slow import launcher, namespaces
 from tritoncomm.slow.figures import Interval, intervals, steps_of, table
 from tritoncomm.slow.launcher import Step
 
-from depth import python
+from depth import interpreter, python
 from pages import ROOT, blocks
 from processes import children, end_soon, is_running, parent, taken_by_rounds
 
@@ -233,10 +232,7 @@ def test_page_and_real_script(
 
     Dense bytes are those of a ring. After the dense steps at the start, tritoncomm sends a tenth of them at most.
     """
-    interpreter = tmp_path / "python"  # of the workers
-    interpreter.write_text(f'#!/bin/sh\nexec {shlex.join(python())} "$@"\n')
-    interpreter.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(interpreter))
+    monkeypatch.setattr(sys, "executable", interpreter(tmp_path))
     (command,) = re.findall(r"```sh\npython -m tritoncomm (slow .*) train.py", (ROOT / PAGE).read_text())
     (lines,) = blocks(PAGE)
     arguments = command.replace("--workers 4", "--workers 2").replace("--steps 60", "--steps 42").split()
