@@ -183,6 +183,7 @@ def test_host_of_the_store_cut_off(tmp_path: Path) -> None:
 STORE = """
 import time, torch.distributed as dist
 store = dist.TCPStore("0.0.0.0", {}, is_master=True, wait_for_workers=False)
+open("listens", "w").close()
 time.sleep(120)
 """
 
@@ -196,13 +197,14 @@ def test_external_store_under_torchrun(tmp_path: Path) -> None:
 
         def start(number: int, *command: str) -> None:
             process = subprocess.Popen(
-                [*network.hosts[number].inside, *command], env=environment, start_new_session=True
+                [*network.hosts[number].inside, *command], env=environment, start_new_session=True, cwd=tmp_path
             )
             stack.callback(process.wait)
             stack.callback(os.killpg, process.pid, signal.SIGKILL)  # torchrun waits for the lost host
 
         (tmp_path / "store.py").write_text(STORE.format(PORT))
         start(3, *python(), str(tmp_path / "store.py"))
+        wait_for_files(tmp_path, "listens", 1)
         for number in range(3):
             place = ["--nnodes", "3", "--nproc-per-node", "1", "--local-addr", address(number)]
             rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{address(3)}:{PORT}", "--rdzv-id", "test"]
