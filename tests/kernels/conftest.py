@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import os
-import types
 from collections import Counter
 from collections.abc import Callable, Iterator
-from functools import cache
 from typing import Any
 
 import pytest
@@ -19,27 +16,27 @@ from ptx import beside
 def pytest_configure() -> None:
     """Make the interpreter faster.
 
-    Two kinds of its work change no result, and take most of the time of these tests. It searches Triton's
-    modules for built-in functions at each launch, and checks every sum of integers for overflow, although what it finds
-    is reported only in debug mode.
+    Two kinds of its work change no result, and take most of the time of these tests. It replaces the functions of
+    Triton's modules at each call of a kernel or of a function in one, and checks every sum of integers for overflow,
+    although what it finds is reported only in debug mode.
     """
     if os.environ.get("TRITON_INTERPRET") != "1":
         return
-    from triton.language.core import is_builtin
     from triton.runtime import interpreter
 
     options = interpreter.interpreter_builder.options
     if not options.debug:
         interpreter.interpreter_builder.options = dataclasses.replace(options, sanitize_overflow=False)
 
-    @cache
-    def built_in(owner: object) -> list[str]:
-        return [name for name, member in inspect.getmembers(owner) if is_builtin(member)]
+    replace, done, nothing = interpreter._patch_lang, set(), interpreter._LangPatchScope()
 
-    def members(owner: object) -> list[tuple[str, object]]:
-        return [(name, getattr(owner, name)) for name in built_in(owner)]
+    def replace_once(function: Callable[..., Any]) -> Any:
+        if function.__module__ not in done:  # what is replaced depends on the names in a module alone
+            replace(function)
+            done.add(function.__module__)
+        return nothing  # to restore after a launch: nothing in this process calls the functions outside of kernels
 
-    interpreter.inspect = types.SimpleNamespace(**(vars(inspect) | {"getmembers": members}))
+    interpreter._patch_lang = replace_once
 
 
 @pytest.fixture(autouse=True)
