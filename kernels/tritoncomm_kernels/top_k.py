@@ -43,6 +43,7 @@ SHORT_SEGMENT = 1 << 14
 # On a GPU the next call may start from the k-th magnitude of this call, times this factor. For normally distributed
 # values at density 1 %, 1.4 k candidates then pass.
 WARM_SLACK = 0.95
+SPARE_ROOM = 1 << 16  # places for more candidates than k, at least
 
 
 class Candidates(NamedTuple):
@@ -342,7 +343,7 @@ def _launch(
     found, taken = buffer("found", 1, torch.int64), buffer("taken", 1, torch.int64)
     if is_first:
         guess.fill_(_guess(_sampled(residual, gradient, divisor), k, n))
-    room = min(n, max(2 * k, k + 65536))
+    room = min(n, max(2 * k, k + SPARE_ROOM))
     places, passed = buffer("positions", room), buffer("values", room, torch.float32)
     marks = Marks.empty(n, out.device, workspace, name="top-k")
     mark(residual, gradient, out, guess, marks, divisor=divisor)
