@@ -24,7 +24,7 @@ from tritoncomm_kernels import Entries, Workspace, dispatch
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 COMPARED = os.environ.get(VARIABLE) == GPU  # launches on a GPU with the executor
 EXECUTED = VARIABLE in os.environ and not INTERPRETED and not COMPARED
-EXECUTOR.orders = ORDERS if DEEP else (ORDERS[0], ORDERS[3])  # in lock step, and warp after warp
+EXECUTOR.orders = ORDERS if DEEP else (ORDERS[0], ORDERS[2])  # in lock step, and in three parts
 ROUNDS_TWICE = INTERPRETED and tuple(map(int, version("triton").split(".")[:2])) < (3, 9)
 DEVICES = [
     pytest.param(

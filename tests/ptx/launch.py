@@ -191,7 +191,7 @@ class Compiler:
         knobs.cache.dir = str(Path(knobs.cache.dir) / "without-assembler")  # other processes need its output
         CUDABackend.make_cubin = lambda *_: b""
         self._target = GPUTarget("cuda", TARGETS[target], 32)
-        self._backend, self._texts = make_backend(self._target), {}
+        self._backend, self._binders, self._texts = make_backend(self._target), {}, {}
 
     def specialized(self, function: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> tuple[str, int, list]:
         """Return the PTX text for these arguments, the bytes of shared memory, and the arguments with their types."""
@@ -199,8 +199,9 @@ class Compiler:
         from triton.compiler import ASTSource
         from triton.runtime.jit import create_function_from_signature
 
-        bind = create_function_from_signature(function.signature, function.params, self._backend)
-        bound, kinds, chosen = bind(*arguments, **options, debug=False)
+        if function not in self._binders:  # each is compiled from a text
+            self._binders[function] = create_function_from_signature(function.signature, function.params, self._backend)
+        bound, kinds, chosen = self._binders[function](*arguments, **options, debug=False)
         key = function.cache_key, str(kinds), str(chosen)
         if key not in self._texts:
             chosen, signature, constants, attributes = function._pack_args(self._backend, chosen, bound, kinds, chosen)

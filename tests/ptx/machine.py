@@ -13,7 +13,7 @@ from ptx.operations import UNSIGNED
 from ptx.parse import EXIT, Instruction, Kernel
 from ptx.steps import WARP, Mask, steps_of
 
-LANES = 4096  # that run at once, at most, but at least those of a program
+LANES = 16384  # that run at once, at most, but at least those of a program
 STEPS, SECONDS = 3_000_000, 120.0  # of a launch: instructions, and time of the processor
 
 

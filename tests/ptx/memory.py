@@ -7,6 +7,7 @@ writes and not both are atomic, race unless a barrier of their program lies betw
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -54,6 +55,7 @@ class Lanes(NamedTuple):
     def fail(self, check: str, bad: np.ndarray, detail: str) -> None:
         """Raise an error for the first lane of ``bad``, if there is one."""
         if np.count_nonzero(bad):
+            bad = bad != 0
             who = int(self.who[bad.argmax()])
             place = f"program {(who >> PROGRAM) - 1}, thread {who & THREADS}"
             raise ViolationError(check, f"{self.at}: {detail}: {int(bad.sum())} lanes, the first is {place}")
@@ -66,12 +68,19 @@ Contested = defaultdict[tuple[str, int], set[int]]  # (space, unit) -> who wrote
 class Space:
     """Bytes that are accessed together: the memory that tensors share, or the shared memory of a batch of programs.
 
-    ``written`` says which units have been written, and ``last`` (``[units, kinds]``) who accessed them last.
+    ``written`` says which units have been written, and ``last``, by kind of access, who accessed them last.
     """
 
     def __init__(self, name: str, data: np.ndarray, written: np.ndarray, unit: int) -> None:
         self.name, self.data, self.written, self.unit = name, data, written, unit
-        self.last = np.zeros((written.size, len(KINDS)), np.int64)
+        self.complete = bool(written.all())  # nothing is unwritten, so nobody has to look
+        self.last: dict[int, np.ndarray] = {}  # without the kinds that nobody used yet
+
+    def unwritten(self, units: np.ndarray) -> np.ndarray | None:
+        """Return which lanes access a unit that nobody wrote, or None if there is no such unit."""
+        if self.complete or (written := self.written[units]).all():
+            return None
+        return ~written.all(axis=1)
 
     def view(self, width: int) -> np.ndarray:
         """Return the bytes as integers of ``width`` bytes."""
@@ -86,16 +95,22 @@ class Space:
 
         Return which of the units others accessed before without a barrier between, by kind of that access.
         """
-        earlier, last = self.last[units], self.last[:, kind]
-        racing = _unordered(earlier, who[:, None, None])
-        now = np.broadcast_to(who[:, None], units.shape)
-        if np.count_nonzero(own := racing[..., kind]):
-            now = np.where(own, _both(earlier[..., kind], now), now)
+        mine, found = who[:, None], {}
+        now = np.broadcast_to(mine, units.shape)
+        for other, accesses in self.last.items():
+            earlier = accesses[units]
+            if earlier.any() and (racing := _unordered(earlier, mine)).any():
+                found[other] = racing
+                if other == kind:
+                    now = np.where(racing, _both(earlier, now), now)
+        if kind not in self.last:
+            self.last = {**self.last, kind: np.zeros(self.written.size, np.int64)}
+        last = self.last[kind]
         last[units] = now
         while np.count_nonzero(met := (seen := last[units]) != now):  # other lanes at the same unit
             now = _both(seen, now)
             last[units[met]] = now[met]
-        return {other: racing[..., other] for other in AGAINST[kind] if np.count_nonzero(racing[..., other])}
+        return {other: found[other] for other in AGAINST[kind] if other in found}
 
 
 def _unordered(earlier: np.ndarray, mine: np.ndarray) -> np.ndarray:
@@ -151,7 +166,8 @@ class Memory:
 
     def __post_init__(self) -> None:
         self.ranges.sort(key=lambda it: it.first)
-        self._firsts = np.array([it.first for it in self.ranges], np.int64)
+        self._starts = [it.first for it in self.ranges]
+        self._firsts = np.array(self._starts, np.int64)
         self._sizes = np.array([it.size for it in self.ranges], np.int64)
         self._sorted: dict[str, tuple[np.ndarray, np.ndarray]] = {}
 
@@ -167,10 +183,11 @@ class Memory:
         for space, which, at in self._places(lanes, address, width * count, where):
             mine, values = lanes.some(which), space.view(width)[(at // width)[:, None] + np.arange(count)]
             units = (at // space.unit)[:, None] + _used_units(lanes.at, width, count, space.unit)
-            mine.fail("unwritten", ~space.written[units].all(axis=1), f"read of {space.name} that nobody wrote")
+            if (bad := space.unwritten(units)) is not None:
+                mine.fail("unwritten", bad, f"read of {space.name} that nobody wrote")
             for kind, racing in space.record(READ, units, mine.who).items():
                 for unit in np.unique(units[racing]):
-                    self.contested[space.name, int(unit)].add(int(space.last[unit, kind]))
+                    self.contested[space.name, int(unit)].add(int(space.last[kind][unit]))
             if self.disturbed:
                 values = np.where(self._disturbs(space, units, mine.who)[:, None], self.disturbance(values), values)
             found[which] = values
@@ -182,12 +199,14 @@ class Memory:
         for space, which, at in self._places(lanes, address, width * count, where):
             mine, new, view = lanes.some(which), values[which], space.view(width)
             places = (at // width)[:, None] + np.arange(count)
-            silent = (view[places] == new).all(axis=1)
+            before = view[places]
             view[places] = new
-            mine.fail("race", (view[places] != new).any(axis=1), f"lanes store different values in {space.name}")
+            if (other := view[places] != new).any():
+                mine.fail("race", other.any(axis=1), f"lanes store different values in {space.name}")
             units = space.units(at, width * count)
             space.written[units] = True
             for kind, racing in space.record(WRITE, units, mine.who).items():
+                silent = (before == new).all(axis=1)
                 if kind == READ:
                     self._contest(space, units, racing & ~silent[:, None], mine.who)
                 else:
@@ -199,7 +218,8 @@ class Memory:
         width = values.dtype.itemsize
         for space, which, at in self._places(lanes, address, width, where):
             mine, units = lanes.some(which), space.units(at, width)
-            mine.fail("unwritten", ~space.written[units].all(axis=1), f"update of {space.name} that nobody wrote")
+            if (bad := space.unwritten(units)) is not None:
+                mine.fail("unwritten", bad, f"update of {space.name} that nobody wrote")
             UPDATES[operation].at(space.view(width).view(values.dtype), at // width, values[which])
             for kind, racing in space.record(ATOMIC, units, mine.who).items():
                 if kind == READ:
@@ -212,11 +232,16 @@ class Memory:
         self, lanes: Lanes, address: np.ndarray, width: int, where: str
     ) -> Iterator[tuple[Space, Which, np.ndarray]]:
         """Yield the spaces that are accessed, the numbers of their lanes, and the bytes where these begin."""
-        lanes.fail("alignment", address & address.dtype.type(width - 1) != 0, f"an access of {width} bytes")
+        lanes.fail("alignment", address & address.dtype.type(width - 1), f"an access of {width} bytes")
         address = address.astype(np.int64)
         if where == "shared":
             lanes.fail("bounds", address + width > self.shared_bytes, f"{self.shared_bytes} bytes of shared memory")
             yield self._shared, slice(None), address + lanes.slots * self.shared_bytes
+            return
+        # Nearly always, all lanes are in one tensor.
+        held = self.ranges[max(0, bisect_right(self._starts, address.min()) - 1)]
+        if held.first <= address.min() and address.max() + width <= held.first + held.size:
+            yield held.space, slice(None), address + (held.offset - held.first)
             return
         found = np.searchsorted(self._firsts, address, side="right") - 1
         lanes.fail("bounds", found < 0, "an address below all tensors")
@@ -225,10 +250,6 @@ class Memory:
         worst = outside.argmax()
         near = self.ranges[found[worst]]
         lanes.fail("bounds", outside, f"byte {inside[worst]} of {near.name}, which has {near.size}")
-        if not np.count_nonzero(found != found[0]):
-            held = self.ranges[found[0]]
-            yield held.space, slice(None), inside + held.offset
-            return
         for number in np.unique(found):
             which, held = np.flatnonzero(found == number), self.ranges[number]
             yield held.space, which, inside[which] + held.offset

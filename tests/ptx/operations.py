@@ -205,9 +205,12 @@ def shift(parts: list[str]) -> Operation:
     signed = kind[0] == "s" and parts[0] == "shr"
 
     def shifted(a: np.ndarray, by: np.ndarray) -> np.ndarray:
+        shift = np.left_shift if parts[0] == "shl" else np.right_shift
+        if np.ndim(by) == 0 and by < width:
+            return shift(a, np.asarray(a).dtype.type(by))
         over = by >= width
         count = np.where(over, width - 1 if signed else 0, by).astype(np.asarray(a).dtype)
-        found = np.left_shift(a, count) if parts[0] == "shl" else np.right_shift(a, count)
+        found = shift(a, count)
         return found if signed else np.where(over, found.dtype.type(0), found)
 
     return Operation((kind, "u32"), shifted, ("shift", lambda a, by: by > width))

@@ -82,7 +82,7 @@ def target(kernel: Kernel, name: Operand) -> Target:
     """Return what writes a register, never in place: others may hold the same array. ``_`` is none."""
     if name == "_":
         return lambda group, values, mask: None
-    dtype = bool if kernel.widths[name] == 1 else UNSIGNED[kernel.widths[name]]
+    dtype = np.dtype(bool if kernel.widths[name] == 1 else UNSIGNED[kernel.widths[name]])
 
     def put(group: Group, values: Any, mask: Mask) -> None:
         if values.dtype != dtype:
@@ -211,7 +211,7 @@ def store(kernel: Kernel, it: Instruction) -> Step:
 
     def step(group: Group, mask: Mask) -> None:
         which, lanes = group.lanes(it, mask)
-        values = np.stack([every(get(group), group)[which] for get in sources], axis=1)
+        values = np.array([every(get(group), group)[which] for get in sources]).T
         group.machine.memory.store(lanes, address(group)[which], values, where)
 
     return step

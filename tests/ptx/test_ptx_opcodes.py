@@ -302,9 +302,8 @@ def table_row(form: str) -> tuple[list[tuple[int, ...]], list[int], list[int]]:
     """Return the bits of the sources in each lane, those that the executor computes, and those of the definition."""
     sources, result, function, nan = TABLE[form]
     kinds = sources.split()
-    lists = [edges(kind, result) for kind in kinds]
-    if len(lists) == 3:
-        lists = [values[:: 1 + len(values) // 24] for values in lists]
+    most = (1000, 100, 24)[len(kinds) - 1]  # so that there are some 10,000 lanes at most
+    lists = [values[:: 1 + len(values) // most] for values in (edges(kind, result) for kind in kinds)]
     lanes = [*itertools.product(*lists)]
     names = ["u32" if kind in {"count", "place"} else kind.rstrip("!") for kind in kinds]
     numbers = [
