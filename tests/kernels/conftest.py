@@ -16,9 +16,9 @@ from ptx import beside
 def pytest_configure() -> None:
     """Make the interpreter faster.
 
-    Two kinds of its work change no result, and take most of the time of these tests. It replaces the functions of
-    Triton's modules at each call of a kernel or of a function in one, and checks every sum of integers for overflow,
-    although what it finds is reported only in debug mode.
+    Three kinds of its work change no result, and take most of the time of these tests. It replaces the functions of
+    Triton's modules at each call of a kernel or of a function in one, computes what follows from a type for each
+    tensor, and checks every sum of integers for overflow, although what it finds is reported only in debug mode.
     """
     if os.environ.get("TRITON_INTERPRET") != "1":
         return
@@ -37,6 +37,39 @@ def pytest_configure() -> None:
         return nothing  # to restore after a launch: nothing in this process calls the functions outside of kernels
 
     interpreter._patch_lang = replace_once
+    _share_what_follows_from_types()
+
+
+def _share_what_follows_from_types() -> None:
+    """Let tensors of one type, and types of one name, have what was computed for the first of them."""
+    from triton.language.core import block_type, tensor
+    from triton.runtime import interpreter
+
+    make, make_type, numpy_type = tensor.__init__, block_type.__init__, interpreter._get_np_dtype
+    known: dict[object, dict[str, Any]] = {}
+
+    def init(self: Any, handle: Any, kind: Any) -> None:
+        if kind.name not in known:
+            make(self, handle, kind)
+            known[kind.name] = vars(self).copy()
+        vars(self).update(known[kind.name], handle=handle)
+
+    def init_type(self: Any, element: Any, shape: Any) -> None:
+        key = element.name, *getattr(shape, "values", shape)
+        if key not in known:
+            make_type(self, element, shape)
+            known[key] = vars(self).copy()
+        vars(self).update(known[key])
+
+    tensor.__init__, block_type.__init__ = init, init_type
+    numpy_types: dict[str, Any] = {}
+
+    def numpy_type_of(kind: Any) -> Any:
+        if kind.name not in numpy_types:
+            numpy_types[kind.name] = numpy_type(kind)
+        return numpy_types[kind.name]
+
+    interpreter._get_np_dtype = numpy_type_of
 
 
 @pytest.fixture(autouse=True)
