@@ -24,7 +24,7 @@ from tritoncomm.algorithms.base import (
 from tritoncomm.errors import ConfigurationError, NonFiniteError
 from tritoncomm.primitives.accumulator import Accumulator
 from tritoncomm.primitives.collectives import dense_exchange
-from tritoncomm.primitives.exchange import Step
+from tritoncomm.primitives.exchange import all_gather_mean
 from tritoncomm.primitives.selection import entries_to_keep, rounding_figures
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.scheduler import cost
@@ -118,14 +118,13 @@ class DGCAlgorithm(BudgetedAlgorithm):
         acc.replace_gradient(update)
         own = acc.top_k(self.k)
         encoding = self.recipe.encoding
-        step = Step(acc, encoding, rank, world_size)
-        union, sent = yield from step.union("all-gather", own, [self.k] * world_size)
+        mean, sent = yield from all_gather_mean(own, [self.k] * world_size, encoding, acc, rank, world_size)
         acc.subtract(sent, rounded=encoding.rounds)
         self.report = rounding_figures(own, sent) if encoding.rounds else {}
         if self.recipe.masking:
             velocity = velocity.index_fill(0, sent.indices.long(), 0.0)
         self.state = replace(self.state, velocity=velocity)
-        return step.vector(union)
+        return mean
 
     def _dense(self, acc: Accumulator, world_size: int) -> Pattern[SparseVector]:
         """Exchange at density 1: apply momentum to the mean.

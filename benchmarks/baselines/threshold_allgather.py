@@ -23,7 +23,7 @@ from tritoncomm.algorithms.base import (
 )
 from tritoncomm.primitives.accumulator import Accumulator
 from tritoncomm.primitives.collectives import dense_exchange, mean_over_ranks, share_rows
-from tritoncomm.primitives.exchange import Step
+from tritoncomm.primitives.exchange import all_gather_mean
 from tritoncomm.primitives.selection import entries_to_keep, rounding_figures
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.scheduler import cost
@@ -136,14 +136,13 @@ class ThresholdAlgorithm(BudgetedAlgorithm):
         if world_size > 1:
             own = encoding.section(0, self.numel, own.room, divisor=world_size).sendable(own)
         (counts,) = yield from share_rows([own.room], finite, world_size, acc.device, phase="counts", limit=self.numel)
-        step = Step(acc, encoding, rank, world_size)
-        union, sent = yield from step.union("all-gather", own, counts)
+        mean, sent = yield from all_gather_mean(own, counts, encoding, acc, rank, world_size)
         acc.subtract(sent, rounded=encoding.rounds)
         acc.selected = own.room
         rounding = rounding_figures(chosen, sent) if encoding.rounds else {}
         self.report = {"passed": float(passed.room), **rounding}
         self.state = state
-        return step.vector(union)
+        return mean
 
     def predicted_traffic(self, world_size: int, *, ordinary: bool = False) -> Forecast:
         """See :meth:`Algorithm.predicted_traffic`. All ranks send as many entries as they may, or k: 2k(P-1) words."""

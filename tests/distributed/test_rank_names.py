@@ -150,7 +150,7 @@ def _gathering_all(number: int):
     yield AllReduce("begin", torch.ones(1))
     if number == 1:
         accumulator = Accumulator(*torch.zeros(3, 100))
-        yield from exchange.Step(accumulator, PACKED, 1, 2).union("all-gather", FOUR, [4, 3])
+        yield from exchange.all_gather_mean(FOUR, [4, 3], PACKED, accumulator, 1, 2)
     yield AllReduce("end", torch.ones(1))
 
 

@@ -500,3 +500,15 @@ class FixedStep(Step):
         rows, values = yield from self.verdict.settle(self.world_size, numbers)
         self.figures = self.verdict.figures
         return rows, values
+
+
+def all_gather_mean(
+    own: Entries, rooms: Sequence[int], encoding: Encoding, acc: Accumulator, rank: int, world_size: int
+) -> Pattern[tuple[SparseVector, Entries]]:
+    """Return the mean over ranks of all ranks' entries, and the part of ``own`` that is in it, with the values sent.
+
+    See :meth:`Step.union`. Messages have exact lengths: rank r sends up to ``rooms[r]`` entries.
+    """
+    step = Step(acc, encoding, rank, world_size)
+    union, sent = yield from step.union("all-gather", own, rooms)
+    return step.vector(union), sent
