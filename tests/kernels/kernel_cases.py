@@ -26,6 +26,8 @@ COMPARED = os.environ.get(VARIABLE) == GPU  # launches on a GPU with the executo
 EXECUTED = VARIABLE in os.environ and not INTERPRETED and not COMPARED
 EXECUTOR.orders = ORDERS if DEEP else (ORDERS[0], ORDERS[2])  # in lock step, and in three parts
 ROUNDS_TWICE = INTERPRETED and tuple(map(int, version("triton").split(".")[:2])) < (3, 9)
+# Levels of dense values per sign, in units of the scale, literally: tests know a new format by its list.
+DENSE_LEVELS = {"8bit": [*range(0, 256, 2)]} | {f"{bits}bit": [*range(1, 2**bits, 2)] for bits in range(1, 8)}
 DEVICES = [
     pytest.param(
         "cpu",

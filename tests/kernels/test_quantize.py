@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from kernel_cases import DENSE_LEVELS
 
 from tritoncomm_kernels import quantize
 from tritoncomm_kernels.formats import DENSE_FORMATS, ENTRY_FORMATS, FORMATS, INDICES, SMALL_FORMATS
@@ -35,9 +36,6 @@ FLOATS = [(64, 128, 1), (16, 16, 8), (8, 8, 16), (4, 4, 32), (32, 32, 4)]
 MENU = {name: [np.array(table) / 64 for table in tables] for name, tables in NUMERATORS.items()} | {
     "8bit": [np.array([(1 + m / unit) * 2.0**e for e in range(high) for m in range(low)]) for unit, low, high in FLOATS]
 }
-# Of dense values, the lowest levels per sign in units of the scale, and their distance. The first are of small tensors.
-ZERO, ODD = {"8bit": (0, 2)}, {f"{bits}bit": (1, 2) for bits in range(1, 8)}
-LEVELS = {name: list(range(low, low + 2 ** FORMATS[name].bits, step)) for name, (low, step) in (ZERO | ODD).items()}
 ONE = 0x3F800000  # the bits of the scale 1.0
 # Significant bits of the scale by the number of workers that a mean is taken over.
 SCALE_BITS = {1: 8, 8: 8, 9: 7, 16: 7, 17: 6, 64: 5, 65: 4, 256: 3, 512: 2, 513: 1, 1024: 1, 5000: 1}
@@ -78,14 +76,14 @@ def test_menu(values: str) -> None:
 def test_every_format_is_listed_here() -> None:
     """A format whose tables or levels this file does not know would not be tested."""
     assert {*MENU} == {*ENTRY_FORMATS} - {"fp32"}
-    assert {*LEVELS} == {*DENSE_FORMATS} - {"fp32"}
-    assert {*ZERO} == {*SMALL_FORMATS} - {"fp32"}
+    assert {*DENSE_LEVELS} == {*DENSE_FORMATS} - {"fp32"}
+    assert {name for name, levels in DENSE_LEVELS.items() if 0 in levels} == {*SMALL_FORMATS} - {"fp32"}
 
 
-@pytest.mark.parametrize("values", LEVELS)
+@pytest.mark.parametrize("values", DENSE_LEVELS)
 def test_levels_of_dense_values(values: str) -> None:
     """The levels are those of the format, literally."""
-    assert list(FORMATS[values].levels) == LEVELS[values]
+    assert list(FORMATS[values].levels) == DENSE_LEVELS[values]
 
 
 @pytest.mark.parametrize("values", MENU)

@@ -192,7 +192,7 @@ BUGS: dict[str, dict[Callable[..., None], dict[str, tuple[str, str]]]] = {
         },
     },
     "dense_bits": {
-        partial(dense_bits.test_every_width, bits=2): {
+        partial(dense_bits.test_every_format, name="2bit"): {
             "no code for a zero with a minus": (
                 "((values.to(tl.int32, bitcast=True) >> 31) & 1) << (BITS - 1)",
                 "(values < 0).to(tl.int32) << (BITS - 1)",

@@ -66,13 +66,9 @@ class WarmupAlgorithm(WrapperAlgorithm):
         """Let so many steps be completed. ``inner`` is the algorithm of the next one."""
         self._taken, self.inner = taken, self._after(taken)
 
-    def _lasts(self, taken: int) -> bool:
-        """Return True if the step after ``taken`` completed ones belongs to the warm-up."""
-        return taken < self.recipe.steps
-
     def _after(self, taken: int) -> Algorithm:
         """Return the algorithm of the step after ``taken`` completed ones. The method is built when it begins."""
-        if self._lasts(taken):
+        if taken < self.recipe.steps:
             self._dense = self._dense or self.recipe.recipe.dense_form().build(self.numel, self._bounds)
             return self._dense
         self._method = self._method or self.recipe.recipe.build(self.numel, self._bounds)
@@ -81,12 +77,12 @@ class WarmupAlgorithm(WrapperAlgorithm):
     @property
     def is_dense(self) -> bool:
         """True if the next step is dense: because of the warm-up, or because all steps are."""
-        return self._lasts(self._taken) or self.recipe.always_dense()
+        return self.inner is self._dense or self.recipe.always_dense()
 
     @property
     def quantizes(self) -> bool:
         """True if :attr:`is_dense` holds, and the values of this step are quantized."""
-        return self.recipe.values != "fp32" and self._lasts(self._taken) and not self.recipe.always_dense()
+        return self.recipe.values != "fp32" and self.inner is self._dense and not self.recipe.always_dense()
 
     @property
     def has_shared_verdict(self) -> bool:
@@ -105,9 +101,9 @@ class WarmupAlgorithm(WrapperAlgorithm):
     @state.setter
     def state(self, state: tuple[int, Any]) -> None:
         taken, inner = state
-        if self._lasts(taken):
-            self._method = None  # it begins from scratch
         self._take(taken)
+        if self.inner is self._dense:
+            self._method = None  # it begins from scratch
         self.inner.state = inner
 
     def reduce(self, acc: Accumulator, rank: int, world_size: int) -> Pattern[SparseVector]:
