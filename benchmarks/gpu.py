@@ -90,7 +90,7 @@ def same(value: object, device: torch.device, what: str) -> None:
 
 
 def bits(tensors: Any) -> list[bytes]:
-    """Return the bits of tensors."""
+    """Return the bits of tensors, of any dtype of NumPy."""
     return [tensor.detach().cpu().contiguous().numpy().tobytes() for tensor in tensors]
 
 

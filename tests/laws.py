@@ -132,9 +132,9 @@ def steps_of(recipe: Recipe) -> int:
     on. Preconditioning is renewed in the third, which is also the first that begins with what rounding of a quantized
     mean has left. Others have a first step, and one that begins with a residual.
     """
-    if any(isinstance(layer, OkTopk | ExDyna) for layer in recipe.layers):
-        return 4
     dense = sum(layer.steps for layer in recipe.layers if isinstance(layer, Warmup))
+    if any(isinstance(layer, OkTopk | ExDyna) for layer in recipe.layers):
+        return dense + 4
     needs_three = any(isinstance(layer, Quantized) or getattr(layer, "shapes", ()) for layer in recipe.layers)
     return dense + (3 if needs_three else 2)
 

@@ -84,6 +84,7 @@ def forked_python(*modules: str) -> list[str]:
 
 def serve(listener: socket.socket, modules: Sequence[str]) -> NoReturn:
     """Fork a process for each one that connects, which is a ``forked_python.py``."""
+    os.environ |= ENVIRONMENT  # some of it is read at an import
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # what it forks may fork
     own = [str(TESTS), str(TESTS.parent / "benchmarks")]
     sys.path[:] = [each for each in sys.path if not each.startswith(tuple(own))]
@@ -93,11 +94,13 @@ def serve(listener: socket.socket, modules: Sequence[str]) -> NoReturn:
     fork_local_workers()
     gc.freeze()
     signal.signal(signal.SIGCHLD, reap)
-    while True:
+    session: Any = multiprocessing.parent_process()
+    while listener in select.select([listener, session.sentinel], [], [])[0]:  # until the session ends, or was killed
         connection, _ = listener.accept()
         if not os.fork():
             guard(connection)
         connection.close()
+    os._exit(0)
 
 
 def reap(*_: object) -> None:

@@ -102,6 +102,9 @@ def save(optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
         if rank == 0:
             for old in set(folder.glob(f"{_DATA}*")) - {data}:
                 shutil.rmtree(old, ignore_errors=True)
+            if len(global_ranks(group)) == len(global_ranks(None)):
+                for each in folder.glob("group-of-rank-*.json"):
+                    each.unlink(missing_ok=True)  # of a group that has saved before
     agree.compare({"checkpoint": data.name}, group, device)
     _saved_into[folder.resolve()] = weakref.ref(optimizer)
 
@@ -128,11 +131,7 @@ def _check_owner(optimizer: SparseOptimizer, folder: Path) -> None:
             folder,
         )
     ranks = global_ranks(setup_of(optimizer).everybody)
-    if own_rank() != ranks[0]:
-        return
-    if len(ranks) == len(global_ranks(None)):
-        for each in folder.glob("group-of-rank-*.json"):
-            each.unlink()  # of a group that has saved before
+    if len(ranks) == len(global_ranks(None)) or own_rank() != ranks[0]:
         return
     own = folder / f"group-of-rank-{ranks[0]}.json"
     with _prefixed(f"{folder} cannot be used"):

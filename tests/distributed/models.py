@@ -40,7 +40,7 @@ def exact(optimizer: Any, algo: str | Recipe = "oktopk", **fields: Any) -> Spars
 
 @contextmanager
 def renewed_every(steps: int) -> Iterator[None]:
-    """Let scales, and norms of parameters, be computed again after so many steps, instead of 20."""
+    """Let scales of optimizers that are wrapped here, and norms of parameters, be renewed after so many steps."""
     kind = stages.Scale
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(feedback, "RENEW_RMS_EVERY", steps)

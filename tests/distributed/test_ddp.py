@@ -177,14 +177,14 @@ def test_situations(rank, world_size, name):
     steps = fields.pop("steps", 4)
     with renewed_every(5):
         pair, seen = Pair(**fields), []
-    for parameter in pair.model.module.parameters():
-        if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
-    for step in range(steps):
-        seen.clear()
-        pair.step(lambda model, step=step: loss_of(model, rank, step).backward(), set_to_none=step != 2)
-        assert len(seen) == sum(parameter.requires_grad for parameter in pair.plain.parameters())
-        assert not equal(seen)
+        for parameter in pair.model.module.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
+        for step in range(steps):
+            seen.clear()
+            pair.step(lambda model, step=step: loss_of(model, rank, step).backward(), set_to_none=step != 2)
+            assert len(seen) == sum(parameter.requires_grad for parameter in pair.plain.parameters())
+            assert not equal(seen)
     assert equal(pair.model)
     assert pair.of_model.metrics().get("grad_norm") == pair.of_plain.metrics().get("grad_norm")
     if fields.get("make") is frozen:

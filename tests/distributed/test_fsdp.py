@@ -68,10 +68,10 @@ def test_shards_of_two_ranks(rank, world_size, optimizer, settings, steps):
     model, group = shards_of()
     with renewed_every(5):
         pair = Shards(model, group, optimizer, **settings)
-    for step in range(steps):
-        pair.optimizer.zero_grad()
-        loss_of(model, rank, step).backward()
-        pair.take()
+        for step in range(steps):
+            pair.optimizer.zero_grad()
+            loss_of(model, rank, step).backward()
+            pair.take()
     assert equal(model, group)
     if optimizer is adamw:
         assert pair.optimizer.metrics()["density_delivered"] < 0.5

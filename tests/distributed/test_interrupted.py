@@ -122,6 +122,7 @@ RAISED = {
     "KeyboardInterrupt": KeyboardInterrupt(),
     "SystemExit: 3": SystemExit(3),
     "PreemptedError: SIGTERM": PreemptedError("SIGTERM"),
+    "RuntimeError: the node timed out": RuntimeError("the node timed out"),  # as a backend's own error looks
 }
 ACTS = {
     "step": lambda optimizer: optimizer.step(),

@@ -121,7 +121,7 @@ def test_collectives(rank, world_size, radix):
     scheduler, simulated = ProcessGroupScheduler(), SimulatedScheduler(world_size)
     generator = torch.Generator().manual_seed(world_size)
     dtypes = (torch.int32, torch.int64, torch.float32, torch.float64)
-    sizes = (0, 1, SMALL, SMALL + 8)  # in bytes: no message is empty, or longer than SMALL
+    sizes = (0, 1, SMALL, SMALL + 8)  # in bytes, the limits of what is cut into messages
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(group_collectives, "RADIX", radix)
         for dtype, size in itertools.product(dtypes, sizes):

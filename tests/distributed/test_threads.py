@@ -43,6 +43,7 @@ DEEP_RUNS = {
 }
 
 
+@renewed_every(4)
 def trains_alike(rank: int, name: str, steps: int, shards: bool = False, **more) -> None:
     """Train by heavy-tailed gradients, and compare parameters after every exchange.
 
@@ -56,8 +57,7 @@ def trains_alike(rank: int, name: str, steps: int, shards: bool = False, **more)
         net, group = fully_shard(net, mesh=over["shard"]), over["replicate"].get_group()
         more["process_group"] = group
     parameters = list(net.parameters())
-    with renewed_every(4):
-        optimizer = tritoncomm.wrap(muon(net) if make is None else make(parameters), **fields | more)
+    optimizer = tritoncomm.wrap(muon(net) if make is None else make(parameters), **fields | more)
     every = fields.get("local_steps", 1)
     common, own = (torch.randn(ROWS * COLUMNS, generator=torch.Generator().manual_seed(n)) ** 3 for n in (9, rank))
     try:

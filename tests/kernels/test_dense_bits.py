@@ -198,7 +198,9 @@ def test_means_are_added_in_order(name: str, parts: int, held: int) -> None:
 @every_format
 def test_not_finite_blocks_are_marked(name: str) -> None:
     """A block with NaN, Inf or a magnitude that is too large becomes NaN as a whole, and other blocks do not."""
-    for bad in (math.nan, -math.nan, math.inf, -math.inf, 3e38, -64.0 * dense_bits.LIMIT * (LEVELS[name][-1] + 1)):
+    # With one level, the scale is a mean of 64 magnitudes.
+    too_large = 2 * dense_bits.LIMIT * (LEVELS[name][-1] + 1) * (dense_bits.BLOCK if len(LEVELS[name]) == 1 else 1)
+    for bad in (math.nan, -math.nan, math.inf, -math.inf, 3e38, -too_large):
         values = torch.ones(256)
         values[70] = bad
         message, received, _ = sent_of(values, name)

@@ -40,9 +40,9 @@ class Algorithm(ABC):
     """One method for one flat vector of ``numel`` elements, with its state.
 
     ``state`` is immutable. A successful step replaces it as a whole, so a failed step is undone by restoring the old
-    object. ``report`` holds figures about the last step, for the metrics. ``workspace`` is scratch memory of the
-    kernels. ``static`` says whether steps use the static form, and ``carried_by`` what can carry other values in them,
-    except dense ones.
+    object. ``report`` holds figures about the last step, for the metrics: amounts, which are summed over vectors, and
+    :class:`~tritoncomm.scheduler.meter.Ratio`. ``workspace`` is scratch memory of the kernels. ``static`` says whether
+    steps use the static form, and ``carried_by`` what can carry other values in them, except dense ones.
     """
 
     state: Any

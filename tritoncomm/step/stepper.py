@@ -322,8 +322,11 @@ class Stepper:
                 exchange.presence.set(exchange.parameters, told[max(told)])
                 exchange.catch_up()
                 ignored.prepare(self.setup.steps.ignored, exchange.pending.scale)
-                self._apply()
-                self._has_caught_up = True
+                before = exchange.steps
+                try:
+                    self._apply()
+                finally:  # also if a hook of the user fails after the update
+                    self._has_caught_up = exchange.steps > before
         self.forget()
         self.setup.continue_in(process_group, node_group, module, caught_up=some_have)
         caught_up, self._has_caught_up = self._has_caught_up, False

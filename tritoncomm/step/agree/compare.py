@@ -135,7 +135,7 @@ def propagate_errors(group: dist.ProcessGroup | None, device: torch.device | Non
 
 def propagate_error(reason: str, group: dist.ProcessGroup | None, device: torch.device | None = None) -> None:
     """Take part in the :func:`all_gather` of the other ranks with the ``reason`` why this rank cannot go on."""
-    with suppress(ConfigMismatchError):
+    with suppress(ConfigMismatchError, ExchangeError):  # a group that is broken does not hide the reason
         all_gather({_ERROR: reason}, group, device)
 
 

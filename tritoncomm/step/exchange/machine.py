@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from tritoncomm.algorithms import Recipe
 from tritoncomm.errors import (
+    ConfigMismatchError,
     ConfigurationError,
     ExchangeError,
     NonFiniteError,
@@ -171,6 +172,7 @@ class GradientExchange:
             ExchangeError: A peer was lost, or a wait timed out. Nothing has changed, or the state is SUSPENDED.
             ProtocolMismatchError: Another rank has finished another step, has frozen other parameters, uses other
                 options, or has not completed the same updates. All ranks raise it.
+            ConfigMismatchError: Another rank has failed while replicas were compared. Nothing has changed.
             ConfigurationError: ``step.error``, a gradient that is not dense, or a process group that was initialized
                 after this object was created.
         """
@@ -397,11 +399,11 @@ class GradientExchange:
 
     def _tell(self, error: BaseException) -> None:
         """Report ``error`` to the ranks that may wait for this one and do not raise it themselves."""
+        if self.all_shards is not None:
+            self.all_shards.fail(error)  # its other ranks may be in no exchange with this one
         scheduler = self.vectors[0].scheduler
         if scheduler is not None and not isinstance(error, TritoncommError):  # else it is reported, or all raise it
             scheduler.fail(error)
-        if self.all_shards is not None:
-            self.all_shards.fail(error)  # its other ranks may be in no exchange with this one
 
     def report(self, error: BaseException) -> Exception | None:
         """Report ``error`` of this rank, outside of an exchange, to the others, which may wait for it in one.
@@ -443,7 +445,7 @@ class GradientExchange:
         """
         try:
             self._confirm()
-        except (NonFiniteError, ProtocolMismatchError):  # all ranks raise it
+        except (NonFiniteError, ProtocolMismatchError, ConfigMismatchError):  # all ranks raise it, or others do
             self._rollback()
             raise
         except BaseException as error:
