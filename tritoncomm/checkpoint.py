@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from tritoncomm.errors import ConfigMismatchError, ConfigurationError
 from tritoncomm.optimizer import SparseOptimizer, numbers_of_own, setup_of
@@ -100,13 +101,18 @@ def save(optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
         raise
     with agree.propagate_errors(group, device), _prefixed(failed):
         if rank == 0:
-            for old in set(folder.glob(f"{_DATA}*")) - {data}:
-                shutil.rmtree(old, ignore_errors=True)
-            if len(global_ranks(group)) == len(global_ranks(None)):
-                for each in folder.glob("group-of-rank-*.json"):
-                    each.unlink(missing_ok=True)  # of a group that has saved before
+            _remove_earlier(folder, data, group)
     agree.compare({"checkpoint": data.name}, group, device)
     _saved_into[folder.resolve()] = weakref.ref(optimizer)
+
+
+def _remove_earlier(folder: Path, data: Path, group: dist.ProcessGroup | None) -> None:
+    """Remove what earlier saves have left in ``folder`` beside ``data``, which ``group`` has written."""
+    for old in set(folder.glob(f"{_DATA}*")) - {data}:
+        shutil.rmtree(old, ignore_errors=True)
+    if len(global_ranks(group)) == len(global_ranks(None)):
+        for owner in folder.glob("group-of-rank-*.json"):  # of a smaller group
+            owner.unlink(missing_ok=True)
 
 
 # The optimizer that this process has saved last into a folder.

@@ -161,13 +161,8 @@ class Scheduled:
         self.schedule.step()
 
 
-@ranks(3, lost=(2,))
-@pytest.mark.parametrize(
-    "kind",
-    ["schedule", "clipped", "own clipping", "flush", "clipped flush", "local steps", "flush of local steps"],
-)
-def test_lost_in_confirmation(rank, world_size, kind):
-    """A step that some ranks have taken, and others could not confirm, is repeated on these. Otherwise all refuse."""
+def lost_in_confirmation(rank: int, kind: str) -> Scheduled:
+    """Take steps, the last of which rank 1 cannot confirm. Rank 2 ends."""
     run = Scheduled(rank, kind)
     for step in range(3):
         run.step(step)
@@ -177,6 +172,17 @@ def test_lost_in_confirmation(rank, world_size, kind):
         run.step(3)
     if rank == 2:
         os._exit(0)
+    return run
+
+
+@ranks(3, lost=(2,))
+@pytest.mark.parametrize(
+    "kind",
+    ["schedule", "clipped", "own clipping", "flush", "clipped flush", "local steps", "flush of local steps"],
+)
+def test_lost_in_confirmation(rank, world_size, kind):
+    """A step that some ranks have taken, and others could not confirm, is repeated on these. Otherwise all refuse."""
+    run = lost_in_confirmation(rank, kind)
     if rank == 0 and "local steps" not in kind:
         with pytest.raises(PeerLostError):
             run.step(4)
@@ -197,15 +203,7 @@ def test_lost_in_confirmation(rank, world_size, kind):
 @ranks(3, lost=(2,))
 def test_second_failure_after_catching_up(rank, world_size):
     """A step that was applied in a group that could not be joined is told when the next one is."""
-    run = Scheduled(rank, "schedule")
-    for step in range(3):
-        run.step(step)
-    if rank == 1:
-        not_confirmed(run.optimizer._tritoncomm.setup.exchange)
-    with pytest.raises(PeerLostError) if rank == 1 else nullcontext():
-        run.step(3)
-    if rank == 2:
-        os._exit(0)
+    run = lost_in_confirmation(rank, "schedule")
     group = dist.new_group([0, 1], timeout=FAST, use_local_synchronization=True)
     with pytest.raises(ConfigMismatchError, match="node size"):
         run.optimizer.reset_process_group(group, node_group=group if rank == 0 else None)
