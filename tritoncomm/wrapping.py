@@ -114,7 +114,7 @@ def wrap(
             of the gradients of this step, before they are added to the residual. The norm is estimated, with a standard
             deviation of 3 %, from 2 KB that all ranks sum. It is that of the gradients of all optimizers of a list.
             Optimizers that exchange updates clip this rank's gradient. Default: None, no clipping.
-        timeout: Maximum time of each wait for a peer. Default: the time-out of the process group.
+        timeout: Maximum time of each wait for a peer in an exchange. Default: the time-out of the process group.
         dense_below: Tensors with fewer elements, or at most one dimension (biases, norms), are sent dense, all
             together. If all are one-dimensional, only the first rule applies. 0 sends none dense. Default: 1024.
         small: Format of these tensors: ``"fp32"``, or ``"8bit"`` for about a quarter of the bytes. Values are then

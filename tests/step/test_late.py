@@ -49,7 +49,7 @@ class Adan(torch.optim.Optimizer):
                 state = self.state[p]
                 state["step"] = state.get("step", 0) + 1
                 at = group["step"] if self.counts_in == "group" else state["step"]
-                average, change, square, before = (state.get(name, torch.zeros_like(p)) for name in LateAdan.held)
+                average, change, square, before = (state.get(name, torch.zeros_like(p)) for name in OurLateAdan.held)
                 difference = p.grad - before if at > 1 else torch.zeros_like(p)
                 one, two, three = BETAS
                 state["average"] = one * average + (1 - one) * p.grad
@@ -62,7 +62,7 @@ class Adan(torch.optim.Optimizer):
                 )
 
 
-class LateAdan(tritoncomm.LateRule):
+class OurLateAdan(tritoncomm.LateRule):
     """Its rule: the gradient has changed once since the last delivery of a coordinate."""
 
     held = ("average", "change", "square", "before")
@@ -86,7 +86,7 @@ class LateAdan(tritoncomm.LateRule):
         return direction, {"average": average, "change": change, "square": square, "before": mean}
 
 
-class LateAdanOfStates(LateAdan):
+class OurLateAdanOfStates(OurLateAdan):
     """The same, where each parameter has a count."""
 
     counts_in = "state"
@@ -156,8 +156,8 @@ KINDS = {
         f"SGD {options}": Kind(torch.optim.SGD, LateSGD, {"momentum": 0.5} | options)
         for options in ({}, {"nesterov": True}, {"maximize": True}, {"momentum": 1.0}, {"momentum": 0.9})
     },
-    "Adan": Kind(Adan, LateAdan),
-    "Adan of states": Kind(Adan, LateAdanOfStates, {"counts_in": "state"}),
+    "Adan": Kind(Adan, OurLateAdan),
+    "Adan of states": Kind(Adan, OurLateAdanOfStates, {"counts_in": "state"}),
     "Sizes": Kind(Sizes, LateSizes),
 }
 
@@ -200,9 +200,9 @@ def test_delivered_at_once_is_the_optimizer_itself(kind: Kind, indexed: bool) ->
     for one, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(one, other, rtol=2e-5, atol=2e-6)
         for name, value in plain.state[other].items():
-            if not (name == "step" and kind.rule is LateAdan):  # it counts in the group
+            if not (name == "step" and kind.rule is OurLateAdan):  # it counts in the group
                 torch.testing.assert_close(late.state[one][name], value, rtol=2e-5, atol=2e-6, msg=name)
-    if kind.rule is LateAdan:
+    if kind.rule is OurLateAdan:
         assert late.param_groups[0]["step"] == plain.param_groups[0]["step"] == 30
     if kind.rule is LateSGD:
         assert all(map(torch.equal, ours, theirs))
@@ -363,7 +363,7 @@ def test_a_late_delivery_of_a_rule_that_counts() -> None:
     """All tensors of a group see one count, which grows without a delivery, too."""
     both = [nn.Parameter(torch.ones(shape)) for shape in SHAPES]
     optimizer = Adan(both)
-    rule = LateAdan(optimizer, Late())
+    rule = OurLateAdan(optimizer, Late())
     for step in range(4):
         for each in both:
             each.grad = torch.full_like(each, 4.0)
@@ -373,8 +373,8 @@ def test_a_late_delivery_of_a_rule_that_counts() -> None:
     assert float(optimizer.state[both[0]]["change"].abs().sum()) == 0  # it is the first delivery of the coordinate
 
 
-@pytest.mark.parametrize("kind", [LateAdan, LateAdanOfStates])
-def test_steps_count_again_after_a_load(kind: type[LateAdan], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", [OurLateAdan, OurLateAdanOfStates])
+def test_steps_count_again_after_a_load(kind: type[OurLateAdan], monkeypatch: pytest.MonkeyPatch) -> None:
     """A checkpoint that is loaded again and again repeats the same steps, and each counts."""
     monkeypatch.setattr(choose, "RULES", [kind])
     parameter = nn.Parameter(torch.ones(6, 5))
@@ -394,7 +394,7 @@ def test_vectors_of_a_step_share_one_count() -> None:
     """A rule is called for each vector. The count of a group grows once in a step, also without a gradient."""
     both = [nn.Parameter(torch.ones(shape)) for shape in SHAPES]
     optimizer = Adan(both)
-    rule = LateAdan(optimizer, Late())
+    rule = OurLateAdan(optimizer, Late())
     for _ in range(3):
         rule.begin()
         for each in both:
@@ -415,7 +415,7 @@ def test_empty_shards_count(rank, world_size, counts_in):
     """A rank whose shard of a parameter is empty counts as the others do."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model = fully_shard(nn.Linear(8, 1, bias=False), mesh=mesh["shard"])
-    tritoncomm.add_rule(LateAdan if counts_in == "group" else LateAdanOfStates)
+    tritoncomm.add_rule(OurLateAdan if counts_in == "group" else OurLateAdanOfStates)
     fields = {"dense_below": 0, "warmup_steps": 0, "model": model, "process_group": mesh["replicate"].get_group()}
     optimizer = tritoncomm.wrap(Adan(model.parameters(), counts_in=counts_in), density=0.5, **fields)
     for step in range(3):
@@ -428,6 +428,6 @@ def test_empty_shards_count(rank, world_size, counts_in):
 
 def test_counts_in_is_checked() -> None:
     """Another place is an error that names the two."""
-    kind = type("Wrong", (LateAdan,), {"counts_in": "groups"})
+    kind = type("Wrong", (OurLateAdan,), {"counts_in": "groups"})
     with pytest.raises(tritoncomm.ConfigurationError, match=r"counts_in='groups'.*'state'.*'group'"):
         kind(Adan([nn.Parameter(torch.ones(4))]), Late())

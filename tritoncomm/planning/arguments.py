@@ -8,7 +8,7 @@ from pathlib import Path
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.scheduler.cost import Link
 from tritoncomm.step.settings import DEFAULT_VALUES
-from tritoncomm_kernels.formats import FORMATS
+from tritoncomm_kernels.formats import ENTRY_FORMATS, FORMATS
 
 LINK = "10gbit,30us"
 
@@ -24,8 +24,8 @@ def add_values(command: argparse.ArgumentParser, default: str = DEFAULT_VALUES) 
     """Add the option ``--values``, which is None if it is not given."""
     command.add_argument(
         "--values",
-        help="format of values on the wire, for methods that send entries; what rounding cuts off stays in a residual. "
-        f"Default: {default}",
+        help="format of values on the wire; what rounding cuts off stays in a residual. Methods that send entries take "
+        f"{', '.join(ENTRY_FORMATS)}. Default: {default}",
         choices=tuple(FORMATS),
     )
 

@@ -231,7 +231,7 @@ def table(rows: Sequence[Row], link: Link) -> str:
         )
     different = sorted({row.method for row in rows if not row.as_predicted})
     lines += [
-        f"* {method} differs from its prediction: {WHY.get(method.split()[0], 'entries are not spread evenly')}"
+        f"* {method} differs from its prediction: {WHY.get(method.split()[0], 'it is an estimate')}"
         for method in different
     ]
     if any(row.simulated < row.numel for row in rows):

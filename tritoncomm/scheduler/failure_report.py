@@ -127,7 +127,7 @@ class FailureReport:
         missing = self.missing or [*others_at_fault(cause)]
         if texts["other"] and not self.gone:
             return ExchangeError(message + "; ".join(texts["other"].values()), missing)
-        names = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing)) or '(number unknown)'}"
+        names = f"ranks {missing}" if len(missing) > 1 else f"rank {missing[0] if missing else '(number unknown)'}"
         more = f"({others or cause}). "
         proceed = "To continue, call optimizer.reset_process_group() with a new process group"
         restart = f", or restart from a checkpoint{advice and '. On NCCL, ' + advice}"
