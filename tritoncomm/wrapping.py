@@ -168,7 +168,7 @@ def wrap(
         check_free([whole, *listed])
         if not isinstance(broadcast_parameters, bool):
             raise ConfigurationError(f"broadcast_parameters={broadcast_parameters!r}: must be True or False")
-        check_model(model, group)
+        check_model(model)
         check_held(model, whole)
         is_told = algo is not None or density is not None or updates is not None or recipe_fields
         if not is_told and any(map(keeps_points, listed)):

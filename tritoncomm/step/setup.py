@@ -197,7 +197,7 @@ class Setup:
             recipe = with_nodes(inner, node_group, process_group)
             check_optimizer(self.optimizer, alone=alone)
             self.steps.check(alone=alone)
-            check_model(module, process_group)
+            check_model(module)
             keep_gradients_local(module)
         if isinstance(recipe, Hierarchical):
             agree.compare(numbered_groups(), process_group, self.device)
@@ -216,6 +216,7 @@ class Setup:
         """Return an exchange of the gradients of all parameters that require them, in place of ``before``."""
         self.parameters.note()
         trained, recipe, options = self.parameters.trained, self.recipe, self.options
+        is_sharded = check_shards(trained, group)  # before process groups are created for the vectors
         parameters = [parameter for parameter, _ in trained]
         owners = {} if self.local is None else self.local.owners
         dense = dense_ids(self.optimizer)
@@ -232,7 +233,7 @@ class Setup:
                 is_late = takes_aware_step(part, options.late)
                 vectors += _vectors(own, replace(common, epsilon=epsilon, is_late=is_late))
         all_shards = None
-        if check_shards(trained, group):
+        if is_sharded:
             device = local(parameters[0]).device
             all_shards = (before and before.all_shards) or scheduler_of_all_shards(recipe.name, options.timeout, device)
         held = agree.parameter_ids(self.optimizer)  # a group may have been added, of parameters that were not held
@@ -330,6 +331,7 @@ def check_shards(trained: Sequence[tuple[torch.Tensor, str]], group: dist.Proces
                 f"{label(name, position, parameter)} is a DTensor over ranks {sorted(mesh)}, and the exchange is over "
                 f"ranks {sorted(ranks)}: pass process_group=, the ranks that hold the same shard "
                 '(mesh["replicate"].get_group()), and apply fully_shard() or parallelize_module() with the other '
-                "dimensions of the mesh; with a single copy of the model there is nothing to exchange"
+                "dimensions of the mesh, or FSDP averages over the replicas densely; with a single copy of the model "
+                "there is nothing to exchange"
             )
     return found

@@ -18,7 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.scheduler.process_group import is_distributed
-from tritoncomm.scheduler.ranks import global_ranks, own_rank, speaks
+from tritoncomm.scheduler.ranks import speaks
 from tritoncomm.step import agree
 from tritoncomm.step.agree.number import numbers
 from tritoncomm.step.model.refuse import is_stepping, is_wrapped
@@ -28,6 +28,7 @@ from tritoncomm.step.torch_internals import (
     check_new_joins,
     comm_hooks,
     creates_state,
+    fsdp_modules,
     ignored_by,
     let_average_nothing,
 )
@@ -126,13 +127,16 @@ def compare_buffers(model: nn.Module | None, optimizer: torch.optim.Optimizer, g
         )
 
 
-def check_model(model: nn.Module | None, group: dist.ProcessGroup | None) -> None:
-    """Raise :class:`~tritoncomm.ConfigurationError` if gradients of ``model`` cannot be exchanged in ``group``."""
+def check_model(model: nn.Module | None) -> None:
+    """Raise :class:`~tritoncomm.ConfigurationError` if gradients of ``model`` cannot be exchanged.
+
+    The group in which its shards are exchanged is checked with the parameters that the optimizer holds.
+    """
     found = _ddp_of(model)
     for module in found:
         _check_hooks(module)
     if model is not None and not found:
-        _check_shards(model, group)
+        _check_shards(model)
 
 
 def check_held(model: nn.Module | None, optimizer: torch.optim.Optimizer) -> None:
@@ -228,11 +232,9 @@ def _check_hooks(model: DistributedDataParallel) -> None:
             )
 
 
-def _check_shards(model: nn.Module, group: dist.ProcessGroup | None) -> None:
+def _check_shards(model: nn.Module) -> None:
     """Check a model that ``fully_shard`` has sharded. Other modules may be anything."""
-    from torch.distributed.fsdp import FSDPModule  # noqa: PLC0415 - importing it takes a while
-
-    if not any(isinstance(module, FSDPModule) for module in model.modules()):
+    if not fsdp_modules(model):
         return
     meshes: dict[tuple[int, ...], str] = {}
     for name, parameter in model.named_parameters():
@@ -251,22 +253,3 @@ def _check_shards(model: nn.Module, group: dist.ProcessGroup | None) -> None:
                 f"{meshes[widest]} is sharded over ranks {list(widest)}, and {name} over ranks {list(ranks)}: call "
                 "fully_shard() with the same mesh for all parameters of the model"
             )
-    if group is None:
-        raise ConfigurationError(
-            "model is sharded by FSDP2: pass process_group=, the ranks that hold the same shard as this rank "
-            '(mesh["replicate"].get_group())'
-        )
-    _check_replicas(widest, group)
-
-
-def _check_replicas(shards: Iterable[int], group: dist.ProcessGroup) -> None:
-    replicas = global_ranks(group)
-    common = sorted(set(shards) & set(replicas))
-    if common == [own_rank()]:
-        return
-    raise ConfigurationError(
-        f"model is sharded over ranks {sorted(shards)}, and process_group has ranks {replicas}: they must have this "
-        f"rank, {own_rank()}, and no other in common. Call fully_shard() with "
-        'mesh["shard"] of a mesh of replicas and shards, and pass process_group=mesh["replicate"].get_group(). With a '
-        "mesh of two dimensions, FSDP averages over the replicas densely"
-    )
