@@ -84,6 +84,22 @@ class SparseVector:
     def __repr__(self) -> str:
         return f"SparseVector({len(self)} of {self.numel})"
 
+    def with_values(self, values: torch.Tensor) -> SparseVector:
+        """Return a vector with other ``values`` at the same coordinates."""
+        if self.is_full:
+            return SparseVector.full(values)
+        if self.is_padded:
+            return SparseVector.padded(Entries(self.indices, values), self.numel)
+        return SparseVector(self.indices, values, self.numel)
+
+    def read_from(self, dense: torch.Tensor) -> torch.Tensor:
+        """Return ``dense`` (``[numel]``) at the stored coordinates. It is 0 at padding."""
+        if self.is_full:
+            return dense
+        if self.is_padded:
+            return torch.where(self.indices < 0, 0.0, dense[self.indices.clamp(min=0).long()])
+        return dense.index_select(0, self.indices)
+
     def to_dense(self) -> torch.Tensor:
         """Return a new fp32 tensor ``[numel]`` with zeros at coordinates that are not stored."""
         return self.write_to(torch.empty(self.numel, dtype=torch.float32, device=self.values.device))

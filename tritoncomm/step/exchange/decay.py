@@ -19,7 +19,6 @@ from collections.abc import Container, Mapping
 import torch
 
 from tritoncomm.primitives.sparse_vector import SparseVector
-from tritoncomm.step.exchange.layout import values_at, with_values
 from tritoncomm.step.exchange.vector import VectorExchange
 from tritoncomm.step.tensors.shards import local
 
@@ -38,7 +37,7 @@ def with_decay(vector: VectorExchange, mean: SparseVector, shares: Mapping[int, 
     if not _decays(vector, shares):
         return mean
     decay = _decay(vector, shares)
-    whole = with_values(mean, mean.values + values_at(decay, mean))
+    whole = mean.with_values(mean.values + mean.read_from(decay))
     if mean.is_full:
         return whole
     large = None if mean.is_padded else _outweighing(vector, mean, decay)
@@ -60,7 +59,7 @@ def show_decay(vector: VectorExchange, mean: SparseVector, shares: Mapping[int, 
         return
     decay = _decay(vector, shares)
     if not mean.is_full:
-        decay = vector.write(with_values(mean, values_at(decay, mean)))
+        decay = vector.write(mean.with_values(mean.read_from(decay)))
     for parameter, part in zip(vector.layout.parameters, vector.layout.parts(decay), strict=True):
         if parameter.grad is not None and id(parameter) not in left:
             gradient = local(parameter.grad.detach())

@@ -15,7 +15,7 @@ from tritoncomm.step.exchange.feedback import Ages
 from tritoncomm.step.tensors.names import label
 from tritoncomm.step.tensors.shards import PLAIN, like_parameter, local, local_gradient, local_shards
 from tritoncomm.step.torch_internals import gradient_dtype
-from tritoncomm_kernels import Entries, constant
+from tritoncomm_kernels import constant
 from tritoncomm_kernels.devices import is_asynchronous
 
 
@@ -248,30 +248,12 @@ class Delivered:
     def read_again(self) -> Delivered:
         """Return the same entries with what ``.grad`` holds there now: a script may have clipped it."""
         flat = torch.empty(self.mean.numel, dtype=torch.float32, device=self.mean.values.device)
-        return replace(self, mean=with_values(self.mean, values_at(self.layout.read_gradients(flat), self.mean)))
+        return replace(self, mean=self.mean.with_values(self.mean.read_from(self.layout.read_gradients(flat))))
 
     def without_zeros(self) -> Delivered:
         """Return the same mean without its entries of zero. The host waits for their number."""
         found = self.mean.values.nonzero().reshape(-1).to(torch.int32)
         return replace(self, mean=SparseVector(found, self.mean.values[found.long()], self.mean.numel))
-
-
-def values_at(flat: torch.Tensor, mean: SparseVector) -> torch.Tensor:
-    """Return ``flat`` at the coordinates of ``mean``. It is 0 at padding."""
-    if mean.is_full:
-        return flat
-    if mean.is_padded:
-        return torch.where(mean.indices < 0, 0.0, flat[mean.indices.clamp(min=0).long()])
-    return flat.index_select(0, mean.indices)
-
-
-def with_values(mean: SparseVector, values: torch.Tensor) -> SparseVector:
-    """Return a vector with other ``values`` at the coordinates of ``mean``."""
-    if mean.is_full:
-        return SparseVector.full(values)
-    if mean.is_padded:
-        return SparseVector.padded(Entries(mean.indices, values), mean.numel)
-    return SparseVector(mean.indices, values, mean.numel)
 
 
 def check_range(delivered: Sequence[Delivered]) -> None:

@@ -32,7 +32,6 @@ from tritoncomm.primitives.verdict import REJECTED, Verdict
 from tritoncomm.scheduler import cost
 from tritoncomm.scheduler.cost import Forecast, both
 from tritoncomm.scheduler.rounds import AllReduce, Pattern, read
-from tritoncomm.step.exchange.layout import values_at, with_values
 from tritoncomm_kernels import Entries
 from tritoncomm_kernels.formats import FORMATS, SMALL_FORMATS, Format
 
@@ -172,7 +171,7 @@ class StagedAlgorithm(WrapperAlgorithm):
             scaled = acc.scaled(divisors)
             mean = yield from self.inner.reduce(scaled, rank, world_size)
             acc.unscale_from(scaled, divisors)
-            mean = with_values(mean, mean.values * values_at(divisors, mean))
+            mean = mean.with_values(mean.values * mean.read_from(divisors))
         self.report = self.inner.report
         if self.scale is not None and (yield from self.scale.follow(mean, divisors, acc.device)):
             self.inner.invalidate_thresholds()
