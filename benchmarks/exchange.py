@@ -24,12 +24,12 @@ import torch
 import torch.distributed as dist
 import tritoncomm
 from tritoncomm.algorithms import field_names
+from tritoncomm.algorithms.staged import Staged
 from tritoncomm.demo.local_workers import Send, run_workers
 from tritoncomm.planning import planner
 from tritoncomm.planning.synthetic_gradients import LayeredGradients
 from tritoncomm.scheduler.process_group import ProcessGroupScheduler
 from tritoncomm.step.exchange.feedback import ErrorFeedback
-from tritoncomm.step.exchange.stages import Staged
 
 import baselines  # noqa: F401 - registers them
 import script

@@ -12,10 +12,10 @@ import tritoncomm
 from torch import Tensor
 from tritoncomm.algorithms import at_density, field_names
 from tritoncomm.algorithms.base import StaticRecipe
+from tritoncomm.algorithms.staged import Staged
 from tritoncomm.primitives.mean_norm import random_signs, sketch
 from tritoncomm.step.exchange.feedback import Ages
 from tritoncomm.step.exchange.layout import BucketLayout, Delivered, small_ids
-from tritoncomm.step.exchange.stages import Staged
 from tritoncomm.step.rules.choose import find_rule
 from tritoncomm.step.rules.step import coupled_decay
 from tritoncomm.step.settings import DEFAULT_SMALL, DENSE_BELOW

@@ -31,11 +31,11 @@ from tritoncomm import (
     SparseVector,
     Warmup,
 )
+from tritoncomm.algorithms.staged import Staged
 from tritoncomm.scheduler.cost import Forecast
 from tritoncomm.scheduler.faults import KINDS, Faults
 from tritoncomm.scheduler.meter import Meter
 from tritoncomm.scheduler.rounds import Op
-from tritoncomm.step.exchange.stages import Staged
 
 FAMILIES = ("random", "sparse", "zero", "ties", "one-region", "cancelling", "identical", "one-entry", "disjoint")
 MAX_WORLD_SIZE = 17

@@ -26,8 +26,8 @@ from tritoncomm import (
 )
 from tritoncomm.algorithms import Hierarchical, at_density
 from tritoncomm.algorithms.base import IndexRecipe
+from tritoncomm.algorithms.staged import Staged
 from tritoncomm.primitives.packing import Encoding
-from tritoncomm.step.exchange.stages import Staged
 
 from baselines import DGC, TopkDSA
 from depth import DEEP

@@ -17,7 +17,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tritoncomm import Recipe, SimulatedWorld, Warmup, algorithms
 from tritoncomm.algorithms.base import Carriers
-from tritoncomm.step.exchange.stages import Staged
+from tritoncomm.algorithms.staged import Staged
 
 import depth
 import laws

@@ -10,8 +10,8 @@ import torch
 import tritoncomm
 from tritoncomm import ConfigurationError, NonFiniteError, SimulatedWorld, SparDL, TopkAllgather, Warmup
 from tritoncomm.algorithms.base import StaticRecipe
+from tritoncomm.algorithms.staged import Staged
 from tritoncomm.scheduler.cost import HEADER_WORDS, WORD
-from tritoncomm.step.exchange.stages import Staged
 
 import laws
 from baselines import DGC, GaussianK, GTopk, HardThreshold, SIDCo, TopkDSA

@@ -19,8 +19,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from tritoncomm import Recipe, SparseOptimizer
+from tritoncomm.algorithms import staged
 from tritoncomm.checkpoint import ResidualState
-from tritoncomm.step.exchange import feedback, stages
+from tritoncomm.step.exchange import feedback
 from tritoncomm.step.tensors.shards import local
 
 import laws
@@ -41,10 +42,10 @@ def exact(optimizer: Any, algo: str | Recipe = "oktopk", **fields: Any) -> Spars
 @contextmanager
 def renewed_every(steps: int) -> Iterator[None]:
     """Let scales of optimizers that are wrapped here, and norms of parameters, be renewed after so many steps."""
-    kind = stages.Scale
+    kind = staged.Scale
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(feedback, "RENEW_RMS_EVERY", steps)
-        patch.setattr(stages, "Scale", lambda matrices, decay, _, epsilon: kind(matrices, decay, steps, epsilon))
+        patch.setattr(staged, "Scale", lambda matrices, decay, _, epsilon: kind(matrices, decay, steps, epsilon))
         yield
 
 

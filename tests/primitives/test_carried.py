@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 from tritoncomm import ExDyna, OkTopk, Quantized, Recipe, SimulatedWorld, SparDL, TopkAllgather
+from tritoncomm.algorithms.staged import Staged
 from tritoncomm.errors import NonFiniteError
 from tritoncomm.primitives.carried import carried, with_carried
 from tritoncomm.primitives.collectives import bruck_all_gather, rotate
 from tritoncomm.scheduler.cost import Forecast, both, messages
 from tritoncomm.scheduler.rounds import AllReduce, Op, Pattern, Round, Wait
 from tritoncomm.scheduler.simulated import SimulatedScheduler
-from tritoncomm.step.exchange.stages import Staged
 
 import laws
 

@@ -22,8 +22,8 @@ from tritoncomm import (
     TopkAllgather,
     Warmup,
 )
+from tritoncomm.algorithms.staged import Staged
 from tritoncomm.primitives.second_moment import FactoredSecondMoment, Moment
-from tritoncomm.step.exchange.stages import Staged
 from tritoncomm.step.saved import state as exchange_state
 
 SHAPES = st.lists(st.lists(st.integers(0, 5), min_size=0, max_size=4).map(tuple), min_size=0, max_size=4)

@@ -13,9 +13,9 @@ from tritoncomm import (
     SimulatedWorld,
     TopkAllgather,
 )
+from tritoncomm.algorithms.staged import Staged
 from tritoncomm.scheduler.cost import HEADER_WORDS, WORD, Flow
 from tritoncomm.step.exchange.layout import small_ids
-from tritoncomm.step.exchange.stages import Staged
 
 import laws
 

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from tritoncomm.algorithms import Dense, Recipe
+from tritoncomm.algorithms.staged import Scale, Staged, StagedAlgorithm
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.primitives.mean_norm import gain_of_mean, norm_of_mean, random_signs, sketch
 from tritoncomm.primitives.sparse_vector import SparseVector
@@ -28,7 +29,6 @@ from tritoncomm.scheduler.together import Running
 from tritoncomm.step import settings
 from tritoncomm.step.exchange.feedback import Ages, ErrorFeedback
 from tritoncomm.step.exchange.layout import BucketLayout, Delivered
-from tritoncomm.step.exchange.stages import Scale, Staged, StagedAlgorithm
 from tritoncomm.step.recipes import never_delays, with_form, without_encoding
 from tritoncomm.step.settings import WrapOptions
 from tritoncomm.step.tensors.shards import local, pieces
