@@ -27,7 +27,7 @@ from tritoncomm.step.model.module import (
     names_of,
 )
 from tritoncomm.step.optimizer_list import parts_of, whole_of
-from tritoncomm.step.recipes import never_delays, resolve_recipe
+from tritoncomm.step.recipes import arguments_of, check_keywords, never_delays, resolve_recipe
 from tritoncomm.step.rules.choose import keeps_points, tell_effects, updates_of
 from tritoncomm.step.settings import (
     DEFAULT_ALGO,
@@ -173,9 +173,10 @@ def wrap(
         is_told = algo is not None or density is not None or updates is not None or recipe_fields
         if not is_told and any(map(keeps_points, listed)):
             algo = DEFAULT_UPDATES
-        small_format = resolved_small(small)
-        resolve = partial(resolve_recipe, node_group=node_group, group=group, small=small_format, function=wrap)
-        chosen = resolve(DEFAULT_ALGO if algo is None else algo, density, warmup_steps, recipe_fields)
+        method, small_format = DEFAULT_ALGO if algo is None else algo, resolved_small(small)
+        check_keywords("wrap", arguments_of(wrap), method, recipe_fields)
+        resolve = partial(resolve_recipe, node_group=node_group, group=group, small=small_format)
+        chosen = resolve(method, density, warmup_steps, recipe_fields)
         aware, how = late_of(late), updates_of(whole, updates, local_steps, chosen)
         if how is not None:
             chosen = resolve(how.algo or DEFAULT_UPDATES, None, 0, {})

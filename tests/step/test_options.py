@@ -175,7 +175,7 @@ def test_default_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(options, "DEFAULT_WARMUP", number)
 
     def resolved(algo: str | tritoncomm.Recipe, density: float = 0.01, steps: int | None = None) -> tritoncomm.Recipe:
-        return resolve_recipe(algo, density, steps, {}, function=tritoncomm.wrap)
+        return resolve_recipe(algo, density, steps, {})
 
     method = tritoncomm.OkTopk(density=0.01)
     assert resolved("oktopk") == tritoncomm.Warmup(recipe=method, steps=number)
@@ -214,7 +214,7 @@ def test_default_formats(monkeypatch: pytest.MonkeyPatch) -> None:
     start = tritoncomm.Warmup(recipe=OkTopk(density=0.03, values="4bit"), steps=3, values="2bit")
     assert wrapped(warmup_steps=3).recipe == start
     assert wrapped(warmup_steps=3, small="fp32").recipe == dataclasses.replace(start, values="fp32")
-    momentum = resolve_recipe("dgc", 0.03, 3, {}, small="8bit", function=tritoncomm.wrap)
+    momentum = resolve_recipe("dgc", 0.03, 3, {}, small="8bit")
     assert momentum.values == "fp32"
     with pytest.raises(ConfigurationError, match="packed=False: values='2bit' are always packed: leave out packed"):
         wrapped(values="2bit", packed=False)

@@ -47,7 +47,6 @@ def resolve_recipe(
     group: dist.ProcessGroup | None = None,
     *,
     small: str = "fp32",
-    function: Callable[..., Any],
 ) -> Recipe:
     """Return the recipe that the arguments of ``wrap`` describe.
 
@@ -60,7 +59,6 @@ def resolve_recipe(
         node_group: Ranks of this rank's node. None if nodes are not treated separately.
         group: Process group of the exchange. None is the default group.
         small: Format of small tensors. That of the dense exchanges at the start depends on it.
-        function: The function that the user called. Errors list its arguments.
 
     Raises:
         ConfigurationError: An argument is invalid.
@@ -68,7 +66,6 @@ def resolve_recipe(
     check_algo(algo)
     if not (warmup_steps is None or (type(warmup_steps) is int and warmup_steps >= 0)):
         raise ConfigurationError(f"warmup_steps={warmup_steps!r}: must be a whole number of at least 0, or None")
-    check_keywords(function.__name__, arguments_of(function), algo, fields)
     if not isinstance(algo, Recipe):
         _check_packed(fields)
         fields = {**default_fields(algo, fields), **fields}

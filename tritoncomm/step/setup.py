@@ -48,13 +48,12 @@ class Setup:
         recipe: The recipe of the exchange.
         process_group: The process group. None is the default group.
         options: The options of ``wrap``.
-        broadcast_parameters: Whether to copy parameters and buffers from the first rank first. Default: False.
-        model: The module that is trained, if it is known. Default: None.
+        broadcast_parameters: Whether to copy parameters and buffers from the first rank first.
+        model: The module that is trained. None if it is not known.
 
     Attributes:
         optimizer: See above.
         options: See above.
-        recipe: See above.
         local: The optimizers that step by themselves, if updates are exchanged. Else None.
         exchanged: The optimizer whose gradients are exchanged: that of the anchor, if updates are exchanged.
         exchange: The exchange of these gradients.
@@ -70,10 +69,10 @@ class Setup:
         process_group: dist.ProcessGroup | None,
         options: WrapOptions,
         *,
-        broadcast_parameters: bool = False,
-        model: nn.Module | None = None,
+        broadcast_parameters: bool,
+        model: nn.Module | None,
     ) -> None:
-        self.optimizer, self.recipe, self.options = optimizer, recipe, options
+        self.optimizer, self.options = optimizer, options
         self.names, ignored = names_of(model), ignored_ids(model)
         alone = settings.is_alone(process_group)
         self.local: LocalSteps | None = None
@@ -89,7 +88,7 @@ class Setup:
         self.parameters = KnownParameters(self.exchanged, self.names, ignored)
         self.unreduced = UnreducedPasses(model)
         self._others, buffers = rest_of(model, optimizer)
-        self.exchange = self._build(process_group, None)
+        self.exchange = self._build(recipe, process_group)
         exchange_state.warn_about_lost_residual(optimizer.param_groups, self.everybody)
         every = (each for each, _ in agree.named_parameters(optimizer) if id(each) not in ignored)
         held = [(each, f"parameter {number} of the optimizer") for number, each in enumerate(every)]
@@ -116,6 +115,11 @@ class Setup:
             log_choice(self.recipe, first.rank, first.world_size, parts)
         elif int(os.environ.get("WORLD_SIZE", "1")) > 1:
             logger.warning("WORLD_SIZE is set, but torch.distributed is not initialized: nothing will be exchanged")
+
+    @property
+    def recipe(self) -> Recipe:
+        """The recipe of the exchange."""
+        return self.exchange.options.recipe
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
@@ -168,7 +172,7 @@ class Setup:
                     local_steps.add_new_parameters()
                 self.recipe.check_optimizer(self.optimizer)
                 self.steps.check()
-                exchange = self._build(self.process_group, self.exchange)
+                exchange = self._build(self.recipe, self.process_group, self.exchange)
             self._compare(exchange, self.recipe, self.process_group, steps_alone=local_steps is not None)
             exchange.agree_on_exchange_id()
         except BaseException:
@@ -206,16 +210,19 @@ class Setup:
             self.local.forget_loading()
         exchange.restart()
         exchange_state.moved(exchange, recipe, process_group)
-        self.recipe, self.steps.alone = recipe, alone
+        self.steps.alone = alone
 
     def note_new(self) -> None:
         """Exchange the gradients of parameters, too, that require them only now. A single worker does."""
-        self.exchange = exchange_state.continued(self._build(self.process_group, self.exchange), self.exchange)
+        exchange = self._build(self.recipe, self.process_group, self.exchange)
+        self.exchange = exchange_state.continued(exchange, self.exchange)
 
-    def _build(self, group: dist.ProcessGroup | None, before: GradientExchange | None) -> GradientExchange:
+    def _build(
+        self, recipe: Recipe, group: dist.ProcessGroup | None, before: GradientExchange | None = None
+    ) -> GradientExchange:
         """Return an exchange of the gradients of all parameters that require them, in place of ``before``."""
         self.parameters.note()
-        trained, recipe, options = self.parameters.trained, self.recipe, self.options
+        trained, options = self.parameters.trained, self.options
         is_sharded = check_shards(trained, group)  # before process groups are created for the vectors
         parameters = [parameter for parameter, _ in trained]
         owners = {} if self.local is None else self.local.owners

@@ -156,12 +156,12 @@ def leaves(state: Any, name: str) -> Iterator[tuple[str, torch.Tensor | float | 
             yield from leaves(entries[key], f"{key} {name}")
 
 
-def state_outline(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the shapes and step counts in each parameter's state in the state dict of an optimizer, by their names.
+def state_outline(states: Mapping[Any, Any]) -> dict[str, Any]:
+    """Return the shapes and step counts in the state of each parameter in an optimizer, by their names.
 
     Other values are left out: after training on different processors, their last bits may differ.
     """
-    found = (leaf for key, each in state_dict["state"].items() for leaf in leaves(each, f"of parameter {key}"))
+    found = (leaf for key, each in states.items() for leaf in leaves(each, f"of parameter {key}"))
     return {f"{STATE}: {name}": _outline(leaf) for name, leaf in found}
 
 

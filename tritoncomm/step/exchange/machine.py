@@ -188,7 +188,7 @@ class GradientExchange:
                 for vector in self.vectors:
                     vector.flat.zero_()
             else:
-                step.error = self._read(rests) or step.error
+                self._read(rests)
             step.fault = str(step.error or step.fault)
             if step.fault:  # all ranks reject the step
                 for vector in self.vectors:
@@ -208,13 +208,18 @@ class GradientExchange:
             self.presence.warn_once(self.steps + 1, speaks=speaks(self.everybody))
         self._ready()
 
-    def _read(self, rests: Collection[int]) -> ConfigurationError | None:
-        """Copy every ``.grad`` into the vectors. Return why that is impossible, or None."""
-        factor, look = self.pending.factor, self.pending.look
-        reasons = [vector.read_gradients(factor, rests) for vector in self.vectors]
-        if look is not None and self.all_shards is None and self.vectors[0].rank == 0:
-            look([vector.flat for vector in self.vectors])
-        return next((reason for reason in reasons if reason is not None), None)
+    def _read(self, rests: Collection[int]) -> None:
+        """Copy every ``.grad`` into the vectors. If that is impossible, note why."""
+        step = self.pending
+        factor = step.factor  # the host waits for a GPU once
+        try:
+            for vector in self.vectors:
+                vector.read_gradients(factor, rests)
+        except ConfigurationError as error:
+            step.error = error
+            return
+        if step.look is not None and self.all_shards is None and self.vectors[0].rank == 0:
+            step.look([vector.flat for vector in self.vectors])
 
     def _inspect(self) -> None:
         """Look whether somebody else averages the gradients of this rank."""

@@ -17,7 +17,6 @@ import torch.distributed as dist
 
 from tritoncomm.algorithms import Dense, Recipe
 from tritoncomm.algorithms.staged import Scale, Staged, StagedAlgorithm
-from tritoncomm.errors import ConfigurationError
 from tritoncomm.primitives.mean_norm import gain_of_mean, norm_of_mean, random_signs, sketch
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.scheduler.meter import Meter, Ratio
@@ -262,21 +261,19 @@ class VectorExchange:
         # The squares may overflow in fp32.
         return norm if math.isfinite(norm) else float(self.feedback.residual.double().norm())
 
-    def read_gradients(self, factor: float, resting: Collection[int]) -> ConfigurationError | None:
-        """Copy every ``.grad``, times ``factor``, into :attr:`flat`. Return why that is impossible, or None.
+    def read_gradients(self, factor: float, resting: Collection[int]) -> None:
+        """Copy every ``.grad``, times ``factor``, into :attr:`flat`.
 
         Gradients of parameters with an id in ``resting`` count as zero.
+
+        Raises:
+            ConfigurationError: A gradient is not dense.
         """
-        error = None
-        try:
-            self.layout.read_gradients(self.flat, sparse=self.keeps_gradient)
-        except ConfigurationError as reason:
-            error = reason
+        self.layout.read_gradients(self.flat, sparse=self.keeps_gradient)
         for own in self._slices(resting):
             self.flat[own].zero_()
         if factor != 1.0:
             self.flat.mul_(factor)
-        return error
 
     def delivered(self, mean: SparseVector) -> Delivered:
         """Return ``mean`` with the place and the age of each of its entries."""

@@ -39,9 +39,7 @@ class LocalClipping:
         if self._steps == _STEPS:
             return
         self._steps += 1
-        self._norms.append(
-            torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(each) for each in gradients]))
-        )
+        self._norms.append(nn.utils.get_total_norm(gradients))
         if self._steps == _STEPS:
             self._tell()
 

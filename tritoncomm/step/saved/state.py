@@ -282,7 +282,7 @@ def compare(
     fields: dict[str, Any] = {"steps": saved["steps"] if saved else None}
     if exchange.all_shards is not None:  # methods of other shards have other states
         agree.compare(fields, exchange.everybody, device)
-    fields |= agree.state_outline({"state": inner})
+    fields |= agree.state_outline(inner)
     if feedbacks:
         ages = [each.ages.flat for each in feedbacks]
         fields["loaded state"] = repr([[each.algorithm.common_state() for each in feedbacks], numbers(ages)])
