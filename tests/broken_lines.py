@@ -527,7 +527,7 @@ BROKEN = [
     ),
     BrokenLine(
         "an optimizer that needs a closure is accepted",
-        "step/settings.py",
+        "step/model/optimizers.py",
         "    _check_closure(optimizer)\n",
         "",
         "rules test_optimizers_that_cannot_be_exchanged_are_refused_by_name",
@@ -930,14 +930,14 @@ BROKEN = [
     ),
     BrokenLine(
         "a parameter on the meta device is accepted",
-        "step/settings.py",
+        "step/model/optimizers.py",
         "if parameter.is_meta:",
         "if False:",
         "model test_parameters_without_values_are_refused_by_name",
     ),
     BrokenLine(
         "a lazy parameter is accepted",
-        "step/settings.py",
+        "step/model/optimizers.py",
         "if is_lazy(parameter):",
         "if False:",
         "model test_parameters_without_values_are_refused_by_name",

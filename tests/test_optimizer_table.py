@@ -6,8 +6,8 @@ import re
 
 import torch
 from tritoncomm import ConfigurationError
+from tritoncomm.step.model.optimizers import check_optimizer
 from tritoncomm.step.rules.choose import RULES, exchanges_updates
-from tritoncomm.step.settings import check_optimizer
 
 from pages import ROOT
 

@@ -26,6 +26,7 @@ from tritoncomm.step.model.module import (
     keep_gradients_local,
     names_of,
 )
+from tritoncomm.step.model.optimizers import check_optimizer, check_trained
 from tritoncomm.step.optimizer_list import parts_of, whole_of
 from tritoncomm.step.recipes import arguments_of, check_keywords, never_delays, resolve_recipe
 from tritoncomm.step.rules.choose import keeps_points, tell_effects, updates_of
@@ -37,8 +38,6 @@ from tritoncomm.step.settings import (
     Updates,
     WrapOptions,
     check_group,
-    check_optimizer,
-    check_trained,
     late_of,
     resolved_small,
 )

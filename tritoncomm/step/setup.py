@@ -26,13 +26,14 @@ from tritoncomm.step.exchange.vector import ExchangeOptions, VectorExchange
 from tritoncomm.step.local.steps import LocalSteps
 from tritoncomm.step.model.misuse import UnreducedPasses
 from tritoncomm.step.model.module import check_model, ignored_ids, keep_gradients_local, names_of, rest_of
+from tritoncomm.step.model.optimizers import check_optimizer
 from tritoncomm.step.model.parameters import KnownParameters
 from tritoncomm.step.optimizer_list import parts_of
 from tritoncomm.step.recipes import log_choice, with_nodes
 from tritoncomm.step.rules.choose import selects_by_update, takes_aware_step
 from tritoncomm.step.rules.step import OptimizerSteps
 from tritoncomm.step.saved import state as exchange_state
-from tritoncomm.step.settings import WrapOptions, check_optimizer
+from tritoncomm.step.settings import WrapOptions
 from tritoncomm.step.tensors.names import label
 from tritoncomm.step.tensors.shards import by_split, local, mesh_ranks, pieces
 from tritoncomm.step.torch_internals import original_class
