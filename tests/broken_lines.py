@@ -155,14 +155,14 @@ BROKEN = [
     ),
     BrokenLine(
         "the residual of a rank without gradient waits while another rank has one",
-        "step/exchange/claim.py",
+        "step/exchange/presence.py",
         "missing & self.absent | resting",
         "missing | resting",
         "resting test_residual_takes_part_where_another_rank_has_a_gradient",
     ),
     BrokenLine(
         "a parameter of which one rank has no gradient is left alone on all",
-        "step/exchange/claim.py",
+        "step/exchange/presence.py",
         "if count == vector.world_size)",
         "if count > 0)",
         "resting test_parameter_without_gradient_anywhere_is_left_alone",
@@ -211,7 +211,7 @@ BROKEN = [
     ),
     BrokenLine(
         "frozen parameters may differ between ranks",
-        "step/exchange/claim.py",
+        "step/exchange/presence.py",
         "return [2 * (key in self.absent) + each.requires_grad for each, key in zip(parameters, keys, strict=True)]",
         "return [key in self.absent for key in keys]",
         "exchange test_parameters_frozen_on_one_rank_are_refused",
@@ -414,14 +414,14 @@ BROKEN = [
     ),
     BrokenLine(
         "flush() deletes the residual of what is frozen",
-        "step/exchange/claim.py",
+        "step/exchange/presence.py",
         "if not owner.requires_grad or id(owner) in unrated)",
         "if id(owner) in unrated)",
         "resting test_flush_leaves_the_residual_of_what_rests",
     ),
     BrokenLine(
         "flush() deletes the residual of a group with a rate of zero",
-        "step/exchange/claim.py",
+        "step/exchange/presence.py",
         "if not owner.requires_grad or id(owner) in unrated)",
         "if not owner.requires_grad)",
         "resting test_flush_leaves_the_residual_of_what_rests",

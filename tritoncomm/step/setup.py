@@ -164,7 +164,7 @@ class Setup:
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add the same parameter group on all ranks. Residuals are kept. If this raises, nothing has changed."""
         self.check_no_pending_step("add_param_group()")
-        before, exchange, local_steps = len(self.optimizer.param_groups), self.exchange, self.local
+        before, local_steps = len(self.optimizer.param_groups), self.local
         anchors = 0 if local_steps is None else len(local_steps.anchors)
         try:
             with agree.propagate_errors(self.process_group, self.device):
@@ -182,7 +182,7 @@ class Setup:
                 local_steps.remove_new_parameters(anchors)
             self.parameters.note()
             raise
-        self.exchange = exchange_state.continued(exchange, self.exchange)
+        exchange_state.extend(self.exchange, exchange)
 
     def continue_in(
         self,
@@ -215,8 +215,7 @@ class Setup:
 
     def note_new(self) -> None:
         """Exchange the gradients of parameters, too, that require them only now. A single worker does."""
-        exchange = self._build(self.recipe, self.process_group, self.exchange)
-        self.exchange = exchange_state.continued(exchange, self.exchange)
+        exchange_state.extend(self.exchange, self._build(self.recipe, self.process_group, self.exchange))
 
     def _build(
         self, recipe: Recipe, group: dist.ProcessGroup | None, before: GradientExchange | None = None

@@ -79,7 +79,7 @@ class Stepper:
         try:
             yield
         except BaseException as error:
-            exchange = self.setup.exchange  # a single worker may have got another one in the body
+            exchange = self.setup.exchange
             if not isinstance(error, Exception):
                 exchange.stop()
             elif exchange.state is State.READY:

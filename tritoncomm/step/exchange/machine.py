@@ -30,11 +30,12 @@ from tritoncomm.step.agree import UPDATES, UPDATES_ADVICE, differences, naming, 
 from tritoncomm.step.agree.inspection import Inspection
 from tritoncomm.step.agree.number import number_of_text
 from tritoncomm.step.agree.replica import Replica
-from tritoncomm.step.exchange.claim import Presence, Vote, advice, frozen, lead, vote, without_rate
+from tritoncomm.step.exchange.claim import Vote, advice, lead, vote
 from tritoncomm.step.exchange.decay import add_decay, show_decay, with_decay
 from tritoncomm.step.exchange.feedback import ErrorFeedback
 from tritoncomm.step.exchange.layout import check_range
 from tritoncomm.step.exchange.pending import TRANSITIONS, Part, Pending, State
+from tritoncomm.step.exchange.presence import Presence, frozen, without_rate
 from tritoncomm.step.exchange.vector import ExchangeOptions, VectorExchange, clipped, listed
 from tritoncomm.step.recipes import is_dense
 
@@ -139,6 +140,12 @@ class GradientExchange:
         for scheduler in _schedulers(vectors):
             scheduler.agree_on_exchange_id()
         self.vectors = vectors
+
+    def adopt(self, new: GradientExchange) -> None:
+        """Exchange what ``new`` does from now on, which all ranks have compared. Counters and the step stay."""
+        self.vectors, self.parameters, self.owners = new.vectors, new.parameters, new.owners
+        self.all_shards, self.replica = new.all_shards, new.replica
+        self.replica.agreed = self.steps
 
     def restore(self, feedbacks: Sequence[ErrorFeedback]) -> None:
         """Continue with the residual and method state ``feedbacks`` of each vector."""

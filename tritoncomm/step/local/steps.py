@@ -24,7 +24,7 @@ import torch
 from tritoncomm.scheduler.ranks import own_rank
 from tritoncomm.step.agree import LOADED
 from tritoncomm.step.agree.number import number_of_text, numbers
-from tritoncomm.step.exchange.claim import frozen
+from tritoncomm.step.exchange.presence import frozen
 from tritoncomm.step.exchange.vector import listed
 from tritoncomm.step.local.anchor import anchor_of, delta_of, write
 from tritoncomm.step.local.watch import Watch

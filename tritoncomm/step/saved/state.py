@@ -383,27 +383,23 @@ def states_of(state_dict: State) -> dict[int, Any]:
     return {number: states[key] for number, key in enumerate(keys_of(state_dict)) if key in states}
 
 
-def continued(new: GradientExchange, before: GradientExchange) -> GradientExchange:
-    """Return ``new`` with other parameters and the residuals, methods' states and counters of ``before``."""
-    old = _held(before, new.parameters)
+def extend(exchange: GradientExchange, new: GradientExchange) -> None:
+    """Let ``exchange`` exchange what ``new`` does, with other parameters. Residuals and methods' states are kept."""
+    old = _held(exchange, new.parameters)
     if any(map(_has_tensors, old["algorithm"])):
-        logger.warning("the parameters have changed: the momentum of %s begins again", _name(before))
+        logger.warning("the parameters have changed: the momentum of %s begins again", _name(exchange))
     old["algorithm"] = [without_entries(method) for method in old["algorithm"]]
     new.restore(carry_over(new, [old], 1.0))
     sources = {
         id(parameter): (vector.scale, position)
-        for vector in before.vectors
+        for vector in exchange.vectors
         for position, parameter in enumerate(vector.large)
         if vector.scale is not None
     }
     for vector in new.vectors:
         if vector.scale is not None:
             vector.scale.adopt_tensors([sources.get(id(parameter)) for parameter in vector.large])
-    new.state, new.steps, new.updates = before.state, before.steps, before.updates
-    new.skipped, new.total = before.skipped, before.total
-    new.gradient_norm, new.presence, new.inspection = before.gradient_norm, before.presence, before.inspection
-    new.replica.agreed = before.steps  # settings are compared when parameters are added
-    return new
+    exchange.adopt(new)
 
 
 def without_entries(method: Mapping[str, Any]) -> dict[str, Any]:
