@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
-import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
@@ -75,7 +74,7 @@ class SparseDDPStrategy(DDPStrategy):
     def setup_optimizers(self, trainer: Trainer) -> None:
         """Create optimizers and schedules, and wrap the optimizers."""
         super().setup_optimizers(trainer)
-        self._wrap(self.optimizers)
+        self._wrap()
         plugin = self.precision_plugin
         if getattr(plugin, "scaler", None) is not None:
             plugin.scaler = with_equal_scales(plugin.scaler, self.root_device)
@@ -88,8 +87,8 @@ class SparseDDPStrategy(DDPStrategy):
 
         plugin.clip_gradients = clip_gradients
 
-    def _wrap(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-        self.optimizers = [tritoncomm.wrap(each, model=self.model, **self._settings) for each in optimizers]
+    def _wrap(self) -> None:
+        self.optimizers = [tritoncomm.wrap(each, model=self.model, **self._settings) for each in self.optimizers]
 
     def _average(self, optimizer: Any) -> None:
         """Exchange the gradients of ``optimizer``, unless that was done, or updates are exchanged."""
@@ -155,7 +154,7 @@ class SparseDDPStrategy(DDPStrategy):
             parameter.requires_grad = True
         for optimizer in self.optimizers:
             optimizer.release()
-        self._wrap(self.optimizers)
+        self._wrap()
         for parameter, requires_grad in before:
             parameter.requires_grad = requires_grad
 

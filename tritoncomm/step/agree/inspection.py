@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from tritoncomm.scheduler.ranks import speaks
 from tritoncomm.step.agree.number import number_of
-from tritoncomm.step.tensors.shards import local
+from tritoncomm.step.tensors.shards import local, stored
 
 logger = logging.getLogger("tritoncomm")
 
@@ -76,6 +76,5 @@ def _number_of(gradient: torch.Tensor | None, device: torch.device) -> torch.Ten
     """
     if gradient is None:
         return torch.zeros((), dtype=torch.int64, device=device)
-    own = local(gradient).detach()
-    own = own.coalesce().values() if own.is_sparse else own
+    own = stored(local(gradient).detach())
     return torch.where(torch.isfinite(own).all(), number_of(own), 0).to(device)

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import torch
 
 from tritoncomm.step import agree
-from tritoncomm.step.tensors.shards import all_finite, local
+from tritoncomm.step.tensors.shards import all_finite, local, stored
 
 
 def ignored_of(optimizers: Iterable[torch.optim.Optimizer], ignored: Collection[int]) -> list[torch.Tensor]:
@@ -32,7 +32,7 @@ def non_finite(parameters: Iterable[torch.Tensor], names: Mapping[int, str]) -> 
     if all_finite(present(trained)):
         return {}
     counts = {
-        names.get(id(each)) or f"a parameter of shape {tuple(each.shape)}": int((~_values(grad).isfinite()).sum())
+        names.get(id(each)) or f"a parameter of shape {tuple(each.shape)}": int((~stored(grad).isfinite()).sum())
         for each, grad in zip(trained, present(trained), strict=True)
     }
     return {name: count for name, count in counts.items() if count}
@@ -41,10 +41,6 @@ def non_finite(parameters: Iterable[torch.Tensor], names: Mapping[int, str]) -> 
 def present(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """Return the gradients of ``parameters`` that are not None, of a DTensor those of its shard."""
     return [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
-
-
-def _values(gradient: torch.Tensor) -> torch.Tensor:
-    return gradient if gradient.layout is torch.strided else gradient.coalesce().values()
 
 
 def prepare(parameters: Iterable[torch.Tensor], scale: torch.Tensor | None) -> None:
@@ -57,7 +53,7 @@ def prepare(parameters: Iterable[torch.Tensor], scale: torch.Tensor | None) -> N
                 continue
             if parameter.grad.layout is not torch.strided:
                 parameter.grad = parameter.grad.coalesce()  # only then can values be changed in place
-            values = _values(local(parameter.grad))
+            values = stored(local(parameter.grad))
             values.div_(scale.to(values.device))
 
 

@@ -22,7 +22,7 @@ from tritoncomm.scheduler.ranks import speaks
 from tritoncomm.step import agree
 from tritoncomm.step.agree.number import numbers
 from tritoncomm.step.model.refuse import is_stepping, is_wrapped
-from tritoncomm.step.tensors.shards import has_bits
+from tritoncomm.step.tensors.shards import has_bits, mesh_ranks
 from tritoncomm.step.torch_internals import (
     averages_apart,
     check_new_joins,
@@ -236,7 +236,7 @@ def _check_shards(model: nn.Module) -> None:
     """Check a model that ``fully_shard`` has sharded. Other modules may be anything."""
     if not fsdp_modules(model):
         return
-    meshes: dict[tuple[int, ...], str] = {}
+    meshes: dict[frozenset[int], str] = {}
     for name, parameter in model.named_parameters():
         if not hasattr(parameter, "device_mesh"):
             if parameter.requires_grad:
@@ -245,11 +245,11 @@ def _check_shards(model: nn.Module) -> None:
                     "over the ranks of a replica: call fully_shard() on a module that has it, or freeze it"
                 )
             continue
-        meshes.setdefault(tuple(parameter.device_mesh.mesh.flatten().tolist()), name)
+        meshes.setdefault(frozenset(mesh_ranks(parameter)), name)
     widest = max(meshes, key=len)
     for ranks, name in meshes.items():  # with tensor parallelism, some are sharded over a dimension of the mesh alone
-        if not set(ranks) <= set(widest):
+        if not ranks <= widest:
             raise ConfigurationError(
-                f"{meshes[widest]} is sharded over ranks {list(widest)}, and {name} over ranks {list(ranks)}: call "
+                f"{meshes[widest]} is sharded over ranks {sorted(widest)}, and {name} over ranks {sorted(ranks)}: call "
                 "fully_shard() with the same mesh for all parameters of the model"
             )

@@ -25,11 +25,15 @@ def all_finite(tensors: Sequence[torch.Tensor]) -> bool:
     A sum that has met a NaN or Inf never becomes finite again, and takes a small part of the time of a test of each
     value. If a sum is not finite, products with 0 decide, because finite values may overflow.
     """
-    dense = [each if each.layout is torch.strided else each.coalesce().values() for each in tensors]
-    found = [each for each in dense if each.numel()]
+    found = [values for each in tensors if (values := stored(each)).numel()]
     if not found:
         return True
     return _are_finite([each.sum() for each in found]) or _are_finite([(each * 0).sum() for each in found])
+
+
+def stored(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the values that ``tensor`` stores: itself, or those of a sparse tensor."""
+    return tensor if tensor.layout is torch.strided else tensor.coalesce().values()
 
 
 def _are_finite(figures: Sequence[torch.Tensor]) -> bool:
