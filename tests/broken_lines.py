@@ -1064,7 +1064,7 @@ BROKEN = [
     ),
     BrokenLine(
         "a lost residual is not told",
-        "step/saved/state.py",
+        "step/saved/optimizer_state.py",
         "if not is_marked or not speaks(everybody):",
         "if True:",
         "saved test_lost_residual_is_a_warning",

@@ -31,6 +31,7 @@ from tritoncomm.scheduler.ranks import global_ranks, own_rank
 from tritoncomm.step import agree
 from tritoncomm.step.optimizer_list import parts_of
 from tritoncomm.step.saved import state as exchange_state
+from tritoncomm.step.saved.optimizer_state import keys_of, states_of
 from tritoncomm.step.saved.packed import packed, unpacked
 from tritoncomm.step.saved.portable import HINT, Held, Saved, key_of_common, key_of_replica, restored, split
 from tritoncomm.step.setup import Setup
@@ -397,7 +398,7 @@ def _content(optimizer: SparseOptimizer, *, whole: bool = False) -> dict[str, An
     if setup.local is not None:
         exchanged = exchange_state.agreed(exchanged, setup.local)
     own = numbers_of_own(setup)
-    inner = {number: each for number, each in exchange_state.states_of(state).items() if whole or number in own}
+    inner = {number: each for number, each in states_of(state).items() if whole or number in own}
     parameters = setup.exchange.parameters
     rest, replica, common = split(exchanged, inner, own, held)
     rest["optimizer"] = {key: value for key, value in state.items() if whole and key != "state"}
@@ -442,5 +443,5 @@ def _read(optimizer: SparseOptimizer, saved: Saved | None, content: Mapping[str,
         else:
             raise ConfigurationError(f"this checkpoint was saved with another sharding: {HINT}")
         inner, others, _ = (state.pop(field) for field in ("inner", "optimizer", "held"))
-        keys = exchange_state.keys_of(others) if others else range(len(_parameters(optimizer)))
+        keys = keys_of(others) if others else range(len(_parameters(optimizer)))
         return {**others, "state": {keys[number]: each for number, each in inner.items()}, "tritoncomm": state}

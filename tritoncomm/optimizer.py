@@ -22,6 +22,13 @@ from tritoncomm.step.model.module import checked_module, group_of
 from tritoncomm.step.model.refuse import checked_methods, guard, is_wrapped
 from tritoncomm.step.optimizer_list import parts_of
 from tritoncomm.step.saved import state as exchange_state
+from tritoncomm.step.saved.optimizer_state import (
+    check_state_dict,
+    marked,
+    states_of,
+    unmarked,
+    warn_about_lost_residual,
+)
 from tritoncomm.step.settings import check_group, check_outer_lr, restores
 from tritoncomm.step.setup import Setup
 from tritoncomm.step.stepper import Stepper
@@ -205,7 +212,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         setup.check_saveable("state_dict()")
         own = exchange_state.saved(setup.exchange, setup.local)
         with hooks:
-            state = exchange_state.marked(original_class(self).state_dict(self), setup.exchange)
+            state = marked(original_class(self).state_dict(self), setup.exchange)
         return hooks.changed("state_dict_post", state | {"tritoncomm": own})
 
     @torch.inference_mode(False)  # what is loaded outlives an evaluation
@@ -230,20 +237,20 @@ class SparseOptimizer(torch.optim.Optimizer):
         with agree.propagate_errors(setup.everybody, setup.device):
             state_dict = hooks.changed("load_state_dict_pre", state_dict.copy())
             resets = not restores(residuals)
-            exchange_state.check_state_dict(state_dict, optimizer)
+            check_state_dict(state_dict, optimizer)
             state_dict = exchange_state.for_this_rank(state_dict, exchange, reset=resets)
             saved = state_dict.get("tritoncomm")
             feedbacks = [] if saved is None else exchange_state.loaded(exchange, saved, setup.local)
             if setup.local is not None:
                 setup.local.check_not_averaged("load_state_dict()")
-        inner, own = exchange_state.unmarked(state_dict), numbers_of_own(setup)
-        states = exchange_state.states_of(inner)
+        inner, own = unmarked(state_dict), numbers_of_own(setup)
+        states = states_of(inner)
         common = {number: each for number, each in states.items() if number not in own}
         exchange_state.compare(exchange, common, saved, feedbacks)
         before = [(part, part.state, part.param_groups) for part in parts_of(optimizer)]
         try:
             with agree.propagate_errors(setup.everybody, setup.device), hooks:
-                held = exchange_state.states_of(original_class(optimizer).state_dict(optimizer))
+                held = states_of(original_class(optimizer).state_dict(optimizer))
                 digests = {exchange_state.checksum({"states": each}) for each in (states, held) if saved is None}
                 original_class(optimizer).load_state_dict(optimizer, inner)
             agree.compare({"state": "is loaded"}, setup.everybody, setup.device)
@@ -254,7 +261,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         if saved is None:
             groups = [dict(group) for group in state_dict["param_groups"]]
             # No warning: torch.distributed.checkpoint loads the residuals by themselves, with ResidualState.
-            if not exchange_state.warn_about_lost_residual(groups, setup.everybody, logging.INFO) and len(digests) > 1:
+            if not warn_about_lost_residual(groups, setup.everybody, logging.INFO) and len(digests) > 1:
                 exchange.forget_ages()
             if setup.local is not None:
                 setup.local.renew()

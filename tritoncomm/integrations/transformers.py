@@ -15,7 +15,7 @@ from tritoncomm.integrations.shared.accelerated import connect, load_instead, re
 from tritoncomm.optimizer import SparseOptimizer
 from tritoncomm.step import agree
 from tritoncomm.step.optimizer_list import parts_of
-from tritoncomm.step.saved.state import remove_marks
+from tritoncomm.step.saved.optimizer_state import remove_marks
 from tritoncomm.step.settings import is_alone, restores
 from tritoncomm.step.torch_internals import variables_of_caller
 

@@ -33,6 +33,7 @@ from tritoncomm.step.recipes import log_choice, with_nodes
 from tritoncomm.step.rules.choose import selects_by_update, takes_aware_step
 from tritoncomm.step.rules.step import OptimizerSteps
 from tritoncomm.step.saved import state as exchange_state
+from tritoncomm.step.saved.optimizer_state import warn_about_lost_residual
 from tritoncomm.step.settings import WrapOptions
 from tritoncomm.step.tensors.names import label
 from tritoncomm.step.tensors.shards import by_split, local, mesh_ranks, pieces
@@ -90,7 +91,7 @@ class Setup:
         self.unreduced = UnreducedPasses(model)
         self._others, buffers = rest_of(model, optimizer)
         self.exchange = self._build(recipe, process_group)
-        exchange_state.warn_about_lost_residual(optimizer.param_groups, self.everybody)
+        warn_about_lost_residual(optimizer.param_groups, self.everybody)
         every = (each for each, _ in agree.named_parameters(optimizer) if id(each) not in ignored)
         held = [(each, f"parameter {number} of the optimizer") for number, each in enumerate(every)]
         shaped = [*buffers, *(held if broadcast_parameters else ())]
