@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -25,18 +24,16 @@ from tritoncomm.scheduler.process_group import ProcessGroupScheduler, is_distrib
 from tritoncomm.scheduler.ranks import global_ranks, speaks
 from tritoncomm.scheduler.rounds import Pattern
 from tritoncomm.scheduler.span import Span
-from tritoncomm.scheduler.together import Running, run_together
 from tritoncomm.step.agree import UPDATES, UPDATES_ADVICE, differences, naming, option_numbers, worded
 from tritoncomm.step.agree.inspection import Inspection
 from tritoncomm.step.agree.number import number_of_text
 from tritoncomm.step.agree.replica import Replica
 from tritoncomm.step.exchange.claim import Vote, advice, lead, vote
-from tritoncomm.step.exchange.decay import add_decay, show_decay, with_decay
+from tritoncomm.step.exchange.decay import show_decay
 from tritoncomm.step.exchange.feedback import ErrorFeedback
-from tritoncomm.step.exchange.layout import check_range
-from tritoncomm.step.exchange.pending import TRANSITIONS, Part, Pending, State
+from tritoncomm.step.exchange.pending import TRANSITIONS, Pending, State
 from tritoncomm.step.exchange.presence import Presence, frozen, without_rate
-from tritoncomm.step.exchange.vector import ExchangeOptions, VectorExchange, clipped, listed
+from tritoncomm.step.exchange.vector import ExchangeOptions, VectorExchange, clipped
 from tritoncomm.step.recipes import is_dense
 
 
@@ -191,15 +188,7 @@ class GradientExchange:
         self._begin(step)
         try:
             rests = self._begin_presence(delivers_all=delivers_all)
-            if step.is_flush:
-                for vector in self.vectors:
-                    vector.flat.zero_()
-            else:
-                self._read(rests)
-            step.fault = str(step.error or step.fault)
-            if step.fault:  # all ranks reject the step
-                for vector in self.vectors:
-                    vector.flat.fill_(math.nan)
+            step.read(self.vectors, rests, looks=self.all_shards is None and first.rank == 0)
             self._deliver()
             if self._is_compared and not step.is_flush:  # also if this rank rejects it: the others may not know yet
                 self._inspect()
@@ -214,19 +203,6 @@ class GradientExchange:
         if first.world_size > 1 and not (step.is_flush or rests) and self._finds_nothing():
             self.presence.warn_once(self.steps + 1, speaks=speaks(self.everybody))
         self._ready()
-
-    def _read(self, rests: Collection[int]) -> None:
-        """Copy every ``.grad`` into the vectors. If that is impossible, note why."""
-        step = self.pending
-        factor = step.factor  # the host waits for a GPU once
-        try:
-            for vector in self.vectors:
-                vector.read_gradients(factor, rests)
-        except ConfigurationError as error:
-            step.error = error
-            return
-        if step.look is not None and self.all_shards is None and self.vectors[0].rank == 0:
-            step.look([vector.flat for vector in self.vectors])
 
     def _inspect(self) -> None:
         """Look whether somebody else averages the gradients of this rank."""
@@ -354,55 +330,19 @@ class GradientExchange:
         return frozenset()
 
     def _deliver(self) -> None:
-        """Compute the mean of each ``vector.flat`` over ranks, of all entries in a flush.
-
-        In ordinary steps of a static form, the host waits for a GPU as often for all vectors as for one. If a rank has
-        a NaN or Inf, or a sum overflows, this rank rejects the step in :meth:`_finish`.
-
-        Raises:
-            ExchangeError: A peer was lost, or a wait timed out.
-        """
-        vectors, step = self.vectors, self.pending
+        """Compute the mean of each ``vector.flat`` over ranks. See :meth:`Pending.deliver`, also for errors."""
+        vectors, step, options = self.vectors, self.pending, self.options.wrap
         schedulers = _schedulers(vectors)
         for scheduler in schedulers:
             scheduler.run_beside(schedulers[0])
         for vector in vectors:
             vector.meter = Meter()  # also of one that does not begin, because another one fails before
-        options = self.options.wrap
         clips = not (step.is_flush or vectors[0].is_bare or options.updates)  # updates are not clipped
         clipping = self._clip(options.max_grad_norm) if clips and options.max_grad_norm is not None else None
         if clipping is not None and self.all_shards is not None:  # the norm is that of all shards
             self.all_shards.run(clipping, new_step=False)
             clipping = None
-        for vector in vectors:
-            add_decay(vector, step.decay, self.presence.waiting)
-        run_together([self._exchanging(each, clipping if each is vectors[0] else None) for each in vectors])
-        if step.rejection is not None:
-            bad = {name: count for vector in vectors for name, count in vector.non_finite().items()}
-            step.fault = step.fault or listed(bad)
-            return
-        step.parts.sort(key=lambda part: vectors.index(part.vector))
-        for part in step.parts:
-            part.mean = part.vector.delivered(with_decay(part.vector, part.sent.mean, step.decay))
-        try:
-            check_range([part.mean for part in step.parts])
-        except NonFiniteError as error:
-            step.rejection = error
-
-    def _exchanging(self, vector: VectorExchange, first: Pattern[None] | None) -> Running[None]:
-        """Exchange ``vector``. See :meth:`VectorExchange.beginning`.
-
-        An error that rejects the step may be that of this rank alone. The others then go on to the next vector, and so
-        does this rank.
-        """
-        step = self.pending
-        try:
-            mean = yield from vector.beginning(dense=step.is_flush, first=first, waiting=self.presence.waiting)
-        except NonFiniteError as error:
-            step.rejection = step.rejection or error
-        else:
-            sent = vector.delivered(mean)
-            step.parts.append(Part(vector, sent, sent))
+        step.deliver(vectors, self.presence.waiting, clipping)
 
     def _clip(self, limit: float) -> Pattern[None]:
         """Scale the gradients to this norm at most, see :func:`~tritoncomm.step.exchange.vector.clipped`."""
@@ -563,19 +503,9 @@ class GradientExchange:
         self._measure({part.vector: part.sent.mean for part in self.pending.parts})
 
     def _write(self) -> None:
-        """Replace every ``.grad`` by its mean. One that is shown has no decay. A single worker may keep its own."""
-        step = self.pending
-        for part in step.parts:
-            each = part.sent if step.shown else part.mean
-            if each.mean.is_padded:  # only the GPU knows the number of entries of each parameter
-                each.layout.scatter_flat(part.vector.write(each.mean), self._left)
-            elif step.is_flush or not part.vector.keeps_gradient:
-                each.layout.scatter(each.entries, self._left)
-            elif step.factor != 1.0:
-                each.layout.multiply(step.factor)
-            if step.is_flush:
-                part.mean = part.mean.without_zeros()
-        step.gradients = self.gradients
+        """Replace every ``.grad`` by its mean."""
+        self.pending.write(self._left)
+        self.pending.gradients = self.gradients
 
 
 def _schedulers(vectors: Sequence[VectorExchange]) -> list[ProcessGroupScheduler]:

@@ -1,17 +1,21 @@
-"""The five states of one optimizer step, and what there is of it from its beginning to its end."""
+"""The five states of one optimizer step, and the step itself: what is known of it, from every .grad to its mean."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
 import torch
 
 from tritoncomm.errors import ConfigurationError, NonFiniteError
+from tritoncomm.scheduler.rounds import Pattern
 from tritoncomm.scheduler.span import Span
-from tritoncomm.step.exchange.layout import Delivered
-from tritoncomm.step.exchange.vector import VectorExchange
+from tritoncomm.scheduler.together import Running, run_together
+from tritoncomm.step.exchange.decay import add_decay, with_decay
+from tritoncomm.step.exchange.layout import Delivered, check_range
+from tritoncomm.step.exchange.vector import VectorExchange, listed
 from tritoncomm.step.torch_internals import version_of
 
 
@@ -64,6 +68,8 @@ class Part:
 class Pending:
     """A step from its beginning until it is applied, rejected or thrown away. An empty one takes its place then.
 
+    It reads gradients by :meth:`read`, exchanges them by :meth:`deliver`, and replaces them by :meth:`write`.
+
     Attributes:
         scale: Loss scale by which gradients are divided. None without a scaler that has not unscaled them.
         decay: The share of each parameter (by id) that is added to the mean of its gradient.
@@ -94,6 +100,92 @@ class Pending:
     gradients: list[torch.Tensor | None] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     is_taken: bool = False
+
+    def read(self, vectors: Sequence[VectorExchange], resting: Collection[int], *, looks: bool) -> None:
+        """Write what this rank gives into each ``vector.flat``: every ``.grad``, or zeros in a flush.
+
+        If gradients cannot be exchanged, it is NaN, so that all ranks reject the step.
+
+        Args:
+            vectors: The flat vectors.
+            resting: Ids of parameters whose gradients count as zero.
+            looks: Whether this is the rank on which :attr:`look` is called.
+        """
+        factor = self.factor  # the host waits for a GPU once
+        try:
+            for vector in vectors:
+                if self.is_flush:
+                    vector.flat.zero_()
+                else:
+                    vector.read_gradients(factor, resting)
+        except ConfigurationError as error:
+            self.error = error
+        self.fault = str(self.error or self.fault)
+        if self.look is not None and looks and self.error is None:
+            self.look([vector.flat for vector in vectors])
+        for vector in vectors if self.fault else ():
+            vector.flat.fill_(math.nan)
+
+    def deliver(self, vectors: Sequence[VectorExchange], waiting: Collection[int], first: Pattern[None] | None) -> None:
+        """Compute the mean of each ``vector.flat`` over ranks, of all entries in a flush.
+
+        In ordinary steps of a static form, the host waits for a GPU as often for all vectors as for one. If a rank has
+        a NaN or Inf, or a sum overflows, this rank rejects the step.
+
+        Args:
+            vectors: The flat vectors.
+            waiting: Ids of parameters whose residual takes no part.
+            first: A pattern that runs before that of the first vector, if any.
+
+        Raises:
+            ExchangeError: A peer was lost, or a wait timed out.
+        """
+        for vector in vectors:
+            add_decay(vector, self.decay, waiting)
+        run_together([self._exchanging(each, waiting, first if each is vectors[0] else None) for each in vectors])
+        if self.rejection is not None:
+            bad = {name: count for vector in vectors for name, count in vector.non_finite().items()}
+            self.fault = self.fault or listed(bad)
+            return
+        self.parts.sort(key=lambda part: vectors.index(part.vector))
+        for part in self.parts:
+            part.mean = part.vector.delivered(with_decay(part.vector, part.sent.mean, self.decay))
+        try:
+            check_range([part.mean for part in self.parts])
+        except NonFiniteError as error:
+            self.rejection = error
+
+    def _exchanging(
+        self, vector: VectorExchange, waiting: Collection[int], first: Pattern[None] | None
+    ) -> Running[None]:
+        """Exchange ``vector``. See :meth:`VectorExchange.beginning`.
+
+        An error that rejects the step may be that of this rank alone. The others then go on to the next vector, and so
+        does this rank.
+        """
+        try:
+            mean = yield from vector.beginning(dense=self.is_flush, first=first, waiting=waiting)
+        except NonFiniteError as error:
+            self.rejection = self.rejection or error
+        else:
+            sent = vector.delivered(mean)
+            self.parts.append(Part(vector, sent, sent))
+
+    def write(self, left: Container[int]) -> None:
+        """Replace every ``.grad`` by its mean, but not of parameters with an id in ``left``.
+
+        One that is shown has no decay. A single worker may keep its own.
+        """
+        for part in self.parts:
+            each = part.sent if self.shown else part.mean
+            if each.mean.is_padded:  # only the GPU knows the number of entries of each parameter
+                each.layout.scatter_flat(part.vector.write(each.mean), left)
+            elif self.is_flush or not part.vector.keeps_gradient:
+                each.layout.scatter(each.entries, left)
+            elif self.factor != 1.0:
+                each.layout.multiply(self.factor)
+            if self.is_flush:
+                part.mean = part.mean.without_zeros()
 
     @property
     def factor(self) -> float:
