@@ -259,7 +259,8 @@ class Stepper:
             setup.note_new()
         exchange, scale, found, own = setup.exchange, self._scale, self._overflow, setup.steps.ignored
         decay = coupled_decay(setup.exchanged) if setup.decays_in_vector else {}
-        look = None if setup.local is not None or setup.steps.alone else self._clipping.look
+        is_exchanged_whole = setup.local is None and not setup.steps.alone and exchange.all_shards is None
+        look = self._clipping.look if is_exchanged_whole and exchange.vectors[0].rank == 0 else None
         error = setup.parameters.local_error()
         step = Pending(scale, decay, shown, error=error, look=look, fault=self._fault(found, own))
         try:

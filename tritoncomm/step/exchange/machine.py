@@ -188,7 +188,7 @@ class GradientExchange:
         self._begin(step)
         try:
             rests = self._begin_presence(delivers_all=delivers_all)
-            step.read(self.vectors, rests, looks=self.all_shards is None and first.rank == 0)
+            step.read(self.vectors, rests)
             self._deliver()
             if self._is_compared and not step.is_flush:  # also if this rank rejects it: the others may not know yet
                 self._inspect()

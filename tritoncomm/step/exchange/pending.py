@@ -78,7 +78,7 @@ class Pending:
         parts: The vectors whose means are known. There are none if the step was rejected, or is skipped.
         span: The time of the exchange. None before it has begun.
         error: Why this rank's gradients cannot be exchanged. This rank raises it after the exchange.
-        look: Called on the first rank with its gradients, flat, unless they are shards. None looks at nothing.
+        look: Called with the gradients of this rank, flat. None looks at nothing.
         fault: What is NaN or Inf on this rank, for the error. If it is known before the exchange, the step is rejected.
         rejection: Why this rank rejects the step. None if it does not.
         gradients: Every ``.grad`` after the exchange, to detect gradients that are replaced.
@@ -101,7 +101,7 @@ class Pending:
     versions: list[int] = field(default_factory=list)
     is_taken: bool = False
 
-    def read(self, vectors: Sequence[VectorExchange], resting: Collection[int], *, looks: bool) -> None:
+    def read(self, vectors: Sequence[VectorExchange], resting: Collection[int]) -> None:
         """Write what this rank gives into each ``vector.flat``: every ``.grad``, or zeros in a flush.
 
         If gradients cannot be exchanged, it is NaN, so that all ranks reject the step.
@@ -109,7 +109,6 @@ class Pending:
         Args:
             vectors: The flat vectors.
             resting: Ids of parameters whose gradients count as zero.
-            looks: Whether this is the rank on which :attr:`look` is called.
         """
         factor = self.factor  # the host waits for a GPU once
         try:
@@ -121,7 +120,7 @@ class Pending:
         except ConfigurationError as error:
             self.error = error
         self.fault = str(self.error or self.fault)
-        if self.look is not None and looks and self.error is None:
+        if self.look is not None and self.error is None:
             self.look([vector.flat for vector in vectors])
         for vector in vectors if self.fault else ():
             vector.flat.fill_(math.nan)
