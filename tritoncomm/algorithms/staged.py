@@ -219,11 +219,8 @@ class StagedAlgorithm(WrapperAlgorithm):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state. ``"moment"`` is None without a scale."""
-        content = None
-        if self.scale is not None:
-            moment = self.scale.moment
-            content = {"steps": moment.steps, "rows": moment.rows, "columns": moment.columns, "used": moment.used}
-        return {"moment": content, "inner": self.inner.state_dict()}
+        moment = None if self.scale is None else dict(vars(self.scale.moment))
+        return {"moment": moment, "inner": self.inner.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a state, with or without a moment.

@@ -59,7 +59,7 @@ def check_optimizer(
 
 
 def check_trained(
-    optimizer: torch.optim.Optimizer, names: Mapping[int, str], *, alone: bool, ignored: Collection[int] = ()
+    optimizer: torch.optim.Optimizer, names: Mapping[int, str], *, alone: bool, ignored: Collection[int]
 ) -> None:
     """Raise :class:`~tritoncomm.ConfigurationError` if all parameters of ``optimizer`` are frozen, or DDP ignores them.
 

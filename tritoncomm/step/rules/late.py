@@ -140,7 +140,7 @@ class LateRule(AwareStep):
         steps: int,
         numel: int,
         rms: torch.Tensor,
-        chosen: torch.Tensor | None = None,
+        chosen: torch.Tensor | None,
     ) -> Held:
         """Return the new values of coordinates with the old values ``at``, of a tensor of ``numel`` elements.
 
