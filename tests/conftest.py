@@ -1,6 +1,7 @@
 """Profiles of hypothesis, and groups of tests that share a worker of pytest-xdist.
 
-``pytest --hypothesis-profile=deep`` runs ten times as many examples as the default profile.
+``pytest --hypothesis-profile=deep`` runs ten times as many examples as the default profile. What imports torch is
+imported where tests run, so that a process that only distributes them does not wait for it.
 """
 
 from __future__ import annotations
@@ -13,12 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
-import tritoncomm.__main__  # noqa: F401 - it reads the defaults, which a fixture changes for each test
 from hypothesis import settings
-from tritoncomm.step import settings as options
 
-import baselines  # noqa: F401 - every test knows their names
 from prepared_launcher import PreparedLauncher
 
 settings.register_profile("ci", deadline=None, max_examples=100)
@@ -26,9 +23,8 @@ settings.register_profile("deep", deadline=None, max_examples=1000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 # With pytest-xdist each group runs on one worker, so that few tests that start processes run at the same time. A test
-# belongs to the first group with a part of its name.
+# belongs to the first group with a part of its name. Trainers are imported by the processes of one group alone.
 GROUPS = {
-    "failures": ("distributed/test_failures.py", "test_bad_network.py", "test_checkpoints.py"),
     "scripts": (
         *(
             "tests/test_benchmarks.py",
@@ -39,8 +35,11 @@ GROUPS = {
         ),
         *("test_doctor_fails_under_torchrun", "test_subclass_is_found"),
     ),
-    "pages": ("_page.py", "_pages.py", "test_pinned.py", "test_integration"),
-    "promises": ("tests/promises/", "tests/test_ranks.py"),
+    "pages": ("_page.py", "_pages.py", "test_pinned.py", "test_integration", "test_trainers.py"),
+    "promises": (
+        *("tests/promises/", "tests/test_ranks.py"),
+        *("distributed/test_failures.py", "test_bad_network.py", "test_checkpoints.py"),
+    ),
     "processes": ("tests/distributed/", "test_doctor_under_torchrun", "of_processes"),
 }
 
@@ -51,6 +50,8 @@ def _sparse_from_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
 
     Values are not rounded unless a test asks for it, so that results are equal to the bit.
     """
+    from tritoncomm.step import settings as options
+
     monkeypatch.setattr(options, "is_alone", lambda _: False)
     monkeypatch.setattr(options, "DEFAULT_WARMUP", 0)
     monkeypatch.setattr(options, "DEFAULT_VALUES", "fp32")
@@ -60,6 +61,8 @@ def _sparse_from_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def group_of_one(tmp_path: Path) -> Iterator[None]:
     """A process group of this process alone."""
+    import torch.distributed as dist
+
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     yield
     dist.destroy_process_group()
@@ -73,8 +76,20 @@ def launcher() -> PreparedLauncher:
     return depth.launcher("matplotlib.pyplot")
 
 
-def pytest_configure() -> None:
-    """Let kernels run in the executor of PTX, if a variable says so, before one is launched."""
+def _only_distributes(config: pytest.Config) -> bool:
+    """Whether this process has workers of pytest-xdist, which collect and run all tests."""
+    is_worker = hasattr(config, "workerinput")
+    return not is_worker and not config.option.collectonly and config.getoption("dist", "no") != "no"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Import what all tests need, and let kernels run in the executor of PTX, if a variable says so."""
+    if _only_distributes(config):
+        return
+    import tritoncomm.__main__  # noqa: F401 - it reads the defaults, which a fixture changes for each test
+
+    import baselines  # noqa: F401 - every test knows their names
+
     if "TRITONCOMM_PTX" in os.environ and os.environ.get("TRITON_INTERPRET") != "1":
         from ptx import beside, launch
 
@@ -95,12 +110,12 @@ def pytest_sessionfinish() -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Return the workers of ``-n auto``: one per core for kernels that run on the CPU, otherwise two more.
+    """Return the workers of ``-n auto``, two more than cores, or of ``-n logical``, one per core.
 
-    Tests with processes wait for much of their time, up to three groups of them at once, and kernels compute.
+    Tests with processes wait for much of their time, up to three groups of them at once. Those of kernels compute.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return cores if {"TRITON_INTERPRET", "TRITONCOMM_PTX"} & os.environ.keys() else cores + 2
+    return cores if config.option.numprocesses == "logical" else cores + 2
 
 
 @pytest.hookimpl(optionalhook=True)

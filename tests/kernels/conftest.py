@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -10,10 +11,9 @@ from typing import Any
 
 import pytest
 
-from ptx import beside
 
-
-def pytest_configure() -> None:
+@pytest.fixture(scope="session", autouse=True)
+def _faster_interpreter() -> None:
     """Make the interpreter faster.
 
     Three kinds of its work change no result, and take most of the time of these tests. It replaces the functions of
@@ -75,6 +75,7 @@ def _share_what_follows_from_types() -> None:
 @pytest.fixture(autouse=True)
 def _compared(record_property: Callable[[str, object], None]) -> Iterator[None]:
     """Record the launches of a test that were compared with the executor, and those that were left out."""
+    beside = importlib.import_module("ptx.beside")
     before = [Counter(each) for each in (beside.compared, beside.left_out)]
     yield
     for name, now, then in zip(("compared", "left out"), (beside.compared, beside.left_out), before, strict=True):
