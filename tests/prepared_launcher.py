@@ -73,8 +73,7 @@ def forked_python(*modules: str) -> list[str]:
     folder = tempfile.mkdtemp()
     atexit.register(shutil.rmtree, folder)
     path = str(Path(folder, "socket"))
-    context: Any = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tritoncomm", *ranks.PRELOADED])
+    context = ranks.forking()
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(path)
         listener.listen()

@@ -29,6 +29,7 @@ from collections.abc import Callable, Collection
 from contextlib import suppress
 from datetime import timedelta
 from functools import cache
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,6 +40,21 @@ import pytest
 PRELOADED = ["torch._dynamo", "hypothesis", "pytest", "torch.distributed.checkpoint", "torch.distributed.fsdp"]
 START_METHOD = "forkserver"  # or "fork", in a process that has imported these and started no threads
 _GRACE = 3.0  # seconds that other ranks have to report when one has failed, and that a process has to end after a limit
+
+
+def forking(method: str = "forkserver") -> Any:
+    """Return a context of multiprocessing, whose processes are forked from one that has imported much.
+
+    That one finds modules where this process finds them, and the package not in the current folder.
+    """
+    context: Any = multiprocessing.get_context(method)
+    if method == "forkserver":
+        context.set_forkserver_preload(["tritoncomm", *PRELOADED, "frozen"])
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+            patch.setenv("PYTHONSAFEPATH", "1")
+            forkserver.ensure_running()
+    return context
 
 
 class _Worker(NamedTuple):
@@ -154,8 +170,7 @@ class Pool:
             atexit.register(self.close)
             # Threads of several ranks share few cores: one that waits must not take the core of one that has work.
             os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-        context: Any = multiprocessing.get_context(START_METHOD)
-        context.set_forkserver_preload(["tritoncomm", *PRELOADED])
+        context = forking(START_METHOD)
         here, there = context.Pipe()
         log = Path(tempfile.mkstemp(dir=self._folder.name)[1])
         process = context.Process(target=_main, args=(there, str(log)), daemon=True)
