@@ -16,7 +16,7 @@ from ranks import ranks
 
 SHAPES = [(16, 16), (40,), (8, 8, 2), (24, 12)]
 DECAY = 0.5
-STEPS = 12  # see drawn()
+STEPS = 8  # see drawn()
 KINDS = {
     "SGD": partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.1),
     "AdamW": partial(torch.optim.AdamW, lr=0.01),
@@ -27,7 +27,8 @@ KINDS = {
 def drawn(step: int, rank: int) -> list[torch.Tensor | None]:
     """Return a gradient of small integers for each parameter, or None. Sums and their means over 4 are exact.
 
-    In turn: all ranks have all; one parameter is nobody's for three steps; every rank lacks others; nobody has any.
+    In turn: all ranks have all; one parameter is nobody's for two steps; every rank lacks others; nobody has any; every
+    rank lacks others again.
     """
     generator = torch.Generator().manual_seed(100 * step + rank)
     gradients: list[torch.Tensor | None] = [
@@ -35,8 +36,8 @@ def drawn(step: int, rank: int) -> list[torch.Tensor | None]:
     ]
     lacking = torch.rand(len(SHAPES), generator=generator) < 0.6
     for position in range(len(SHAPES)):
-        nobodys = (position == 3 and 2 <= step < 5) or (position == 1 and step == 4) or step == 9
-        if nobodys or (step >= 5 and bool(lacking[position])):
+        nobodys = (position == 3 and 2 <= step < 4) or (position == 1 and step == 3) or step == 6
+        if nobodys or (step >= 4 and bool(lacking[position])):
             gradients[position] = None
     return gradients
 
