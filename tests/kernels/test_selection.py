@@ -327,7 +327,7 @@ def segments_and_terms(draw: st.DrawFn) -> Drawn:
 
 
 @given(segments_and_terms(), st.booleans(), st.sampled_from([1, 8, 1 << 17]), st.sampled_from([0, 1 << 14]))
-@examples(400)
+@examples(200)
 def test_accumulate_top_k_segments(drawn: Drawn, added: bool, chunk: int, short: int) -> None:
     """Entries are those of the sum with all terms, as if each segment was alone. ``out`` is the sum without them.
 
