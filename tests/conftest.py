@@ -112,7 +112,7 @@ def pytest_sessionfinish() -> None:
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """Return the workers of ``-n auto``, two more than cores, or of ``-n logical``, one per core.
 
-    Tests with processes wait for much of their time, up to three groups of them at once. Those of kernels compute.
+    Tests with processes wait for much of their time, up to four groups of them at once. Those of kernels compute.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return cores if config.option.numprocesses == "logical" else cores + 2
