@@ -336,7 +336,7 @@ FAULTS = {
     "a short collective": (collective, (3,), ProtocolMismatchError, "rank 1 was in step 1, round 1, phase 'sums' of"),
     "a long collective": (collective, (1000,), ExchangeTimeoutError, "rank 1 was in step 1, round 1, phase 'sums' of"),
     "while one computes": (computing, (), ProtocolMismatchError, "phase 'balance'"),
-    "a failure": (broken, (), ExchangeError, "rank 1 failed, see its traceback: no room for the lists"),
+    "a failure": (broken, (), ExchangeError, "rank 1 failed, see its traceback: no room for the lists. To continue"),
     "a subgroup": (unknown_subgroup, (), ExchangeError, "rank 1 failed"),
 }  # fmt: skip
 
@@ -465,6 +465,7 @@ def test_failure_in_a_smaller_group(rank, world_size, is_subgroup, hangs):
     assert error.peers == (1,)
     said = "no answer from rank 1 within" if hangs else "rank 1 failed, see its traceback: no room for the lists"
     assert rank == 1 or said in str(error)
+    assert str(error).count("To continue, call optimizer.reset_process_group()") == 1
     if is_subgroup and rank == 2:
         assert "phase 'team' of test, in round 2, phase 'inner' among ranks [1, 2]" in str(error)
 

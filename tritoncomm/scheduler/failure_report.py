@@ -45,6 +45,7 @@ _LOST = re.compile(
     r"|communicator was aborted|remote process exit",  # NCCL
     re.IGNORECASE,
 )
+_PROCEED = "To continue, call optimizer.reset_process_group() with a new process group"
 # The groups in which an exchange has failed. Their connections may be closed. Names come again in a new default group.
 _broken: WeakSet[dist.ProcessGroup] = WeakSet()
 
@@ -116,23 +117,22 @@ class FailureReport:
         texts: defaultdict[str, dict[int, str]] = defaultdict(dict)
         for rank, report in sorted(self.reports.items()):
             texts[report.kind][rank] = report.text
+        restart = f", or restart from a checkpoint{advice and '. On NCCL, ' + advice}"
         if texts["stopped"] and not self.gone:
             reasons = (f"rank {rank} stopped: {text}" for rank, text in texts["stopped"].items())
-            return ExchangeError(message + "; ".join(reasons), texts["stopped"])
+            return ExchangeError(message + _advised(reasons, restart), texts["stopped"])
         if texts["protocol"] and not self.gone:
             return ProtocolMismatchError(message + "; ".join(texts["protocol"].values()) + (others and f" ({others})"))
         if texts["error"] and not self.gone:
             failures = (f"rank {rank} failed, see its traceback: {text}" for rank, text in texts["error"].items())
-            return ExchangeError(message + "; ".join(failures), texts["error"])
+            return ExchangeError(message + _advised(failures, restart), texts["error"])
         missing = self.missing or [*others_at_fault(cause)]
         if texts["other"] and not self.gone:
-            return ExchangeError(message + "; ".join(texts["other"].values()), missing)
+            return ExchangeError(message + _advised(texts["other"].values(), restart), missing)
         names = f"ranks {missing}" if len(missing) > 1 else f"rank {missing[0] if missing else '(number unknown)'}"
         more = f"({others or cause}). "
-        proceed = "To continue, call optimizer.reset_process_group() with a new process group"
-        restart = f", or restart from a checkpoint{advice and '. On NCCL, ' + advice}"
         if (self.gone or not texts["timeout"]) and self.silent_store is None:
-            return PeerLostError(f"{message}lost {names} {more}{proceed} of the remaining ranks{restart}", missing)
+            return PeerLostError(f"{message}lost {names} {more}{_PROCEED} of the remaining ranks{restart}", missing)
         problem = f"no answer from {names} within the time-out"
         if len(missing) == size - 1 > 1:
             problem += ", so this rank may be cut off"
@@ -142,8 +142,14 @@ class FailureReport:
             where = self.silent_store and f", {self.silent_store}"
             problem = f"no answer from the store of the process group{where}: its host is lost, or this rank is cut off"
         return ExchangeTimeoutError(
-            f"{message}{problem} {more}If a rank is only slow, increase the time-out. {proceed}{restart}", missing
+            f"{message}{problem} {more}If a rank is only slow, increase the time-out. {_PROCEED}{restart}", missing
         )
+
+
+def _advised(reasons: Iterable[str], restart: str) -> str:
+    """Return ``reasons`` as one text that says how to go on, as that of an exchange in a smaller group does already."""
+    text = "; ".join(reasons)
+    return text if _PROCEED in text else f"{text}. {_PROCEED}{restart}"
 
 
 def report_of(
