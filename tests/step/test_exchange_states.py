@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -175,3 +176,27 @@ def test_a_step_that_was_taken_before_its_hook_failed_is_not_skipped(caplog: pyt
     assert not optimizer.all_skipped
     assert optimizer.metrics()["steps"] == 1
     assert not caplog.messages
+
+
+def test_flush_after_a_hook_that_failed_behind_the_update_of_one_rank() -> None:
+    """The step is taken on all ranks, so no rank refuses to flush while others wait for it."""
+
+    def main(rank: int) -> list[Any]:
+        net, optimizer = opened(timeout=timedelta(seconds=5))
+
+        def hook(*_: object) -> None:
+            if rank == 1:
+                raise MemoryError
+
+        registered = optimizer.register_step_post_hook(hook)
+        backward(net, 2 + rank)
+        with pytest.raises(MemoryError) if rank == 1 else nullcontext():
+            optimizer.step()
+        registered.remove()
+        optimizer.flush()
+        assert optimizer.metrics()["steps"] == 4
+        assert not optimizer.metrics()["residual_norm"]
+        return held(net, optimizer)[0][:4]  # the parameters
+
+    first, second = ranks.run(main, 2, backend="gloo")
+    assert first == second

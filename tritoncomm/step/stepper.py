@@ -292,6 +292,8 @@ class Stepper:
     def flush(self) -> None:
         """See :meth:`tritoncomm.SparseOptimizer.flush`."""
         setup = self.setup
+        if setup.exchange.pending.is_taken:  # a hook has failed after the last step, perhaps on this rank alone
+            self.withdraw()
         setup.check_no_pending_step("flush()")
         if setup.local is None and setup.exchange.has_no_residual():
             return
