@@ -11,11 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tritoncomm.algorithms import Hierarchical, Recipe
+from tritoncomm.algorithms import Recipe
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.optimizer import SparseOptimizer, check_free, sparse
 from tritoncomm.step import agree, settings
-from tritoncomm.step.agree.private_group import numbered_groups
 from tritoncomm.step.model.module import (
     check_held,
     check_model,
@@ -28,7 +27,7 @@ from tritoncomm.step.model.module import (
 )
 from tritoncomm.step.model.optimizers import check_optimizer, check_trained
 from tritoncomm.step.optimizer_list import parts_of, whole_of
-from tritoncomm.step.recipes import arguments_of, check_keywords, never_delays, resolve_recipe
+from tritoncomm.step.recipes import arguments_of, check_keywords, never_delays, nodes_of, resolve_recipe
 from tritoncomm.step.rules.choose import keeps_points, tell_effects, updates_of
 from tritoncomm.step.settings import (
     DEFAULT_ALGO,
@@ -195,10 +194,7 @@ def wrap(
         for each in listed:
             chosen.check_optimizer(each)
             check_trained(each, names, alone=settings.is_alone(group), ignored=ignored_ids(model))
-    told: dict[str, Any] = {"model": None if model is None else type(model).__name__}
-    if isinstance(chosen, Hierarchical):
-        told |= numbered_groups()
-    agree.compare(told, group, device)
+    agree.compare({"model": None if model is None else type(model).__name__} | nodes_of(chosen), group, device)
     with agree.propagate_errors(group, device):
         setup = Setup(whole, chosen, group, options, broadcast_parameters=broadcast_parameters, model=model)
         keep_gradients_local(model)

@@ -64,6 +64,22 @@ def test_nodes_later(rank, world_size):
     assert equal(model)
 
 
+@ranks(2)
+def test_nodes_on_some_ranks(rank, world_size):
+    """If only some ranks pass a node group, all are told this, and nothing else that does not differ."""
+    model = tiny()
+    nodes = dist.new_subgroups(2)
+    node = nodes[0] if rank == 0 else None
+    optimizer = exact(sgd(model), model=model)
+    for call in (
+        lambda: exact(sgd(model), model=model, node_group=node),
+        lambda: optimizer.reset_process_group(node_group=node),
+    ):
+        with pytest.raises(ConfigMismatchError) as error:
+            call()
+        assert str(error.value).endswith("identically: node size (node_group): rank 0 has 2, rank 1 has None")
+
+
 @ranks(4)
 def test_nodes_later_with_other_groups(rank, world_size):
     """The groups that nodes need would never meet if a rank has made more groups. It is told, and nothing changes."""

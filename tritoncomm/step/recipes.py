@@ -30,8 +30,8 @@ from tritoncomm.errors import ConfigurationError
 from tritoncomm.scheduler import cost
 from tritoncomm.scheduler.cost import Link
 from tritoncomm.scheduler.ranks import global_ranks, own_rank
-from tritoncomm.step import agree
 from tritoncomm.step import settings as defaults
+from tritoncomm.step.agree.private_group import numbered_groups
 from tritoncomm.step.settings import check_algo, check_group
 from tritoncomm_kernels.devices import is_asynchronous
 
@@ -148,7 +148,6 @@ def with_nodes(chosen: Recipe, node_group: dist.ProcessGroup | None, group: dist
 
     Raises:
         ConfigurationError: ``node_group`` is not a node of consecutive ranks.
-        ConfigMismatchError: Nodes differ in size.
     """
     if node_group is None:
         return chosen
@@ -161,8 +160,14 @@ def with_nodes(chosen: Recipe, node_group: dist.ProcessGroup | None, group: dist
             f"node_group has ranks {node} of {group_ranks}: each node must have consecutive ranks, as torchrun numbers "
             "them, all nodes the same number of ranks, and node_group must contain this rank"
         )
-    agree.compare({"node size": len(node)}, group)  # before process groups depend on it
     return Hierarchical(recipe=chosen, node_size=len(node))
+
+
+def nodes_of(chosen: Recipe) -> dict[str, Any]:
+    """Return what ranks compare before some of them create process groups for the nodes of ``chosen``."""
+    if isinstance(chosen, Hierarchical):
+        return {"node size (node_group)": chosen.node_size} | numbered_groups()
+    return {"node size (node_group)": None}
 
 
 # Seconds that messages of a fixed length save on a GPU, estimated: with 8 workers, the host waits 2 instead of 37

@@ -17,7 +17,7 @@ from tritoncomm.errors import ConfigMismatchError, ConfigurationError
 from tritoncomm.scheduler.process_group import is_distributed
 from tritoncomm.scheduler.ranks import global_ranks, own_rank, speaks
 from tritoncomm.step import agree, settings
-from tritoncomm.step.agree.private_group import numbered_groups, scheduler_of_all_shards
+from tritoncomm.step.agree.private_group import scheduler_of_all_shards
 from tritoncomm.step.agree.replica import Replica, let_differ
 from tritoncomm.step.exchange.layout import small_ids
 from tritoncomm.step.exchange.machine import GradientExchange
@@ -29,7 +29,7 @@ from tritoncomm.step.model.module import check_model, ignored_ids, keep_gradient
 from tritoncomm.step.model.optimizers import check_optimizer
 from tritoncomm.step.model.parameters import KnownParameters
 from tritoncomm.step.optimizer_list import parts_of
-from tritoncomm.step.recipes import log_choice, with_nodes
+from tritoncomm.step.recipes import log_choice, nodes_of, with_nodes
 from tritoncomm.step.rules.choose import selects_by_update, takes_aware_step
 from tritoncomm.step.rules.step import OptimizerSteps
 from tritoncomm.step.saved import state as exchange_state
@@ -205,8 +205,7 @@ class Setup:
             self.steps.check(alone=alone)
             check_model(module)
             keep_gradients_local(module)
-        if isinstance(recipe, Hierarchical):
-            agree.compare(numbered_groups(), process_group, self.device)
+        agree.compare(nodes_of(recipe), process_group, self.device)
         self._compare(exchange, recipe, process_group, caught_up=caught_up, steps_alone=self.local is not None)
         if self.local is not None:
             self.local.forget_loading()
