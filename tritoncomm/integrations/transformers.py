@@ -11,12 +11,12 @@ from tritoncomm import checkpoint
 from tritoncomm.algorithms import Recipe
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.integrations.shared import residuals as beside
-from tritoncomm.integrations.shared.accelerated import connect, load_instead, renew_methods
+from tritoncomm.integrations.shared.accelerated import connect, has_peers, load_instead, renew_methods
 from tritoncomm.optimizer import SparseOptimizer
 from tritoncomm.step import agree
 from tritoncomm.step.optimizer_list import parts_of
 from tritoncomm.step.saved.optimizer_state import remove_marks
-from tritoncomm.step.settings import is_alone, restores
+from tritoncomm.step.settings import restores
 from tritoncomm.step.torch_internals import variables_of_caller
 
 __all__ = ["SparseGradients"]
@@ -133,7 +133,7 @@ def _check(trainer: Any) -> None:
             "enable_jit_checkpoint=True: such a checkpoint has no residuals, and may fall between the exchange and the "
             "step; leave it out, and save every few steps with save_steps="
         )
-    if not is_alone(None) and trainer.model_wrapped is trainer.model:
+    if has_peers() and trainer.model_wrapped is trainer.model:
         raise ConfigurationError(
             "the Trainer has not wrapped the model in DistributedDataParallel: evaluate() or predict() was called "
             "before train(), after which Transformers trains each replica alone, or FSDP, DeepSpeed or torch_compile "
@@ -148,7 +148,7 @@ def _with_limit(settings: dict[str, Any], trainer: Any) -> dict[str, Any]:
     model's parameters, nothing changes, and ``trainer`` clips.
     """
     limit = trainer.args.max_grad_norm
-    if "max_grad_norm" in settings or limit is None or limit <= 0 or is_alone(None):
+    if "max_grad_norm" in settings or limit is None or limit <= 0 or not has_peers():
         return settings
     stepped = agree.parameter_ids(trainer.optimizer)
     whole = all(id(parameter) in stepped for parameter in trainer.model.parameters() if parameter.requires_grad)

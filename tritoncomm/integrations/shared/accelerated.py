@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
@@ -16,9 +17,14 @@ from tritoncomm.algorithms import Recipe
 from tritoncomm.amp import with_equal_scales
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.optimizer import SparseOptimizer, setup_of
+from tritoncomm.scheduler.process_group import is_distributed
 from tritoncomm.step import agree
 from tritoncomm.step.rules.step import gradients_of
-from tritoncomm.step.settings import is_alone
+
+
+def has_peers() -> bool:
+    """Return True if there are several processes."""
+    return is_distributed() and dist.get_world_size() > 1
 
 
 def connect(
@@ -37,7 +43,7 @@ def connect(
         raise ConfigurationError(
             f"optimizer is a {type(prepared).__name__}: pass the one that accelerator.prepare() returned"
         )
-    if not is_alone(None) and not isinstance(model, DistributedDataParallel):
+    if has_peers() and not isinstance(model, DistributedDataParallel):
         raise ConfigurationError(
             f"model is a {type(model).__name__}, not a DistributedDataParallel module: pass the one that "
             "accelerator.prepare() returned, in a run without FSDP, DeepSpeed and torch.compile"
