@@ -50,9 +50,11 @@ def run(
 ) -> dict[int, list[Report]]:
     """Train on the hosts of ``plan`` and ``change`` the network before the third step. Return what each rank says.
 
-    ``heal`` changes it again when the others have gone on. ``at_end`` is called before it is removed.
+    ``heal`` changes it again when the others have gone on, and the host at fault has given up by itself. ``at_end`` is
+    called before it is removed.
     """
     heard: dict[int, list[Report]] = defaultdict(list)
+    gone_on: list[Any] = []
     count = max(plan.members, plan.store + 1)
     with BadNetwork(count) as network:
 
@@ -61,10 +63,13 @@ def run(
                 change(network)
                 Path(plan.signals, "now").touch()
             elif message == "went on":
-                heal(network)
-                Path(plan.signals, "back").touch()
+                gone_on.append(message)
             else:
                 heard[message[0]].append(Report(*message[1:]))
+            if gone_on and CUT in heard:
+                gone_on.clear()
+                heal(network)
+                Path(plan.signals, "back").touch()
 
         with suppress(WorkerError):  # workers end without a result
             run_workers(
