@@ -147,7 +147,7 @@ class FailureReport:
 
 
 def _advised(reasons: Iterable[str], restart: str) -> str:
-    """Return ``reasons`` as one text that says how to go on, as that of an exchange in a smaller group does already."""
+    """Join ``reasons``, and say how to go on unless one of them does: that of an exchange in a smaller group."""
     text = "; ".join(reasons)
     return text if _PROCEED in text else f"{text}. {_PROCEED}{restart}"
 

@@ -171,7 +171,7 @@ class Pending:
             self.parts.append(Part(vector, sent, sent))
 
     def write(self, left: Container[int]) -> None:
-        """Replace every ``.grad`` by its mean, but not of parameters with an id in ``left``.
+        """Replace every ``.grad`` by its mean, except those of parameters whose ids are in ``left``.
 
         One that is shown has no decay. A single worker may keep its own.
         """
