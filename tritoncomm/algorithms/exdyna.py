@@ -25,6 +25,7 @@ from tritoncomm.primitives.accumulator import Accumulator
 from tritoncomm.primitives.carried import Carriers
 from tritoncomm.primitives.collectives import checked_counts, dense_exchange, mean_over_ranks
 from tritoncomm.primitives.exchange import Step
+from tritoncomm.primitives.fixed_exchange import step_of
 from tritoncomm.primitives.region_cuts import balanced_sizes, widest
 from tritoncomm.primitives.region_sums import Count
 from tritoncomm.primitives.selection import entries_to_keep
@@ -239,7 +240,7 @@ class ExDynaAlgorithm(BudgetedAlgorithm):
         ``bounds`` are those of the partitions, int32 ``[P + 1]``. Borders move, so messages with fixed room have the
         span of the whole vector.
         """
-        step = Step.of(acc, self.encoding, rank, world_size)
+        step = step_of(acc, self.encoding, rank, world_size)
         # Partition-wise exclusive gradient selection. The partitions rotate among the ranks.
         partitions = [(number + owner) % world_size for owner in range(world_size)]
         place, ranges = partitions[rank], [(0, self.numel)] * world_size

@@ -23,6 +23,7 @@ from tritoncomm.primitives.carried import Carriers
 from tritoncomm.primitives.collectives import checked_counts, dense_exchange
 from tritoncomm.primitives.distributed_topk import largest_shares
 from tritoncomm.primitives.exchange import Step
+from tritoncomm.primitives.fixed_exchange import step_of
 from tritoncomm.primitives.region_cuts import propose_cuts, widest
 from tritoncomm.primitives.region_sums import Count, OwnedSums
 from tritoncomm.primitives.selection import entries_to_keep, smallest_key
@@ -118,7 +119,7 @@ class OkTopkAlgorithm(BudgetedAlgorithm):
             return (yield from dense_exchange(acc, world_size))
         state = self._state_for(world_size)
         reevaluate, repartition = self._due(state)
-        step = Step.of(acc, self.encoding, rank, world_size, self.recipe.bucket_width)
+        step = step_of(acc, self.encoding, rank, world_size, self.recipe.bucket_width)
         # L, the local selection: by threshold, or exactly on re-evaluation steps.
         exactly, threshold = reevaluate or state.local_threshold <= 0, self.rules.lowered(state.local_threshold)
         local = acc.top_k(self.k) if exactly else step.at_least(threshold, self.local_cap)

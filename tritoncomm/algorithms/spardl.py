@@ -21,7 +21,7 @@ from tritoncomm.errors import ConfigurationError
 from tritoncomm.primitives.accumulator import Accumulator
 from tritoncomm.primitives.carried import Carriers
 from tritoncomm.primitives.collectives import dense_exchange
-from tritoncomm.primitives.exchange import Step
+from tritoncomm.primitives.fixed_exchange import step_of
 from tritoncomm.primitives.selection import entries_to_keep
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.primitives.verdict import with_verdict
@@ -127,7 +127,7 @@ class SparDLAlgorithm(BudgetedAlgorithm):
         if place is None:
             return (yield from dense_exchange(acc, world_size))
         state = self.state if self.state.world_size == world_size else SparDLState(world_size)
-        step = Step.of(acc, self.recipe.encoding, rank, world_size)
+        step = step_of(acc, self.recipe.encoding, rank, world_size)
         working = WorkingVector(step, place)
         # Spar-Reduce-Scatter (SRS) inside the team.
         yield from self._reduce_scatter(working, place)

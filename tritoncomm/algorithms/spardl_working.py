@@ -9,7 +9,8 @@ import torch
 from tritoncomm.algorithms.spardl_teams import Place
 from tritoncomm.primitives.blocks import Blocks, ExactBlocks, FixedBlocks
 from tritoncomm.primitives.collectives import Gathered
-from tritoncomm.primitives.exchange import FixedStep, Step
+from tritoncomm.primitives.exchange import Step
+from tritoncomm.primitives.fixed_exchange import FixedStep
 from tritoncomm.primitives.selection import among, ascending
 from tritoncomm.scheduler.rounds import Pattern
 from tritoncomm_kernels import Entries

@@ -12,7 +12,7 @@ from tritoncomm.algorithms.base import Bounds, BudgetedAlgorithm, EntryRecipe, S
 from tritoncomm.primitives.accumulator import Accumulator
 from tritoncomm.primitives.carried import Carriers
 from tritoncomm.primitives.collectives import dense_exchange
-from tritoncomm.primitives.exchange import Step
+from tritoncomm.primitives.fixed_exchange import step_of
 from tritoncomm.primitives.packing import PLAIN, Encoding
 from tritoncomm.primitives.selection import entries_to_keep
 from tritoncomm.primitives.sparse_vector import SparseVector
@@ -51,7 +51,7 @@ class TopkAllgatherAlgorithm(BudgetedAlgorithm):
     def reduce(self, acc: Accumulator, rank: int, world_size: int) -> Pattern[SparseVector]:
         if self.goes_dense:
             return (yield from dense_exchange(acc, world_size))
-        step = Step.of(acc, self.encoding, rank, world_size)
+        step = step_of(acc, self.encoding, rank, world_size)
         own = acc.top_k(self.k)
         union, sent = yield from step.union(_PHASE, own, [self.k] * world_size)
         acc.subtract(sent, rounded=step.encoding.rounds)

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import torch
 
 import tritoncomm_kernels as kernels
-from tritoncomm.primitives.exchange import FixedStep, Step
+from tritoncomm.primitives.exchange import Step
+from tritoncomm.primitives.fixed_exchange import FixedStep
 from tritoncomm.primitives.packing import Sections, runs
 from tritoncomm_kernels import Entries
 
