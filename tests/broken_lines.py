@@ -1051,8 +1051,8 @@ BROKEN = [
     BrokenLine(
         "a state that one rank cannot load is loaded by others",
         "step/agree/compare.py",
-        "    if errors:\n        reasons",
-        "    if False:\n        reasons",
+        "    if errors:\n",
+        "    if False:\n",
         "saved test_damaged_state_of_one_rank_is_loaded_by_none",
     ),
     BrokenLine(
@@ -1079,7 +1079,7 @@ BROKEN = [
     BrokenLine(
         "a rank that cannot write is not told to others",
         "checkpoint.py",
-        """raise ConfigurationError(f"{failed}: {'; '.join(reasons)}") from error""",
+        'raise ConfigurationError(f"{failed}: {text_by_rank(reasons)}") from error',
         "raise",
         "saved test_rank_that_cannot_write_is_told_to_all",
     ),

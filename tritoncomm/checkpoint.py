@@ -27,7 +27,7 @@ import torch.distributed as dist
 from tritoncomm.errors import ConfigMismatchError, ConfigurationError
 from tritoncomm.optimizer import SparseOptimizer, numbers_of_own, setup_of
 from tritoncomm.scheduler.process_group import is_distributed, reporting
-from tritoncomm.scheduler.ranks import global_ranks, own_rank
+from tritoncomm.scheduler.ranks import global_ranks, own_rank, rank_text, text_by_rank
 from tritoncomm.step import agree
 from tritoncomm.step.optimizer_list import parts_of
 from tritoncomm.step.saved import state as exchange_state
@@ -149,8 +149,8 @@ def _check_owner(optimizer: SparseOptimizer, folder: Path) -> None:
         if not set(found) & set(ranks):
             own.unlink()
             raise ConfigurationError(
-                f"{folder} holds the state of ranks {found}, and this group has ranks {ranks}: save each group into a "
-                "folder of its own"
+                f"{folder} holds the state of {rank_text(*found)}, and this group has {rank_text(*ranks)}: save each "
+                "group into a folder of its own"
             )
         each.unlink(missing_ok=True)  # of a group that had other ranks before
 
@@ -215,8 +215,8 @@ def _torch_checkpoint(setup: Setup, failed: str) -> Iterator[Any]:
         try:
             yield dcp
         except dcp.api.CheckpointException as error:
-            reasons = [f"rank {global_ranks(group)[each]}: {reason}" for each, (reason, _) in error.failures.items()]
-            raise ConfigurationError(f"{failed}: {'; '.join(reasons)}") from error
+            reasons = {global_ranks(group)[each]: str(reason) for each, (reason, _) in error.failures.items()}
+            raise ConfigurationError(f"{failed}: {text_by_rank(reasons)}") from error
 
 
 @contextmanager

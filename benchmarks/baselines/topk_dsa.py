@@ -15,7 +15,6 @@ from typing import ClassVar
 
 import torch
 from tritoncomm.algorithms.base import Bounds, BudgetedAlgorithm, Recipe, Stateless, check, check_at_least
-from tritoncomm.errors import NonFiniteError
 from tritoncomm.primitives import packing
 from tritoncomm.primitives.accumulator import Accumulator
 from tritoncomm.primitives.collectives import (
@@ -30,9 +29,9 @@ from tritoncomm.primitives.packing import PLAIN, quotients
 from tritoncomm.primitives.region_cuts import offsets
 from tritoncomm.primitives.selection import entries_to_keep
 from tritoncomm.primitives.sparse_vector import SparseVector
+from tritoncomm.primitives.verdict import non_finite
 from tritoncomm.scheduler import cost
 from tritoncomm.scheduler.cost import Flow, Forecast, both
-from tritoncomm.scheduler.ranks import named
 from tritoncomm.scheduler.rounds import Inbox, Pattern
 
 import tritoncomm_kernels as kernels
@@ -77,8 +76,7 @@ class TopkDSAAlgorithm(BudgetedAlgorithm):
         own = acc.top_k(self.k)
         if world_size == 1:
             if kernels.has_non_finite(own.values):
-                (alone,) = named([0])
-                raise NonFiniteError(f"rank {alone} holds a NaN or Inf gradient; nothing was applied", [alone])
+                raise non_finite([0])
             acc.clear(own.indices)
             return SparseVector(own.indices, own.values, self.numel)
         cuts = [self.numel * p // world_size for p in range(world_size + 1)]

@@ -16,12 +16,12 @@ from tritoncomm.primitives.packing import Encoding, Section, Sections, quotients
 from tritoncomm.primitives.region_cuts import balanced_pieces, balanced_sizes, moves
 from tritoncomm.primitives.selection import NO_KEY, before_rounding
 from tritoncomm.primitives.sparse_vector import SparseVector
-from tritoncomm.primitives.verdict import REJECTED, non_finite
-from tritoncomm.scheduler.ranks import named
+from tritoncomm.primitives.verdict import NAN_OR_INF, REJECTED, non_finite
+from tritoncomm.scheduler.ranks import named, rank_text
 from tritoncomm.scheduler.rounds import AllGather, AllReduce, AllToAll, Inbox, Pattern, Post, Round, Wait, read
 from tritoncomm_kernels import Entries
 
-OVERFLOW = "hold a sum of finite gradients that overflows"
+OVERFLOW = "a sum of finite gradients overflows"
 NON_FINITE = -1  # sent in place of a count, so that a NaN or Inf is reported without an extra message
 
 
@@ -124,7 +124,7 @@ def share_rows(
     *,
     phase: str,
     limit: int,
-    reason: str = "hold a NaN or Inf gradient",
+    reason: str = NAN_OR_INF,
 ) -> Pattern[list[list[int]]]:
     """All-gather one ``row`` of integers per rank. Return the columns, each with one value per rank.
 
@@ -164,8 +164,8 @@ def checked_counts(phase: str, counts: list[int], limit: int) -> list[int]:
     wrong = [source for source, count in enumerate(counts) if not 0 <= count <= limit]
     if wrong:
         raise ProtocolMismatchError(
-            f"phase {phase!r}: received counts {[counts[source] for source in wrong]} from ranks {named(wrong)}: they "
-            f"must be in [0, {limit}]"
+            f"phase {phase!r}: received counts {[counts[source] for source in wrong]} from "
+            f"{rank_text(*named(wrong))}: they must be in [0, {limit}]"
         )
     return counts
 
@@ -239,7 +239,7 @@ def gather_regions(
     sizes, total = regions.sizes, sum(regions.sizes)
     if sizes[rank] != block.indices.shape[0]:
         raise ProtocolMismatchError(
-            f"phase {phase!r}: received sizes {sizes}, but rank {named([rank])[0]} has {block.room} entries to send"
+            f"phase {phase!r}: received sizes {sizes}, but {rank_text(*named([rank]))} has {block.room} entries to send"
         )
     balanced = max(sizes) > max(trigger * total / world_size, -(-total // world_size))
     if balanced:

@@ -30,8 +30,8 @@ from tritoncomm.primitives.region_cuts import offsets, trimmed_sizes
 from tritoncomm.primitives.region_sums import Count, ListedSums, OwnedSums, RegionSums
 from tritoncomm.primitives.selection import RoundingError, before_rounding
 from tritoncomm.primitives.sparse_vector import SparseVector
-from tritoncomm.primitives.verdict import REJECTED, SUMS_OVERFLOW, non_finite
-from tritoncomm.scheduler.ranks import named
+from tritoncomm.primitives.verdict import NAN_OR_INF, REJECTED, SUMS_OVERFLOW, non_finite
+from tritoncomm.scheduler.ranks import named, rank_text
 from tritoncomm.scheduler.rounds import Inbox, Pattern
 from tritoncomm_kernels import Entries
 
@@ -62,7 +62,7 @@ class Step:
         # Not with fixed room, where the host would wait for each figure.
         self._rounding = RoundingError() if self.encoding.rounds and acc.verdict is None else None
         self._rows: list[list[int]] = [[] for _ in range(world_size)]
-        self._reason = "hold a NaN or Inf gradient"
+        self._reason = NAN_OR_INF
         self.terms: list[Entries] = []  # for the selection of blocks, which adds them in its pass
 
     @property
@@ -251,7 +251,8 @@ class Step:
         place = self.rank if ring is None else ring.index(self.rank)
         if entries.room > rooms[place]:
             raise ProtocolMismatchError(
-                f"phase {phase!r}: rank {named([self.rank])[0]} has {entries.room} entries, but received {rooms[place]}"
+                f"phase {phase!r}: {rank_text(*named([self.rank]))} has {entries.room} entries, but received "
+                f"{rooms[place]}"
             )
         sections = [
             self.encoding.section(low, high, room, divisor=divisor)

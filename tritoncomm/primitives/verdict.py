@@ -9,12 +9,13 @@ import torch
 from tritoncomm.errors import NonFiniteError, ProtocolMismatchError
 from tritoncomm.scheduler import cost
 from tritoncomm.scheduler.cost import Flow, Forecast, both
-from tritoncomm.scheduler.ranks import named
+from tritoncomm.scheduler.ranks import named, rank_text
 from tritoncomm.scheduler.rounds import AllGather, Pattern, read
 
 _PHASE = "verdict"
 _GRADIENTS, _SUMS, _MESSAGES = range(3)
 _KINDS = 3  # of counters
+NAN_OR_INF = "a gradient is NaN or Inf"
 REJECTED = "a gradient or a sum of gradients contains NaN or Inf; nothing was applied"
 SUMS_OVERFLOW = "finite gradients overflow when summed; nothing was applied"
 
@@ -103,7 +104,7 @@ class Verdict:
         if bad:  # before the other errors, because a NaN may also make a message malformed
             raise non_finite(bad)
         if receivers or last[_MESSAGES]:
-            who = f"ranks {named(receivers)}" if receivers else "all ranks"
+            who = rank_text(*named(receivers)) if receivers else "all ranks"
             raise ProtocolMismatchError(
                 f"phase {_PHASE!r}: {who} received malformed messages: a sender has a different partition of the "
                 "vector, or a message is corrupt"
@@ -112,10 +113,10 @@ class Verdict:
             raise NonFiniteError(SUMS_OVERFLOW if self._sums_only else REJECTED)
 
 
-def non_finite(numbers: Sequence[int], reason: str = "hold a NaN or Inf gradient") -> NonFiniteError:
-    """Return the error for the ranks with these ``numbers`` in the group of the exchange."""
+def non_finite(numbers: Sequence[int], reason: str = NAN_OR_INF) -> NonFiniteError:
+    """Return the error for the ranks with these ``numbers`` in the group of the exchange, and the ``reason``."""
     ranks = named(numbers)
-    return NonFiniteError(f"ranks {ranks} {reason}; nothing was applied", ranks)
+    return NonFiniteError(f"{reason} on {rank_text(*ranks)}; nothing was applied", ranks)
 
 
 def with_verdict(forecast: Forecast, world_size: int, figures: int = 0, *, phase: str = _PHASE) -> Forecast:

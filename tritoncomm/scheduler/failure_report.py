@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from tritoncomm.errors import ExchangeError, ExchangeTimeoutError, PeerLostError, ProtocolMismatchError
-from tritoncomm.scheduler.ranks import global_ranks, name_of, own_rank
+from tritoncomm.scheduler.ranks import global_ranks, name_of, own_rank, rank_text, text_by_rank
 
 # Tells whether an exception interrupts the program, and does not belong to the exchange.
 IsInterruption = Callable[[BaseException], bool]
@@ -98,13 +98,9 @@ class FailureReport:
     def _described(self, own: int) -> str:
         """Return where the other ranks were. Ranks that were at the same place as rank ``own`` are left out."""
         reports, mine = sorted(self.reports.items()), self.reports.get(own)
-        others = [
-            f"rank {rank} was in {report.where}"
-            for rank, report in reports
-            if rank != own and (mine is None or report.where != mine.where)
-        ]
-        waiting = [f"rank {rank} waited for {report.waiting}" for rank, report in reports if report.waiting]
-        return "; ".join([*others, *waiting])
+        others = {rank: report.where for rank, report in reports if mine is None or report.where != mine.where}
+        waiting = {rank: rank_text(*report.waiting) for rank, report in reports if report.waiting}
+        return "; ".join(filter(None, (text_by_rank(others, " was in"), text_by_rank(waiting, " waited for"))))
 
     def error(self, size: int, where: str, cause: BaseException, advice: str) -> ExchangeError | ProtocolMismatchError:
         """Return the error that this rank raises.
@@ -113,23 +109,23 @@ class FailureReport:
         and ``advice`` is added to the text.
         """
         own = own_rank()
-        message, others = f"exchange failed on rank {own}, {where}: ", self._described(own)
+        message, others = f"exchange failed on {rank_text(own)}, {where}: ", self._described(own)
         texts: defaultdict[str, dict[int, str]] = defaultdict(dict)
         for rank, report in sorted(self.reports.items()):
             texts[report.kind][rank] = report.text
         restart = f", or restart from a checkpoint{advice and '. On NCCL, ' + advice}"
         if texts["stopped"] and not self.gone:
-            reasons = (f"rank {rank} stopped: {text}" for rank, text in texts["stopped"].items())
+            reasons = text_by_rank(texts["stopped"], " stopped:")
             return ExchangeError(message + _advised(reasons, restart), texts["stopped"])
         if texts["protocol"] and not self.gone:
             return ProtocolMismatchError(message + "; ".join(texts["protocol"].values()) + (others and f" ({others})"))
         if texts["error"] and not self.gone:
-            failures = (f"rank {rank} failed, see its traceback: {text}" for rank, text in texts["error"].items())
+            failures = text_by_rank(texts["error"], " failed, see its traceback:")
             return ExchangeError(message + _advised(failures, restart), texts["error"])
         missing = self.missing or [*others_at_fault(cause)]
         if texts["other"] and not self.gone:
-            return ExchangeError(message + _advised(texts["other"].values(), restart), missing)
-        names = f"ranks {missing}" if len(missing) > 1 else f"rank {missing[0] if missing else '(number unknown)'}"
+            return ExchangeError(message + _advised("; ".join(texts["other"].values()), restart), missing)
+        names = rank_text(*missing) if missing else "rank (number unknown)"
         more = f"({others or cause}). "
         if (self.gone or not texts["timeout"]) and self.silent_store is None:
             return PeerLostError(f"{message}lost {names} {more}{_PROCEED} of the remaining ranks{restart}", missing)
@@ -146,10 +142,9 @@ class FailureReport:
         )
 
 
-def _advised(reasons: Iterable[str], restart: str) -> str:
-    """Join ``reasons``, and say how to go on unless one of them does: that of an exchange in a smaller group."""
-    text = "; ".join(reasons)
-    return text if _PROCEED in text else f"{text}. {_PROCEED}{restart}"
+def _advised(reasons: str, restart: str) -> str:
+    """Add how to go on to ``reasons``, unless one of them says it: that of an exchange in a smaller group."""
+    return reasons if _PROCEED in reasons else f"{reasons}. {_PROCEED}{restart}"
 
 
 def report_of(

@@ -11,7 +11,7 @@ import torch
 from tritoncomm.errors import ConfigurationError, ExchangeTimeoutError, ProtocolMismatchError
 from tritoncomm.scheduler import wire
 from tritoncomm.scheduler.cost import HEADER_WORDS
-from tritoncomm.scheduler.ranks import named
+from tritoncomm.scheduler.ranks import named, rank_text
 
 _Pair = tuple[tuple[int, ...], int, int]
 KINDS = ("drop", "duplicate", "reorder", "corrupt")
@@ -70,7 +70,7 @@ class Faults:
         if held_back is not None:
             queue.append(held_back)
         sender, receiver = named([source, peer])
-        where = f"round {number}, phase {phase!r}, message to rank {receiver} from rank {sender}, {self!r}"
+        where = f"round {number}, phase {phase!r}, message to {rank_text(receiver)} from {rank_text(sender)}, {self!r}"
         if not queue:
             raise ExchangeTimeoutError(f"{where}: no message arrived", [sender])
         arrived = queue.popleft()

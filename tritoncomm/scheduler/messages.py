@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from tritoncomm.errors import ProtocolMismatchError
 from tritoncomm.scheduler import cost, failure_report, wire
-from tritoncomm.scheduler.ranks import global_ranks
+from tritoncomm.scheduler.ranks import global_ranks, rank_text
 from tritoncomm.scheduler.rounds import Inbox
 from tritoncomm_kernels.devices import is_asynchronous
 
@@ -244,8 +244,8 @@ class Messages:
 
     def _from(self, peer: int, error: ProtocolMismatchError) -> ProtocolMismatchError:
         """Return the ``error`` of a message with its sending and its receiving rank."""
-        to, source = self._global_ranks[self.rank], self._global_ranks[peer]
-        return ProtocolMismatchError(f"message to rank {to} from rank {source}: {error}")
+        to, source = (rank_text(self._global_ranks[each]) for each in (self.rank, peer))
+        return ProtocolMismatchError(f"message to {to} from {source}: {error}")
 
     def take_suspect(self) -> torch.Tensor:
         """Return :attr:`suspect`, and set it to zero."""

@@ -8,6 +8,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from tritoncomm.errors import ConfigurationError
+from tritoncomm.scheduler.ranks import rank_text
 
 
 def needs_all_ranks() -> bool:
@@ -40,7 +41,7 @@ def new_group(ranks: Sequence[int], timeout: timedelta | None, callers: Sequence
         return group
     if len(callers) < dist.get_world_size():
         raise ConfigurationError(
-            f"the exchange is among ranks {list(callers)} of {dist.get_world_size()} and needs a new process group, "
+            f"the exchange is among {rank_text(*callers)} of {dist.get_world_size()} and needs a new process group, "
             "but the default process group is bound to a device, and NCCL then needs all ranks to create a group: call "
             "init_process_group without device_id"
         )

@@ -17,7 +17,7 @@ from tritoncomm.scheduler.failure_report import IsInterruption
 from tritoncomm.scheduler.messages import Messages
 from tritoncomm.scheduler.meter import Meter
 from tritoncomm.scheduler.new_group import needs_all_ranks, new_group
-from tritoncomm.scheduler.ranks import global_ranks, members, name_of, own_rank
+from tritoncomm.scheduler.ranks import global_ranks, members, name_of, own_rank, rank_text
 from tritoncomm.scheduler.rounds import (
     AllGather,
     InSubgroup,
@@ -181,7 +181,9 @@ class ProcessGroupScheduler:
         for ranks in subgroups:
             members = tuple(self.ranks[r] for r in ranks)
             if list(ranks) != sorted(set(ranks)):  # torch sorts the ranks of a group, and messages would go astray
-                raise ConfigurationError(f"subgroup {members} of {stamp!r}: list its ranks once, in ascending order")
+                raise ConfigurationError(
+                    f"subgroup of {rank_text(*members)} in {stamp!r}: list its ranks once, in ascending order"
+                )
             if self.rank in ranks or needs_all_ranks():
                 limit = timeout or watcher.timeout_of(group, self.device)  # and not torch's default
                 subgroup = _subgroup(group or dist.group.WORLD, members, limit, self.ranks)
@@ -385,11 +387,11 @@ class ProcessGroupScheduler:
         place, at, details = self._place(op), [self.step, self._number], ""
         where = f"step {self.step}, round {self._number}, phase {op.phase!r} of {self._method}"
         if isinstance(op, Round | Post):
-            details = f" (sends to ranks {place.to}, expects from ranks {place.source})"
+            details = f" (sends to {rank_text(*place.to)}, expects from {rank_text(*place.source)})"
         if isinstance(op, InSubgroup) and self._inside is not None:
             place = self._inside
             at.append(place.number)
-            details = f", in round {place.number}, phase {place.phase!r} among ranks {place.ranks}"
+            details = f", in round {place.number}, phase {place.phase!r} among {rank_text(*place.ranks)}"
         peers = sorted({*place.to, *place.source})
         own = failure_report.report_of(error, where, peers, place.waiting, at, is_interruption=self._is_interruption)
         for subgroup in self._subgroups.values():

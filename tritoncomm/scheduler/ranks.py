@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextvars import ContextVar
 
 import torch.distributed as dist
 
 members: ContextVar[Sequence[int] | None] = ContextVar("members", default=None)
 """The global ranks of the group of the pattern that runs, for :func:`named`. None in a simulation of one group."""
+
+
+def rank_text(*ranks: int) -> str:
+    """Return what texts call the ``ranks`` with these global numbers: "rank 3", "ranks [0, 3]" or "no rank".
+
+    Nothing else words it, so that a change here changes every text.
+    """
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    return f"ranks {list(ranks)}" if ranks else "no rank"
+
+
+def text_by_rank(texts: Mapping[int, str], said: str = ":") -> str:
+    """Return the ``texts`` of several ranks as one. What is ``said`` stands between a rank and its text."""
+    return "; ".join(f"{rank_text(rank)}{said} {text}" for rank, text in texts.items())
 
 
 def global_ranks(group: dist.ProcessGroup | None) -> list[int]:

@@ -17,7 +17,7 @@ from tritoncomm.scheduler import cost
 from tritoncomm.scheduler.clock import VirtualClock
 from tritoncomm.scheduler.faults import Faults
 from tritoncomm.scheduler.meter import Meter
-from tritoncomm.scheduler.ranks import members, named
+from tritoncomm.scheduler.ranks import members, named, rank_text
 from tritoncomm.scheduler.rounds import (
     AllGather,
     AllToAll,
@@ -118,9 +118,9 @@ class SimulatedScheduler:
         sides |= dict.fromkeys(done, "has finished")
         for rank in range(1, self.world_size):
             if sides[rank] != sides[0]:
-                first, other = named([0, rank])
+                first, other = map(rank_text, named([0, rank]))
                 raise ProtocolMismatchError(
-                    f"round {number}: rank {first} {sides[0]}, but rank {other} {sides[rank]}; "
+                    f"round {number}: {first} {sides[0]}, but {other} {sides[rank]}; "
                     "all ranks must yield the same operations in the same order"
                 )
 
@@ -143,8 +143,8 @@ class SimulatedScheduler:
             inside = [rank for rank, op in enumerate(ops) if op.ranks == ranks]
             if sorted(ranks) != inside:
                 raise ProtocolMismatchError(
-                    f"round {number}, phase {ops[0].phase!r}: ranks {named(inside)} yield the subgroup {named(ranks)}, "
-                    "but exactly the ranks of a subgroup must yield it"
+                    f"round {number}, phase {ops[0].phase!r}: the subgroup of {rank_text(*named(ranks))} is yielded by "
+                    f"{rank_text(*named(inside))}, but exactly the ranks of a subgroup must yield it"
                 )
             clock = self.clock.part(ranks) if self.clock is not None else None
             group = SimulatedScheduler(len(ranks), clock)
@@ -178,10 +178,10 @@ class SimulatedScheduler:
             for peer, payload in round_.sends.items():
                 expected = rounds[peer].receives.get(source) if 0 <= peer < len(rounds) else None
                 if expected != payload.numel() or payload.dtype != torch.int32 or peer == source:
-                    own, other = named([source, peer])
+                    own, other = map(rank_text, named([source, peer]))
                     raise ProtocolMismatchError(
-                        f"round {number}, phase {round_.phase!r}: rank {own} sends {payload.numel()} words "
-                        f"of {payload.dtype} to rank {other}, which expects {expected or 'nothing'}; "
+                        f"round {number}, phase {round_.phase!r}: {own} sends {payload.numel()} words "
+                        f"of {payload.dtype} to {other}, which expects {expected or 'nothing'}; "
                         "a message must be int32 and have the length that the peer expects"
                     )
                 if self._faults is None:
@@ -191,10 +191,10 @@ class SimulatedScheduler:
         for rank, round_ in enumerate(rounds):
             for source, expected in round_.receives.items():
                 if source not in inboxes[rank]:
-                    own, other = named([rank, source])
+                    own, other = map(rank_text, named([rank, source]))
                     raise ProtocolMismatchError(
-                        f"round {number}, phase {round_.phase!r}: rank {own} expects {expected} words "
-                        f"from rank {other}, which sends nothing to it"
+                        f"round {number}, phase {round_.phase!r}: {own} expects {expected} words "
+                        f"from {other}, which sends nothing to it"
                     )
             self.meters[rank].count(round_.phase, *traffic(round_, self.world_size))
         sizes = [{peer: cost.messages(1, sent.numel()).bytes for peer, sent in r.sends.items()} for r in rounds]
@@ -206,10 +206,10 @@ class SimulatedScheduler:
         shape = first.tensor.shape
         for rank, tensor in enumerate(tensors):
             if tensor.shape != shape or tensor.dtype != first.tensor.dtype:
-                own, other = named([0, rank])
+                own, other = map(rank_text, named([0, rank]))
                 raise ProtocolMismatchError(
-                    f"round {number}, phase {first.phase!r}: rank {own} passes shape {tuple(shape)}, "
-                    f"{first.tensor.dtype}, but rank {other} passes shape {tuple(tensor.shape)}, {tensor.dtype}; they "
+                    f"round {number}, phase {first.phase!r}: {own} passes shape {tuple(shape)}, "
+                    f"{first.tensor.dtype}, but {other} passes shape {tuple(tensor.shape)}, {tensor.dtype}; they "
                     "must be equal"
                 )
         sent, received = traffic(first, self.world_size)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.scheduler.cost import Link
+from tritoncomm.scheduler.ranks import rank_text
 from tritoncomm.slow import launcher
 from tritoncomm.slow.figures import table
 from tritoncomm.slow.launcher import Launch
@@ -58,10 +59,10 @@ def run(options: argparse.Namespace) -> int:
         _report(launch, options)
         return 0
     for line in failure.last_lines:
-        print(f"rank {failure.rank}: {line}", file=sys.stderr)
+        print(f"{rank_text(failure.rank)}: {line}", file=sys.stderr)
     by_signal = failure.code < 0
     how = f"was killed by {signal.Signals(-failure.code).name}" if by_signal else f"ended with code {failure.code}"
-    print(f"error: rank {failure.rank} {how}", file=sys.stderr)
+    print(f"error: {rank_text(failure.rank)} {how}", file=sys.stderr)
     return 128 - failure.code if by_signal else failure.code
 
 

@@ -29,7 +29,7 @@ from tritoncomm.algorithms.wrapper import WrapperRecipe
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.scheduler import cost
 from tritoncomm.scheduler.cost import Link
-from tritoncomm.scheduler.ranks import global_ranks, own_rank
+from tritoncomm.scheduler.ranks import global_ranks, own_rank, rank_text
 from tritoncomm.step import settings as defaults
 from tritoncomm.step.agree.private_group import numbered_groups
 from tritoncomm.step.settings import check_algo, check_group
@@ -157,8 +157,8 @@ def with_nodes(chosen: Recipe, node_group: dist.ProcessGroup | None, group: dist
     places = [group_ranks.index(rank) if rank in group_ranks else -1 for rank in node]
     if own_rank() not in node or places[0] % len(node) or places != list(range(places[0], places[0] + len(node))):
         raise ConfigurationError(
-            f"node_group has ranks {node} of {group_ranks}: each node must have consecutive ranks, as torchrun numbers "
-            "them, all nodes the same number of ranks, and node_group must contain this rank"
+            f"node_group has {rank_text(*node)} of {rank_text(*group_ranks)}: each node must have consecutive ranks, "
+            "as torchrun numbers them, all nodes the same number of ranks, and node_group must contain this rank"
         )
     return Hierarchical(recipe=chosen, node_size=len(node))
 

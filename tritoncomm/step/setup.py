@@ -15,7 +15,7 @@ from torch import nn
 from tritoncomm.algorithms import Hierarchical, Recipe
 from tritoncomm.errors import ConfigMismatchError, ConfigurationError
 from tritoncomm.scheduler.process_group import is_distributed
-from tritoncomm.scheduler.ranks import global_ranks, own_rank, speaks
+from tritoncomm.scheduler.ranks import global_ranks, own_rank, rank_text, speaks
 from tritoncomm.step import agree, settings
 from tritoncomm.step.agree.private_group import scheduler_of_all_shards
 from tritoncomm.step.agree.replica import Replica, let_differ
@@ -335,8 +335,8 @@ def check_shards(trained: Sequence[tuple[torch.Tensor, str]], group: dist.Proces
         ranks = set(global_ranks(group))
         if mesh & ranks != {own_rank()}:
             raise ConfigurationError(
-                f"{label(name, position, parameter)} is a DTensor over ranks {sorted(mesh)}, and the exchange is over "
-                f"ranks {sorted(ranks)}: pass process_group=, the ranks that hold the same shard "
+                f"{label(name, position, parameter)} is a DTensor over {rank_text(*sorted(mesh))}, and the exchange is "
+                f"over {rank_text(*sorted(ranks))}: pass process_group=, the ranks that hold the same shard "
                 '(mesh["replicate"].get_group()), and apply fully_shard() or parallelize_module() with the other '
                 "dimensions of the mesh, or FSDP averages over the replicas densely; with a single copy of the model "
                 "there is nothing to exchange"

@@ -13,7 +13,7 @@ from torch import nn
 
 from tritoncomm.errors import NonFiniteError
 from tritoncomm.scheduler.process_group import is_distributed
-from tritoncomm.scheduler.ranks import own_rank
+from tritoncomm.scheduler.ranks import own_rank, rank_text
 from tritoncomm.scheduler.span import profiled
 from tritoncomm.step import agree
 from tritoncomm.step.exchange.pending import Pending, State
@@ -170,10 +170,10 @@ class Stepper:
             return
         self._has_warned = True
         logger.warning(
-            "rank %d: the step was skipped because of an overflow that this rank's GradScaler did not find. It keeps "
+            "%s: the step was skipped because of an overflow that this rank's GradScaler did not find. It keeps "
             "its scale. With tritoncomm.amp.GradScaler, all scales stay equal. A schedule that waits for steps that "
             "are not skipped needs that",
-            own_rank(),
+            rank_text(own_rank()),
         )
 
     def forget(self) -> None:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from tritoncomm.errors import ConfigMismatchError, ExchangeError, NonFiniteError
 from tritoncomm.scheduler.process_group import is_distributed, report_failure, reporting
-from tritoncomm.scheduler.ranks import global_ranks, name_of
+from tritoncomm.scheduler.ranks import global_ranks, name_of, rank_text, text_by_rank
 from tritoncomm.step.agree.number import number_of_text
 from tritoncomm.step.torch_internals import is_interruption
 from tritoncomm_kernels import devices
@@ -88,7 +88,7 @@ def _differences(told: Mapping[int, Mapping[str, str]]) -> dict[str, str]:
         ranks: dict[str, list[int]] = {}
         for rank, fields in told.items():
             ranks.setdefault(fields.get(name, "nothing"), []).append(rank)
-        texts = [f"rank {of[0]} has" if len(of) == 1 else f"ranks {of} have" for of in ranks.values()]
+        texts = [f"{rank_text(*of)} {'has' if len(of) == 1 else 'have'}" for of in ranks.values()]
         return ", ".join(map(" ".join, zip(texts, ranks, strict=True))) if len(ranks) > 1 else ""
 
     names = dict.fromkeys(name for fields in told.values() for name in fields)
@@ -160,8 +160,7 @@ def all_gather(
     told = dict(zip(global_ranks(group), gathered, strict=True))
     errors = {rank: entry[_ERROR] for rank, entry in told.items() if _ERROR in entry}
     if errors:
-        reasons = "; ".join(f"rank {rank}: {reason}" for rank, reason in errors.items())
-        raise ConfigMismatchError(f"ranks {sorted(errors)} reported an error: {reasons}")
+        raise ConfigMismatchError(text_by_rank(errors, " reported an error:"))
     return told
 
 
@@ -178,6 +177,5 @@ def naming(
         return error
     if not bad:
         rank, text = next((rank, fields["rejection"]) for rank, fields in told.items() if fields["rejection"])
-        return NonFiniteError(f"rank {rank} has rejected the step: {text}", [rank])
-    named = "; ".join(f"rank {rank}: {text}" for rank, text in bad.items())
-    return NonFiniteError(f"NaN or Inf in the gradients of {named}; nothing was applied", bad)
+        return NonFiniteError(f"{rank_text(rank)} has rejected the step: {text}", [rank])
+    return NonFiniteError(f"NaN or Inf in the gradients of {text_by_rank(bad)}; nothing was applied", bad)

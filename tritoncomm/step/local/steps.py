@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from tritoncomm.scheduler.ranks import own_rank
+from tritoncomm.scheduler.ranks import own_rank, rank_text
 from tritoncomm.step.agree import LOADED
 from tritoncomm.step.agree.number import number_of_text, numbers
 from tritoncomm.step.exchange.presence import frozen
@@ -233,8 +233,8 @@ class LocalSteps:
             self.fault = listed(bad)
             return False
         self._left_out += 1
-        where = listed(bad) or "another shard"
-        logger.warning("rank %d left out a local step: NaN or Inf in the gradients of %s", own_rank(), where)
+        who, where = rank_text(own_rank()), listed(bad) or "another shard"
+        logger.warning("%s left out a local step: NaN or Inf in the gradients of %s", who, where)
         return False
 
     @torch.no_grad()

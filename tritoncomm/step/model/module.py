@@ -18,7 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.scheduler.process_group import is_distributed
-from tritoncomm.scheduler.ranks import speaks
+from tritoncomm.scheduler.ranks import rank_text, speaks
 from tritoncomm.step import agree
 from tritoncomm.step.agree.number import numbers
 from tritoncomm.step.model.refuse import is_stepping, is_wrapped
@@ -250,6 +250,6 @@ def _check_shards(model: nn.Module) -> None:
     for ranks, name in meshes.items():  # with tensor parallelism, some are sharded over a dimension of the mesh alone
         if not ranks <= widest:
             raise ConfigurationError(
-                f"{meshes[widest]} is sharded over ranks {sorted(widest)}, and {name} over ranks {sorted(ranks)}: call "
-                "fully_shard() with the same mesh for all parameters of the model"
+                f"{meshes[widest]} is sharded over {rank_text(*sorted(widest))}, and {name} over "
+                f"{rank_text(*sorted(ranks))}: call fully_shard() with the same mesh for all parameters of the model"
             )
