@@ -15,7 +15,7 @@ from tritoncomm import checkpoint
 from tritoncomm.errors import TritoncommError
 from tritoncomm.primitives.collectives import share_counts
 from tritoncomm.scheduler.process_group import ProcessGroupScheduler, reporting
-from tritoncomm.scheduler.ranks import rank_text
+from tritoncomm.scheduler.ranks import rank_text, text_by_rank
 from tritoncomm.step import agree
 
 from ranks import ranks
@@ -66,6 +66,12 @@ def test_another_wording(rank, world_size, room, tmp_path):
         with pytest.raises(TritoncommError, match=r"machine \d") as caught:
             ROOMS[room](rank, tmp_path)
     assert not re.search(r"\branks? \W?\d", str(caught.value))
+
+
+def test_wording() -> None:
+    """One rank is called without brackets, and texts of several ranks are one text."""
+    assert [rank_text(*each) for each in ((), (3,), (0, 3))] == ["no rank", "rank 3", "ranks [0, 3]"]
+    assert text_by_rank({0: "slow", 3: "lost"}, " was") == "rank 0 was slow; rank 3 was lost"
 
 
 def test_nothing_else_words_the_name_of_a_rank() -> None:

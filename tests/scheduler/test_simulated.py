@@ -63,6 +63,11 @@ def test_every_rank_has_its_own_reply(first, second) -> None:
         ([Round("x", {5: words(7)}, {})], [Round("x", {}, {})], "to rank 5"),
         ([AllReduce("x", words(1))], [AllReduce("x", words(1, 2))], "rank 0 passes .*rank 1 passes"),
         ([AllReduce("x", words(1))], [AllReduce("x", torch.ones(1))], "rank 1 passes .*float32"),
+        (
+            [InSubgroup("x", (0, 1), pattern())],
+            [InSubgroup("x", (1,), pattern())],
+            r"subgroup of ranks \[0, 1\] is yielded by rank 0,",
+        ),
     ],
 )
 def test_disagreement_is_named(first, second, named: str) -> None:
