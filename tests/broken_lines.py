@@ -99,7 +99,7 @@ BROKEN = [
     ),
     BrokenLine(
         "what ranks tell is listed by their number in the group",
-        "step/agree/compare.py",
+        "step/agree/__init__.py",
         "told = dict(zip(global_ranks(group), gathered, strict=True))",
         "told = dict(enumerate(gathered))",
         "exchange test_error_about_a_nan_names_rank_and_parameter_in_a_group",
@@ -718,7 +718,7 @@ BROKEN = [
     ),
     BrokenLine(
         "an argument that is invalid on one rank is not told to others",
-        "step/agree/compare.py",
+        "step/agree/__init__.py",
         "            propagate_error(str(error), group, device)\n        raise",
         "            pass\n        raise",
         "agreement test_argument_that_is_invalid_on_one_rank_is_an_error_on_all",
@@ -831,7 +831,7 @@ BROKEN = [
     ),
     BrokenLine(
         "a rank that is lost in a comparison raises torch's error",
-        "step/agree/compare.py",
+        "step/agree/__init__.py",
         "with reporting(group, device, _CHECK, is_interruption), devices.on(device):",
         "with devices.on(device):",
         "failures test_rank_that_is_lost_at_wrap_is_named",
@@ -1050,7 +1050,7 @@ BROKEN = [
     ),
     BrokenLine(
         "a state that one rank cannot load is loaded by others",
-        "step/agree/compare.py",
+        "step/agree/__init__.py",
         "    if errors:\n",
         "    if False:\n",
         "saved test_damaged_state_of_one_rank_is_loaded_by_none",
@@ -1436,7 +1436,7 @@ BROKEN = [
     ),
     BrokenLine(
         "a format of values that differs is taken for parameters that differ",
-        "step/agree/compare.py",
+        "step/agree/__init__.py",
         'CONTENT, STATE = "content of",',
         'CONTENT, STATE = "values of",',
         "agreement test_format_that_differs_is_no_matter_of_parameters",

@@ -35,6 +35,7 @@ from tritoncomm.step.saved.optimizer_state import keys_of, states_of
 from tritoncomm.step.saved.packed import packed, unpacked
 from tritoncomm.step.saved.portable import HINT, Held, Saved, key_of_common, key_of_replica, restored, split
 from tritoncomm.step.setup import Setup
+from tritoncomm.step.tensors.names import named_parameters, parameter_ids
 from tritoncomm.step.torch_internals import original_class
 from tritoncomm_kernels import devices
 
@@ -130,8 +131,8 @@ def _check_owner(optimizer: SparseOptimizer, folder: Path) -> None:
     other.
     """
     before = _saved_into.get(folder.resolve(), lambda: None)()
-    held = set[int]() if before is None else agree.parameter_ids(before)
-    if held and (folder / _POINTER).exists() and not held & agree.parameter_ids(optimizer):
+    held = set[int]() if before is None else parameter_ids(before)
+    if held and (folder / _POINTER).exists() and not held & parameter_ids(optimizer):
         logger.warning(
             "%s held the state of another optimizer of this process, which is overwritten: save each optimizer into a "
             "folder of its own",
@@ -383,7 +384,7 @@ class ResidualState:
 
 def _parameters(optimizer: SparseOptimizer) -> list[torch.Tensor]:
     """Return all parameters of ``optimizer``, in their order."""
-    return [parameter for parameter, _ in agree.named_parameters(optimizer)]
+    return [parameter for parameter, _ in named_parameters(optimizer)]
 
 
 def _held(optimizer: SparseOptimizer) -> Held:

@@ -32,6 +32,7 @@ from tritoncomm.step.saved.optimizer_state import (
 from tritoncomm.step.settings import check_group, check_outer_lr, restores
 from tritoncomm.step.setup import Setup
 from tritoncomm.step.stepper import Stepper
+from tritoncomm.step.tensors.names import named_parameters
 from tritoncomm.step.torch_internals import StateHooks, change_class, has_own_step, original_class
 
 __all__ = ["SparseOptimizer"]
@@ -408,7 +409,7 @@ def numbers_of_own(setup: Setup) -> set[int]:
 
     These are those that DDP was told to ignore. Where updates are exchanged, states of all differ between ranks.
     """
-    every = enumerate(agree.named_parameters(setup.optimizer))
+    every = enumerate(named_parameters(setup.optimizer))
     return {number for number, (each, _) in every if setup.local is not None or id(each) in setup.parameters.ignored}
 
 

@@ -41,6 +41,7 @@ from tritoncomm.step.settings import (
     resolved_small,
 )
 from tritoncomm.step.setup import Setup
+from tritoncomm.step.tensors.names import device_of
 
 __all__ = ["wrap"]
 
@@ -154,7 +155,7 @@ def wrap(
     """
     check_group("process_group", process_group)
     listed = [*optimizer] if isinstance(optimizer, Sequence) else parts_of(optimizer)
-    device = agree.device_of(listed[0]) if listed else None
+    device = device_of(listed[0]) if listed else None
     with agree.propagate_errors(process_group, device):
         model = checked_module(model)
     group = group_of(model, process_group)

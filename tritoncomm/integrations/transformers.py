@@ -13,10 +13,10 @@ from tritoncomm.errors import ConfigurationError
 from tritoncomm.integrations.shared import residuals as beside
 from tritoncomm.integrations.shared.accelerated import connect, has_peers, load_instead, renew_methods
 from tritoncomm.optimizer import SparseOptimizer
-from tritoncomm.step import agree
 from tritoncomm.step.optimizer_list import parts_of
 from tritoncomm.step.saved.optimizer_state import remove_marks
 from tritoncomm.step.settings import restores
+from tritoncomm.step.tensors.names import named_parameters, parameter_ids
 from tritoncomm.step.torch_internals import variables_of_caller
 
 __all__ = ["SparseGradients"]
@@ -54,7 +54,7 @@ class SparseGradients(TrainerCallback):
         trainer, resumed = (_trainer_frame()[name] for name in ("self", "resume_from_checkpoint"))
         handler = trainer.callback_handler
         handler.callbacks = [*(each for each in handler.callbacks if not isinstance(each, _Merges)), _Merges(self)]
-        trained = {id(each) for each, _ in agree.named_parameters(trainer.optimizer) if each.requires_grad}
+        trained = {id(each) for each, _ in named_parameters(trainer.optimizer) if each.requires_grad}
         goes_on = resumed is None and trained == self._trained
         before = _state_to_continue(self.optimizer, trainer) if goes_on else None
         _disconnect(trainer)
@@ -150,7 +150,7 @@ def _with_limit(settings: dict[str, Any], trainer: Any) -> dict[str, Any]:
     limit = trainer.args.max_grad_norm
     if "max_grad_norm" in settings or limit is None or limit <= 0 or not has_peers():
         return settings
-    stepped = agree.parameter_ids(trainer.optimizer)
+    stepped = parameter_ids(trainer.optimizer)
     whole = all(id(parameter) in stepped for parameter in trainer.model.parameters() if parameter.requires_grad)
     return settings | {"max_grad_norm": limit} if whole else settings
 

@@ -19,6 +19,7 @@ from tritoncomm.scheduler.ranks import global_ranks, own_rank, rank_text, speaks
 from tritoncomm.step import agree, settings
 from tritoncomm.step.agree.private_group import scheduler_of_all_shards
 from tritoncomm.step.agree.replica import Replica, let_differ
+from tritoncomm.step.agree.setup import broadcast, compare_setup
 from tritoncomm.step.exchange.layout import small_ids
 from tritoncomm.step.exchange.machine import GradientExchange
 from tritoncomm.step.exchange.pending import State
@@ -35,7 +36,7 @@ from tritoncomm.step.rules.step import OptimizerSteps
 from tritoncomm.step.saved import state as exchange_state
 from tritoncomm.step.saved.optimizer_state import warn_about_lost_residual
 from tritoncomm.step.settings import WrapOptions
-from tritoncomm.step.tensors.names import label
+from tritoncomm.step.tensors.names import device_of, label, named_parameters, parameter_ids
 from tritoncomm.step.tensors.shards import by_split, local, mesh_ranks, pieces
 from tritoncomm.step.torch_internals import original_class
 
@@ -92,14 +93,14 @@ class Setup:
         self._others, buffers = rest_of(model, optimizer)
         self.exchange = self._build(recipe, process_group)
         warn_about_lost_residual(optimizer.param_groups, self.everybody)
-        every = (each for each, _ in agree.named_parameters(optimizer) if id(each) not in ignored)
+        every = (each for each, _ in named_parameters(optimizer) if id(each) not in ignored)
         held = [(each, f"parameter {number} of the optimizer") for number, each in enumerate(every)]
         shaped = [*buffers, *(held if broadcast_parameters else ())]
         fields = {"others": self._others, "shaped": shaped, "broadcast": broadcast_parameters}
         self._compare(self.exchange, recipe, process_group, **fields)
         self.exchange.agree_on_exchange_id()
         if broadcast_parameters:
-            agree.broadcast([*held, *self._others, *buffers], process_group, self.device)
+            broadcast([*held, *self._others, *buffers], process_group, self.device)
             if self.local is not None:
                 self.local.accept()
         self._log()
@@ -136,7 +137,7 @@ class Setup:
     @property
     def device(self) -> torch.device | None:
         """The device of the parameters."""
-        return agree.device_of(self.optimizer)
+        return device_of(self.optimizer)
 
     @property
     def is_synchronized(self) -> bool:
@@ -233,7 +234,7 @@ class Setup:
         common = ExchangeOptions(recipe=recipe, wrap=options, group=group, dense=frozenset(dense))
         vectors: list[VectorExchange] = []
         for part in parts_of(self.exchanged):
-            held = agree.parameter_ids(part)
+            held = parameter_ids(part)
             own = [(parameter, name) for parameter, name in trained if id(parameter) in held]
             if own or not trained:
                 epsilon = _epsilon(part) if selects_by_update(part, recipe, options.late) else None
@@ -243,7 +244,7 @@ class Setup:
         if is_sharded:
             device = local(parameters[0]).device
             all_shards = (before and before.all_shards) or scheduler_of_all_shards(recipe.name, options.timeout, device)
-        held = agree.parameter_ids(self.optimizer)  # a group may have been added, of parameters that were not held
+        held = parameter_ids(self.optimizer)  # a group may have been added, of parameters that were not held
         others = [(parameter, name) for parameter, name in self._others if id(parameter) not in held]
         if self.options.local_steps > 1 and self.local is not None:
             let_differ(self.local.owners.values())
@@ -260,7 +261,7 @@ class Setup:
         """Compare the configuration of ``exchange`` by ``recipe`` in ``group``, see :func:`compare_setup`."""
         all_shards = exchange.all_shards
         try:
-            agree.compare_setup(
+            compare_setup(
                 self.optimizer, self.parameters.trained, recipe, self.options, exchange.steps, group, self.device,
                 state=exchange.replica.state(), **fields,
             )  # fmt: skip

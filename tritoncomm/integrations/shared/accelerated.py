@@ -18,8 +18,8 @@ from tritoncomm.amp import with_equal_scales
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.optimizer import SparseOptimizer, setup_of
 from tritoncomm.scheduler.process_group import is_distributed
-from tritoncomm.step import agree
 from tritoncomm.step.rules.step import gradients_of
+from tritoncomm.step.tensors.names import parameter_ids
 
 
 def has_peers() -> bool:
@@ -127,7 +127,7 @@ def _average(accelerator: Accelerator, parameters: Iterable[torch.Tensor]) -> li
         return []
     clipped = {id(parameter) for parameter in parameters}
     every = accelerator._optimizers  # noqa: SLF001 - no public attribute has them
-    found = [prepared for prepared in every if clipped & agree.parameter_ids(prepared)]
+    found = [prepared for prepared in every if clipped & parameter_ids(prepared)]
     averaged = [prepared.optimizer for prepared in found if isinstance(prepared.optimizer, SparseOptimizer)]
     if averaged:
         accelerator.unscale_gradients(found)

@@ -1,43 +1,181 @@
-"""What ranks must have in common, and how a difference is worded."""
+"""What ranks must have in common, what they tell each other outside of an exchange, and how a difference is worded."""
 
-from tritoncomm.step.agree.compare import (
-    LOADED,
-    UPDATES,
-    UPDATES_ADVICE,
-    all_gather,
-    compare,
-    differences,
-    naming,
-    propagate_error,
-    propagate_errors,
-    worded,
-)
-from tritoncomm.step.agree.setup import (
-    broadcast,
-    compare_setup,
-    device_of,
-    named_parameters,
-    option_numbers,
-    parameter_ids,
-    state_outline,
-)
+from __future__ import annotations
 
-__all__ = [
-    "LOADED",
-    "UPDATES",
-    "UPDATES_ADVICE",
-    "all_gather",
-    "broadcast",
-    "compare",
-    "compare_setup",
-    "device_of",
-    "differences",
-    "named_parameters",
-    "naming",
-    "option_numbers",
-    "parameter_ids",
-    "propagate_error",
-    "propagate_errors",
-    "state_outline",
-    "worded",
-]
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from itertools import islice
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tritoncomm.errors import ConfigMismatchError, ExchangeError, NonFiniteError
+from tritoncomm.scheduler.process_group import is_distributed, report_failure, reporting
+from tritoncomm.scheduler.ranks import global_ranks, name_of, rank_text, text_by_rank
+from tritoncomm.step.agree.number import number_of_text
+from tritoncomm.step.torch_internals import is_interruption
+from tritoncomm_kernels import devices
+
+UPDATES = "completed updates"  # a field that ranks compare
+LOADED = "loaded weights"  # an option of the optimizer of common parameters: a number of those loaded, or 0
+UPDATES_ADVICE = (
+    "an error or a signal has stopped a step between its exchange and the end of its update, or zero_grad() on some "
+    "ranks has thrown away what synchronize() had averaged, so parameters may differ; load a checkpoint on all ranks"
+)
+# What names of such fields begin with. Those of a recipe are "FIELD of RECIPE", and none is called content.
+CONTENT, STATE = "content of", "optimizer state"
+# What to do if a field differs whose name begins with this. For others: configure the ranks identically.
+_ADVICE = {
+    CONTENT: "give all ranks the same parameters, or call wrap(..., broadcast_parameters=True)",
+    STATE: "load the same state on all ranks",
+    UPDATES: UPDATES_ADVICE,
+}
+_WORDED = 5  # fields that a text names
+# What has failed, in errors. Ranks with different groups wait for each other here.
+_CHECK = "configuration check (it needs all ranks, with the same process_group)"
+_around: ContextVar[frozenset[str]] = ContextVar("around", default=frozenset())  # names of groups of contexts around
+_ERROR, _SHARD, _NUMBER = "error", "shard", "number"  # keys of what a rank tells the others
+
+
+def compare(fields: Mapping[str, Any], group: dist.ProcessGroup | None, device: torch.device | None = None) -> None:
+    """Compare ``fields`` of all ranks, and raise on all ranks if any value differs. See :func:`differences`.
+
+    Raises:
+        ConfigMismatchError: A field differs between ranks, or a rank called :func:`propagate_error`. The message names
+            the fields, their values and the ranks, and says what to do.
+    """
+    found = differences(fields, group, device)
+    if found:
+        advice = (
+            next((text for begin, text in _ADVICE.items() if name.startswith(begin)), "configure them identically")
+            for name in found
+        )
+        raise ConfigMismatchError(
+            f"ranks are configured differently; {'; '.join(dict.fromkeys(advice))}: {worded(found)}"
+        )
+
+
+def differences(
+    fields: Mapping[str, Any], group: dist.ProcessGroup | None, device: torch.device | None = None, shard: int = 0
+) -> dict[str, str]:
+    """Return which of ``fields`` differ between ranks that pass the same ``shard``: the ranks of each value, by name.
+
+    Values are equal if their texts are. All ranks of ``group`` call this together, and get the same answer. Fields that
+    some ranks do not have are told if all others are equal. Of several shards, the first with a difference is told.
+
+    Ranks gather one number, and all fields only if it differs. ``device`` is the one of the exchange, see
+    :func:`all_gather`.
+
+    Raises:
+        ConfigMismatchError: A rank called :func:`propagate_error`.
+    """
+    own = {name: repr(value) for name, value in fields.items()}
+    numbers = all_gather({_SHARD: shard, _NUMBER: number_of_text(repr(own))}, group, device)
+    shards = dict.fromkeys(entry[_SHARD] for entry in numbers.values())
+    if len({(entry[_SHARD], entry[_NUMBER]) for entry in numbers.values()}) == len(shards):
+        return {}
+    gathered = all_gather(own, group, device)
+    of_shards = ({rank: gathered[rank] for rank in gathered if numbers[rank][_SHARD] == each} for each in shards)
+    return next(filter(None, map(_differences, of_shards)), {})
+
+
+def _differences(told: Mapping[int, Mapping[str, str]]) -> dict[str, str]:
+    """Return :func:`differences` between what ranks have ``told``: the texts of the fields of each rank."""
+
+    def sides(name: str) -> str:
+        ranks: dict[str, list[int]] = {}
+        for rank, fields in told.items():
+            ranks.setdefault(fields.get(name, "nothing"), []).append(rank)
+        texts = [f"{rank_text(*of)} {'has' if len(of) == 1 else 'have'}" for of in ranks.values()]
+        return ", ".join(map(" ".join, zip(texts, ranks, strict=True))) if len(ranks) > 1 else ""
+
+    names = dict.fromkeys(name for fields in told.values() for name in fields)
+    everywhere = [name for name in names if all(name in fields for fields in told.values())]
+    found = {name: text for name in everywhere if (text := sides(name))}
+    if len(found) > 1 and len({tuple(sorted(fields[name] for name in found)) for fields in told.values()}) == 1:
+        found[next(iter(found))] += " (the same values in another order: parameter order differs)"
+    return found or {name: text for name in names if (text := sides(name))}
+
+
+def worded(found: Mapping[str, str]) -> str:
+    """Return what :func:`differences` has found as one text, which names the first fields."""
+    texts = [f"{name}: {sides}" for name, sides in islice(found.items(), _WORDED)]
+    return "; ".join(texts) + (f"; and {len(found) - _WORDED} others" if len(found) > _WORDED else "")
+
+
+@contextmanager
+def propagate_errors(group: dist.ProcessGroup | None, device: torch.device | None = None) -> Iterator[None]:
+    """Report an error that the body raises on this rank to the others, whose next :func:`all_gather` raises it.
+
+    If an interruption ends the body, they raise :class:`~tritoncomm.ExchangeError`. Inside such a context of the same
+    group, the outer one reports.
+
+    ``device`` is the current device in the body. See :func:`all_gather`.
+    """
+    around, name = _around.get(), name_of(group) if is_distributed() else ""
+    token = _around.set(around | {name})
+    try:
+        with devices.on(device):
+            yield
+    except (ConfigMismatchError, ExchangeError):  # all ranks raise these
+        raise
+    except BaseException as error:
+        if name in around or not is_distributed():
+            raise
+        if is_interruption(error):
+            report_failure(group, device, _CHECK, error, is_interruption)
+        else:
+            propagate_error(str(error), group, device)
+        raise
+    finally:
+        _around.reset(token)
+
+
+def propagate_error(reason: str, group: dist.ProcessGroup | None, device: torch.device | None = None) -> None:
+    """Take part in the :func:`all_gather` of the other ranks with the ``reason`` why this rank cannot go on."""
+    with suppress(ConfigMismatchError, ExchangeError):  # a group that is broken does not hide the reason
+        all_gather({_ERROR: reason}, group, device)
+
+
+def all_gather(
+    fields: dict[str, Any], group: dist.ProcessGroup | None, device: torch.device | None = None
+) -> dict[int, dict[str, Any]]:
+    """Return ``fields`` (small, picklable) of every rank by its global number, in the order of the group.
+
+    Without process groups, there is one rank, with the number 0. NCCL sends objects from the current CUDA device, which
+    is GPU 0 on every rank of a program that has not set it. They are therefore sent from ``device``, the one of the
+    exchange. None is the current device.
+
+    Raises:
+        ConfigMismatchError: A rank called :func:`propagate_error`.
+        ExchangeError: A rank was lost, was interrupted, or did not take part.
+    """
+    if not is_distributed():
+        return {0: fields}
+    gathered: list[Any] = [None] * dist.get_world_size(group)
+    with reporting(group, device, _CHECK, is_interruption), devices.on(device):
+        dist.all_gather_object(gathered, fields, group=group)
+    told = dict(zip(global_ranks(group), gathered, strict=True))
+    errors = {rank: entry[_ERROR] for rank, entry in told.items() if _ERROR in entry}
+    if errors:
+        raise ConfigMismatchError(text_by_rank(errors, " reported an error:"))
+    return told
+
+
+def naming(
+    error: NonFiniteError | None, at_fault: str, group: dist.ProcessGroup | None, device: torch.device | None
+) -> NonFiniteError:
+    """Return ``error``, or one that names the ranks and what is ``at_fault`` on each. All ranks of ``group`` call this.
+
+    ``at_fault`` is empty on a rank without NaN and Inf. ``error`` is None on a rank that has not rejected the step.
+    """
+    told = all_gather({"at fault": at_fault, "rejection": str(error or "")}, group, device)
+    bad = {rank: fields["at fault"] for rank, fields in told.items() if fields["at fault"]}
+    if not bad and error is not None:
+        return error
+    if not bad:
+        rank, text = next((rank, fields["rejection"]) for rank, fields in told.items() if fields["rejection"])
+        return NonFiniteError(f"{rank_text(rank)} has rejected the step: {text}", [rank])
+    return NonFiniteError(f"NaN or Inf in the gradients of {text_by_rank(bad)}; nothing was applied", bad)

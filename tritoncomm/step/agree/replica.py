@@ -9,7 +9,7 @@ from weakref import WeakValueDictionary
 import torch
 import torch.distributed as dist
 
-from tritoncomm.step.agree.compare import differences, propagate_errors
+from tritoncomm.step.agree import differences, propagate_errors
 from tritoncomm.step.agree.number import number_of_text, numbers
 from tritoncomm.step.agree.setup import Named, labelled, leaves
 from tritoncomm.step.tensors.names import label

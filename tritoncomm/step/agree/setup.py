@@ -15,7 +15,7 @@ from tritoncomm.algorithms import Recipe
 from tritoncomm.errors import ConfigMismatchError
 from tritoncomm.scheduler.process_group import is_distributed, reporting
 from tritoncomm.scheduler.ranks import global_ranks
-from tritoncomm.step.agree.compare import CONTENT, LOADED, STATE, compare, propagate_errors
+from tritoncomm.step.agree import CONTENT, LOADED, STATE, compare, propagate_errors
 from tritoncomm.step.agree.number import numbers
 from tritoncomm.step.settings import Late, Updates
 from tritoncomm.step.tensors.shards import has_bits, local
@@ -191,26 +191,6 @@ def broadcast(named: Named, group: dist.ProcessGroup | None, device: torch.devic
     for shard, values in zip(shards, received, strict=True):
         shard.copy_(values)
     compare({"parameters": "broadcast"}, group, device)  # a rank on which this has failed reports it here
-
-
-def named_parameters(optimizer: torch.optim.Optimizer) -> list[tuple[torch.Tensor, str]]:
-    """Return the parameters of all groups with their names. Unnamed parameters have the name ``""``."""
-    return [
-        pair
-        for group in optimizer.param_groups
-        for pair in zip(group["params"], group.get("param_names", [""] * len(group["params"])), strict=True)
-    ]
-
-
-def parameter_ids(optimizer: torch.optim.Optimizer) -> set[int]:
-    """Return the ids of the parameters of all groups."""
-    return {id(parameter) for parameter, _ in named_parameters(optimizer)}
-
-
-def device_of(optimizer: torch.optim.Optimizer) -> torch.device | None:
-    """Return the device of the first parameter of ``optimizer``, or None if there is none."""
-    parameters = (each for group in getattr(optimizer, "param_groups", ()) for each in group["params"])
-    return next((parameter.device for parameter in parameters), None)
 
 
 def option_numbers(optimizer: torch.optim.Optimizer) -> dict[str, Any]:

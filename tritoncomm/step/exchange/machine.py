@@ -24,10 +24,11 @@ from tritoncomm.scheduler.process_group import ProcessGroupScheduler, is_distrib
 from tritoncomm.scheduler.ranks import global_ranks, speaks
 from tritoncomm.scheduler.rounds import Pattern
 from tritoncomm.scheduler.span import Span
-from tritoncomm.step.agree import UPDATES, UPDATES_ADVICE, differences, naming, option_numbers, worded
+from tritoncomm.step.agree import UPDATES, UPDATES_ADVICE, differences, naming, worded
 from tritoncomm.step.agree.inspection import Inspection
 from tritoncomm.step.agree.number import number_of_text
 from tritoncomm.step.agree.replica import Replica
+from tritoncomm.step.agree.setup import option_numbers
 from tritoncomm.step.exchange.claim import Vote, advice, lead, vote
 from tritoncomm.step.exchange.decay import show_decay
 from tritoncomm.step.exchange.feedback import ErrorFeedback

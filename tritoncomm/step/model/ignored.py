@@ -13,13 +13,13 @@ from contextlib import contextmanager
 
 import torch
 
-from tritoncomm.step import agree
+from tritoncomm.step.tensors.names import named_parameters
 from tritoncomm.step.tensors.shards import all_finite, local, stored
 
 
 def ignored_of(optimizers: Iterable[torch.optim.Optimizer], ignored: Collection[int]) -> list[torch.Tensor]:
     """Return the parameters of ``optimizers`` whose ids are ``ignored``."""
-    every = (parameter for each in optimizers for parameter, _ in agree.named_parameters(each))
+    every = (parameter for each in optimizers for parameter, _ in named_parameters(each))
     return [parameter for parameter in every if id(parameter) in ignored]
 
 

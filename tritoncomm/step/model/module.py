@@ -22,6 +22,7 @@ from tritoncomm.scheduler.ranks import rank_text, speaks
 from tritoncomm.step import agree
 from tritoncomm.step.agree.number import numbers
 from tritoncomm.step.model.refuse import is_stepping, is_wrapped
+from tritoncomm.step.tensors.names import device_of, parameter_ids
 from tritoncomm.step.tensors.shards import has_bits, mesh_ranks
 from tritoncomm.step.torch_internals import (
     averages_apart,
@@ -98,7 +99,7 @@ def rest_of(model: nn.Module | None, optimizer: torch.optim.Optimizer) -> tuple[
     if model is None:
         return [], []
     inner = model.module if isinstance(model, DistributedDataParallel) else model
-    left_out = agree.parameter_ids(optimizer).union(ignored_ids(model))
+    left_out = parameter_ids(optimizer).union(ignored_ids(model))
 
     def chosen(named: Iterable[tuple[str, torch.Tensor]]) -> Named:
         return [(each, name) for name, each in named if id(each) not in left_out and has_bits(each)]
@@ -117,7 +118,7 @@ def compare_buffers(model: nn.Module | None, optimizer: torch.optim.Optimizer, g
     if not buffers or not is_distributed():
         return
     fields = dict(zip((name for _, name in buffers), numbers(buffer for buffer, _ in buffers), strict=True))
-    found = agree.differences(fields, group, agree.device_of(optimizer))
+    found = agree.differences(fields, group, device_of(optimizer))
     if found and speaks(group):
         logger.warning(
             "%d buffers of the model differ between ranks, the first is %s: pass broadcast_parameters=True, unless "
@@ -142,7 +143,7 @@ def check_model(model: nn.Module | None) -> None:
 def check_held(model: nn.Module | None, optimizer: torch.optim.Optimizer) -> None:
     """Raise :class:`~tritoncomm.ConfigurationError` if ``optimizer`` holds no parameter that ``model`` trains."""
     trained = [] if model is None else [each for each in model.parameters() if each.requires_grad]
-    held = agree.parameter_ids(optimizer)
+    held = parameter_ids(optimizer)
     if trained and held and not any(id(each) in held for each in trained):
         raise ConfigurationError(
             f"model is a {type(model).__name__}, and optimizer holds none of its parameters: build the optimizer from "

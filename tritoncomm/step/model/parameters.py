@@ -7,8 +7,7 @@ from collections.abc import Collection, Mapping
 import torch
 
 from tritoncomm.errors import ConfigurationError
-from tritoncomm.step import agree
-from tritoncomm.step.tensors.names import label_of
+from tritoncomm.step.tensors.names import label_of, named_parameters, parameter_ids
 
 
 class KnownParameters:
@@ -35,7 +34,7 @@ class KnownParameters:
     def note(self) -> None:
         """Take the present parameters of the optimizer for known. One that was trained before may be frozen now."""
         before = {id(parameter) for parameter, _ in self.trained}
-        self._known = agree.parameter_ids(self._optimizer)
+        self._known = parameter_ids(self._optimizer)
         self.trained = [(each, name) for each, name in self.common if each.requires_grad or id(each) in before]
         trained = {id(parameter) for parameter, _ in self.trained}
         self._frozen = [parameter for parameter, _ in self.common if id(parameter) not in trained]
@@ -43,7 +42,7 @@ class KnownParameters:
     @property
     def common(self) -> list[tuple[torch.Tensor, str]]:
         """The parameters that all ranks have in common, each with its name."""
-        named = agree.named_parameters(self._optimizer)
+        named = named_parameters(self._optimizer)
         return [(each, name or self.names.get(id(each), "")) for each, name in named if id(each) not in self.ignored]
 
     @property
@@ -88,7 +87,7 @@ class KnownParameters:
 
     def check_kept(self, *, if_trained: bool = False) -> None:
         """Raise if the user has removed a parameter, or ``if_trained`` one that requires gradients."""
-        held = agree.parameter_ids(self._optimizer)
+        held = parameter_ids(self._optimizer)
         gone = [(p, name) for p, name in self.trained if id(p) not in held and (p.requires_grad or not if_trained)]
         if gone:
             names = ", ".join(name or f"one of shape {tuple(parameter.shape)}" for parameter, name in gone)

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from tritoncomm.errors import ConfigurationError
-from tritoncomm.step.agree import named_parameters
 from tritoncomm.step.exchange.layout import Delivered
 from tritoncomm.step.model.ignored import hidden, ignored_of, present
 from tritoncomm.step.model.module import check_not_stepped
@@ -19,6 +18,7 @@ from tritoncomm.step.optimizer_list import parts_of
 from tritoncomm.step.rules.aware import AwareStep
 from tritoncomm.step.rules.choose import find_rule
 from tritoncomm.step.settings import Late
+from tritoncomm.step.tensors.names import named_parameters
 from tritoncomm.step.tensors.shards import local
 from tritoncomm.step.torch_internals import (
     global_step_hooks,

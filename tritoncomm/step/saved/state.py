@@ -13,10 +13,11 @@ from tritoncomm.algorithms import Recipe
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.step import agree
 from tritoncomm.step.agree.number import number_of_text, numbers
+from tritoncomm.step.agree.setup import state_outline
 from tritoncomm.step.exchange.feedback import Ages, ErrorFeedback
 from tritoncomm.step.exchange.machine import GradientExchange
 from tritoncomm.step.local.steps import LocalSteps
-from tritoncomm.step.tensors.names import OTHER_PARAMETERS
+from tritoncomm.step.tensors.names import OTHER_PARAMETERS, device_of
 from tritoncomm.step.tensors.shards import like_parameter, local
 
 logger = logging.getLogger("tritoncomm")
@@ -275,11 +276,11 @@ def compare(
     Raises:
         ConfigMismatchError: Another rank cannot load its state, or loads the state of another step.
     """
-    replicas, device = exchange.options.group, agree.device_of(exchange.wrapped)
+    replicas, device = exchange.options.group, device_of(exchange.wrapped)
     fields: dict[str, Any] = {"steps": saved["steps"] if saved else None}
     if exchange.all_shards is not None:  # methods of other shards have other states
         agree.compare(fields, exchange.everybody, device)
-    fields |= agree.state_outline(inner)
+    fields |= state_outline(inner)
     if feedbacks:
         ages = [each.ages.flat for each in feedbacks]
         fields["loaded state"] = repr([[each.algorithm.common_state() for each in feedbacks], numbers(ages)])

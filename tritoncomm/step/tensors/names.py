@@ -1,4 +1,4 @@
-"""How messages call a parameter: by its name, or by its position and shape."""
+"""The parameters of an optimizer, and how messages call each: by its name, or by its position and shape."""
 
 from __future__ import annotations
 
@@ -29,3 +29,23 @@ def label_of(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, names: M
                 return label(own[number] if own else names.get(id(parameter), ""), position + number, parameter)
         position += len(group["params"])
     return label(names.get(id(parameter), ""), position, parameter)
+
+
+def named_parameters(optimizer: torch.optim.Optimizer) -> list[tuple[torch.Tensor, str]]:
+    """Return the parameters of all groups with their names. Unnamed parameters have the name ``""``."""
+    return [
+        pair
+        for group in optimizer.param_groups
+        for pair in zip(group["params"], group.get("param_names", [""] * len(group["params"])), strict=True)
+    ]
+
+
+def parameter_ids(optimizer: torch.optim.Optimizer) -> set[int]:
+    """Return the ids of the parameters of all groups."""
+    return {id(parameter) for parameter, _ in named_parameters(optimizer)}
+
+
+def device_of(optimizer: torch.optim.Optimizer) -> torch.device | None:
+    """Return the device of the first parameter of ``optimizer``, or None if there is none."""
+    parameters = (each for group in getattr(optimizer, "param_groups", ()) for each in group["params"])
+    return next((parameter.device for parameter in parameters), None)
