@@ -676,7 +676,7 @@ BROKEN = [
     # agree: what ranks must have in common
     BrokenLine(
         "values of parameters are not compared",
-        "step/agree/setup.py",
+        "step/setup.py",
         "values = {} if broadcast else {",
         "values = {} if True else {",
         "agreement test_parameters_that_differ_are_refused_by_name",
@@ -698,13 +698,13 @@ BROKEN = [
     BrokenLine(
         "buffers are not broadcast",
         "step/setup.py",
-        "agree.broadcast([*held, *self._others, *buffers], process_group",
-        "agree.broadcast([*held, *self._others], process_group",
+        "broadcast([*held, *self._others, *buffers], process_group",
+        "broadcast([*held, *self._others], process_group",
         "agreement test_broadcast_makes_parameters_and_buffers_equal",
     ),
     BrokenLine(
         "parameters that the optimizer does not hold are not compared",
-        "step/agree/setup.py",
+        "step/setup.py",
         "for each, name in (*named, *others)}",
         "for each, name in named}",
         "agreement test_parameters_that_the_optimizer_does_not_hold_must_be_equal",
@@ -739,14 +739,14 @@ BROKEN = [
     ),
     BrokenLine(
         "options of the optimizer are not compared at wrap()",
-        "step/agree/setup.py",
-        "() if caught_up else optimizer.param_groups",
+        "step/setup.py",
+        "() if caught_up else self.optimizer.param_groups",
         "()",
         "agreement test_settings_that_differ_are_named",
     ),
     BrokenLine(
         "states of optimizers are not compared at wrap()",
-        "step/agree/setup.py",
+        "step/setup.py",
         "values |= {f",
         "_ = {f",
         "agreement test_states_of_optimizers_that_differ_are_refused",

@@ -16,7 +16,7 @@ from models import KINDS, adamw, equal, exact, flat, loss_of, net, opened, resid
 from torch import nn
 from tritoncomm import ConfigMismatchError, ExchangeError, ProtocolMismatchError, checkpoint
 from tritoncomm.amp import GradScaler
-from tritoncomm.step import agree
+from tritoncomm.step import agree, setup
 
 from ranks import ranks
 
@@ -225,7 +225,7 @@ def test_raised_before_a_check(rank, world_size, act):
     """So it is while a rank still reads its values, which takes long if there are many, and the others wait."""
     optimizer, start = exact(adamw(net())), time.monotonic()
     with ExitStack() as stack:
-        for module in (agree.replica, agree.setup) if rank == 1 else ():
+        for module in (agree.replica, setup) if rank == 1 else ():
             stack.enter_context(patch.object(module, "numbers", side_effect=KeyboardInterrupt))
         expected = pytest.raises(KeyboardInterrupt) if rank == 1 else pytest.raises(ExchangeError, match="Keyboard")
         with expected:

@@ -17,9 +17,10 @@ from tritoncomm.errors import ConfigMismatchError, ConfigurationError
 from tritoncomm.scheduler.process_group import is_distributed
 from tritoncomm.scheduler.ranks import global_ranks, own_rank, rank_text, speaks
 from tritoncomm.step import agree, settings
+from tritoncomm.step.agree.number import numbers
 from tritoncomm.step.agree.private_group import scheduler_of_all_shards
 from tritoncomm.step.agree.replica import Replica, let_differ
-from tritoncomm.step.agree.setup import broadcast, compare_setup
+from tritoncomm.step.agree.setup import Named, broadcast, labelled, options_of, settings_of
 from tritoncomm.step.exchange.layout import small_ids
 from tritoncomm.step.exchange.machine import GradientExchange
 from tritoncomm.step.exchange.pending import State
@@ -41,6 +42,12 @@ from tritoncomm.step.tensors.shards import by_split, local, mesh_ranks, pieces
 from tritoncomm.step.torch_internals import original_class
 
 logger = logging.getLogger("tritoncomm")
+
+_REPEATED = (
+    "A step that not all ranks could confirm was repeated on the others, and its result differs: load a checkpoint. "
+    "Steps can be repeated if gradients are clipped by max_grad_norm, or changed in a pre-hook of the optimizer, not "
+    "in the loop"
+)
 
 
 class Setup:
@@ -96,8 +103,9 @@ class Setup:
         every = (each for each, _ in named_parameters(optimizer) if id(each) not in ignored)
         held = [(each, f"parameter {number} of the optimizer") for number, each in enumerate(every)]
         shaped = [*buffers, *(held if broadcast_parameters else ())]
-        fields = {"others": self._others, "shaped": shaped, "broadcast": broadcast_parameters}
-        self._compare(self.exchange, recipe, process_group, **fields)
+        self._compare(
+            self.exchange, recipe, process_group, others=self._others, shaped=shaped, broadcast=broadcast_parameters
+        )
         self.exchange.agree_on_exchange_id()
         if broadcast_parameters:
             broadcast([*held, *self._others, *buffers], process_group, self.device)
@@ -256,19 +264,57 @@ class Setup:
         )  # fmt: skip
 
     def _compare(
-        self, exchange: GradientExchange, recipe: Recipe, group: dist.ProcessGroup | None, **fields: Any
+        self,
+        exchange: GradientExchange,
+        recipe: Recipe,
+        group: dist.ProcessGroup | None,
+        *,
+        others: Named = (),
+        shaped: Named = (),
+        broadcast: bool = False,
+        caught_up: bool = False,
+        steps_alone: bool = False,
     ) -> None:
-        """Compare the configuration of ``exchange`` by ``recipe`` in ``group``, see :func:`compare_setup`."""
-        all_shards = exchange.all_shards
+        """Check that all ranks of ``group`` are configured identically and are at the same step.
+
+        All ranks call this together. The order of the parameters must agree, too.
+
+        Args:
+            exchange: The exchange. The tensors and numbers in the state of its optimizer must be equal.
+            recipe: The recipe of the exchange.
+            group: The process group of the exchange.
+            others: Parameters of the model that the optimizer does not hold, each with its name.
+            shaped: Further tensors of which only shapes and dtypes must be equal, each with its name.
+            broadcast: Whether values are copied from the group's first rank afterwards. If False, those of what is
+                trained and of ``others`` must be equal.
+            caught_up: Whether some ranks have just applied a step of the others. Schedules have not taken theirs there,
+                so options may differ. The next step compares them.
+            steps_alone: Whether ranks have stepped alone. An optimizer may keep numbers in parameter groups, such as an
+                estimated rate, which then differ.
+
+        Raises:
+            ConfigMismatchError: Anything differs. All ranks raise it.
+        """
+        if not is_distributed():
+            return
+        trained, all_shards = self.parameters.trained, exchange.all_shards
+        named, groups = labelled(trained), () if caught_up else self.optimizer.param_groups
+        fields = settings_of(self.optimizer, recipe, self.options) | options_of(groups, without_numbers=steps_alone)
+        fields |= {"steps": exchange.steps, "broadcast_parameters": broadcast, "number of parameters": len(trained)}
+        fields |= {f"name of parameter {position}": name for position, (_, name) in enumerate(trained)}
+        for each, name in (*named, *others, *shaped):
+            fields |= {f"shape of {name}": tuple(each.shape), f"dtype of {name}": each.dtype}
+        values = {} if broadcast else {f"{agree.CONTENT} {name}": each for each, name in (*named, *others)}
+        values |= {f"{agree.STATE}: {name}": each for name, each in exchange.replica.state().items()}
         try:
-            compare_setup(
-                self.optimizer, self.parameters.trained, recipe, self.options, exchange.steps, group, self.device,
-                state=exchange.replica.state(), **fields,
-            )  # fmt: skip
+            with agree.propagate_errors(group, self.device):
+                fields |= zip(values, numbers(values.values()), strict=True)
+            agree.compare(fields, group, self.device)
         except ConfigMismatchError as error:
+            found = ConfigMismatchError(f"{error}. {_REPEATED}") if caught_up else error
             if all_shards is not None:
-                agree.propagate_error(str(error), all_shards.group, self.device)
-            raise
+                agree.propagate_error(str(found), all_shards.group, self.device)
+            raise found from None
         if all_shards is not None:  # replicas of other shards may differ
             agree.compare({}, all_shards.group, self.device)
 

@@ -12,86 +12,19 @@ import torch
 import torch.distributed as dist
 
 from tritoncomm.algorithms import Recipe
-from tritoncomm.errors import ConfigMismatchError
 from tritoncomm.scheduler.process_group import is_distributed, reporting
 from tritoncomm.scheduler.ranks import global_ranks
-from tritoncomm.step.agree import CONTENT, LOADED, STATE, compare, propagate_errors
-from tritoncomm.step.agree.number import numbers
+from tritoncomm.step.agree import LOADED, STATE, compare
 from tritoncomm.step.settings import Late, Updates
 from tritoncomm.step.tensors.shards import has_bits, local
 from tritoncomm.step.torch_internals import is_interruption, original_class
 from tritoncomm.version import __version__
 from tritoncomm_kernels import devices
 
-_REPEATED = (
-    "A step that not all ranks could confirm was repeated on the others, and its result differs: load a checkpoint. "
-    "Steps can be repeated if gradients are clipped by max_grad_norm, or changed in a pre-hook of the optimizer, not "
-    "in the loop"
-)
 Named = Sequence[tuple[torch.Tensor, str]]  # tensors, each with its name
 
 
-def compare_setup(
-    optimizer: torch.optim.Optimizer,
-    trained: Named,
-    recipe: Recipe,
-    options: Any,
-    steps: int,
-    group: dist.ProcessGroup | None,
-    device: torch.device | None,
-    *,
-    state: Mapping[str, Any],
-    others: Named = (),
-    shaped: Named = (),
-    broadcast: bool = False,
-    caught_up: bool = False,
-    steps_alone: bool = False,
-) -> None:
-    """Check that all ranks of ``group`` are configured identically and are at the same step.
-
-    All ranks call this together.
-
-    Args:
-        optimizer: The optimizer.
-        trained: The parameters that are exchanged, each with its name. Their order must agree, too.
-        recipe: The recipe of the exchange.
-        options: A dataclass. Its fields must be equal.
-        steps: Number of applied steps.
-        group: The process group of the exchange.
-        device: The device of the exchange.
-        state: The tensors and numbers in the state of the optimizer that exchanges, by their names.
-        others: Parameters of the model that the optimizer does not hold, each with its name.
-        shaped: Further tensors of which only shapes and dtypes must be equal, each with its name.
-        broadcast: Whether values are copied from the group's first rank afterwards. If False, those of ``trained`` and
-            ``others`` must be equal.
-        caught_up: Whether some ranks have just applied a step of the others. Schedules have not taken theirs there, so
-            options may differ. The next step compares them.
-        steps_alone: Whether ranks have stepped alone. An optimizer may keep numbers in parameter groups, such as an
-            estimated rate, which then differ.
-
-    Raises:
-        ConfigMismatchError: Anything differs. All ranks raise it.
-    """
-    if not is_distributed():
-        return
-    named = labelled(trained)
-    groups = () if caught_up else optimizer.param_groups
-    fields = _settings(optimizer, recipe, options) | _options(groups, without_numbers=steps_alone)
-    fields |= {"steps": steps, "broadcast_parameters": broadcast, "number of parameters": len(trained)}
-    fields |= {f"name of parameter {position}": name for position, (_, name) in enumerate(trained)}
-    for each, name in (*named, *others, *shaped):
-        fields |= {f"shape of {name}": tuple(each.shape), f"dtype of {name}": each.dtype}
-    values = {} if broadcast else {f"{CONTENT} {name}": each for each, name in (*named, *others)}
-    values |= {f"{STATE}: {name}": each for name, each in state.items()}
-    with propagate_errors(group, device):
-        fields |= zip(values, numbers(values.values()), strict=True)
-    try:
-        compare(fields, group, device)
-    except ConfigMismatchError as error:
-        raise (ConfigMismatchError(f"{error}. {_REPEATED}") if caught_up else error) from None
-
-
-def _settings(optimizer: torch.optim.Optimizer, recipe: Recipe, options: Any) -> dict[str, Any]:
+def settings_of(optimizer: torch.optim.Optimizer, recipe: Recipe, options: Any) -> dict[str, Any]:
     """Return what is compared of the optimizer's class, the recipe and the ``options``."""
     fields: dict[str, Any] = {
         "version": __version__,
@@ -105,7 +38,7 @@ def _settings(optimizer: torch.optim.Optimizer, recipe: Recipe, options: Any) ->
     return fields | {f"argument {name}": value for name, value in _fields_of(options)}
 
 
-def _options(groups: Iterable[dict[str, Any]], *, without_numbers: bool) -> dict[str, Any]:
+def options_of(groups: Iterable[dict[str, Any]], *, without_numbers: bool) -> dict[str, Any]:
     """Return what is compared of parameter ``groups``."""
     return {
         f"{name} of {_label(each, position)}": value
