@@ -282,7 +282,7 @@ def failure(fault: Callable[[], None], algo: str, device: torch.device, *, kind:
     model, optimizer = sparse(algo, device, kind, timeout=TIMEOUT)
     same(None, device, "steps behind them")  # a rank that fails early would end the step before on a slow one
     if dist.get_rank() == VICTIM:
-        _fail_at(optimizer._tritoncomm.setup.vector.scheduler, 1, fault)  # noqa: SLF001 - no public attribute
+        _fail_at(optimizer._tritoncomm.setup.scope.vectors[0].scheduler, 1, fault)  # noqa: SLF001 - no public attribute
     before, started = held(model), time.monotonic()
     try:
         train(model, optimizer, device, 1)

@@ -170,7 +170,7 @@ BROKEN = [
     BrokenLine(
         "what waits for a frozen parameter is delivered and lost",
         "step/exchange/machine.py",
-        "missing = frozenset(id(each) for each in self.parameters if each.grad is None or not each.requires_grad)",
+        "missing = frozenset(id(each) for each in self.scope.parameters if each.grad is None or not each.requires_grad)",
         "missing = frozenset[int]()",
         "resting test_frozen_parameter_keeps_its_residual",
     ),
@@ -205,8 +205,8 @@ BROKEN = [
     BrokenLine(
         "options may differ between ranks",
         "step/exchange/machine.py",
-        "state = (self.presence.kinds(self.parameters), option_numbers(self.optimizer), compared)",
-        "state = (self.presence.kinds(self.parameters), compared)",
+        "state = (self.presence.kinds(scope.parameters), option_numbers(scope.optimizer), compared)",
+        "state = (self.presence.kinds(scope.parameters), compared)",
         "exchange test_options_that_differ_are_refused_in_the_step",
     ),
     BrokenLine(
@@ -394,7 +394,7 @@ BROKEN = [
     BrokenLine(
         "residuals are not scaled to the size of a new group",
         "step/saved/state.py",
-        "exchange.vectors[0].world_size / size)",
+        "new.vectors[0].world_size / size)",
         "1.0)",
         "exchange test_smaller_group_keeps_the_share_of_its_residuals",
     ),
@@ -910,7 +910,7 @@ BROKEN = [
     BrokenLine(
         "each shard is clipped by its own norm",
         "step/exchange/machine.py",
-        "self.all_shards.run(clipping, new_step=False)\n            clipping = None",
+        "scope.all_shards.run(clipping, new_step=False)\n            clipping = None",
         "pass",
         "model test_no_shard_steps_alone",
     ),
@@ -1023,14 +1023,14 @@ BROKEN = [
     BrokenLine(
         "the state of another rank is loaded",
         "step/saved/state.py",
-        "check(state, rank=first.rank, world_size=first.world_size, recipe=_name(exchange))",
-        "check(state, recipe=_name(exchange))",
+        "check(state, rank=first.rank, world_size=first.world_size, recipe=_name(scope))",
+        "check(state, recipe=_name(scope))",
         "saved test_state_of_another_rank_or_method_is_refused",
     ),
     BrokenLine(
         "the state of another method is loaded",
         "step/saved/state.py",
-        "check(state, rank=first.rank, world_size=first.world_size, recipe=_name(exchange))",
+        "check(state, rank=first.rank, world_size=first.world_size, recipe=_name(scope))",
         "check(state, rank=first.rank, world_size=first.world_size)",
         "saved test_state_of_another_rank_or_method_is_refused",
     ),
@@ -1466,7 +1466,7 @@ BROKEN = [
     BrokenLine(
         "a group with a rate of zero loses its state where nothing waits",
         "step/exchange/machine.py",
-        " and not self.options.recipe.delivers_all()",
+        " and not self.scope.options.recipe.delivers_all()",
         "",
         "rules test_group_whose_rate_begins_at_zero_has_its_state_if_everything_is_delivered",
     ),

@@ -111,7 +111,9 @@ def test_a_resumed_run_does_not_repeat_its_warm_up(before: tuple[float, int], af
     train(model, optimizer, 0, 4)
     again, resumed = wrapped(after)
     resumed.load_state_dict(optimizer.state_dict())
-    residuals = (each._tritoncomm.setup.vector.residuals_by_parameter().values() for each in (resumed, optimizer))
+    residuals = (
+        each._tritoncomm.setup.scope.vectors[0].residuals_by_parameter().values() for each in (resumed, optimizer)
+    )
     assert all(map(torch.equal, *residuals))
     train(again, resumed, 4, 5)
     assert resumed.metrics()["density_delivered"] < 0.5

@@ -79,7 +79,7 @@ def test_residual_norm_of_large_values() -> None:
     for parameter in net.parameters():
         parameter.grad = torch.full_like(parameter, 1e30)
     optimizer.step()
-    left = torch.cat(optimizer._tritoncomm.setup.vector.feedback.residual.double().split(7))
+    left = torch.cat(optimizer._tritoncomm.setup.scope.vectors[0].feedback.residual.double().split(7))
     assert optimizer.metrics()["residual_norm"] == pytest.approx(float(left.norm()))
     assert left.any()
 

@@ -77,7 +77,7 @@ def save(optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
         setup.known.check_kept()  # no optimizer could load the state
     agree.compare({agree.UPDATES: exchange.updates}, group, device)
     optimizer.merge()
-    difference = exchange.replica.difference(group, device, exchange.steps, exchange.shard)
+    difference = setup.scope.replica.difference(group, device, exchange.steps, setup.scope.shard)
     if difference:
         raise ConfigMismatchError(f"nothing was saved, because {difference}")
     with agree.propagate_errors(group, device):
@@ -389,7 +389,7 @@ def _parameters(optimizer: SparseOptimizer) -> list[torch.Tensor]:
 
 def _held(optimizer: SparseOptimizer) -> Held:
     """Return what this rank holds of the model."""
-    return Held.here(setup_of(optimizer).exchange.parameters, optimizer.process_group)
+    return Held.here(setup_of(optimizer).scope.parameters, optimizer.process_group)
 
 
 def _content(optimizer: SparseOptimizer, *, whole: bool = False) -> dict[str, Any]:
@@ -400,7 +400,7 @@ def _content(optimizer: SparseOptimizer, *, whole: bool = False) -> dict[str, An
         exchanged = exchange_state.agreed(exchanged, setup.local)
     own = numbers_of_own(setup)
     inner = {number: each for number, each in states_of(state).items() if whole or number in own}
-    parameters = setup.exchange.parameters
+    parameters = setup.scope.parameters
     rest, replica, common = split(exchanged, inner, own, held)
     rest["optimizer"] = {key: value for key, value in state.items() if whole and key != "state"}
     names = key_of_replica(parameters), key_of_common(setup.everybody)
@@ -409,7 +409,7 @@ def _content(optimizer: SparseOptimizer, *, whole: bool = False) -> dict[str, An
 
 def _rooms(optimizer: SparseOptimizer, saved: Saved) -> dict[str, Any]:
     """Return zeros for what this rank reads of the checkpoint that has ``saved``."""
-    return saved.rooms(_held(optimizer), setup_of(optimizer).exchange.parameters, _parameters(optimizer))
+    return saved.rooms(_held(optimizer), setup_of(optimizer).scope.parameters, _parameters(optimizer))
 
 
 def _read(optimizer: SparseOptimizer, saved: Saved | None, content: Mapping[str, Any]) -> dict[str, Any]:
@@ -432,7 +432,7 @@ def _read(optimizer: SparseOptimizer, saved: Saved | None, content: Mapping[str,
         rest = None
     with agree.propagate_errors(group, device):
         if rest is not None:
-            parameters = setup.exchange.parameters
+            parameters = setup.scope.parameters
             replica = key_of_replica(parameters) if saved is None else saved.replicas[saved.source(held)]
             tensors = {**content[replica], **content[key_of_common(group) if saved is None else saved.common]}
             try:

@@ -123,7 +123,7 @@ class SparseOptimizer(torch.optim.Optimizer):
             return
         stepper.synchronize(shown=True)
         if setup.exchange.pending.parts:
-            stepper.late_backward.watch(setup.exchange.parameters)
+            stepper.late_backward.watch(setup.scope.parameters)
 
     def merge(self) -> None:
         """Exchange what local steps have changed now, on all ranks alike, however many there were.
@@ -239,15 +239,15 @@ class SparseOptimizer(torch.optim.Optimizer):
             state_dict = hooks.changed("load_state_dict_pre", state_dict.copy())
             resets = not restores(residuals)
             check_state_dict(state_dict, optimizer)
-            state_dict = exchange_state.for_this_rank(state_dict, exchange, reset=resets)
+            state_dict = exchange_state.for_this_rank(state_dict, setup.scope, reset=resets)
             saved = state_dict.get("tritoncomm")
-            feedbacks = [] if saved is None else exchange_state.loaded(exchange, saved, setup.local)
+            feedbacks = [] if saved is None else exchange_state.loaded(setup.scope, saved, setup.local)
             if setup.local is not None:
                 setup.local.check_not_averaged("load_state_dict()")
         inner, own = unmarked(state_dict), numbers_of_own(setup)
         states = states_of(inner)
         common = {number: each for number, each in states.items() if number not in own}
-        exchange_state.compare(exchange, common, saved, feedbacks)
+        exchange_state.compare(setup.scope, common, saved, feedbacks)
         before = [(part, part.state, part.param_groups) for part in parts_of(optimizer)]
         try:
             with agree.propagate_errors(setup.everybody, setup.device), hooks:
@@ -304,7 +304,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         """
         setup = self._tritoncomm.setup
         check_group("process_group", process_group)
-        if setup.exchange.all_shards is not None:
+        if setup.scope.all_shards is not None:
             raise ConfigurationError("a sharded model cannot change its groups: load a checkpoint in new processes")
         module = checked_module(model)
         group = group_of(module, process_group)
@@ -338,13 +338,13 @@ class SparseOptimizer(torch.optim.Optimizer):
 
 def figures_of(exchange: GradientExchange) -> dict[str, float]:
     """Return metrics of the last step and totals. Amounts are sums over the vectors, and ratios are maxima."""
-    vectors = exchange.vectors
+    vectors = exchange.scope.vectors
     numel = sum(vector.layout.numel for vector in vectors)
     delivered = sum(vector.density_delivered() * vector.layout.numel for vector in vectors)
     last = of_all([vector.last for vector in vectors])
     return last | {
         "seconds_apply": max(0.0, last.get("seconds_apply", 0.0)),
-        "density": exchange.options.recipe.density,
+        "density": exchange.scope.options.recipe.density,
         "density_delivered": delivered / max(numel, 1),
         "steps": float(exchange.steps),
         "skipped_steps": float(exchange.skipped),
@@ -357,7 +357,7 @@ def figures_of(exchange: GradientExchange) -> dict[str, float]:
 
 def _longest_wait(exchange: GradientExchange) -> float:
     """Return the steps since the oldest last delivery of an entry, 0.0 if no optimizer knows it."""
-    every = [vector.feedback.ages.flat for vector in exchange.vectors]
+    every = [vector.feedback.ages.flat for vector in exchange.scope.vectors]
     found = [each.min() for each in every if each.numel()]
     return float(exchange.steps - torch.stack(found).min()) if found else 0.0
 

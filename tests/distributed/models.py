@@ -167,7 +167,7 @@ def total(x: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tens
 
 def residual(optimizer: SparseOptimizer) -> torch.Tensor:
     """Return a copy of this rank's residual."""
-    return torch.cat([vector.feedback.residual for vector in optimizer._tritoncomm.setup.exchange.vectors]).clone()
+    return torch.cat([vector.feedback.residual for vector in optimizer._tritoncomm.setup.scope.vectors]).clone()
 
 
 def muon(model: nn.Module) -> list[torch.optim.Optimizer]:

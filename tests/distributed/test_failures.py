@@ -53,7 +53,7 @@ def error_of(action: Callable[[], object], kind: type[Exception], *, within: flo
 
 def die_at(optimizer: tritoncomm.SparseOptimizer, number: int) -> None:
     """Kill this process when it is about to perform its ``number``-th operation from now."""
-    scheduler = optimizer._tritoncomm.setup.exchange.vectors[0].scheduler
+    scheduler = optimizer._tritoncomm.setup.scope.vectors[0].scheduler
     perform, left = scheduler._perform, [number]
 
     def fatal(op):
@@ -481,7 +481,7 @@ def test_overflow_that_one_rank_finds(rank, world_size, when, halves):
     parameters = list(model.parameters())
     parts = [adamw(model)] if halves == 1 else [torch.optim.SGD(part, 0.1) for part in (parameters[:2], parameters[2:])]
     optimizer = exact(parts[0] if halves == 1 else parts, model=model, on_nonfinite="raise")
-    vectors = optimizer._tritoncomm.setup.exchange.vectors
+    vectors = optimizer._tritoncomm.setup.scope.vectors
     assert len(vectors) == halves
     algorithm = vectors[0].feedback.algorithm
     reduce = algorithm.reduce

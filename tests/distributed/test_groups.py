@@ -41,7 +41,7 @@ def test_inherited_time_outs(rank, world_size):
     model = DistributedDataParallel(nn.Linear(6, 3), process_group=group)
     optimizer = exact(adamw(model), model=model, node_group=node)
     train(model, optimizer, rank, [0])
-    (vector,) = optimizer._tritoncomm.setup.exchange.vectors
+    (vector,) = optimizer._tritoncomm.setup.scope.vectors
     groups = [vector.scheduler.group, *(inner.group for inner in vector.scheduler._subgroups.values())]
     assert len(groups) == 3
     assert [timeout_of(each, torch.device("cpu")) for each in groups] == [expected] * 3

@@ -68,7 +68,7 @@ def wrapped(parameters, recipe, outer_momentum=0.0, **settings) -> tritoncomm.Sp
 
 def owed(optimizer) -> torch.Tensor:
     """Return the residual of this worker, in the order of the parameters."""
-    return torch.cat(list(optimizer._tritoncomm.setup.exchange.vectors[0].residuals_by_parameter().values()))
+    return torch.cat(list(optimizer._tritoncomm.setup.scope.vectors[0].residuals_by_parameter().values()))
 
 
 def adam_of(model: nn.Module, algo: str | tritoncomm.Recipe = TWO_BITS) -> tritoncomm.SparseOptimizer:
@@ -97,7 +97,7 @@ def test_parameters_without_gradient(rank, world_size, local_steps):
             optimizer.step()
         optimizer.merge()
         assert equal(model)
-        return flat(model[2]), [*optimizer._tritoncomm.setup.exchange.vectors[0].residuals_by_parameter().values()][
+        return flat(model[2]), [*optimizer._tritoncomm.setup.scope.vectors[0].residuals_by_parameter().values()][
             -1
         ].clone()
 
@@ -506,7 +506,7 @@ def test_one_norm_of_a_list(rank, world_size, large):
         parameter.grad = grad.clone()
     optimizer.step()
     own = float(nn.utils.get_total_norm(grads))
-    (vector,) = optimizer._tritoncomm.setup.exchange.vectors
+    (vector,) = optimizer._tritoncomm.setup.scope.vectors
     gain = 1.0 if vector.gain is None else vector.gain
     for parameter, grad in zip(parameters, grads, strict=True):
         torch.testing.assert_close(-parameter.detach(), total(grad / own) / world_size * gain, rtol=1e-4, atol=1e-6)

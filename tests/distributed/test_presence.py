@@ -78,7 +78,7 @@ def test_conservation(rank, world_size, algo, fields):
     optimizer = exact(kind(parameters), algo, **fields)
     tolerance = 0 if fields == by_gradient else 1e-3
     decay = DECAY if optimizer._tritoncomm.setup.decays_in_vector and not by_update else 0.0
-    vector = optimizer._tritoncomm.setup.vector
+    vector = optimizer._tritoncomm.setup.scope.vectors[0]
     for step in range(STEPS):
         held = {p: r.clone() for p, r in vector.residuals_by_parameter().items()}
         for parameter, gradient in zip(parameters, drawn(step, rank), strict=True):

@@ -74,7 +74,7 @@ def inf_residual(rank, tmp_path):
                 continue
             train(model, optimizer, rank, range(1))
             if rank == AT_FAULT:
-                optimizer._tritoncomm.setup.vector.feedback.residual[10] = torch.inf
+                optimizer._tritoncomm.setup.scope.vectors[0].feedback.residual[10] = torch.inf
             raised = []
             try:
                 train(model, optimizer, rank, range(1, 2))

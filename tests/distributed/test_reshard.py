@@ -63,7 +63,7 @@ class Run:
 
     def owe(self, rank: int) -> None:
         """Replace the residual by small integers times a power of two, of which every sum is exact, and the ages."""
-        vector = self.optimizer._tritoncomm.setup.vector
+        vector = self.optimizer._tritoncomm.setup.scope.vectors[0]
         own = vector.feedback.residual
         own.copy_(torch.randint(-64, 65, own.shape, generator=torch.Generator().manual_seed(rank)) * 2.0**-5)
         for p, last in zip(vector.layout.parameters, vector.feedback.ages.last, strict=True):
@@ -86,8 +86,8 @@ class Run:
         """
         values = {}
         last = self.optimizer.state_dict()["tritoncomm"]["last"]
-        ages = dict(zip(self.optimizer._tritoncomm.setup.exchange.parameters, last, strict=True))
-        residuals = self.optimizer._tritoncomm.setup.vector.residuals_by_parameter()
+        ages = dict(zip(self.optimizer._tritoncomm.setup.scope.parameters, last, strict=True))
+        residuals = self.optimizer._tritoncomm.setup.scope.vectors[0].residuals_by_parameter()
         for name, p in self.parameters.items():
             update = residuals[p].clone()
             if isinstance(p, DTensor):

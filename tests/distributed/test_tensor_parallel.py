@@ -81,7 +81,7 @@ def test_tensor_parallel(rank, world_size):
     parallelize_module(model, both["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
     fully_shard(model, mesh=both["shard"])
     wrapped = tritoncomm.wrap(adamw(model), process_group=both["replicate"].get_group())
-    assert len(wrapped._tritoncomm.setup.exchange.vectors) == 2
+    assert len(wrapped._tritoncomm.setup.scope.vectors) == 2
 
 
 class Embedded(nn.Module):
@@ -198,7 +198,7 @@ def test_replicated_parameters(rank, world_size):
     clipped.train(0, 6)
     assert clipped.optimizer.metrics()["density_delivered"] < 0.9
     norms = tritoncomm.wrap(adamw(clipped.model.block), process_group=grid["data"].get_group(), dense_below=4)
-    assert norms._tritoncomm.setup.exchange.vectors[0].dense_numel == 24  # one-dimensional, in a vector of their own
+    assert norms._tritoncomm.setup.scope.vectors[0].dense_numel == 24  # one-dimensional, in a vector of their own
     run = TensorParallel(grid, **ROUNDED)
     run.train(0, 7)
     assert run.optimizer.metrics()["residual_norm"] > 0

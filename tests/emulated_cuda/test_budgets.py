@@ -112,7 +112,7 @@ def steps_of(
 
 def innermost(optimizer: tritoncomm.SparseOptimizer) -> object:
     """Return the algorithm inside of those that wrap it."""
-    algorithm = optimizer._tritoncomm.setup.vector.feedback.algorithm
+    algorithm = optimizer._tritoncomm.setup.scope.vectors[0].feedback.algorithm
     while hasattr(algorithm, "inner"):
         algorithm = algorithm.inner
     return algorithm

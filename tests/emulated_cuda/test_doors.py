@@ -71,7 +71,7 @@ def _wrapped(net: nn.Module, optimizer: str, **fields: Any) -> tritoncomm.Sparse
 
 def _left(model: nn.Module, optimizer: tritoncomm.SparseOptimizer) -> list[Any]:
     parts = [local(parameter) for parameter in model.parameters()]
-    return doors.bits([*parts, optimizer._tritoncomm.setup.vector.feedback.residual])
+    return doors.bits([*parts, optimizer._tritoncomm.setup.scope.vectors[0].feedback.residual])
 
 
 def _train(rank: int, device: str, optimizer: str, *, kind: str = "plain", gpu: int = 0, **fields: Any) -> list[Any]:

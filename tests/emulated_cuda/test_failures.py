@@ -64,7 +64,7 @@ class Training:
     @property
     def vector(self) -> Any:
         """What is exchanged."""
-        return self.optimizer._tritoncomm.setup.vector
+        return self.optimizer._tritoncomm.setup.scope.vectors[0]
 
     def fail(self, fault: Callable[[], None], operation: int = 2) -> None:
         """Call ``fault`` before the operation with this number from now, if this is the victim."""

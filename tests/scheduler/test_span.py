@@ -12,6 +12,7 @@ from tritoncomm.planning.link import measure_link
 from tritoncomm.scheduler.meter import Meter
 from tritoncomm.scheduler.span import Span
 from tritoncomm.step.agree.replica import Replica
+from tritoncomm.step.exchange.claim import Scope
 from tritoncomm.step.exchange.machine import GradientExchange
 from tritoncomm.step.exchange.pending import Pending
 from tritoncomm.step.exchange.vector import ExchangeOptions, VectorExchange
@@ -66,10 +67,8 @@ def options(density: float) -> ExchangeOptions:
 def exchange_of(parameters: list[torch.Tensor], vectors: list[VectorExchange]) -> GradientExchange:
     """Return the exchange of ``vectors``, in which replicas have no values to compare."""
     optimizer = torch.optim.SGD([torch.zeros(1)])
-    return GradientExchange(
-        optimizer, vectors,
-        parameters=parameters, owners={}, wrapped=optimizer, all_shards=None, replica=Replica(optimizer, list),
-    )  # fmt: skip
+    owners = {each: each for each in parameters}
+    return GradientExchange(Scope(optimizer, optimizer, vectors, parameters, owners, None, Replica(optimizer, list)))
 
 
 def test_times_are_of_the_device_of_the_exchange() -> None:

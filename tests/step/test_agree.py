@@ -60,7 +60,7 @@ def rejected() -> None:
     """Reject a step. All ranks gather the names of the parameters at fault."""
     optimizer, inner = wrapped()
     inner.param_groups[0]["params"][0].grad = torch.full((8, 8), torch.nan)
-    optimizer._tritoncomm.setup.vector.device = GPU
+    optimizer._tritoncomm.setup.scope.vectors[0].device = GPU
     on_cpu = partial(Span, torch.device("cpu"))
     with suppress(tritoncomm.NonFiniteError), patch.object(exchange, "Span", lambda device: on_cpu()):
         optimizer.step()

@@ -46,7 +46,7 @@ def state_of(optimizer: SparseOptimizer) -> State:
 
 def held(net: nn.Module, optimizer: SparseOptimizer) -> list[Any]:
     """Return what a step changes: parameters, the residual, and the states of method and optimizer, as bits."""
-    feedback = optimizer._tritoncomm.setup.vector.feedback
+    feedback = optimizer._tritoncomm.setup.scope.vectors[0].feedback
     inner = [value for state in optimizer.state.values() for value in state.values()]
     tensors = [*net.parameters(), feedback.residual, *(value for value in inner if isinstance(value, torch.Tensor))]
     flat = [tensor.detach().float().reshape(-1).view(torch.int32).tolist() for tensor in tensors]

@@ -37,7 +37,7 @@ def test_a_moment_waits() -> None:
     p, q = pair()
     optimizer = tritoncomm.wrap(adamw([p, q]), density=0.1)
     take(optimizer, p, q, 4, using=lambda _: True)
-    vector = optimizer._tritoncomm.setup.vector
+    vector = optimizer._tritoncomm.setup.scope.vectors[0]
     before = torch.split(vector.scale.moment.rows, [64, 64])[1].clone()
     take(optimizer, p, q, 4, using=lambda _: False)
     rows = torch.split(vector.scale.moment.rows, [64, 64])
@@ -52,7 +52,10 @@ def test_a_residual_takes_no_place() -> None:
     take(optimizer, p, q, 4, using=lambda _: True)
     take(optimizer, p, q, 2, using=lambda _: False)
     assert int(torch.count_nonzero(p.grad)) == int(0.1 * 2 * 64 * 64)
-    value, residual = q.detach().clone(), optimizer._tritoncomm.setup.vector.residuals_by_parameter()[q].clone()
+    value, residual = (
+        q.detach().clone(),
+        optimizer._tritoncomm.setup.scope.vectors[0].residuals_by_parameter()[q].clone(),
+    )
     optimizer.flush()
     assert torch.allclose(q.detach(), value - residual.view(64, 64))
     assert optimizer.metrics()["residual_norm"] == 0

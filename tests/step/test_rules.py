@@ -122,7 +122,7 @@ def test_schedule_free_optimizers_exchange_every_gradient(caplog: pytest.LogCapt
     for algo in ({}, {"algo": "quantized"}, {"algo": "dense"}):
         assert tritoncomm.wrap(made("AdamWScheduleFree"), **algo).recipe.delivers_all()
     listed = tritoncomm.wrap([made("Muon"), made("AdamWScheduleFree")])
-    assert [vector.recipe.name for vector in listed._tritoncomm.setup.exchange.vectors] == ["quantized"] * 2
+    assert [vector.recipe.name for vector in listed._tritoncomm.setup.scope.vectors] == ["quantized"] * 2
     assert listed._tritoncomm.setup.local is None
     for option in ({"local_steps": 4}, {"updates": True}):
         ((name, value),) = option.items()
@@ -197,7 +197,7 @@ def test_settings_of_gradients_have_no_effect_on_updates(caplog: pytest.LogCaptu
         caplog.clear()
         optimizer = tritoncomm.wrap(torch.optim.RMSprop(parameters), dense_below=7, **small)
         assert "without effect: dense_below=7. " in caplog.text  # small is for those of the group
-        assert [vector.dense_numel for vector in optimizer._tritoncomm.setup.exchange.vectors] == [dense]
+        assert [vector.dense_numel for vector in optimizer._tritoncomm.setup.scope.vectors] == [dense]
         optimizer.release()
 
 

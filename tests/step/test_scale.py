@@ -144,12 +144,12 @@ def adamw(net: nn.Module, **fields) -> tritoncomm.SparseOptimizer:
 
 def is_preconditioned(optimizer: tritoncomm.SparseOptimizer) -> bool:
     """Whether entries are selected by their update."""
-    return optimizer._tritoncomm.setup.vector.scale is not None
+    return optimizer._tritoncomm.setup.scope.vectors[0].scale is not None
 
 
 def moment_of(optimizer: tritoncomm.SparseOptimizer) -> Moment:
     """Return the second moment that the scale is computed from."""
-    return optimizer._tritoncomm.setup.vector.scale.moment
+    return optimizer._tritoncomm.setup.scope.vectors[0].scale.moment
 
 
 def test_select_by() -> None:
@@ -202,7 +202,8 @@ def test_resume_across_a_renewal() -> None:
     train(again, loaded, 35, 65)
     assert all(map(torch.equal, net.parameters(), again.parameters()))
     assert torch.equal(
-        optimizer._tritoncomm.setup.vector.feedback.residual, loaded._tritoncomm.setup.vector.feedback.residual
+        optimizer._tritoncomm.setup.scope.vectors[0].feedback.residual,
+        loaded._tritoncomm.setup.scope.vectors[0].feedback.residual,
     )
 
 
@@ -218,9 +219,9 @@ def test_checkpoint_with_another_select_by(saved_by: str, loaded_by: str, carrie
     state = exchange_state.saved(optimizer._tritoncomm.setup.exchange)
     if carried:
         state = exchange_state.taken_over(state, [state], rank=0, world_size=1)
-    (feedback,) = exchange_state.loaded(loaded._tritoncomm.setup.exchange, state)
-    loaded._tritoncomm.setup.vector.feedback = feedback
-    assert torch.equal(feedback.residual, optimizer._tritoncomm.setup.vector.feedback.residual)
+    (feedback,) = exchange_state.loaded(loaded._tritoncomm.setup.scope, state)
+    loaded._tritoncomm.setup.scope.vectors[0].feedback = feedback
+    assert torch.equal(feedback.residual, optimizer._tritoncomm.setup.scope.vectors[0].feedback.residual)
     assert feedback.algorithm.state_dict()["inner"]["taken"] == 25
     if loaded_by == "update":
         assert moment_of(loaded).steps == 0
@@ -240,9 +241,8 @@ def test_moment_survives_changes() -> None:
     assert torch.equal(loaded.rows, before.rows)
     assert torch.equal(loaded.columns, before.columns)
     state = exchange_state.saved(optimizer._tritoncomm.setup.exchange)
-    optimizer._tritoncomm.setup.exchange.restore(
-        exchange_state.carry_over(optimizer._tritoncomm.setup.exchange, [state], 2.0)
-    )
+    scope = optimizer._tritoncomm.setup.scope
+    scope.restore(exchange_state.carry_over(scope, [state], 2.0))
     assert moment_of(optimizer) == before
     optimizer.add_param_group({"params": list(more.parameters())})
     after = moment_of(optimizer)

@@ -99,8 +99,8 @@ def test_residuals_stay_with_their_parameters() -> None:
     first.step()
     second = tritoncomm.wrap(torch.optim.SGD(loaded, lr=0.1), density=0.01)
     second.load_state_dict(first.state_dict())
-    before, after = (each._tritoncomm.setup.vector.residuals_by_parameter() for each in (first, second))
+    before, after = (each._tritoncomm.setup.scope.vectors[0].residuals_by_parameter() for each in (first, second))
     for one, other in zip(saved, loaded, strict=True):
         assert torch.equal(before[one], after[other])
         assert before[one].any()
-    assert second._tritoncomm.setup.vector.feedback.algorithm.state_dict()["inner"]["step"] == 0
+    assert second._tritoncomm.setup.scope.vectors[0].feedback.algorithm.state_dict()["inner"]["step"] == 0

@@ -21,6 +21,7 @@ from tritoncomm.step.agree.number import numbers
 from tritoncomm.step.agree.private_group import scheduler_of_all_shards
 from tritoncomm.step.agree.replica import Replica, let_differ
 from tritoncomm.step.agree.setup import Named, broadcast, labelled, options_of, settings_of
+from tritoncomm.step.exchange.claim import Scope
 from tritoncomm.step.exchange.layout import small_ids
 from tritoncomm.step.exchange.machine import GradientExchange
 from tritoncomm.step.exchange.pending import State
@@ -98,15 +99,15 @@ class Setup:
         self.parameters = KnownParameters(self.exchanged, self.names, ignored)
         self.unreduced = UnreducedPasses(model)
         self._others, buffers = rest_of(model, optimizer)
-        self.exchange = self._build(recipe, process_group)
+        self.exchange = GradientExchange(self._build(recipe, process_group))
         warn_about_lost_residual(optimizer.param_groups, self.everybody)
         every = (each for each, _ in named_parameters(optimizer) if id(each) not in ignored)
         held = [(each, f"parameter {number} of the optimizer") for number, each in enumerate(every)]
         shaped = [*buffers, *(held if broadcast_parameters else ())]
         self._compare(
-            self.exchange, recipe, process_group, others=self._others, shaped=shaped, broadcast=broadcast_parameters
+            self.scope, recipe, process_group, others=self._others, shaped=shaped, broadcast=broadcast_parameters
         )
-        self.exchange.agree_on_exchange_id()
+        self.scope.agree_on_exchange_id()
         if broadcast_parameters:
             broadcast([*held, *self._others, *buffers], process_group, self.device)
             if self.local is not None:
@@ -121,7 +122,7 @@ class Setup:
     def _log(self) -> None:
         """Log what is exchanged."""
         if is_distributed():
-            first, vectors = self.exchange.vectors[0], self.exchange.vectors
+            first, *_ = vectors = self.scope.vectors
             parts = [(vector.feedback.algorithm, vector.dense_numel) for vector in vectors]
             log_choice(self.recipe, first.rank, first.world_size, parts)
         elif int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -130,17 +131,17 @@ class Setup:
     @property
     def recipe(self) -> Recipe:
         """The recipe of the exchange."""
-        return self.exchange.options.recipe
+        return self.scope.options.recipe
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
         """The process group of the exchange. None is the default process group."""
-        return self.exchange.options.group
+        return self.scope.options.group
 
     @property
     def everybody(self) -> dist.ProcessGroup | None:
         """The ranks that must change alike: those of the exchange, or those of all shards."""
-        return self.exchange.everybody
+        return self.scope.everybody
 
     @property
     def device(self) -> torch.device | None:
@@ -158,10 +159,9 @@ class Setup:
         return self.parameters if self.local is None else self.local.known
 
     @property
-    def vector(self) -> VectorExchange:
-        """The flat vector of an optimizer that has one."""
-        (vector,) = self.exchange.vectors
-        return vector
+    def scope(self) -> Scope:
+        """What is exchanged, and with whom."""
+        return self.exchange.scope
 
     @property
     def decays_in_vector(self) -> bool:
@@ -169,7 +169,7 @@ class Setup:
 
         A single worker and a dense exchange leave it to the optimizer.
         """
-        return self.exchange.vectors[-1].delays
+        return self.scope.vectors[-1].delays
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add the same parameter group on all ranks. Residuals are kept. If this raises, nothing has changed."""
@@ -183,16 +183,16 @@ class Setup:
                     local_steps.add_new_parameters()
                 self.recipe.check_optimizer(self.optimizer)
                 self.steps.check()
-                exchange = self._build(self.recipe, self.process_group, self.exchange)
-            self._compare(exchange, self.recipe, self.process_group, steps_alone=local_steps is not None)
-            exchange.agree_on_exchange_id()
+                scope = self._build(self.recipe, self.process_group, self.scope)
+            self._compare(scope, self.recipe, self.process_group, steps_alone=local_steps is not None)
+            scope.agree_on_exchange_id()
         except BaseException:
             del self.optimizer.param_groups[before:]
             if local_steps is not None:
                 local_steps.remove_new_parameters(anchors)
             self.parameters.note()
             raise
-        exchange_state.extend(self.exchange, exchange)
+        exchange_state.extend(self.exchange, scope)
 
     def continue_in(
         self,
@@ -206,7 +206,7 @@ class Setup:
 
         ``caught_up`` is True if some ranks have just applied a step that the others had applied before.
         """
-        exchange, alone = self.exchange, settings.is_alone(process_group)
+        alone = settings.is_alone(process_group)
         with agree.propagate_errors(process_group, self.device):
             inner = self.recipe.recipe if isinstance(self.recipe, Hierarchical) else self.recipe
             recipe = with_nodes(inner, node_group, process_group)
@@ -215,28 +215,26 @@ class Setup:
             check_model(module)
             keep_gradients_local(module)
         agree.compare(nodes_of(recipe), process_group, self.device)
-        self._compare(exchange, recipe, process_group, caught_up=caught_up, steps_alone=self.local is not None)
+        self._compare(self.scope, recipe, process_group, caught_up=caught_up, steps_alone=self.local is not None)
         if self.local is not None:
             self.local.forget_loading()
-        exchange.restart()
-        exchange_state.moved(exchange, recipe, process_group)
+        self.exchange.restart()
+        exchange_state.moved(self.exchange, recipe, process_group)
         self.steps.alone = alone
 
     def note_new(self) -> None:
         """Exchange the gradients of parameters, too, that require them only now. A single worker does."""
-        exchange_state.extend(self.exchange, self._build(self.recipe, self.process_group, self.exchange))
+        exchange_state.extend(self.exchange, self._build(self.recipe, self.process_group, self.scope))
 
-    def _build(
-        self, recipe: Recipe, group: dist.ProcessGroup | None, before: GradientExchange | None = None
-    ) -> GradientExchange:
+    def _build(self, recipe: Recipe, group: dist.ProcessGroup | None, before: Scope | None = None) -> Scope:
         """Return an exchange of the gradients of all parameters that require them, in place of ``before``."""
         self.parameters.note()
         trained, options = self.parameters.trained, self.options
         is_sharded = check_shards(trained, group)  # before process groups are created for the vectors
         parameters = [parameter for parameter, _ in trained]
-        owners = {} if self.local is None else self.local.owners
+        owners = dict(zip(parameters, parameters if self.local is None else self.local.parameters, strict=True))
         dense = dense_ids(self.optimizer)
-        dense |= {anchor for anchor, owner in owners.items() if id(owner) in dense}
+        dense |= {id(anchor) for anchor, owner in owners.items() if id(owner) in dense}
         # Updates of small tensors travel like others.
         dense |= small_ids(parameters, options.dense_below if options.updates is None else 0)
         common = ExchangeOptions(recipe=recipe, wrap=options, group=group, dense=frozenset(dense))
@@ -255,17 +253,14 @@ class Setup:
         held = parameter_ids(self.optimizer)  # a group may have been added, of parameters that were not held
         others = [(parameter, name) for parameter, name in self._others if id(parameter) not in held]
         if self.options.local_steps > 1 and self.local is not None:
-            let_differ(self.local.owners.values())
+            let_differ(self.local.parameters)
             others = []  # such as averages of parameters, which differ with them
         replica = Replica(self.exchanged, lambda: self.parameters.common, others)
-        return GradientExchange(
-            self.exchanged, vectors,
-            parameters=parameters, owners=owners, wrapped=self.optimizer, all_shards=all_shards, replica=replica,
-        )  # fmt: skip
+        return Scope(self.exchanged, self.optimizer, vectors, parameters, owners, all_shards, replica)
 
     def _compare(
         self,
-        exchange: GradientExchange,
+        scope: Scope,
         recipe: Recipe,
         group: dist.ProcessGroup | None,
         *,
@@ -280,7 +275,7 @@ class Setup:
         All ranks call this together. The order of the parameters must agree, too.
 
         Args:
-            exchange: The exchange. The tensors and numbers in the state of its optimizer must be equal.
+            scope: What is exchanged. The tensors and numbers in the state of its optimizer must be equal.
             recipe: The recipe of the exchange.
             group: The process group of the exchange.
             others: Parameters of the model that the optimizer does not hold, each with its name.
@@ -297,15 +292,16 @@ class Setup:
         """
         if not is_distributed():
             return
-        trained, all_shards = self.parameters.trained, exchange.all_shards
+        trained, all_shards = self.parameters.trained, scope.all_shards
         named, groups = labelled(trained), () if caught_up else self.optimizer.param_groups
         fields = settings_of(self.optimizer, recipe, self.options) | options_of(groups, without_numbers=steps_alone)
-        fields |= {"steps": exchange.steps, "broadcast_parameters": broadcast, "number of parameters": len(trained)}
+        steps, count = self.exchange.steps, len(trained)
+        fields |= {"steps": steps, "broadcast_parameters": broadcast, "number of parameters": count}
         fields |= {f"name of parameter {position}": name for position, (_, name) in enumerate(trained)}
         for each, name in (*named, *others, *shaped):
             fields |= {f"shape of {name}": tuple(each.shape), f"dtype of {name}": each.dtype}
         values = {} if broadcast else {f"{agree.CONTENT} {name}": each for each, name in (*named, *others)}
-        values |= {f"{agree.STATE}: {name}": each for name, each in exchange.replica.state().items()}
+        values |= {f"{agree.STATE}: {name}": each for name, each in scope.replica.state().items()}
         try:
             with agree.propagate_errors(group, self.device):
                 fields |= zip(values, numbers(values.values()), strict=True)

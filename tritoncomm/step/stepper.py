@@ -83,14 +83,14 @@ class Stepper:
             if not isinstance(error, Exception):
                 exchange.stop()
             elif exchange.state is State.READY:
-                exchange.pending.note_versions(exchange.gradients)
+                exchange.pending.note_versions(exchange.scope.gradients)
             raise
 
     def _step(self, closure: Callable[[], Any] | None) -> Any:
         setup, loss, self.all_skipped = self.setup, None, False
         if closure is not None:
             if setup.is_synchronized:  # the closure may not change them
-                setup.exchange.pending.note_versions(setup.exchange.gradients)
+                setup.exchange.pending.note_versions(setup.scope.gradients)
             with torch.enable_grad():
                 loss = closure()
         if creates_state(setup.optimizer):  # nothing may be exchanged, because other ranks may not take this step
@@ -132,7 +132,7 @@ class Stepper:
     def exchange_and_apply(self) -> None:
         """Exchange, unless that was done, and apply the mean."""
         setup, pending = self.setup, self.setup.exchange.pending
-        if pending.is_taken and (pending.are_others(now := setup.exchange.gradients) or pending.are_changed(now)):
+        if pending.is_taken and (pending.are_others(now := setup.scope.gradients) or pending.are_changed(now)):
             self.withdraw()  # a hook has failed after the last step, and these gradients are those of the next
         if not setup.is_synchronized:
             self.synchronize(shown=False)
@@ -151,7 +151,7 @@ class Stepper:
 
     def _check_unchanged(self) -> None:
         """Raise if gradients are not what was averaged, except for changes between synchronize() and step()."""
-        pending, gradients = self.setup.exchange.pending, self.setup.exchange.gradients
+        pending, gradients = self.setup.exchange.pending, self.setup.exchange.scope.gradients
         if pending.are_others(gradients):
             raise RuntimeError("gradients were replaced after synchronize(): call step() or zero_grad() in between")
         if pending.versions and pending.are_changed(gradients):
@@ -237,7 +237,7 @@ class Stepper:
     @contextmanager
     def _settling(self, local_steps: LocalSteps) -> Iterator[None]:
         exchange = self.setup.exchange
-        gains = {id(each): vector.gain for vector in exchange.vectors for each in vector.layout.parameters}
+        gains = {id(each): vector.gain for vector in exchange.scope.vectors for each in vector.layout.parameters}
         momentum = local_steps.without_momentum() if exchange.pending.is_flush else nullcontext()
         with momentum, exchange.update(), local_steps.settling(gains):
             yield
@@ -259,8 +259,8 @@ class Stepper:
             setup.note_new()
         exchange, scale, found, own = setup.exchange, self._scale, self._overflow, setup.steps.ignored
         decay = coupled_decay(setup.exchanged) if setup.decays_in_vector else {}
-        is_exchanged_whole = setup.local is None and not setup.steps.alone and exchange.all_shards is None
-        look = self._clipping.look if is_exchanged_whole and exchange.vectors[0].rank == 0 else None
+        is_exchanged_whole = setup.local is None and not setup.steps.alone and exchange.scope.all_shards is None
+        look = self._clipping.look if is_exchanged_whole and exchange.scope.vectors[0].rank == 0 else None
         error = setup.parameters.local_error()
         step = Pending(scale, decay, shown, error=error, look=look, fault=self._fault(found, own))
         try:
@@ -298,7 +298,7 @@ class Stepper:
         if setup.local is None and setup.exchange.has_no_residual():
             return
         if setup.local is not None:
-            held = [vector.residuals_by_parameter() for vector in setup.exchange.vectors]
+            held = [vector.residuals_by_parameter() for vector in setup.scope.vectors]
             with self._reported():
                 setup.local.fold({anchor: residual for each in held for anchor, residual in each.items()})
         setup.exchange.exchange(Pending(is_flush=True))
@@ -316,13 +316,13 @@ class Stepper:
         """
         exchange, told, some_have = self.setup.exchange, dict[int, list[int]](), False
         if is_distributed():
-            absent = exchange.presence.positions(exchange.parameters)
+            absent = exchange.presence.positions(exchange.scope.parameters)
             own = {"steps": exchange.steps, "absent": absent, "caught up": self._has_caught_up}
             gathered = agree.all_gather(own, process_group, self.setup.device)
             told = {of["steps"]: of["absent"] for of in gathered.values()}
             some_have = len(told) > 1 or any(of["caught up"] for of in gathered.values())
             if exchange.state is State.SUSPENDED and exchange.steps + 1 == max(told):
-                exchange.presence.set(exchange.parameters, told[max(told)])
+                exchange.presence.set(exchange.scope.parameters, told[max(told)])
                 exchange.catch_up()
                 ignored.prepare(self.setup.steps.ignored, exchange.pending.scale)
                 before = exchange.steps

@@ -99,8 +99,7 @@ def _average_before_clipping(accelerator: Accelerator) -> None:
         if all(setup_of(each).options.max_grad_norm is not None for each in averaged):  # the exchange clips
             return _norm_of_means(averaged)
         # Gradients of other parameters are local, and would make norms differ between ranks. Of an anchor, its owner.
-        exchanges = [setup_of(each).exchange for each in averaged]
-        held = {id(each.owners.get(id(anchor), anchor)) for each in exchanges for anchor in each.parameters}
+        held = {id(owner) for each in averaged for owner in setup_of(each).scope.owners.values()}
         return nn.utils.clip_grad_norm_([each for each in chosen if id(each) in held], max_norm, norm_type)
 
     def clip_grad_value_(parameters: Any, value: float) -> None:

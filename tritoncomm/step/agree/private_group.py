@@ -22,7 +22,7 @@ _world: dist.ProcessGroup | None = None
 
 
 def scheduler_of_all_shards(method: str, timeout: timedelta | None, device: torch.device) -> ProcessGroupScheduler:
-    """Return a scheduler of all ranks, in a process group of its own, for :attr:`GradientExchange.all_shards`.
+    """Return a scheduler of all ranks, in a process group of its own, for :attr:`Scope.all_shards`.
 
     No shard of a model may step alone. All ranks of the default process group call this together.
 

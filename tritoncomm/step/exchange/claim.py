@@ -1,15 +1,26 @@
-"""The one confirmation of a step: what ranks tell each other when they have the mean, and what must be equal on all."""
+"""What is exchanged, and with whom; and the one confirmation of a step.
+
+There, ranks tell each other what must be equal on all when they have the mean.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 
+from tritoncomm.algorithms import Recipe
 from tritoncomm.scheduler.process_group import ProcessGroupScheduler, take_suspects
+from tritoncomm.scheduler.ranks import global_ranks
 from tritoncomm.scheduler.rounds import AllReduce, Pattern
 from tritoncomm.step.agree import LOADED
+from tritoncomm.step.agree.replica import Replica
+from tritoncomm.step.exchange.feedback import ErrorFeedback
+from tritoncomm.step.exchange.presence import frozen
+from tritoncomm.step.exchange.vector import ExchangeOptions, VectorExchange
 from tritoncomm_kernels.devices import is_asynchronous
 
 # What to do if a field differs whose name begins with this. For others: _SAME_OPTIONS.
@@ -30,6 +41,83 @@ _SAME_OPTIONS = (
 )
 
 _HALF = 32  # bits
+
+
+@dataclass(eq=False)
+class Scope:
+    """What is exchanged, and with whom. With other parameters, or in another group, there is a new one.
+
+    Attributes:
+        optimizer: The optimizer.
+        wrapped: The optimizer of the owners. It is ``optimizer`` if gradients are exchanged.
+        vectors: The flat vectors, in the order in which they are exchanged.
+        parameters: Their parameters in the order of the optimizer.
+        owners: The owner of each of them: the parameter of an anchor if updates are exchanged, else the same.
+        all_shards: Scheduler of a group that is larger than the group of the exchange, for models that are sharded. A
+            step is confirmed only if no rank of this larger group has rejected it. None for others.
+        replica: What must be equal on all ranks with the same shard, and is compared every 100 updates, and early.
+    """
+
+    optimizer: torch.optim.Optimizer
+    wrapped: torch.optim.Optimizer
+    vectors: Sequence[VectorExchange]
+    parameters: Sequence[torch.Tensor]
+    owners: Mapping[torch.Tensor, torch.Tensor]
+    all_shards: ProcessGroupScheduler | None
+    replica: Replica
+
+    @property
+    def options(self) -> ExchangeOptions:
+        """The settings that all vectors have in common."""
+        return self.vectors[-1].options
+
+    @property
+    def everybody(self) -> dist.ProcessGroup | None:
+        """The ranks that must change alike: those of the exchange, or those of all shards."""
+        return self.options.group if self.all_shards is None else self.all_shards.group
+
+    @property
+    def shard(self) -> int:
+        """A number of this rank's shard of the model, equal on the ranks that hold the same shard."""
+        return 0 if self.all_shards is None else global_ranks(self.options.group)[0]
+
+    @property
+    def schedulers(self) -> list[ProcessGroupScheduler]:
+        """The schedulers of the vectors. There are none without a process group."""
+        return [vector.scheduler for vector in self.vectors if vector.scheduler is not None]
+
+    @property
+    def scheduler(self) -> ProcessGroupScheduler | None:
+        """The scheduler of all ranks that confirm a step."""
+        return self.all_shards or self.vectors[-1].scheduler
+
+    @property
+    def gradients(self) -> list[torch.Tensor | None]:
+        """Every ``.grad``, in the order of :attr:`parameters`."""
+        return [parameter.grad for parameter in self.parameters]
+
+    def frozen(self) -> frozenset[int]:
+        """Return the ids of the parameters that cannot change, or whose owners cannot."""
+        return frozen(self.wrapped, self.owners.items())
+
+    def agree_on_exchange_id(self) -> None:
+        """Agree on an identifier of each vector within its group. All ranks call this after comparing settings."""
+        for scheduler in self.schedulers:
+            scheduler.agree_on_exchange_id()
+
+    def moved(self, recipe: Recipe, group: dist.ProcessGroup | None) -> Scope:
+        """Return what is exchanged by ``recipe`` in ``group``, whose ranks all call this. It has no residual yet."""
+        vectors = [
+            VectorExchange(old.layout.named, replace(old.options, recipe=recipe, group=group)) for old in self.vectors
+        ]
+        found = replace(self, vectors=vectors)
+        found.agree_on_exchange_id()
+        return found
+
+    def restore(self, feedbacks: Sequence[ErrorFeedback]) -> None:
+        """Continue with the residual and method state ``feedbacks`` of each vector."""
+        for vector, feedback in zip(self.vectors, feedbacks, strict=True):
+            vector.feedback = feedback
 
 
 def advice(found: Collection[str]) -> str:

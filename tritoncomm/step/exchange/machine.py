@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 
 import torch
-import torch.distributed as dist
 
-from tritoncomm.algorithms import Recipe
 from tritoncomm.errors import (
     ConfigMismatchError,
     ConfigurationError,
@@ -20,8 +17,8 @@ from tritoncomm.errors import (
 )
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.scheduler.meter import Meter
-from tritoncomm.scheduler.process_group import ProcessGroupScheduler, is_distributed
-from tritoncomm.scheduler.ranks import global_ranks, speaks
+from tritoncomm.scheduler.process_group import is_distributed
+from tritoncomm.scheduler.ranks import speaks
 from tritoncomm.scheduler.rounds import Pattern
 from tritoncomm.scheduler.span import Span
 from tritoncomm.step.agree import UPDATES, UPDATES_ADVICE, differences, naming, worded
@@ -29,12 +26,11 @@ from tritoncomm.step.agree.inspection import Inspection
 from tritoncomm.step.agree.number import number_of_text
 from tritoncomm.step.agree.replica import Replica
 from tritoncomm.step.agree.setup import option_numbers
-from tritoncomm.step.exchange.claim import Vote, advice, lead, vote
+from tritoncomm.step.exchange.claim import Scope, Vote, advice, lead, vote
 from tritoncomm.step.exchange.decay import show_decay
-from tritoncomm.step.exchange.feedback import ErrorFeedback
 from tritoncomm.step.exchange.pending import TRANSITIONS, Pending, State
-from tritoncomm.step.exchange.presence import Presence, frozen, without_rate
-from tritoncomm.step.exchange.vector import ExchangeOptions, VectorExchange, clipped
+from tritoncomm.step.exchange.presence import Presence, without_rate
+from tritoncomm.step.exchange.vector import VectorExchange, clipped
 from tritoncomm.step.recipes import is_dense
 
 
@@ -45,22 +41,10 @@ class GradientExchange:
     fails on any rank before all have confirmed, residuals, methods and gradients are as before the step on every rank.
 
     Args:
-        optimizer: The optimizer.
-        vectors: The flat vectors, in the order in which they are exchanged.
-        parameters: Their parameters in the order of the optimizer.
-        owners: The parameter of each anchor, by the id of the anchor. There are none if gradients are exchanged.
-        wrapped: The optimizer of these parameters, if ``optimizer`` is that of the anchors. Else ``optimizer``.
-        all_shards: Scheduler of a group that is larger than the group of the exchange, for models that are sharded. A
-            step is confirmed only if no rank of this larger group has rejected it. None for others.
-        replica: What must be equal on all ranks with the same shard, and is compared every 100 updates, and early.
+        scope: What is exchanged, and with whom.
 
     Attributes:
-        vectors: See above.
-        parameters: See above.
-        owners: See above.
-        wrapped: See above.
-        all_shards: See above.
-        replica: See above.
+        scope: See above.
         state: How far the present step is.
         pending: The present step.
         presence: Which parameters have a gradient on any rank.
@@ -73,19 +57,8 @@ class GradientExchange:
             ``[]``). None before.
     """
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        vectors: Sequence[VectorExchange],
-        *,
-        parameters: Sequence[torch.Tensor],
-        owners: Mapping[int, torch.Tensor],
-        wrapped: torch.optim.Optimizer,
-        all_shards: ProcessGroupScheduler | None,
-        replica: Replica,
-    ) -> None:
-        self.optimizer, self.vectors, self.owners, self.all_shards = optimizer, list(vectors), owners, all_shards
-        self.wrapped, self.parameters, self.replica = wrapped, parameters, replica
+    def __init__(self, scope: Scope) -> None:
+        self.scope = scope
         self.state, self.pending = State.IDLE, Pending()
         self.steps = self.updates = self.skipped = 0
         self.total = Meter()
@@ -96,72 +69,29 @@ class GradientExchange:
         self.state = TRANSITIONS[self.state][event]
 
     @property
-    def options(self) -> ExchangeOptions:
-        """The settings that all vectors have in common."""
-        return self.vectors[-1].options
-
-    @property
-    def everybody(self) -> dist.ProcessGroup | None:
-        """The ranks that must change alike: those of the exchange, or those of all shards."""
-        return self.options.group if self.all_shards is None else self.all_shards.group
-
-    @property
-    def shard(self) -> int:
-        """A number of this rank's shard of the model, equal on the ranks that hold the same shard."""
-        return 0 if self.all_shards is None else global_ranks(self.options.group)[0]
-
-    @property
     def _is_compared(self) -> bool:
         """True in the steps in which ranks compare their replicas and gradients."""
-        return self.vectors[0].world_size > 1 and self.replica.is_due(self.updates)
+        return self.scope.vectors[0].world_size > 1 and self.scope.replica.is_due(self.updates)
 
     def _finds_nothing(self) -> bool:
         """Return True if this rank had no gradient, and no rank has given anything. Of an anchor, its owner counts."""
-        if any(self.owners.get(id(each), each).grad is not None for each in self.parameters):
+        if any(owner.grad is not None for owner in self.scope.owners.values()):
             return False
-        is_absent = all(id(parameter) in self.presence.absent for parameter in self.parameters)
+        is_absent = all(id(parameter) in self.presence.absent for parameter in self.scope.parameters)
         return is_absent or not any(bool(part.sent.mean.values.any()) for part in self.pending.parts)
 
-    @property
-    def gradients(self) -> list[torch.Tensor | None]:
-        """Every ``.grad``, in the order of :attr:`parameters`."""
-        return [parameter.grad for parameter in self.parameters]
-
-    def replace_vectors(self, recipe: Recipe, group: dist.ProcessGroup | None) -> None:
-        """Exchange by ``recipe`` in ``group`` from now on.
-
-        All ranks of ``group`` call this. New vectors have no residual yet. If this raises, nothing has changed.
-        """
-        vectors = [
-            VectorExchange(old.layout.named, replace(old.options, recipe=recipe, group=group)) for old in self.vectors
-        ]
-        for scheduler in _schedulers(vectors):
-            scheduler.agree_on_exchange_id()
-        self.vectors = vectors
-
-    def adopt(self, new: GradientExchange) -> None:
-        """Exchange what ``new`` does from now on, which all ranks have compared. Counters and the step stay."""
-        self.vectors, self.parameters, self.owners = new.vectors, new.parameters, new.owners
-        self.all_shards, self.replica = new.all_shards, new.replica
-        self.replica.agreed = self.steps
-
-    def restore(self, feedbacks: Sequence[ErrorFeedback]) -> None:
-        """Continue with the residual and method state ``feedbacks`` of each vector."""
-        for vector, feedback in zip(self.vectors, feedbacks, strict=True):
-            vector.feedback = feedback
+    def adopt(self, new: Scope) -> None:
+        """Exchange what ``new`` says from now on, which all ranks have compared. Counters and the step stay."""
+        self.scope = new
+        new.replica.agreed = self.steps
 
     def forget_ages(self) -> None:
         """Let every coordinate be delivered now, because the state of a run without late gradients was loaded.
 
         Ages that were loaded by themselves since the last step belong to that state, and stay.
         """
-        for vector in self.vectors if self.updates else ():
+        for vector in self.scope.vectors if self.updates else ():
             vector.feedback.ages.deliver_all(self.steps)
-
-    def agree_on_exchange_id(self) -> None:
-        """Agree on an identifier of each vector within its group. All ranks call this after comparing settings."""
-        for scheduler in _schedulers(self.vectors):
-            scheduler.agree_on_exchange_id()
 
     def exchange(self, step: Pending) -> None:
         """Replace every ``.grad`` by the mean over ranks. The state is then READY.
@@ -181,15 +111,15 @@ class GradientExchange:
             ConfigurationError: ``step.error``, a gradient that is not dense, or a process group that was initialized
                 after this object was created.
         """
-        if self.vectors[0].scheduler is None and is_distributed():
+        first = self.scope.vectors[0]
+        if first.scheduler is None and is_distributed():
             raise ConfigurationError("torch.distributed was initialized after wrap(): initialize it before")
-        first = self.vectors[0]
         # A single worker that has a residual of earlier exchanges applies all of it, and is then the bare optimizer.
         delivers_all = step.is_flush or (first.is_bare and not self.owes_nothing())
         self._begin(step)
         try:
             rests = self._begin_presence(delivers_all=delivers_all)
-            step.read(self.vectors, rests)
+            step.read(self.scope.vectors, rests)
             self._deliver()
             if self._is_compared and not step.is_flush:  # also if this rank rejects it: the others may not know yet
                 self._inspect()
@@ -202,18 +132,18 @@ class GradientExchange:
         except NonFiniteError as error:
             raise (step.error or error) from None
         if first.world_size > 1 and not (step.is_flush or rests) and self._finds_nothing():
-            self.presence.warn_once(self.steps + 1, speaks=speaks(self.everybody))
+            self.presence.warn_once(self.steps + 1, speaks=speaks(self.scope.everybody))
         self._ready()
 
     def _inspect(self) -> None:
         """Look whether somebody else averages the gradients of this rank."""
-        first = self.vectors[0]
-        named = [(self.owners.get(id(p), p), name) for each in self.vectors for p, name in each.layout.named]
-        self.inspection.run(self.options.group, named, self.steps + 1, first.equal_on_all_ranks, first.device)
+        first = self.scope.vectors[0]
+        named = [(self.scope.owners[each], name) for vector in self.scope.vectors for each, name in vector.layout.named]
+        self.inspection.run(self.scope.options.group, named, self.steps + 1, first.equal_on_all_ranks, first.device)
 
     def skip(self) -> None:
         """Let the next step apply nothing, because this one was rejected on all ranks, or is applied already."""
-        self.pending.gradients = self.gradients
+        self.pending.gradients = self.scope.gradients
         self._move("skip")
 
     @contextmanager
@@ -226,7 +156,7 @@ class GradientExchange:
         for part in self.pending.parts if self.pending.shown else ():
             show_decay(part.vector, part.mean.mean, self.pending.decay, self._left)
         self._commit()
-        for vector in self.vectors:
+        for vector in self.scope.vectors:
             vector.feedback.ages.steps = self.steps + 1
         yield
         self.steps, self.updates = self.steps + 1, self.updates + 1
@@ -256,7 +186,7 @@ class GradientExchange:
 
     def check_group(self) -> None:
         """Raise if the process group has failed before."""
-        for scheduler in _schedulers(self.vectors):
+        for scheduler in self.scope.schedulers:
             scheduler.check()
 
     def check_complete(self) -> None:
@@ -292,17 +222,13 @@ class GradientExchange:
 
     def owes_nothing(self) -> bool:
         """Return True if a single worker has no residual that it could apply: it is then the bare optimizer."""
-        rests = self._frozen() if self.vectors[0].is_bare else frozenset[int]()
-        kept = [vector.look_for_residual(rests) for vector in self.vectors]
+        rests = self.scope.frozen() if self.scope.vectors[0].is_bare else frozenset[int]()
+        kept = [vector.look_for_residual(rests) for vector in self.scope.vectors]
         return all(kept)
 
     def has_no_residual(self) -> bool:
         """Return True if no rank has a residual that waits. A dense exchange rounds nothing, and delivers all."""
-        return self.owes_nothing() if self.vectors[0].is_bare else is_dense(self.options.recipe)
-
-    def _frozen(self) -> frozenset[int]:
-        """Return the ids of the parameters that cannot change, or whose owners cannot."""
-        return frozen(self.wrapped, [(each, self.owners.get(id(each), each)) for each in self.parameters])
+        return self.owes_nothing() if self.scope.vectors[0].is_bare else is_dense(self.scope.options.recipe)
 
     def _begin(self, step: Pending) -> None:
         """Begin ``step``."""
@@ -312,19 +238,19 @@ class GradientExchange:
         if self.state is State.MEANS:  # a signal came between the confirmation and the next line
             self.stop()
         self._drop()
-        step.span = Span(self.vectors[0].device)
+        step.span = Span(self.scope.vectors[0].device)
         self.pending = step
         self._move("exchange")
 
     def _begin_presence(self, *, delivers_all: bool) -> frozenset[int]:
         """Note which parameters have a gradient. Return the ids of those that are left out, as they have no rate."""
         if delivers_all:  # also to those without gradient
-            self.presence.begin(self._frozen())
+            self.presence.begin(self.scope.frozen())
             return frozenset()
-        missing = frozenset(id(each) for each in self.parameters if each.grad is None or not each.requires_grad)
-        unrated = without_rate(self.optimizer)
+        missing = frozenset(id(each) for each in self.scope.parameters if each.grad is None or not each.requires_grad)
+        unrated = without_rate(self.scope.optimizer)
         # At density 1 nothing waits, so nothing rests, either.
-        if self.vectors[-1].delays and not self.options.recipe.delivers_all():
+        if self.scope.vectors[-1].delays and not self.scope.options.recipe.delivers_all():
             self.presence.begin(missing | unrated)
             return unrated
         self.presence.begin(missing, unrated)
@@ -332,29 +258,30 @@ class GradientExchange:
 
     def _deliver(self) -> None:
         """Compute the mean of each ``vector.flat`` over ranks. See :meth:`Pending.deliver`, also for errors."""
-        vectors, step, options = self.vectors, self.pending, self.options.wrap
-        schedulers = _schedulers(vectors)
+        scope, step, options = self.scope, self.pending, self.scope.options.wrap
+        vectors, schedulers = scope.vectors, scope.schedulers
         for scheduler in schedulers:
             scheduler.run_beside(schedulers[0])
         for vector in vectors:
             vector.meter = Meter()  # also of one that does not begin, because another one fails before
         clips = not (step.is_flush or vectors[0].is_bare or options.updates)  # updates are not clipped
         clipping = self._clip(options.max_grad_norm) if clips and options.max_grad_norm is not None else None
-        if clipping is not None and self.all_shards is not None:  # the norm is that of all shards
-            self.all_shards.run(clipping, new_step=False)
+        if clipping is not None and scope.all_shards is not None:  # the norm is that of all shards
+            scope.all_shards.run(clipping, new_step=False)
             clipping = None
         step.deliver(vectors, self.presence.waiting, clipping)
 
     def _clip(self, limit: float) -> Pattern[None]:
         """Scale the gradients to this norm at most, see :func:`~tritoncomm.step.exchange.vector.clipped`."""
-        shards = 1 if self.all_shards is None else self.all_shards.world_size // self.vectors[0].world_size
-        self.gradient_norm = yield from clipped(self.vectors, limit, self.shard, shards)
+        scope, vectors = self.scope, self.scope.vectors
+        shards = 1 if scope.all_shards is None else scope.all_shards.world_size // vectors[0].world_size
+        self.gradient_norm = yield from clipped(vectors, limit, scope.shard, shards)
 
     def _tell(self, error: BaseException) -> None:
         """Report ``error`` to the ranks that may wait for this one and do not raise it themselves."""
-        if self.all_shards is not None:
-            self.all_shards.fail(error)  # its other ranks may be in no exchange with this one
-        scheduler = self.vectors[0].scheduler
+        if self.scope.all_shards is not None:
+            self.scope.all_shards.fail(error)  # its other ranks may be in no exchange with this one
+        scheduler = self.scope.vectors[0].scheduler
         if scheduler is not None and not isinstance(error, TritoncommError):  # else it is reported, or all raise it
             scheduler.fail(error)
 
@@ -363,10 +290,10 @@ class GradientExchange:
 
         Return what this rank raises instead. None if there is nobody to tell.
         """
-        found = None if self.all_shards is None else self.all_shards.fail(error)
+        found = None if self.scope.all_shards is None else self.scope.all_shards.fail(error)
         if isinstance(found, ExchangeError):  # it says who is lost, of all ranks
             error = ExchangeError(str(found), found.peers)
-        scheduler = self.vectors[0].scheduler
+        scheduler = self.scope.vectors[0].scheduler
         told = None if scheduler is None else scheduler.fail(error)
         return found or told
 
@@ -382,8 +309,8 @@ class GradientExchange:
     def _measure(self, means: Mapping[VectorExchange, SparseVector]) -> None:
         """Record the metrics of the step: the first vector has the time of all. Without ``means``, it was rejected."""
         whole = None if self.pending.span is None else self.pending.span.end()
-        for vector in self.vectors:
-            vector.measure(means.get(vector), whole if vector is self.vectors[0] else None)
+        for vector in self.scope.vectors:
+            vector.measure(means.get(vector), whole if vector is self.scope.vectors[0] else None)
 
     def _drop(self) -> None:
         """Forget the means of a step that was not applied."""
@@ -420,19 +347,19 @@ class GradientExchange:
             ProtocolMismatchError: Ranks with the same shard differ, or have received a wrong message; or not all have
                 completed the same updates, or one has stopped. All ranks raise it, also if some have rejected the step.
         """
-        scheduler, last, rejects = self._scheduler, self.vectors[-1], self.pending.rejection is not None
-        replica = self.replica if self._is_compared else None
+        scope, rejects = self.scope, self.pending.rejection is not None
+        scheduler, last, replica = scope.scheduler, scope.vectors[-1], scope.replica if self._is_compared else None
         total = Vote(int(rejects), int(self.presence.is_new))
         if scheduler is not None and scheduler.world_size > 1:
-            schedulers = _schedulers(self.vectors)
+            schedulers = scope.schedulers
             compared = None if replica is None or rejects else replica.digest()
             places = [(each.step, each.stamp) for each in schedulers]
-            state = (self.presence.kinds(self.parameters), option_numbers(self.optimizer), compared)
+            state = (self.presence.kinds(scope.parameters), option_numbers(scope.optimizer), compared)
             claim = lead(scheduler.rank, scheduler.world_size) * number_of_text(repr(self._completed))
-            claim += lead(last.rank, last.world_size) * number_of_text(repr((self.shard, places, state)))
+            claim += lead(last.rank, last.world_size) * number_of_text(repr((scope.shard, places, state)))
             own = Vote(total.rejects, total.raises, claim)
             found = vote(own, scheduler.device, [*dict.fromkeys((scheduler, *schedulers))])
-            total = last.run(found) if self.all_shards is None else self.all_shards.run(found)
+            total = last.run(found) if scope.all_shards is None else scope.all_shards.run(found)
         if self.state is State.STOPPED or total.claim:
             error = self._disagreement(replica, is_rejected=bool(total.rejects))
             if error is not None:
@@ -442,12 +369,7 @@ class GradientExchange:
         if replica is not None:
             replica.agreed = self.steps
         if total.raises:
-            self.presence.agree(self.parameters, last)
-
-    @property
-    def _scheduler(self) -> ProcessGroupScheduler | None:
-        """The scheduler of all ranks that confirm a step."""
-        return self.all_shards or self.vectors[-1].scheduler
+            self.presence.agree(scope.parameters, last)
 
     @property
     def _completed(self) -> object:
@@ -459,23 +381,24 @@ class GradientExchange:
 
         If some have rejected a step in which the others compare replicas, they may differ in that alone. Return None.
         """
-        scheduler, device, group, found = self._scheduler, self.vectors[0].device, self.everybody, dict[str, str]()
+        scope, found = self.scope, dict[str, str]()
+        scheduler, device, group = scope.scheduler, scope.vectors[0].device, scope.everybody
         step = "the step" if scheduler is None else scheduler.last_step
         if is_distributed():
             found = differences({"last step": step, UPDATES: self._completed}, group, device)
         if self.state is State.STOPPED or UPDATES in found:
             reason = f"ranks differ: {worded(found)}" if found else "an update has stopped on all ranks"
             return ProtocolMismatchError(f"{step} was rejected, because {reason}: {UPDATES_ADVICE}")
-        names = {id(each): name for vector in self.vectors for each, name in vector.layout.named}
-        compared = self.presence.fields(self.parameters, names) | option_numbers(self.optimizer)
-        found = found or differences(compared, group, device, self.shard)
+        names = {id(each): name for vector in scope.vectors for each, name in vector.layout.named}
+        compared = self.presence.fields(scope.parameters, names) | option_numbers(scope.optimizer)
+        found = found or differences(compared, group, device, scope.shard)
         reason = ""
         if found:
             reason = f"ranks differ: {worded(found)}. {advice(found)}"
         elif replica is not None:
             if is_rejected:
                 return None
-            reason = replica.difference(group, device, self.steps, self.shard)
+            reason = replica.difference(group, device, self.steps, scope.shard)
         if reason:
             return ProtocolMismatchError(f"{step} was rejected, and nothing has changed, because {reason}")
         return ProtocolMismatchError(
@@ -491,7 +414,7 @@ class GradientExchange:
         step = self.pending
         self._rollback()
         self.skipped += 1
-        return naming(step.rejection, step.fault, self.everybody, self.vectors[0].device)
+        return naming(step.rejection, step.fault, self.scope.everybody, self.scope.vectors[0].device)
 
     def _ready(self) -> None:
         """Replace every ``.grad``, see :meth:`_write`. Other ranks may apply the step now."""
@@ -506,9 +429,4 @@ class GradientExchange:
     def _write(self) -> None:
         """Replace every ``.grad`` by its mean."""
         self.pending.write(self._left)
-        self.pending.gradients = self.gradients
-
-
-def _schedulers(vectors: Sequence[VectorExchange]) -> list[ProcessGroupScheduler]:
-    """Return the schedulers of ``vectors``. There are none without a process group."""
-    return [vector.scheduler for vector in vectors if vector.scheduler is not None]
+        self.pending.gradients = self.scope.gradients

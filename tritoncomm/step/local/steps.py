@@ -104,11 +104,6 @@ class LocalSteps:
         self.shards = ShardGroups(self.parameters)
 
     @property
-    def owners(self) -> dict[int, torch.Tensor]:
-        """The parameter of each anchor, by the id of the anchor."""
-        return {id(anchor): parameter for anchor, parameter in self._pairs()}
-
-    @property
     def is_due(self) -> bool:
         """True if the next thing to do is an exchange."""
         return self.taken >= self._options.local_steps

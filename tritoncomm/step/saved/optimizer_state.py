@@ -48,7 +48,7 @@ def marked(state_dict: dict[str, Any], exchange: GradientExchange) -> dict[str, 
 
     The groups of an optimizer that loads it without them keep the mark, see :func:`warn_about_lost_residual`.
     """
-    if not exchange.steps or is_for_checkpoint() or not any(each.delays for each in exchange.vectors):
+    if not exchange.steps or is_for_checkpoint() or not any(each.delays for each in exchange.scope.vectors):
         return state_dict
     return state_dict | {"param_groups": [{**group, _MARK: True} for group in state_dict["param_groups"]]}
 

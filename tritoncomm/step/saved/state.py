@@ -14,6 +14,7 @@ from tritoncomm.errors import ConfigurationError
 from tritoncomm.step import agree
 from tritoncomm.step.agree.number import number_of_text, numbers
 from tritoncomm.step.agree.setup import state_outline
+from tritoncomm.step.exchange.claim import Scope
 from tritoncomm.step.exchange.feedback import Ages, ErrorFeedback
 from tritoncomm.step.exchange.machine import GradientExchange
 from tritoncomm.step.local.steps import LocalSteps
@@ -113,15 +114,16 @@ def saved(exchange: GradientExchange, local_steps: LocalSteps | None = None) -> 
 
     If updates are exchanged, the anchor and the parameters of this worker are a part of it.
     """
-    first, held = exchange.vectors[0], _held(exchange, exchange.parameters)
+    scope = exchange.scope
+    first, held = scope.vectors[0], _held(exchange, scope.parameters)
     return with_checksum(
         rank=first.rank,
         world_size=first.world_size,
-        recipe=_name(exchange),
-        settings=_settings(exchange),
+        recipe=_name(scope),
+        settings=_settings(scope),
         **{field: [None if each is None else each.clone() for each in held.pop(field)] for field in _OF_PARAMETERS},
         **held,
-        absent=exchange.presence.positions(exchange.parameters),
+        absent=exchange.presence.positions(scope.parameters),
         local=None if local_steps is None else local_steps.saved(),
     )
 
@@ -132,7 +134,7 @@ def _held(exchange: GradientExchange, parameters: Sequence[torch.Tensor]) -> dic
     Of a parameter that ``exchange`` does not have, they are None. So are ages without a rule for late gradients.
     """
     found: dict[str, dict[torch.Tensor, torch.Tensor]] = {field: {} for field in _OF_PARAMETERS}
-    for vector in exchange.vectors:
+    for vector in exchange.scope.vectors:
         ages, own = vector.feedback.ages, vector.layout.parameters
         found["residuals"] |= {p: like_parameter(p, each) for p, each in vector.residuals_by_parameter().items()}
         # Neither has entries without a rule for late gradients.
@@ -140,21 +142,21 @@ def _held(exchange: GradientExchange, parameters: Sequence[torch.Tensor]) -> dic
         found["rms"] |= zip(own, ages.rms, strict=False)
     return {
         **{field: [values.get(parameter) for parameter in parameters] for field, values in found.items()},
-        "algorithm": [vector.feedback.algorithm.state_dict() for vector in exchange.vectors],
+        "algorithm": [vector.feedback.algorithm.state_dict() for vector in exchange.scope.vectors],
         "steps": exchange.steps,
     }
 
 
-def _name(exchange: GradientExchange) -> str:
+def _name(scope: Scope) -> str:
     """Return the name of the method. Whether it runs between nodes does not matter: residuals are alike."""
-    return exchange.options.recipe.layers[-1].name
+    return scope.options.recipe.layers[-1].name
 
 
-def _settings(exchange: GradientExchange) -> str:
-    return "; ".join(vector.settings for vector in exchange.vectors)
+def _settings(scope: Scope) -> str:
+    return "; ".join(vector.settings for vector in scope.vectors)
 
 
-def loaded(exchange: GradientExchange, state: State, local_steps: LocalSteps | None = None) -> list[ErrorFeedback]:
+def loaded(scope: Scope, state: State, local_steps: LocalSteps | None = None) -> list[ErrorFeedback]:
     """Return error feedbacks with the content of ``state``, which :func:`saved` returned. Nothing changes.
 
     The residual never depends on the settings of a method or the world size. The state of the method does.
@@ -162,8 +164,8 @@ def loaded(exchange: GradientExchange, state: State, local_steps: LocalSteps | N
     Raises:
         ConfigurationError: The state is damaged, or belongs to another rank, world size, method or model.
     """
-    first, is_converted, own = exchange.vectors[0], _is_converted(state), state.get("local")
-    check(state, rank=first.rank, world_size=first.world_size, recipe=_name(exchange))
+    first, is_converted, own = scope.vectors[0], _is_converted(state), state.get("local")
+    check(state, rank=first.rank, world_size=first.world_size, recipe=_name(scope))
     if (own is None) != (local_steps is None):
         kinds = ("gradients", "updates") if own is None else ("updates", "gradients")
         raise ConfigurationError(
@@ -174,13 +176,13 @@ def loaded(exchange: GradientExchange, state: State, local_steps: LocalSteps | N
     of_parameters = [old["residuals"] for old in states[is_converted:]]
     if own is not None and own["anchors"]:
         of_parameters.append(own["anchors"])
-    lengths = [local(parameter).numel() for parameter in exchange.parameters]
+    lengths = [local(parameter).numel() for parameter in scope.parameters]
     if any([local(each).numel() for each in values] != lengths for values in of_parameters):
         raise ConfigurationError(OTHER_PARAMETERS)
-    feedbacks = carry_over(exchange, states, state.get("share", 1.0))
+    feedbacks = carry_over(scope, states, state.get("share", 1.0))
     if is_converted:
         return feedbacks
-    if state["settings"] != _settings(exchange):
+    if state["settings"] != _settings(scope):
         logger.warning(
             "the checkpoint was written with other settings, %s: the residual is loaded, and the state of the "
             "method starts from scratch",
@@ -192,14 +194,14 @@ def loaded(exchange: GradientExchange, state: State, local_steps: LocalSteps | N
     return feedbacks
 
 
-def carry_over(new: GradientExchange, states: Sequence[State], share: float) -> list[ErrorFeedback]:
+def carry_over(new: Scope, states: Sequence[State], share: float) -> list[ErrorFeedback]:
     """Return error feedbacks for the vectors of ``new``, which go on from ``states``. Nothing changes.
 
     This is every change of an exchange: of its parameters, of settings, of the number of ranks. The residual is the sum
     of those of ``states``, times ``share``. Of methods, what does not depend on the change is kept.
 
     Args:
-        new: The exchange after the change.
+        new: What is exchanged after the change.
         states: What is taken over, with fields as :func:`saved` returns them, in the order of the parameters of
             ``new``. The first one has what is the same on all ranks: ages, and the state of each vector's method. It
             may have no residuals. Without states of methods, or with another number of vectors, methods keep nothing of
@@ -257,18 +259,16 @@ def resume(
     """Continue ``exchange`` from ``state``, of which :func:`loaded` has returned the ``feedbacks``."""
     if local_steps is not None:
         local_steps.load(agreed(state, local_steps)["local"])
-    exchange.restore(feedbacks)
+    exchange.scope.restore(feedbacks)
     exchange.steps = state["steps"]
-    exchange.presence.set(exchange.parameters, state["absent"])
+    exchange.presence.set(exchange.scope.parameters, state["absent"])
 
 
-def compare(
-    exchange: GradientExchange, inner: Mapping[int, Any], saved: State | None, feedbacks: Sequence[ErrorFeedback]
-) -> None:
+def compare(scope: Scope, inner: Mapping[int, Any], saved: State | None, feedbacks: Sequence[ErrorFeedback]) -> None:
     """Check that all ranks load the state of the same step. All of them call this together.
 
     Args:
-        exchange: The exchange that goes on from it.
+        scope: What is exchanged by what goes on from it.
         inner: The states of the parameters that all ranks have in common, by number.
         saved: What :func:`saved` returned, if the state has it.
         feedbacks: What :func:`loaded` returned.
@@ -276,10 +276,10 @@ def compare(
     Raises:
         ConfigMismatchError: Another rank cannot load its state, or loads the state of another step.
     """
-    replicas, device = exchange.options.group, device_of(exchange.wrapped)
+    replicas, device = scope.options.group, device_of(scope.wrapped)
     fields: dict[str, Any] = {"steps": saved["steps"] if saved else None}
-    if exchange.all_shards is not None:  # methods of other shards have other states
-        agree.compare(fields, exchange.everybody, device)
+    if scope.all_shards is not None:  # methods of other shards have other states
+        agree.compare(fields, scope.everybody, device)
     fields |= state_outline(inner)
     if feedbacks:
         ages = [each.ages.flat for each in feedbacks]
@@ -287,7 +287,7 @@ def compare(
     agree.compare(fields, replicas, device)
 
 
-def for_this_rank(state_dict: dict[str, Any], exchange: GradientExchange, *, reset: bool) -> dict[str, Any]:
+def for_this_rank(state_dict: dict[str, Any], scope: Scope, *, reset: bool) -> dict[str, Any]:
     """Return the ``state_dict`` of a wrapped optimizer, changed if ranks load the state of another rank.
 
     That is possible for a state without residual, and for any state if ``reset`` is set, which sets residuals to zero.
@@ -296,17 +296,17 @@ def for_this_rank(state_dict: dict[str, Any], exchange: GradientExchange, *, res
 
     Args:
         state_dict: The state.
-        exchange: The exchange that goes on from it.
+        scope: What is exchanged by what goes on from it.
         reset: Whether to set residuals to zero.
     """
-    saved, first = state_dict.get("tritoncomm"), exchange.vectors[0]
+    saved, first = state_dict.get("tritoncomm"), scope.vectors[0]
     rank, size = first.rank, first.world_size
     is_own, keeps = saved is None, False
     if saved is not None:
         check(saved)
         keeps = not reset and any(bool(local(part).any()) for part in saved["residuals"])
         is_own = _is_converted(saved) or (not reset and (keeps or (saved["rank"], saved["world_size"]) == (rank, size)))
-    told = agree.all_gather({"is own": is_own}, exchange.everybody)
+    told = agree.all_gather({"is own": is_own}, scope.everybody)
     if saved is None or _is_converted(saved) or all(fields["is own"] for fields in told.values()):
         return state_dict
     if keeps:
@@ -316,16 +316,16 @@ def for_this_rank(state_dict: dict[str, Any], exchange: GradientExchange, *, res
     return state_dict | {"tritoncomm": own}
 
 
-def extend(exchange: GradientExchange, new: GradientExchange) -> None:
+def extend(exchange: GradientExchange, new: Scope) -> None:
     """Let ``exchange`` exchange what ``new`` does, with other parameters. Residuals and methods' states are kept."""
     old = _held(exchange, new.parameters)
     if any(map(_has_tensors, old["algorithm"])):
-        logger.warning("the parameters have changed: the momentum of %s begins again", _name(exchange))
+        logger.warning("the parameters have changed: the momentum of %s begins again", _name(exchange.scope))
     old["algorithm"] = [without_entries(method) for method in old["algorithm"]]
     new.restore(carry_over(new, [old], 1.0))
     sources = {
         id(parameter): (vector.scale, position)
-        for vector in exchange.vectors
+        for vector in exchange.scope.vectors
         for position, parameter in enumerate(vector.large)
         if vector.scale is not None
     }
@@ -357,6 +357,7 @@ def moved(exchange: GradientExchange, recipe: Recipe, group: dist.ProcessGroup |
 
     This rank's contribution to the mean stays the same. Recipes may differ only in :class:`~tritoncomm.Hierarchical`.
     """
-    old, size = _held(exchange, exchange.parameters), exchange.vectors[0].world_size
-    exchange.replace_vectors(recipe, group)
-    exchange.restore(carry_over(exchange, [old], exchange.vectors[0].world_size / size))
+    old, size = _held(exchange, exchange.scope.parameters), exchange.scope.vectors[0].world_size
+    new = exchange.scope.moved(recipe, group)
+    new.restore(carry_over(new, [old], new.vectors[0].world_size / size))
+    exchange.scope = new
