@@ -58,12 +58,12 @@ class SparseOptimizer(torch.optim.Optimizer):
     @property
     def recipe(self) -> Recipe:
         """The recipe of the exchange. In a list, the one of the optimizers that exchange gradients, if any do."""
-        return self._tritoncomm.setup.recipe
+        return self._tritoncomm.setup.scope.options.recipe
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
         """The process group of the exchange. None is the default process group."""
-        return self._tritoncomm.setup.process_group
+        return self._tritoncomm.setup.scope.options.group
 
     @property
     def is_synchronized(self) -> bool:

@@ -122,7 +122,7 @@ def test_schedule_free_optimizers_exchange_every_gradient(caplog: pytest.LogCapt
     for algo in ({}, {"algo": "quantized"}, {"algo": "dense"}):
         assert tritoncomm.wrap(made("AdamWScheduleFree"), **algo).recipe.delivers_all()
     listed = tritoncomm.wrap([made("Muon"), made("AdamWScheduleFree")])
-    assert [vector.recipe.name for vector in listed._tritoncomm.setup.scope.vectors] == ["quantized"] * 2
+    assert [vector.options.recipe.name for vector in listed._tritoncomm.setup.scope.vectors] == ["quantized"] * 2
     assert listed._tritoncomm.setup.local is None
     for option in ({"local_steps": 4}, {"updates": True}):
         ((name, value),) = option.items()

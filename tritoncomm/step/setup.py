@@ -124,19 +124,9 @@ class Setup:
         if is_distributed():
             first, *_ = vectors = self.scope.vectors
             parts = [(vector.feedback.algorithm, vector.dense_numel) for vector in vectors]
-            log_choice(self.recipe, first.rank, first.world_size, parts)
+            log_choice(first.options.recipe, first.rank, first.world_size, parts)
         elif int(os.environ.get("WORLD_SIZE", "1")) > 1:
             logger.warning("WORLD_SIZE is set, but torch.distributed is not initialized: nothing will be exchanged")
-
-    @property
-    def recipe(self) -> Recipe:
-        """The recipe of the exchange."""
-        return self.scope.options.recipe
-
-    @property
-    def process_group(self) -> dist.ProcessGroup | None:
-        """The process group of the exchange. None is the default process group."""
-        return self.scope.options.group
 
     @property
     def everybody(self) -> dist.ProcessGroup | None:
@@ -174,17 +164,17 @@ class Setup:
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add the same parameter group on all ranks. Residuals are kept. If this raises, nothing has changed."""
         self.check_no_pending_step("add_param_group()")
-        before, local_steps = len(self.optimizer.param_groups), self.local
+        before, local_steps, options = len(self.optimizer.param_groups), self.local, self.scope.options
         anchors = 0 if local_steps is None else len(local_steps.anchors)
         try:
-            with agree.propagate_errors(self.process_group, self.device):
+            with agree.propagate_errors(options.group, self.device):
                 original_class(self.optimizer).add_param_group(self.optimizer, param_group)
                 if local_steps is not None:
                     local_steps.add_new_parameters()
-                self.recipe.check_optimizer(self.optimizer)
+                options.recipe.check_optimizer(self.optimizer)
                 self.steps.check()
-                scope = self._build(self.recipe, self.process_group, self.scope)
-            self._compare(scope, self.recipe, self.process_group, steps_alone=local_steps is not None)
+                scope = self._build(options.recipe, options.group, self.scope)
+            self._compare(scope, options.recipe, options.group, steps_alone=local_steps is not None)
             scope.agree_on_exchange_id()
         except BaseException:
             del self.optimizer.param_groups[before:]
@@ -208,7 +198,8 @@ class Setup:
         """
         alone = settings.is_alone(process_group)
         with agree.propagate_errors(process_group, self.device):
-            inner = self.recipe.recipe if isinstance(self.recipe, Hierarchical) else self.recipe
+            before = self.scope.options.recipe
+            inner = before.recipe if isinstance(before, Hierarchical) else before
             recipe = with_nodes(inner, node_group, process_group)
             check_optimizer(self.optimizer, alone=alone)
             self.steps.check(alone=alone)
@@ -224,7 +215,8 @@ class Setup:
 
     def note_new(self) -> None:
         """Exchange the gradients of parameters, too, that require them only now. A single worker does."""
-        exchange_state.extend(self.exchange, self._build(self.recipe, self.process_group, self.scope))
+        options = self.scope.options
+        exchange_state.extend(self.exchange, self._build(options.recipe, options.group, self.scope))
 
     def _build(self, recipe: Recipe, group: dist.ProcessGroup | None, before: Scope | None = None) -> Scope:
         """Return an exchange of the gradients of all parameters that require them, in place of ``before``."""

@@ -72,14 +72,14 @@ def add_decay(vector: VectorExchange, shares: Mapping[int, float], waiting: Cont
     ``dgc`` applies momentum to what it is given, and decay must pass it, too. ``shares`` are as in :func:`with_decay`.
     Parameters ``waiting`` (by id) have no gradient on any rank, and do not decay.
     """
-    if not vector.recipe.layers[-1].averages_when_dense:
+    if not vector.options.recipe.layers[-1].averages_when_dense:
         _add(vector, {key: share for key, share in shares.items() if key not in waiting})
 
 
 def _decays(vector: VectorExchange, shares: Mapping[int, float]) -> bool:
     """Return True if the decay of a parameter is added to the mean, see :func:`add_decay`."""
     own = vector.layout.places.keys()
-    return not own.isdisjoint(shares) and vector.recipe.layers[-1].averages_when_dense
+    return not own.isdisjoint(shares) and vector.options.recipe.layers[-1].averages_when_dense
 
 
 def _decay(vector: VectorExchange, shares: Mapping[int, float]) -> torch.Tensor:

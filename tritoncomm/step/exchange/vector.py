@@ -142,14 +142,9 @@ class VectorExchange:
         return self.keeps_gradient
 
     @property
-    def recipe(self) -> Recipe:
-        """The recipe of the exchange."""
-        return self.options.recipe
-
-    @property
     def settings(self) -> str:
         """The recipe, and the number of values that are sent dense, as text. A state fits whatever the formats."""
-        return f"{without_encoding(self.recipe)!r}, {self.dense_numel} values dense"
+        return f"{without_encoding(self.options.recipe)!r}, {self.dense_numel} values dense"
 
     @property
     def scale(self) -> Scale | None:
@@ -313,7 +308,7 @@ class VectorExchange:
         selecting, waited, sent = math.fsum([each.seconds for each in times.selecting]), times.meter.waited, meter.sent
         whole = times.whole.seconds if times.whole is not None else 0.0
         self.last = {
-            "density": Ratio(self.recipe.density),
+            "density": Ratio(self.options.recipe.density),
             "selected": float(accumulator.selected) if accumulator else 0.0,
             "bytes_sent": float(sent.bytes),
             "bytes_received": float(meter.received.bytes),

@@ -64,7 +64,14 @@ class KnownParameters:
         """
         held = [each for group in self._optimizer.param_groups for each in group["params"]]
         if {*map(id, held)} != self._known:
-            self._check_new()
+            new = self.new
+            if new:
+                raise ConfigurationError(
+                    f"the optimizer has {len(new)} parameters that it did not have at wrap(), the first is "
+                    f"{label_of(self._optimizer, new[0], self.names)}: call add_param_group() on all ranks instead of "
+                    "changing param_groups; for a list, or if parameters were replaced, call flush() and release(), "
+                    "and wrap again"
+                )
             self.check_kept(if_trained=True)
         for parameter in self._frozen:
             if parameter.grad is not None:
@@ -74,16 +81,6 @@ class KnownParameters:
                     "add them later by add_param_group(), or set requires_grad=True before wrap() and freeze them "
                     "afterwards"
                 )
-
-    def _check_new(self) -> None:
-        new = self.new
-        if new:
-            raise ConfigurationError(
-                f"the optimizer has {len(new)} parameters that it did not have at wrap(), the first is "
-                f"{label_of(self._optimizer, new[0], self.names)}: call add_param_group() on all ranks instead of "
-                "changing param_groups; for a list, or if parameters were replaced, call flush() and release(), and "
-                "wrap again"
-            )
 
     def check_kept(self, *, if_trained: bool = False) -> None:
         """Raise if the user has removed a parameter, or ``if_trained`` one that requires gradients."""
