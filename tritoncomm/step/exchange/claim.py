@@ -1,10 +1,12 @@
-"""What is exchanged, and with whom; and the one confirmation of a step.
+"""What is exchanged, and with whom; and what ranks compare of a step.
 
-There, ranks tell each other what must be equal on all when they have the mean.
+In its one confirmation, they tell each other what must be equal on all when they have the mean. Sometimes they compare
+gradients before, to notice that somebody else averages them.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -14,14 +16,18 @@ import torch.distributed as dist
 
 from tritoncomm.algorithms import Recipe
 from tritoncomm.scheduler.process_group import ProcessGroupScheduler, take_suspects
-from tritoncomm.scheduler.ranks import global_ranks
-from tritoncomm.scheduler.rounds import AllReduce, Pattern
+from tritoncomm.scheduler.ranks import global_ranks, speaks
+from tritoncomm.scheduler.rounds import AllGather, AllReduce, Pattern
 from tritoncomm.step.agree import LOADED
+from tritoncomm.step.agree.number import number_of
 from tritoncomm.step.agree.replica import Replica
 from tritoncomm.step.exchange.feedback import ErrorFeedback
 from tritoncomm.step.exchange.presence import frozen
 from tritoncomm.step.exchange.vector import ExchangeOptions, VectorExchange
+from tritoncomm.step.tensors.shards import local, stored
 from tritoncomm_kernels.devices import is_asynchronous
+
+logger = logging.getLogger("tritoncomm")
 
 # What to do if a field differs whose name begins with this. For others: _SAME_OPTIONS.
 _ADVICE = {
@@ -41,6 +47,7 @@ _SAME_OPTIONS = (
 )
 
 _HALF = 32  # bits
+_LARGE = 1024  # elements
 
 
 @dataclass(eq=False)
@@ -161,3 +168,65 @@ def vote(own: Vote, device: torch.device, schedulers: Sequence[ProcessGroupSched
     if any(suspects):
         raise schedulers[0].suspicion()
     return Vote(flags >> _HALF, flags % (1 << _HALF), claim)
+
+
+class Inspection:
+    """Compares the gradients of all ranks before they are exchanged. Averaged ones are equal.
+
+    Somebody else then averages them beside the exchange, such as a DDP module that it was not told of. This is due in
+    the first step, and when parameters are compared: after 1, 10 and every 100 updates.
+    """
+
+    def __init__(self) -> None:
+        self._has_warned = False
+
+    def run(self, scope: Scope, step: int) -> None:
+        """Log once which gradients are equal on all ranks, which all call this together in the ``step``.
+
+        Every ``.grad`` must still be this rank's own. Zeros say nothing, and neither does a bias, unless all gradients
+        are equal. It is a check of the configuration: like the others, its messages do not count as traffic. The host
+        waits for a GPU once.
+        """
+        first = scope.vectors[0]
+        named = [(scope.owners[each], name) for vector in scope.vectors for each, name in vector.layout.named]
+        figures = torch.stack([_number_of(owner.grad, first.device) for owner, _ in named])
+
+        def gathering() -> Pattern[tuple[list[bool], list[bool]]]:
+            everybody = yield AllGather("compare", figures)
+            same = (everybody.view(-1, len(figures)) == figures).all(0)
+            there, equal = torch.stack([figures != 0, same]).tolist()
+            return there, equal
+
+        assert first.scheduler is not None  # there are several ranks
+        there, equal = first.scheduler.run(gathering(), new_step=False)
+        found = [each for each, is_there, same in zip(named, there, equal, strict=True) if is_there and same]
+        averaged = found if len(found) == sum(there) else [each for each in found if _tells(each[0])]
+        if averaged and not self._has_warned and speaks(scope.options.group):
+            logger.warning(
+                "in step %d, the gradients of %d parameters are equal on all ranks before the exchange, the first is "
+                "that of %s. Somebody has averaged them densely, or all ranks have the same data. For a model in "
+                "DistributedDataParallel, pass model=ddp_model to tritoncomm.wrap(), and for a module that was built "
+                "later call optimizer.reset_process_group(model=ddp_model), which keeps residuals. Of two "
+                "wrapped optimizers with the same parameters, each needs a backward pass of its own after zero_grad(). "
+                "Otherwise do not average gradients before step(), and give each rank other data",
+                step,
+                len(averaged),
+                averaged[0][1],
+            )
+        self._has_warned |= bool(averaged)
+
+
+def _tells(parameter: torch.Tensor) -> bool:
+    """Return False for a tensor whose gradients may be equal by nature, such as a last bias."""
+    return parameter.dim() > 1 or parameter.numel() >= _LARGE
+
+
+def _number_of(gradient: torch.Tensor | None, device: torch.device) -> torch.Tensor:
+    """Return a number that equal gradients have in common, int64 ``[]``.
+
+    It is zero for none, for one of zeros, and for one with NaN or Inf, which may be equal because the loss is.
+    """
+    if gradient is None:
+        return torch.zeros((), dtype=torch.int64, device=device)
+    own = stored(local(gradient).detach())
+    return torch.where(torch.isfinite(own).all(), number_of(own), 0).to(device)

@@ -22,11 +22,10 @@ from tritoncomm.scheduler.ranks import speaks
 from tritoncomm.scheduler.rounds import Pattern
 from tritoncomm.scheduler.span import Span
 from tritoncomm.step.agree import UPDATES, UPDATES_ADVICE, differences, naming, worded
-from tritoncomm.step.agree.inspection import Inspection
 from tritoncomm.step.agree.number import number_of_text
 from tritoncomm.step.agree.replica import Replica
 from tritoncomm.step.agree.setup import option_numbers
-from tritoncomm.step.exchange.claim import Scope, Vote, advice, lead, vote
+from tritoncomm.step.exchange.claim import Inspection, Scope, Vote, advice, lead, vote
 from tritoncomm.step.exchange.decay import show_decay
 from tritoncomm.step.exchange.pending import TRANSITIONS, Pending, State
 from tritoncomm.step.exchange.presence import Presence, without_rate
@@ -122,7 +121,7 @@ class GradientExchange:
             step.read(self.scope.vectors, rests)
             self._deliver()
             if self._is_compared and not step.is_flush:  # also if this rank rejects it: the others may not know yet
-                self._inspect()
+                self.inspection.run(self.scope, self.steps + 1)
         except BaseException as error:
             self._rollback()
             self._tell(error)
@@ -134,12 +133,6 @@ class GradientExchange:
         if first.world_size > 1 and not (step.is_flush or rests) and self._finds_nothing():
             self.presence.warn_once(self.steps + 1, speaks=speaks(self.scope.everybody))
         self._ready()
-
-    def _inspect(self) -> None:
-        """Look whether somebody else averages the gradients of this rank."""
-        first = self.scope.vectors[0]
-        named = [(self.scope.owners[each], name) for vector in self.scope.vectors for each, name in vector.layout.named]
-        self.inspection.run(self.scope.options.group, named, self.steps + 1, first.equal_on_all_ranks, first.device)
 
     def skip(self) -> None:
         """Let the next step apply nothing, because this one was rejected on all ranks, or is applied already."""

@@ -21,7 +21,7 @@ from tritoncomm.primitives.mean_norm import gain_of_mean, norm_of_mean, random_s
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.scheduler.meter import Meter, Ratio
 from tritoncomm.scheduler.process_group import ProcessGroupScheduler, is_distributed
-from tritoncomm.scheduler.rounds import AllGather, Pattern, Result
+from tritoncomm.scheduler.rounds import Pattern, Result
 from tritoncomm.scheduler.simulated import SimulatedScheduler
 from tritoncomm.scheduler.span import Span
 from tritoncomm.scheduler.together import Running
@@ -225,22 +225,6 @@ class VectorExchange:
     def _measuring(self) -> Pattern[None]:
         """Find out how much longer the vectors of the ranks are than their mean."""
         self.gain = yield from gain_of_mean(self.flat, self.sketch(), self.world_size)
-
-    def equal_on_all_ranks(self, figures: torch.Tensor) -> tuple[list[bool], list[bool]]:
-        """Return for each of ``figures`` (int64 ``[n]``) whether it is not 0, and whether all ranks pass the same.
-
-        They call it together, also within a step. It is a check of the configuration: like the others, its messages do
-        not count as traffic. The host waits for a GPU once.
-        """
-
-        def gathering() -> Pattern[tuple[list[bool], list[bool]]]:
-            everybody = yield AllGather("compare", figures)
-            same = (everybody.view(-1, len(figures)) == figures).all(0)
-            there, equal = torch.stack([figures != 0, same]).tolist()
-            return there, equal
-
-        assert self.scheduler is not None  # there are several ranks
-        return self.scheduler.run(gathering(), new_step=False)
 
     def run(self, pattern: Pattern[Result]) -> Result:
         """Run a pattern that belongs to the step that was exchanged last, by several ranks, and count its traffic."""
