@@ -9,7 +9,7 @@ import torch
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.step.exchange.feedback import Ages
 from tritoncomm.step.exchange.layout import BucketLayout, Delivered
-from tritoncomm.step.rules.aware import AwareStep
+from tritoncomm.step.rules.late import AwareStep
 from tritoncomm.step.tensors.shards import local
 
 # The parameters of each optimizer, and how late their entries are.

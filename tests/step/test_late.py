@@ -19,8 +19,8 @@ from tritoncomm.step.exchange.feedback import Ages
 from tritoncomm.step.exchange.layout import BucketLayout, Delivered
 from tritoncomm.step.rules import choose
 from tritoncomm.step.rules.adam import StalenessAwareAdam
-from tritoncomm.step.rules.aware import AwareStep
 from tritoncomm.step.rules.choose import exchanges_updates, find_rule
+from tritoncomm.step.rules.late import AwareStep
 from tritoncomm.step.rules.lion import LateLion
 from tritoncomm.step.rules.sgd import LateSGD
 from tritoncomm.step.rules.step import coupled_decay

@@ -28,7 +28,7 @@ from tritoncomm.scheduler.together import Running
 from tritoncomm.step import settings
 from tritoncomm.step.exchange.feedback import Ages, ErrorFeedback
 from tritoncomm.step.exchange.layout import BucketLayout, Delivered
-from tritoncomm.step.recipes import never_delays, with_form, without_encoding
+from tritoncomm.step.recipes import never_delays, with_form
 from tritoncomm.step.settings import WrapOptions
 from tritoncomm.step.tensors.shards import local, pieces
 from tritoncomm.step.torch_internals import is_interruption
@@ -140,11 +140,6 @@ class VectorExchange:
                     residual[own].zero_()
             self.keeps_gradient = not residual.any()
         return self.keeps_gradient
-
-    @property
-    def settings(self) -> str:
-        """The recipe, and the number of values that are sent dense, as text. A state fits whatever the formats."""
-        return f"{without_encoding(self.options.recipe)!r}, {self.dense_numel} values dense"
 
     @property
     def scale(self) -> Scale | None:

@@ -21,7 +21,7 @@ import torch
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.step.exchange.feedback import Ages
 from tritoncomm.step.exchange.layout import Delivered
-from tritoncomm.step.rules.aware import AwareStep
+from tritoncomm.step.rules.late import AwareStep
 from tritoncomm.step.settings import Late
 from tritoncomm.step.tensors.shards import local_shards
 from tritoncomm.step.torch_internals import steps_as

@@ -14,7 +14,7 @@ from tritoncomm.scheduler.ranks import speaks
 from tritoncomm.step.optimizer_list import parts_of
 from tritoncomm.step.recipes import never_delays
 from tritoncomm.step.rules.adam import StalenessAwareAdam
-from tritoncomm.step.rules.aware import AwareStep
+from tritoncomm.step.rules.late import AwareStep
 from tritoncomm.step.rules.lion import LateLion
 from tritoncomm.step.rules.sgd import LateSGD
 from tritoncomm.step.settings import Late, Updates, WrapOptions, check_local_steps, check_switch

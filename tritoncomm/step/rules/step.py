@@ -15,8 +15,8 @@ from tritoncomm.step.model.ignored import hidden, ignored_of, present
 from tritoncomm.step.model.module import check_not_stepped
 from tritoncomm.step.model.refuse import optimizers_inside, refuse, stepping
 from tritoncomm.step.optimizer_list import parts_of
-from tritoncomm.step.rules.aware import AwareStep
 from tritoncomm.step.rules.choose import find_rule
+from tritoncomm.step.rules.late import AwareStep
 from tritoncomm.step.settings import Late
 from tritoncomm.step.tensors.names import named_parameters
 from tritoncomm.step.tensors.shards import local

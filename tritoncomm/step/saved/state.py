@@ -18,6 +18,7 @@ from tritoncomm.step.exchange.claim import Scope
 from tritoncomm.step.exchange.feedback import Ages, ErrorFeedback
 from tritoncomm.step.exchange.machine import GradientExchange
 from tritoncomm.step.local.steps import LocalSteps
+from tritoncomm.step.recipes import without_encoding
 from tritoncomm.step.tensors.names import OTHER_PARAMETERS, device_of
 from tritoncomm.step.tensors.shards import like_parameter, local
 
@@ -153,7 +154,9 @@ def _name(scope: Scope) -> str:
 
 
 def _settings(scope: Scope) -> str:
-    return "; ".join(vector.settings for vector in scope.vectors)
+    """Return the recipe, and how many values each vector sends dense, as text. A state fits whatever the formats."""
+    plain = repr(without_encoding(scope.options.recipe))
+    return "; ".join(f"{plain}, {vector.dense_numel} values dense" for vector in scope.vectors)
 
 
 def loaded(scope: Scope, state: State, local_steps: LocalSteps | None = None) -> list[ErrorFeedback]:
