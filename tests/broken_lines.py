@@ -1352,14 +1352,14 @@ BROKEN = [
     ),
     BrokenLine(
         "weights that .data was given are exchanged like a step",
-        "step/local/watch.py",
+        "step/local/anchor.py",
         "return not self._samples or torch.equal(torch.cat(self._samples), self._values)",
         "return True",
         "local test_weights_that_all_workers_load_are_the_new_beginning",
     ),
     BrokenLine(
         "weights of a small tensor that were loaded are exchanged like a step",
-        "step/local/watch.py",
+        "step/local/anchor.py",
         "(changes > limits**2 * sizes).any()",
         "changes.sum() > _LARGE**2 * sizes.sum()",
         "local test_weights_that_all_workers_load_are_the_new_beginning",
@@ -1380,7 +1380,7 @@ BROKEN = [
     ),
     BrokenLine(
         "any change of a tensor of zeros counts as loaded weights",
-        "step/local/watch.py",
+        "step/local/anchor.py",
         "sizes = torch.maximum(sizes, _LARGE**2 * usual * counts)",
         "pass",
         "local test_small_change_of_a_tensor_of_zeros_is_a_part_of_a_step",

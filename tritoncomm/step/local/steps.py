@@ -26,8 +26,7 @@ from tritoncomm.step.agree import LOADED
 from tritoncomm.step.agree.number import number_of_text, numbers
 from tritoncomm.step.exchange.presence import frozen
 from tritoncomm.step.exchange.vector import listed
-from tritoncomm.step.local.anchor import anchor_of, delta_of, write
-from tritoncomm.step.local.watch import Watch
+from tritoncomm.step.local.anchor import Watch, anchor_of, delta_of, write
 from tritoncomm.step.model.ignored import ignored_of, non_finite
 from tritoncomm.step.model.parameters import KnownParameters
 from tritoncomm.step.optimizer_list import parts_of
