@@ -132,3 +132,29 @@ def test_one_worker_is_the_bare_optimizer(
             assert torch.equal(torch.as_tensor(value), torch.as_tensor(optimizer.state[q][name])), name
     assert optimizer.metrics()["density_delivered"] == 1
     assert optimizer.metrics()["residual_norm"] == 0
+
+
+@pytest.mark.parametrize("ends", ["exchange", "flush"])
+def test_one_worker_unfreezes_between_exchanges(monkeypatch: pytest.MonkeyPatch, ends: str) -> None:
+    """What is unfrozen between two exchanges is trained from then on."""
+    monkeypatch.setattr(options, "is_alone", lambda _: True)
+
+    def trained(*, wrapped: bool) -> list[torch.Tensor]:
+        net = model()
+        net[0].weight.requires_grad_(False)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+        if wrapped:
+            optimizer = sparse_wrap(optimizer, local_steps=4)
+        for step in range(8 if ends == "exchange" else 2):
+            if step == 1:
+                net[0].weight.requires_grad_(True)
+            optimizer.zero_grad()
+            x = torch.randn(4, net[0].in_features, generator=torch.Generator().manual_seed(step))
+            net(x).square().mean().backward()
+            optimizer.step()
+        if wrapped and ends == "flush":
+            optimizer.flush()
+        return [*net.parameters()]
+
+    for p, q in zip(trained(wrapped=False), trained(wrapped=True), strict=True):
+        assert torch.allclose(p, q) if ends == "flush" else torch.equal(p, q)

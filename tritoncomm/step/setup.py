@@ -214,7 +214,12 @@ class Setup:
         self.steps.alone = alone
 
     def note_new(self) -> None:
-        """Exchange the gradients of parameters, too, that require them only now. A single worker does."""
+        """Exchange parameters, too, that require gradients only now. A single worker trains what it is given."""
+        if not self.known.are_outdated:
+            return
+        self.known.check_kept(if_trained=True)
+        if self.local is not None:
+            self.local.add_new_parameters()
         options = self.scope.options
         exchange_state.extend(self.exchange, self._build(options.recipe, options.group, self.scope))
 

@@ -106,7 +106,6 @@ class Stepper:
                 raise RuntimeError("the exchange after the last step has not been completed: call merge() first")
             setup.exchange.check_complete()
             setup.exchange.check_group()
-            setup.parameters.check()  # before the first of a list steps
             self._take_local_step(setup.local)
         if setup.local.is_due:
             self.merge(setup.local)
@@ -117,9 +116,8 @@ class Stepper:
         setup = self.setup
         if setup.unreduced.modules:
             setup.unreduced.look(setup.everybody)
-        if setup.steps.alone and local_steps.known.are_outdated:  # a single worker trains what it is given
-            local_steps.known.check_kept(if_trained=True)
-            local_steps.add_new_parameters()
+        if setup.steps.alone:
+            setup.note_new()
         local_steps.take(self._scale, self._overflow)
         # The loss scale, and an overflow of this rank, are no matter of the exchange.
         self._scale = self._found = self.found_in_unscale = None
@@ -254,8 +252,7 @@ class Stepper:
     def synchronize(self, *, shown: bool) -> None:
         """Exchange. If ``shown``, somebody may look at ``.grad``, which has no decay in it before the step."""
         setup = self.setup
-        if setup.steps.alone and setup.parameters.are_outdated:  # a single worker trains what it is given
-            setup.parameters.check_kept(if_trained=True)
+        if setup.steps.alone:
             setup.note_new()
         exchange, scale, found, own = setup.exchange, self._scale, self._overflow, setup.steps.ignored
         decay = coupled_decay(setup.exchanged) if setup.decays_in_vector else {}
