@@ -93,6 +93,7 @@ def save(optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
             digests = {file.name: _digest(file) for file in own}
         told = agree.all_gather(digests, group, device)
         files = {name: digest for own in told.values() for name, digest in own.items()}
+        assert files, "torch.distributed.checkpoint has written no file with a name that is known"
         with agree.propagate_errors(group, device), _prefixed(failed):
             if rank == 0:
                 _replace(folder / _POINTER, {"data": data.name, "optimizer": _kind(optimizer), "files": files})

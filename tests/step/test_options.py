@@ -223,6 +223,15 @@ def test_default_formats(monkeypatch: pytest.MonkeyPatch) -> None:
     assert options.resolved_small(None) == "8bit"
     with pytest.raises(ConfigurationError, match=r"small='9bit'"):
         wrapped(small="9bit")
-    group = {"params": [torch.nn.Parameter(torch.zeros(4, 4))], "dense": "yes"}
-    with pytest.raises(ConfigurationError, match="a parameter group has dense='yes'"):
-        tritoncomm.wrap(torch.optim.SGD([group]))
+
+
+@pytest.mark.parametrize(("name", "value"), [("dense", "yes"), ("density", 0.5), ("algo", "spardl")])
+def test_options_of_a_group(name: str, value: object) -> None:
+    """What a parameter group says has an effect, or is refused: at ``wrap``, and of a group that is added."""
+    added = {"params": [torch.nn.Parameter(torch.zeros(4, 4))], name: value}
+    with pytest.raises(ConfigurationError, match=f"a parameter group has {name}={value!r}"):
+        tritoncomm.wrap(torch.optim.SGD([added]))
+    optimizer = tritoncomm.wrap(torch.optim.SGD([torch.nn.Parameter(torch.zeros(4, 4))]))
+    with pytest.raises(ConfigurationError, match=f"a parameter group has {name}={value!r}"):
+        optimizer.add_param_group(added)
+    assert len(optimizer.param_groups) == 1

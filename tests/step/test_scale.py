@@ -161,7 +161,8 @@ def test_select_by() -> None:
     assert is_preconditioned(adamw(model()))
     assert not is_preconditioned(adamw(model(), late=Late(select_by="gradient")))
     assert not is_preconditioned(adamw(model(), late=False))
-    assert not is_preconditioned(sgd())
+    assert not is_preconditioned(sgd())  # without momentum, it has no rule
+    assert is_preconditioned(tritoncomm.wrap(torch.optim.SGD(model().parameters(), lr=0.1, momentum=0.9)))
     assert is_preconditioned(sgd(late=Late(select_by="update")))
     assert not is_preconditioned(sgd("dense", late=Late(select_by="update")))
     for algo in ("dense", "random_k", "hard_threshold"):

@@ -1,4 +1,4 @@
-"""Recipes by name. A new method needs one file and one entry in ``_RECIPES``, or :func:`register`."""
+"""Recipes by name. A new method needs a file and its class below, or :func:`register`."""
 
 from __future__ import annotations
 

@@ -336,10 +336,16 @@ def dense_ids(optimizer: torch.optim.Optimizer) -> set[int]:
     """Return the ids of the parameters whose group says ``dense=True``.
 
     Raises:
-        ConfigurationError: A group says something else than True or False.
+        ConfigurationError: A group says something else than True or False, or what holds for all groups.
     """
     found: set[int] = set()
     for group in optimizer.param_groups:
+        for name in ("algo", "density"):
+            if name in group and name not in optimizer.defaults:
+                raise ConfigurationError(
+                    f"a parameter group has {name}={group[name]!r}, which has no effect there: pass {name} to wrap(). "
+                    "For parameters with another one, wrap an optimizer of their own; dense=True sends a group whole"
+                )
         chosen = group.get("dense", False)
         if not isinstance(chosen, bool):
             raise ConfigurationError(f"a parameter group has dense={chosen!r}: it must be True or False")
