@@ -9,8 +9,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tritoncomm import ProtocolMismatchError, Recipe, SimulatedWorld, algorithms
-from tritoncomm.algorithms.base import IndexRecipe, StaticRecipe
+from tritoncomm import ProtocolMismatchError, SimulatedWorld, algorithms
+from tritoncomm.algorithms.base import IndexRecipe
 from tritoncomm.primitives import packing, quantized_mean
 from tritoncomm.primitives.collectives import Regions, gather_regions, share_counts, share_rows
 from tritoncomm.primitives.packing import Encoding, Sections
@@ -22,7 +22,6 @@ from baselines import GTopk, TopkDSA
 from depth import DEEP, trials
 from recipes import always_packed, under_test
 from tritoncomm_kernels import Entries
-from tritoncomm_kernels.formats import ENTRY_FORMATS
 
 NAMES = [
     name
@@ -40,30 +39,17 @@ if DEEP:
     OTHERS += [name for name in under_test(0.1) if name.startswith("dense-tail")]
 
 
-def packed(methods: Sequence[str], formats: Sequence[str]) -> dict[str, Recipe]:
-    """Return each of ``methods`` with each of ``formats`` that it has. Short messages are packed too."""
-    found: dict[str, Recipe] = {}
-    for name in methods:
-        plain = under_test(0.2)["oktopk-short-periods" if name == "oktopk" else name]
-        for values in formats if hasattr(plain, "values") else ["fp32"]:
-            more = {"values": values} if hasattr(plain, "values") else {}
-            found[f"{name}-{values}-packed"] = chosen = always_packed(replace(plain, **more))
-            if DEEP and isinstance(chosen, StaticRecipe) and chosen.can_be_static():
-                found[f"{name}-static-{values}-packed"] = replace(chosen, static=True)
-    return found
-
-
-# A deep run has every method and every format, in both forms.
-METHODS = [name for name, recipe in under_test(0.2).items() if name in algorithms() and isinstance(recipe, IndexRecipe)]
-PACKED = (
-    packed(METHODS, list(ENTRY_FORMATS)) if DEEP else packed(["topk_allgather", "oktopk", "spardl"], ["fp32", "4bit"])
-)
+# Methods whose short messages are packed, too. tests/kernels/test_section_rows.py reads damaged words of every format.
+PACKED = {
+    f"{name}-packed": always_packed(under_test(0.2)[name])
+    for name in ("topk_allgather", "topk_allgather-4bit", "oktopk-4bit", "spardl", "spardl-8bit")
+}
 
 
 @pytest.mark.parametrize("name", [*PACKED, *NAMES])
 def test_replayed_messages(name: str) -> None:
     """Replays of single steps with a damaged reply are rejected by name, or harmless. Some are of each kind."""
-    outcomes = replay.fuzz((PACKED | under_test(0.2))[name], trials(100 if name in METHODS else 40, 100_000))
+    outcomes = replay.fuzz((PACKED | under_test(0.2))[name], trials(100 if name in algorithms() else 40, 100_000))
     assert outcomes["ProtocolMismatchError"] > 0
     assert outcomes["accepted"] > 0
 
