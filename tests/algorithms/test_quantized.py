@@ -18,7 +18,7 @@ FORMATS = [f"{bits}bit" for bits in range(1, 9)]
 
 
 @pytest.mark.parametrize("values", FORMATS)
-@pytest.mark.parametrize("world_size", [1, 2, 3, 7])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 7, 17])
 def test_the_first_step_is_exact(values: str, world_size: int) -> None:
     """Where sums are exact, nothing is lost to the bit: in a step from integers, before residuals have many bits."""
     for family, numel in itertools.product(("random", "ties", "sparse", "one-entry"), (1, 700)):
@@ -40,6 +40,15 @@ def test_traffic_is_known_in_advance(values: str, world_size: int, static: bool)
     world.step(torch.randn(world_size, numel))
     assert all(each.bytes == forecast.sent.bytes for each in world.traffic)
     assert all(each.bytes == forecast.received.bytes for each in world.received)
+
+
+def test_large_values_leave_no_inf_behind() -> None:
+    """Values just below the limit of 255 * 2**104 have a finite mean and finite residuals, and nothing is lost."""
+    values, world = torch.full((6, 9), 254.5 * 2.0**104), SimulatedWorld(Quantized(values="8bit"), 6, 9)
+    mean = world.step(values)[0].values
+    assert mean.isfinite().all()
+    assert world.residuals.isfinite().all()
+    assert torch.equal(6 * mean.double() + world.residuals.double().sum(0), values.double().sum(0))
 
 
 def test_fp32_is_dense() -> None:
