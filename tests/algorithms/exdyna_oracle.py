@@ -2,8 +2,8 @@
 
 Blocks, partitions, rotation, thresholds and residuals, as Yoon and Oh's reference programs compute them
 ("Preserving Near-Optimal Gradient Sparsification Cost" and "MiCRO", both 2023-24), and the variants of this library:
-blocks without a tail, two other ways to move borders, two other ways to scale the threshold. Gradients must be
-finite. Accumulators never round here: compare with fp32 only where its sums are exact.
+another way to move borders, and another one to scale the threshold. Gradients must be finite. Accumulators never round
+here: compare with fp32 only where its sums are exact.
 """
 
 from __future__ import annotations
@@ -48,22 +48,6 @@ def paper_layout(numel: int, world_size: int, blocks: int = 1024) -> Layout:
         raise ValueError(f"{numel} elements do not fill {blocks} blocks of 32")
     counts = _shares(blocks, world_size)
     return Layout(block, counts, _starts(counts), numel, numel - block * blocks, _ceil_div(blocks, 4 * world_size))
-
-
-def tight_layout(numel: int, world_size: int, blocks: int = 1024, itemsize: int = 4, least: int = 0) -> Layout:
-    """Return a layout without a tail: the last block may be shorter than the others.
-
-    A partition keeps ``least`` blocks, or a quarter of its first share.
-    """
-    align = 128 // itemsize
-    if numel < align * world_size:
-        align = 1
-    block, number = _tight_blocks(numel, world_size, blocks, align)
-    if number < world_size:
-        block, number = _tight_blocks(numel, world_size, blocks, 1)
-    counts = _shares(number, world_size)
-    quarter = max(1, min(_ceil_div(number, 4 * world_size), number // world_size))
-    return Layout(block, counts, _starts(counts), numel, 0, least or quarter)
 
 
 def static_bounds(numel: int, world_size: int) -> list[tuple[int, int]]:
@@ -220,13 +204,6 @@ def _border_move(layout: Layout, kappa: Sequence[int], i: int, gain: float, max_
     per_block = Fraction(max(kappa[shrinks], 1), max(layout.counts[shrinks], 1))
     blocks = min(max(math.floor(Fraction(gain) * abs(excess) / per_block), 1), max_step)
     return blocks if excess > 0 else -blocks
-
-
-def _tight_blocks(numel: int, world_size: int, blocks: int, align: int) -> tuple[int, int]:
-    """Return the elements per block and the number of blocks."""
-    wanted = min(max(blocks, 4 * world_size), max(world_size, numel // align))
-    block = align * _ceil_div(numel, align * wanted)
-    return block, _ceil_div(numel, block)
 
 
 def _shares(total: int, size: int) -> list[int]:
