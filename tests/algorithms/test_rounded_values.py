@@ -41,12 +41,6 @@ def sparse_floats(workers: int, numel: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=generator) * torch.randn(shape, generator=generator).exp()
 
 
-def test_which_methods() -> None:
-    """These methods send entries, whose values they can round, and these send indices, which they can pack."""
-    assert {"dgc", "gaussiank", "oktopk", "spardl", "topk_allgather"} <= set(ENTRY)
-    assert {"exdyna", "micro"} <= set(INDEX)
-
-
 @pytest.mark.parametrize("name", INDEX)
 @pytest.mark.parametrize("world_size", [2, 5])
 def test_packing_changes_no_bit(name: str, world_size: int) -> None:

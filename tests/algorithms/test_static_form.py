@@ -116,16 +116,6 @@ def test_traffic_is_predicted_exactly(name: str, world_size: int) -> None:
             assert found == {phase: flow for phase, flow in forecast.phases.items() if flow.sent.messages}
 
 
-def test_every_method_with_a_static_form_is_tested() -> None:
-    """No method that claims to have the form is missing here."""
-    tested = {under_test(0.1)[name].name for name in STATIC}
-    assert tested == {
-        recipe.name
-        for recipe in under_test(0.1).values()
-        if isinstance(recipe, StaticRecipe) and recipe.can_be_static()
-    }
-
-
 @pytest.mark.parametrize(
     ("node_size", "world_size", "numel"),  # the last part is shorter, or most are empty
     [*((*nodes, 1003) for nodes in ((1, 3), (2, 2), (2, 6), (3, 6), (4, 8))), (2, 6, 1)],
