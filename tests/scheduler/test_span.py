@@ -6,22 +6,16 @@ import time
 
 import pytest
 import torch
-from tritoncomm import TopkAllgather
-from tritoncomm.optimizer import figures_of
+import tritoncomm
 from tritoncomm.planning.link import measure_link
 from tritoncomm.scheduler.meter import Meter
 from tritoncomm.scheduler.span import Span
-from tritoncomm.step.agree.replica import Replica
-from tritoncomm.step.exchange.claim import Scope
-from tritoncomm.step.exchange.machine import GradientExchange
-from tritoncomm.step.exchange.pending import Pending
-from tritoncomm.step.exchange.vector import ExchangeOptions, VectorExchange
-from tritoncomm.step.settings import WrapOptions
+from tritoncomm.step import setup
 
 from emulated_cuda import ranks, streams
 from emulated_cuda.device import current_gpu, to_gpu
 
-GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
+GPU = torch.device("cuda", 0)
 WAITS = ("stream synchronize", "event synchronize", "device synchronize")
 
 
@@ -55,20 +49,10 @@ def test_a_span_is_of_its_stream() -> None:
         assert span.is_known
 
 
-def options(density: float) -> ExchangeOptions:
-    """Settings without limits, by which no tensor travels dense."""
-    wrap = WrapOptions(
-        late=None, updates=None, on_nonfinite="skip", max_grad_norm=None, timeout=None, dense_below=0, small="fp32",
-        local_steps=1,
-    )  # fmt: skip
-    return ExchangeOptions(recipe=TopkAllgather(density=density), wrap=wrap)
-
-
-def exchange_of(parameters: list[torch.Tensor], vectors: list[VectorExchange]) -> GradientExchange:
-    """Return the exchange of ``vectors``, in which replicas have no values to compare."""
-    optimizer = torch.optim.SGD([torch.zeros(1)])
-    owners = {each: each for each in parameters}
-    return GradientExchange(Scope(optimizer, optimizer, vectors, parameters, owners, None, Replica(optimizer, list)))
+def wrapped(parameters: list[torch.Tensor], **fields: object) -> tritoncomm.SparseOptimizer:
+    """Return an optimizer that exchanges sparsely from the first step on."""
+    inner = torch.optim.SGD(parameters, lr=0.1)
+    return tritoncomm.wrap(inner, "topk_allgather", warmup_steps=0, dense_below=0, **fields)
 
 
 def test_times_are_of_the_device_of_the_exchange() -> None:
@@ -87,18 +71,16 @@ def test_metrics_are_those_of_the_step_before(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(streams.Event, "elapsed_time", lambda start, end: 2.0)
 
     def main(rank: int) -> list[dict[str, float]]:
-        parameter = to_gpu(torch.zeros(40)).requires_grad_()
-        vector = VectorExchange([(parameter, "weight")], options(0.25))
-        exchange = exchange_of([parameter], [vector])
+        parameter = torch.nn.Parameter(to_gpu(torch.zeros(40)))
+        optimizer = wrapped([parameter], density=0.25, static=False)
         found = []
         for step in range(3):
             parameter.grad = to_gpu(torch.randn(40, generator=torch.Generator().manual_seed(10 * step + rank)))
             current_gpu().reset()
-            exchange.exchange(Pending())
-            with exchange.update():
-                pass
+            optimizer.step()
+            figures = optimizer.metrics()
             waits = sum(count for (kind, _), count in current_gpu().syncs.items() if kind in WAITS)
-            found.append(vector.last | {"waits": waits})
+            found.append(figures | {"waits": waits})
         return found
 
     for first, second, third in ranks.run(main, 2):
@@ -118,19 +100,17 @@ def test_the_link_is_measured_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> Non
         assert link.latency == pytest.approx(0.003)
 
 
-def test_parts_of_an_exchange_of_several_vectors() -> None:
+def test_parts_of_an_exchange_of_several_vectors(monkeypatch: pytest.MonkeyPatch) -> None:
     """The parts of the time of vectors that are exchanged together add up to no more than the time that passed."""
+    monkeypatch.setattr(setup, "by_split", lambda parameters: [[at] for at in range(len(parameters))])
     parameters = [torch.zeros(300_000, requires_grad=True) for _ in range(3)]
-    vectors = [VectorExchange([(each, "weight")], options(0.01)) for each in parameters]
-    exchange = exchange_of(parameters, vectors)
+    optimizer = wrapped(parameters, density=0.01)
     for _ in range(2):
         for parameter in parameters:
             parameter.grad = torch.randn(300_000, generator=torch.Generator().manual_seed(0))
         began = time.perf_counter()
-        exchange.exchange(Pending())
-        with exchange.update():
-            pass
-        passed, found = time.perf_counter() - began, figures_of(exchange)
+        optimizer.step()
+        passed, found = time.perf_counter() - began, optimizer.metrics()
         parts = [found[f"seconds_{part}"] for part in ("select", "exchange", "apply")]
         assert all(part >= 0.0 for part in parts)
         assert 0.0 < sum(parts) <= passed
