@@ -1,17 +1,21 @@
-"""Exchanges on emulated GPUs, and the same in simulation, for tests and for the count of synchronizations."""
+"""Exchanges on emulated GPUs, and the same in simulation."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
+import pytest
 import torch
-from tritoncomm import Recipe, SimulatedWorld
+from tritoncomm import NonFiniteError, Recipe, SimulatedWorld, SparseVector
 from tritoncomm.scheduler.process_group import ProcessGroupScheduler
+from tritoncomm.scheduler.together import run_together
 from tritoncomm.step.exchange.claim import Vote, vote
 from tritoncomm.step.exchange.feedback import ErrorFeedback
 
 from emulated_cuda import ranks
-from emulated_cuda.device import current_gpu, to_gpu, values_of
+from emulated_cuda.device import to_gpu, values_of
 
 
 class Outcome(NamedTuple):
@@ -42,25 +46,62 @@ def gradients(world_size: int, numel: int, steps: int, *, seed: int = 0) -> list
     ]
 
 
-def emulated(recipe: Recipe, given: list[torch.Tensor], *, seed: int | None = 0) -> list[list[Outcome]]:
+def emulated(
+    recipe: Recipe, given: list[torch.Tensor], *, seed: int | None = 0, bind_device: bool = False
+) -> list[list[Outcome]]:
     """Return the outcome of each step by rank, of an exchange of the ``given`` gradients on emulated GPUs."""
-    world_size, numel = given[0].shape
+    return [vectors[0] for vectors in emulated_together(recipe, [given], seed=seed, bind_device=bind_device)]
 
-    def rank_of(rank: int) -> list[Outcome]:
-        subgroups = recipe.subgroups(world_size)
-        scheduler = ProcessGroupScheduler(None, device="cuda:0", stamp=repr(recipe), subgroups=subgroups)
-        feedback = ErrorFeedback(recipe.build(numel), "cuda:0")
-        outcomes = []
-        for step in given:
-            mean = scheduler.run(feedback.begin(to_gpu(step[rank]), rank, world_size)).trimmed()
-            sent, received = scheduler.meter.sent.bytes, scheduler.meter.received.bytes
-            feedback.commit()
-            scheduler.run(vote(Vote(), scheduler.device, [scheduler]), new_step=False)
-            parts = (mean.indices, mean.values, feedback.residual)
-            outcomes.append(Outcome(*map(values_of, parts), sent, received))
+
+def emulated_together(
+    recipe: Recipe,
+    given: Sequence[list[torch.Tensor]],
+    *,
+    seed: int | None = 0,
+    bad_step: int = -1,
+    bind_device: bool = False,
+) -> list[list[list[Outcome]]]:
+    """Return the outcomes by rank, vector and step, of vectors that are exchanged together.
+
+    Before ``bad_step``, a step is rejected, and the means of another one are thrown away.
+    """
+    world_size = len(given[0][0])
+    subgroups = recipe.subgroups(world_size)
+
+    def rank_of(rank: int) -> list[list[Outcome]]:
+        schedulers = [
+            ProcessGroupScheduler(None, device="cuda:0", stamp=f"{recipe!r} {number}", subgroups=subgroups)
+            for number in range(len(given))
+        ]
+        feedbacks = [ErrorFeedback(recipe.build(steps[0].shape[1]), "cuda:0") for steps in given]
+
+        def means_of(step: int, *, poisoned: bool = False) -> list[SparseVector]:
+            vectors = [to_gpu(steps[step][rank]) for steps in given]
+            if poisoned and rank == step % world_size:
+                vectors[-1][0] = torch.nan
+            return run_together(
+                [
+                    scheduler.running(feedback.begin(vector, rank, world_size))
+                    for scheduler, feedback, vector in zip(schedulers, feedbacks, vectors, strict=True)
+                ]
+            )
+
+        outcomes: list[list[Outcome]] = [[] for _ in given]
+        for step in range(len(given[0])):
+            for poisoned in (True, False) if step == bad_step else ():
+                with pytest.raises(NonFiniteError) if poisoned else nullcontext():
+                    means_of(step, poisoned=poisoned)
+                for feedback in feedbacks:
+                    feedback.rollback()
+            for number, mean in enumerate(mean.trimmed() for mean in means_of(step)):
+                meter, feedback = schedulers[number].meter, feedbacks[number]
+                feedback.commit()
+                parts = (mean.indices, mean.values, feedback.residual)
+                outcomes[number].append(Outcome(*map(values_of, parts), meter.sent.bytes, meter.received.bytes))
+            schedulers[0].run(vote(Vote(), schedulers[0].device, schedulers), new_step=False)
         return outcomes
 
-    return ranks.run(rank_of, world_size, seed=seed)
+    return ranks.run(rank_of, world_size, seed=seed, bind_device=bind_device)
 
 
 def simulated(recipe: Recipe, given: list[torch.Tensor]) -> list[list[Outcome]]:
@@ -75,31 +116,3 @@ def simulated(recipe: Recipe, given: list[torch.Tensor]) -> list[list[Outcome]]:
             residual = world.workers[rank].residual.clone()
             outcomes[rank].append(Outcome(mean.indices.clone(), mean.values.clone(), residual, *traffic))
     return outcomes
-
-
-def counted(recipe: Recipe, world_size: int, *, numel: int = 9728) -> tuple[int, int]:
-    """Return the host synchronizations and kernel launches of an ordinary step, of the rank that synchronizes most.
-
-    A step is the exchange of one vector and its confirmation. The second is ordinary, except that Ok-Topk reuses its
-    thresholds for the first time in the fourth.
-    """
-    innermost = recipe
-    while hasattr(innermost, "recipe"):
-        innermost = innermost.recipe
-    steps = 4 if innermost.name == "oktopk" else 2
-    given = gradients(world_size, numel, steps, seed=1)
-
-    def rank_of(rank: int) -> tuple[int, int]:
-        gpu = current_gpu()
-        subgroups = recipe.subgroups(world_size)
-        scheduler = ProcessGroupScheduler(None, device="cuda:0", stamp=repr(recipe), subgroups=subgroups)
-        feedback = ErrorFeedback(recipe.build(numel), "cuda:0")
-        for step in given:
-            own = to_gpu(step[rank])
-            gpu.reset()
-            scheduler.run(feedback.begin(own, rank, world_size))
-            feedback.commit()
-            scheduler.run(vote(Vote(), scheduler.device, [scheduler]), new_step=False)
-        return sum(gpu.syncs.values()), sum(gpu.launches.values())
-
-    return max(ranks.run(rank_of, world_size, seed=None))

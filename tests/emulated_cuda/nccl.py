@@ -365,6 +365,7 @@ def create(network: Network, options: Any) -> EmulatedNCCL:
     if ranks and dist.is_initialized():
         parent = dist.group.WORLD
         group.bound_device_id = parent.bound_device_id
-        if parent.bound_device_id is not None:  # torch makes the group by a split, in which all ranks take part
+        # torch makes the group by a split, in which all ranks take part.
+        if parent.bound_device_id is not None and parent.supports_splitting:
             parent.split()
     return group

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
 
@@ -23,7 +22,6 @@ from tritoncomm.step.exchange import feedback
 from depth import DEEP, trials
 from emulated_cuda import doors, ranks
 from emulated_cuda.device import current_gpu, to_gpu
-from emulated_cuda.exchanges import counted
 
 # Those that have the static form. One that delivers every entry is counted below.
 METHODS = [name for name in algorithms() if takes_density(name) and isinstance(planner.at(name, 0.05), StaticRecipe)]
@@ -52,7 +50,7 @@ class Step(NamedTuple):
 @cache
 def steps_of(
     method: str, values: str, world_size: int, steps: int = 6, matrices: int = 3, *, images: bool = False,
-    limit: float | None = None, node_size: int = 1, warmup_steps: int = 0,
+    limit: float | None = None, node_size: int = 1, warmup_steps: int = 0, static: bool | None = None,
 ) -> list[Step]:  # fmt: skip
     """Train ``matrices`` matrices and as many vectors with AdamW, and count in ``step()`` alone.
 
@@ -70,8 +68,8 @@ def steps_of(
         generator = torch.Generator().manual_seed(0)
         parameters = [nn.Parameter(drawn(shape, generator)) for shape in shapes]
         fields: dict[str, object] = {"values": values} if "values" in field_names(method) else {}
-        if method == "random_block":
-            fields["reduced_lr"] = True
+        fields |= {"reduced_lr": True} if method == "random_block" else {}
+        fields |= {"static": static} if static is not None else {}
         algo: str | tritoncomm.Recipe = method
         if node_size > 1:
             recipe = tritoncomm.recipe(method, density=0.05, **fields)
@@ -184,21 +182,14 @@ def test_nodes(method: str) -> None:
         assert all(step.syncs <= ORDINARY + 1 for step in ordinary), [step.places for step in ordinary]
 
 
-SHARED = [
-    ("dense", "fp32"),
-    ("random_k", "fp32"),
-    ("random_block", "fp32"),
-    ("quantized", "1bit"),
-]
-
-
 @pytest.mark.parametrize("world_size", trials([4], [2, 8]))
-@pytest.mark.parametrize(("name", "values"), SHARED)
-def test_shared_coordinates(name: str, values: str, world_size: int) -> None:
-    """Methods whose coordinates all ranks know wait twice without a static form, in every step but the first."""
-    fields = {"values": values} if name in ("random_block", "quantized") else {}
-    assert counted(replace(planner.at(name, 0.05), **fields), world_size)[0] == ORDINARY
-    first, *others = steps_of(name, values, world_size, 4)
+@pytest.mark.parametrize(
+    ("name", "static"),
+    [("dense", None), ("random_k", None), ("random_block", False), ("quantized", False), ("quantized", True)],
+)
+def test_shared_coordinates(name: str, static: bool | None, world_size: int) -> None:
+    """Methods whose coordinates all ranks know wait twice without a static form, too, in every step but the first."""
+    first, *others = steps_of(name, "1bit" if name == "quantized" else "fp32", world_size, 4, static=static)
     assert first.syncs <= OTHERS, first.places
     assert all(step.syncs <= ORDINARY for step in others), others[-1].places
 
