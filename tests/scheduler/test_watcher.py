@@ -1,4 +1,4 @@
-"""Failures on emulated GPUs: a rank that raises, dies or hangs is named on all others."""
+"""What watches the waits of an exchange on emulated GPUs. ``tests/emulated_cuda/test_failures.py`` has its failures."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
 
 import pytest
 import torch
@@ -17,17 +16,14 @@ import torch.distributed.tensor  # the first collective would import it, which t
 from tritoncomm import ExchangeError, ExchangeTimeoutError, NonFiniteError
 from tritoncomm.scheduler import failure_report, watcher
 from tritoncomm.scheduler.process_group import ProcessGroupScheduler
-from tritoncomm.scheduler.rounds import AllReduce, Op, Pattern, Round
+from tritoncomm.scheduler.rounds import AllReduce, Pattern, Round
 from tritoncomm.step import agree
-from tritoncomm.step.exchange.claim import Vote, vote
-from tritoncomm.step.exchange.feedback import ErrorFeedback
 
-import recipes
 from emulated_cuda import ranks
-from emulated_cuda.device import current_gpu, to_gpu, values_of
+from emulated_cuda.device import current_gpu
 from emulated_cuda.network import Network
 
-VICTIM, WORLD_SIZE, NUMEL = 1, 4, 90
+VICTIM = 1
 SOON, LATE = timedelta(seconds=1), timedelta(seconds=15)
 
 
@@ -36,81 +32,6 @@ def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watcher, "POLL_SECONDS", 0.05)
     monkeypatch.setattr(watcher, "RELEASE_SECONDS", 0.5)
     monkeypatch.setattr(failure_report, "_SILENT_SECONDS", 0.3)
-
-
-def failing_at(scheduler: ProcessGroupScheduler, number: int, fault: Callable[[], None]) -> None:
-    """Call ``fault`` before the ``number``-th operation from now, also of a subgroup."""
-    left = [number]
-    for each in [scheduler, *scheduler._subgroups.values()]:
-        perform = each._perform
-
-        def faulty(op: Op, perform: Callable[[Op], Any] = perform) -> Any:
-            left[0] -= 1
-            if left[0] == -1:
-                fault()
-            return perform(op)
-
-        each._perform = faulty
-
-
-def exchange(rank: int, name: str, number: int, fault: Callable[[], None], timeout: timedelta) -> tuple[Any, ...]:
-    """Exchange until the second step fails on this rank. Return the error, the seconds, and whether nothing changed."""
-    recipe = recipes.under_test(0.1)[name]
-    subgroups = recipe.subgroups(WORLD_SIZE)
-    scheduler = ProcessGroupScheduler(None, timeout, "cuda", f"{recipe.name} {recipe!r}", subgroups)
-    feedback = ErrorFeedback(recipe.build(NUMEL), "cuda")
-    generator = torch.Generator().manual_seed(rank)
-    for step in range(2):
-        before = values_of(feedback.residual)
-        gradient = to_gpu(torch.randn(NUMEL, generator=generator))
-        ranks.meet()
-        if step == 1 and rank == VICTIM:
-            failing_at(scheduler, number, fault)
-        started = time.monotonic()
-        try:
-            scheduler.run(feedback.begin(gradient, rank, WORLD_SIZE))
-            scheduler.run(vote(Vote(), scheduler.device, [scheduler]), new_step=False)
-        except Exception as error:
-            feedback.rollback()
-            with pytest.raises(type(error)):  # the failed group raises the same error again
-                scheduler.run(feedback.begin(gradient, rank, WORLD_SIZE))
-            return error, time.monotonic() - started, torch.equal(before, values_of(feedback.residual))
-        feedback.commit()
-    raise AssertionError(f"rank {rank} raised no error")
-
-
-# A collective, messages and a subgroup. tests/emulated_cuda/test_failures.py has other methods.
-CASES = [
-    ("dense", 1, True),
-    ("oktopk-short-periods", 0, False),
-    ("hierarchical-2", 1, True),
-    ("hierarchical-2", 3, False),
-]
-
-
-@pytest.mark.parametrize(("name", "number", "garbage"), CASES)
-@pytest.mark.parametrize("dies", [False, True])
-def test_a_rank_that_raises_or_dies(name: str, number: int, garbage: bool, dies: bool) -> None:
-    """All ranks raise its error long before the time-out, and name one that dies after it.
-
-    What they read after their wait was ended does not matter.
-    """
-
-    def fault() -> None:
-        raise ranks.Died if dies else MemoryError("no room for the lists")
-
-    network = Network(WORLD_SIZE, limit=5.0, garbage_after_abort=garbage)
-    main = lambda rank: exchange(rank, name, number, fault, SOON if dies else LATE)  # noqa: E731
-    found = ranks.run(main, WORLD_SIZE, network=network, errors=True)
-    if dies:
-        assert isinstance(found.pop(VICTIM), ranks.Died)
-    for error, seconds, unchanged in found:
-        assert type(error) is (ExchangeTimeoutError if dies else ExchangeError), error
-        assert error.peers == (VICTIM,)
-        said = "no answer from rank 1 within the time-out" if dies else "rank 1 failed, see its traceback: no room for"
-        assert said in str(error)
-        assert 0.9 * dies < seconds < 5
-        assert unchanged
 
 
 def sums(delay: float = 0.0, times: int = 1) -> Pattern[float]:
@@ -128,23 +49,6 @@ def made(timeout: timedelta, device: torch.device | str = "cuda") -> ProcessGrou
     scheduler.agree_on_exchange_id()
     ranks.meet()
     return scheduler
-
-
-def test_a_rank_that_fails_outside_of_an_exchange() -> None:
-    """The others wait in an exchange that this rank never enters."""
-
-    def main(rank: int) -> Exception:
-        scheduler = made(LATE)
-        if rank == VICTIM:
-            scheduler.fail(ValueError("a batch of the wrong shape"))
-            return scheduler._failure
-        with pytest.raises(ExchangeError) as caught:
-            scheduler.run(sums())
-        return caught.value
-
-    for error in ranks.run(main, 3, network=Network(3, limit=5.0)):
-        assert error.peers == (VICTIM,)
-        assert "a batch of the wrong shape" in str(error)
 
 
 @pytest.mark.parametrize("is_finite", [False, True])
