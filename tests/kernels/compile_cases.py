@@ -120,9 +120,7 @@ def everything() -> None:
     selection()
     static_form(2)
     packing()
-    for partitions, rule in product((2, 64, 256, 1024), ("paper", "prefix")):
-        topology = [torch.ones(size, dtype=torch.int32) for size in (partitions, partitions + 1, partitions)]
-        kernels.rebalance(*topology, iteration=1, block=64, numel=TILE, min_blocks=1, rule=rule)
+    rebalance()
     adam()
 
 
@@ -196,10 +194,17 @@ def packing() -> None:
         read_rows(layout, lows, words, workspace=held)
 
 
+def rebalance() -> None:
+    """Move borders of few partitions and of many, by both rules."""
+    for partitions, rule in product((2, 64, 256, 1024), ("paper", "prefix")):
+        topology = [torch.ones(size, dtype=torch.int32) for size in (partitions, partitions + 1, partitions)]
+        kernels.rebalance(*topology, iteration=1, block=64, numel=TILE, min_blocks=1, rule=rule)
+
+
 def adam() -> None:
     """Call Adam's step, of a list and of whole vectors, with and without all options and images."""
     images = [torch.ones(2, 3, 4, 4).to(memory_format=torch.channels_last)]
-    plain, listed = [torch.ones(TILE)], torch.zeros(9, dtype=torch.int32)
+    plain, listed = [torch.ones(TILE)], torch.arange(9, dtype=torch.int32)
     for given, dtype, options, indices in product((plain, images), GRADIENTS, (False, True), (listed, None)):
         if dtype != torch.float32 and (options or given is images):
             continue

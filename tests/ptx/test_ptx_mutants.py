@@ -7,14 +7,45 @@ from collections import Counter
 from typing import NamedTuple
 
 import pytest
-from compile_cases import launched_cases
-from kernel_cases import EXECUTED, agree
+import torch
+from compile_cases import adam, launched_cases, rebalance, static_form
+from kernel_cases import EXECUTED, Guarded, agree, bits, drawn, gradient, kernels_from, padded_rows
 
-from ptx.calls import CALLS
+import tritoncomm_kernels as kernels
 from ptx.launch import EXECUTOR
 
 pytestmark = pytest.mark.skipif(not EXECUTED, reason="needs TRITONCOMM_PTX=1: tox -e ptx")
 BARRIER = r"bar\.sync\s+0;"
+
+
+def select(guarded: Guarded) -> list[list[int]]:
+    """Return what reaches a threshold, of a 16-bit gradient. All warps have a part of the last tile."""
+    out, added = guarded.poison(7000), guarded.of(gradient("normal", 7000, 2, torch.bfloat16))
+    found = kernels.accumulate_and_select(guarded.of(drawn("normal", 7000, 1)), added, out, 1.5)
+    return [bits(found.indices), bits(found.values), bits(out)]
+
+
+def top(guarded: Guarded) -> list[list[int]]:
+    """Return the largest elements."""
+    found = kernels.top_k(guarded.of(drawn("heavy", 3000, 3)), 100)
+    return [bits(found.indices), bits(found.values)]
+
+
+def merge(guarded: Guarded) -> list[list[int]]:
+    """Return the union and the sums of rows."""
+    rows = padded_rows(12_000, [(0.6, 1), (0.7, 2), (0.5, 3)], "heavy")
+    found = kernels.merge_rows(kernels.Entries(*map(guarded.of, rows)), 12_000, workspace=kernels.Workspace())
+    return [bits(found.indices), bits(found.values)]
+
+
+def segments(guarded: Guarded) -> list[list[int]]:
+    """Return the largest entries of segments."""
+    x, cuts = guarded.of(drawn("heavy", 9000, 1)), guarded.of(torch.tensor([0, 4500, 9000], dtype=torch.int32))
+    budgets = guarded.of(torch.tensor([300, 40], dtype=torch.int32))
+    return [*map(bits, kernels.top_k_rows(x, cuts, budgets, 350, workspace=kernels.Workspace()))]
+
+
+CALLS = {call.__name__: call for call in (select, top, merge, segments)}
 
 
 class Mutant(NamedTuple):
@@ -99,13 +130,14 @@ def caught_by(call: str) -> str:
 
 
 def test_every_kernel_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The calls launch all kernels of the package, and without an error in the text no check fails.
-
-    A deep run has all orders.
-    """
+    """All kernels of the package run, and without an error in the text no check fails. A deep run has all orders."""
     monkeypatch.setattr(EXECUTOR, "launched", Counter())
     for call in CALLS.values():
         agree(call, "cpu")
+    with kernels_from("triton"):
+        static_form(2)
+        rebalance()
+        adam()
     assert {case.kernel.__name__ for case in launched_cases()} == {*EXECUTOR.launched}
 
 
