@@ -163,7 +163,8 @@ BUGS: dict[str, dict[Callable[..., None], dict[str, tuple[str, str]]]] = {
         },
     },
     "sections": {
-        section_rows.test_one_section: {
+        section_rows.test_rows: {
+            "scale of the first row": ("extents_ptr + EXTENT * tl.program_id(1).to(tl.int64)", "extents_ptr"),
             "bits of the next word": ("(shift < 32)", "(shift < 33)"),
             "free places hold bits": (
                 "tl.where(held, tl.load(indices_ptr + at, mask=held, other=0) - low, 0)",
@@ -183,9 +184,6 @@ BUGS: dict[str, dict[Callable[..., None], dict[str, tuple[str, str]]]] = {
         },
         section_rows.test_long_samples: {
             "sample of the first values": ("at.to(tl.int64) * stride_of_sample", "at.to(tl.int64)")
-        },
-        section_rows.test_rows: {
-            "scale of the first row": ("extents_ptr + EXTENT * tl.program_id(1).to(tl.int64)", "extents_ptr")
         },
         partial(section_rows.test_values_that_would_become_0, fmt=FORMATS["4bit"]): {
             "entries that are left out counted": ("tl.sum(keep.to(tl.int32)", "tl.sum(used.to(tl.int32)")
