@@ -336,16 +336,6 @@ def test_threshold_follows_a_jump_of_scale(factor: float) -> None:
     assert 0.3 < sum(passed[40:50]) / 10 < 3
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [{"mode": "x"}, {"rebalance": "x"}, {"threshold_rule": "x"}, {"capacity": 0.5}, {"blocks": 0}],
-)
-def test_bad_fields(fields: dict[str, object]) -> None:
-    """The error names the invalid field."""
-    with pytest.raises(ConfigurationError, match=next(iter(fields))):
-        ExDyna(**fields)
-
-
 def test_too_many_workers_for_the_kernel() -> None:
     """More workers than the rebalancing kernel supports are rejected with the fix."""
     with pytest.raises(ConfigurationError, match="rebalance='off'"):

@@ -21,9 +21,9 @@ from tritoncomm.scheduler.simulated import SimulatedScheduler
 from tritoncomm.step.exchange.feedback import ErrorFeedback
 
 import laws
-from depth import examples, trials
+from depth import examples
 from ok_topk_variants import OkTopkVariant
-from recipes import SHORT, always_packed
+from recipes import SHORT
 from tritoncomm_kernels import Entries
 
 WORKED = torch.tensor(
@@ -133,28 +133,6 @@ def test_oracle(chosen: OkTopkVariant, case: laws.Case, repeats: int) -> None:
             assert len(mean) <= algorithm.global_cap
             assert algorithm.report["reevaluated"] == expected.reevaluated
             assert algorithm.state.cuts == tuple(oracle.cuts)
-
-
-@pytest.mark.parametrize(
-    ("form", "world_size"),
-    [*((dataclasses.replace, size) for size in trials((1, 2, 5), (1, 2, 3, 5, 8))), (always_packed, 3)],
-)
-def test_ample_room_delivers_what_the_other_form_delivers(form: Callable[[OkTopk], OkTopk], world_size: int) -> None:
-    """Results, residuals, states and reports are equal to the bit over many steps, of which some re-evaluate."""
-    numel, rooms = 400, {"static": True, "static_room": 1e308}  # any finite room is legal
-    for chosen in ({}, {"correct_thresholds": False}):
-        recipe = form(OkTopk(density=0.05, **AMPLE, **SHORT, **chosen))
-        exact = SimulatedWorld(recipe, world_size, numel)
-        static = SimulatedWorld(dataclasses.replace(recipe, **rooms), world_size, numel)
-        kinds = set()
-        for step in range(trials(12, 20)):
-            gradient = heavy_tailed(world_size, numel, step)
-            assert laws.same_vector(exact.step(gradient)[0], static.step(gradient)[0].trimmed())
-            assert laws.same_bits(exact.residuals, static.residuals)
-            assert laws.states_of(exact) == laws.states_of(static)
-            assert report(static) == report(exact)
-            kinds.add((report(static).get("reevaluated"), report(static).get("repartitioned")))
-        assert len(kinds) == (1 if world_size == 1 else 4)
 
 
 @pytest.mark.parametrize("static", [False, True])
@@ -299,29 +277,6 @@ def test_indices_beyond_the_integers_of_fp32() -> None:
         OkTopk().build(2**31)
 
 
-@pytest.mark.parametrize(
-    ("fields", "named"),
-    [
-        ({"density": 0.0}, "density=0.0"),
-        ({"density": 1.5}, "density=1.5"),
-        ({"repartition_every": 0}, "repartition_every=0"),
-        ({"bucket_width": 0}, "bucket_width=0"),
-        ({"local_cap": 0.5}, "local_cap=0.5"),
-        ({"global_cap": math.inf}, "global_cap=inf"),
-        ({"local_cap": math.nan}, "local_cap=nan"),
-        ({"static_room": 0.5}, "static_room=0.5"),
-        ({"static_room": math.inf}, "static_room=inf"),
-        ({"static_room": 10**400}, "static_room"),
-        ({"values": "5bit"}, "values='5bit'.*must be one of fp32, 8bit"),
-        ({"packed": "auto"}, "packed='auto'.*must be True or False"),
-    ],
-)
-def test_bad_fields_are_named(fields: dict[str, object], named: str) -> None:
-    """The error names the invalid field and its value."""
-    with pytest.raises(ValueError, match=named):
-        OkTopk(**fields)
-
-
 @pytest.mark.parametrize("values", ["fp32", "4bit"])
 def test_what_does_not_fit_stays_in_the_residual(values: str) -> None:
     """Of more entries than a message has room for, the largest are sent. The others stay in the residual, unchanged."""
@@ -358,23 +313,6 @@ def test_more_sums_than_the_cap() -> None:
     trimmed = [delivered for candidates, delivered in counts if candidates > 40]
     assert len(trimmed) > 3
     assert {*trimmed} == {40}
-
-
-@pytest.mark.parametrize("world_size", trials([2, 5], [2, 3, 8]))
-@pytest.mark.parametrize(
-    "fields", [{}, {"strict_volume": True}, {"values": "4bit"}, {"values": "1bit", "global_cap": 3.0}], ids=str
-)
-def test_traffic_of_reuse_steps_is_predicted_exactly(world_size: int, fields: dict[str, object]) -> None:
-    """In a step that reuses thresholds and cuts, every phase sends and receives what was predicted."""
-    for form in (dataclasses.replace, always_packed) if not fields else (dataclasses.replace,):
-        world = SimulatedWorld(form(OkTopk(density=0.05, static=True, **SHORT, **fields)), world_size, 1000)
-        compared = 0
-        for predicted, _ in reuse_steps(world, range(16)):
-            compared += 1
-            for meter, forecast in zip(world.scheduler.meters, predicted, strict=True):
-                assert meter.sent_by_phase == {phase: flow.sent for phase, flow in forecast.phases.items()}
-                assert meter.received_by_phase == {phase: flow.received for phase, flow in forecast.phases.items()}
-        assert compared > 2
 
 
 def test_loads_include_what_did_not_fit() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tritoncomm import ConfigurationError, RandomBlock
+from tritoncomm import RandomBlock
 from tritoncomm.primitives.shared_random import below, draw, draws
 
 from baselines import RandomK
@@ -115,10 +115,3 @@ def test_random_k_is_uniform_and_without_replacement() -> None:
     expected = steps * 0.1
     chi_square = float((counts - expected).square().sum() / expected / 0.9)
     assert abs(chi_square - 180) < 4 * math.sqrt(2 * 180)
-
-
-@pytest.mark.parametrize("fields", [{"mode": "x"}, {"seed": 0.5}, {"alignment": 0}])
-def test_bad_fields(fields: dict[str, object]) -> None:
-    """The error names the invalid field."""
-    with pytest.raises(ConfigurationError, match=next(iter(fields))):
-        RandomBlock(density=0.5, **fields)

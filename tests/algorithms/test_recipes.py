@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import math
+import re
 
 import pytest
 import tritoncomm
-from tritoncomm import ConfigurationError, Hierarchical, OkTopk, Recipe
+from tritoncomm import ConfigurationError, ExDyna, Hierarchical, OkTopk, RandomBlock, Recipe, SparDL
+
+from baselines import DGC, GaussianK, HardThreshold, TopkDSA
 
 
 def test_recipes_by_name() -> None:
@@ -25,6 +29,43 @@ def test_recipes_by_name() -> None:
         tritoncomm.recipe("oktopk", repartition=3)
     with pytest.raises(ConfigurationError, match=r"TopkAllgather\(density=2\)"):
         tritoncomm.recipe("topk_allgather", density=2)
+
+
+WRONG: dict[type[Recipe], list[dict[str, object]]] = {
+    OkTopk: [
+        {"density": 0.0}, {"density": 1.5}, {"repartition_every": 0}, {"bucket_width": 0}, {"local_cap": 0.5},
+        {"global_cap": math.inf}, {"local_cap": math.nan}, {"static_room": 0.5}, {"static_room": math.inf},
+        {"static_room": 10**400},
+    ],
+    ExDyna: [{"mode": "x"}, {"rebalance": "x"}, {"threshold_rule": "x"}, {"capacity": 0.5}, {"blocks": 0}],
+    SparDL: [{"teams": 0}, {"teams": "some"}, {"sag": "x"}, {"residuals": "x"}],
+    RandomBlock: [{"mode": "x"}, {"seed": 0.5}, {"alignment": 0}],
+    DGC: [{"momentum": 1.0}, {"clip_scale": "x"}, {"clip_norm": -1}],
+    TopkDSA: [{"dense_switch": 1.5}],
+    HardThreshold: [{"threshold": 0.0}],
+    GaussianK: [{"max_ratio": 0.5}],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "fields"), [(kind, fields) for kind, rows in WRONG.items() for fields in rows])
+def test_bad_fields(kind: type[Recipe], fields: dict[str, object]) -> None:
+    """The error names the invalid field and its value."""
+    ((name, value),) = fields.items()
+    with pytest.raises(ConfigurationError, match=re.escape(f"{name}={value!r}")):
+        kind(**{"density": 0.5} | fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"values": "5bit"}, "values='5bit'.*must be one of fp32, 8bit"),
+        ({"packed": "auto"}, "packed='auto'.*must be True or False"),
+    ],
+)
+def test_choices_are_listed(fields: dict[str, object], said: str) -> None:
+    """The error about a field with few values lists them."""
+    with pytest.raises(ConfigurationError, match=said):
+        OkTopk(**fields)
 
 
 def test_recipes_are_frozen() -> None:
