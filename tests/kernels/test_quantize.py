@@ -132,17 +132,6 @@ def squared_errors(values: np.ndarray) -> np.ndarray:
     return np.square(values - np.stack(levels)).sum(axis=1, dtype=np.float64)
 
 
-@pytest.mark.parametrize("name", MENU)
-def test_values_that_are_rounded(name: str) -> None:
-    """A sender knows what its codes decode to, in short sections and in long ones, and near the end of fp32."""
-    for count in (1, 100, quantize.SAMPLE, quantize.SAMPLE + 1):
-        for factor in (1, 2**126, 2.5e38):
-            for divisor in (1, 3):
-                values = np.linspace(-1, -1.3, count).astype(np.float32) * np.float32(factor)
-                codes, header, rounded = quantize.quantize(values, FORMATS[name], divisor)
-                assert np.array_equal(rounded, quantize.dequantize(codes, header, FORMATS[name], divisor))
-
-
 @pytest.mark.parametrize("world_size", SCALE_BITS)
 def test_bits_of_a_scale(world_size: int) -> None:
     """The scale of a mean has so few bits that its product with the number of workers stays exact."""
