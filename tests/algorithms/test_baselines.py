@@ -9,7 +9,6 @@ import pytest
 import torch
 import tritoncomm
 from tritoncomm import ConfigurationError, NonFiniteError, SimulatedWorld, SparDL, TopkAllgather, Warmup
-from tritoncomm.algorithms.base import StaticRecipe
 from tritoncomm.algorithms.staged import Staged
 from tritoncomm.scheduler.cost import HEADER_WORDS, WORD
 
@@ -277,12 +276,3 @@ def test_the_first_threshold_names_every_rank() -> None:
         world.step(gradients)
     assert caught.value.ranks == (0, 1)
     assert not world.residuals.any()
-
-
-@pytest.mark.parametrize("method", [DGC, GTopk, HardThreshold, TopkDSA])
-def test_baselines_have_no_static_form(method: type[tritoncomm.Recipe]) -> None:
-    """``static`` is no field of theirs, and an algorithm never uses that form."""
-    assert not isinstance(method(), StaticRecipe)
-    assert not method(density=0.1).build(100).is_static
-    with pytest.raises(ConfigurationError, match=r"has no field 'static' \(a field of exdyna, micro, oktopk"):
-        tritoncomm.recipe(method.name, static=True)

@@ -27,6 +27,8 @@ def test_recipes_by_name() -> None:
         tritoncomm.recipe("oktopk", tau=3)
     with pytest.raises(ConfigurationError, match=r"no field 'repartition' \(did you mean 'repartition_every'\?\): its"):
         tritoncomm.recipe("oktopk", repartition=3)
+    with pytest.raises(ConfigurationError, match=r"has no field 'static' \(a field of exdyna, micro, oktopk"):
+        tritoncomm.recipe("dgc", static=True)
     with pytest.raises(ConfigurationError, match=r"TopkAllgather\(density=2\)"):
         tritoncomm.recipe("topk_allgather", density=2)
 

@@ -297,27 +297,11 @@ def cvt(parts: list[str]) -> Operation:
         if mode != ([] if widens else ["rn"]) or "b" in to + source:
             raise ValueError(f"rounding of {'.'.join(parts)}")
         if {to, source} == {"f32", "f64"}:
-            return Operation((source,), lambda a: _with_payload(np.asarray(a), to))
+            return Operation((source,), lambda a: np.asarray(a).astype(dtype_of(to)))  # a NaN keeps its upper bits
         return Operation((source,), lambda a: canonical(np.asarray(a).astype(dtype_of(to))))
     if mode != ["rzi"] or (to, source) not in {("s32", "f64"), ("s64", "f32")}:
         raise ValueError(f"rounding of {'.'.join(parts)}")
     return Operation((source,), lambda a: _to_integer(np.asarray(a), to))
-
-
-def _with_payload(values: np.ndarray, to: str) -> np.ndarray:
-    """Return the bits of fp32 numbers as fp64 ones, or the other way round. A NaN keeps its upper bits."""
-    wide = dtype_of(f"u{8 * values.dtype.itemsize}")
-    bits, number = values.view(wide).astype(np.uint64), values.astype(dtype_of(to)).view(dtype_of(f"u{width_of(to)}"))
-    if to == "f32":
-        nan = (
-            bits >> np.uint64(32) & np.uint64(1 << 31)
-            | bits >> np.uint64(29) & np.uint64(0x3FFFFF)
-            | np.uint64(0x7FC00000)
-        )
-    else:
-        nan = (bits & np.uint64(1 << 31)) << np.uint64(32) | (bits & np.uint64(0x3FFFFF)) << np.uint64(29)
-        nan |= np.uint64(NAN[64])
-    return np.where(np.isnan(values), nan.astype(number.dtype), number)
 
 
 def _to_bf16(values: np.ndarray) -> np.ndarray:
