@@ -93,6 +93,16 @@ def gradients(
     return values
 
 
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    """Return normally distributed values."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def heavy_tailed(world_size: int, numel: int, seed: int = 0) -> torch.Tensor:
+    """Return gradients of one step with heavy tails, whose sums are rounded."""
+    return gradients("random", world_size, numel, torch.Generator().manual_seed(seed), exact=False)
+
+
 def cases(
     *, exact: bool = True, min_world_size: int = 1, max_world_size: int = MAX_WORLD_SIZE
 ) -> st.SearchStrategy[Case]:

@@ -15,12 +15,7 @@ from tritoncomm.scheduler.cost import HEADER_WORDS, WORD
 import laws
 from baselines import DGC, GaussianK, GTopk, HardThreshold, SIDCo, TopkDSA
 from baselines.threshold_allgather import gaussian_selection, sidco_selection
-
-
-def normal(*shape: int, seed: int = 0) -> torch.Tensor:
-    """Return normally distributed values."""
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
+from laws import normal
 
 LAWS = {
     "normal": normal,

@@ -22,6 +22,7 @@ from tritoncomm.step.exchange.feedback import ErrorFeedback
 
 import laws
 from depth import examples
+from laws import heavy_tailed, normal
 from ok_topk_variants import OkTopkVariant
 from recipes import SHORT
 from tritoncomm_kernels import Entries
@@ -35,16 +36,6 @@ WORKED = torch.tensor(
     dtype=torch.float32,
 )
 AMPLE = {"local_cap": 50.0, "global_cap": 50.0}  # no cap binds
-
-
-def normal(world_size: int, numel: int, seed: int = 0) -> torch.Tensor:
-    """Return normally distributed gradients."""
-    return torch.randn(world_size, numel, generator=torch.Generator().manual_seed(seed))
-
-
-def heavy_tailed(world_size: int, numel: int, seed: int) -> torch.Tensor:
-    """Return gradients of one step whose sums are rounded."""
-    return next(laws.Case(world_size, numel, ("random",), seed=seed, exact=False).gradients())
 
 
 def report(world: SimulatedWorld) -> dict[str, float]:
@@ -158,7 +149,7 @@ def test_reevaluation_does_not_grow_with_the_world_size(static: bool) -> None:
     for world_size in (8, 16):
         world = SimulatedWorld(OkTopk(density=0.02, reevaluate_every=1, static=static), world_size, 50_000)
         for step in range(3):
-            world.step(normal(world_size, 50_000, step))
+            world.step(normal(world_size, 50_000, seed=step))
         meter = world.scheduler.meters[0]
         used[world_size] = sum(meter.received_by_phase[phase].bytes for phase in ("histogram", "all-gather"))
         assert meter.received_by_phase["histogram"].bytes < 9 * 4096
@@ -211,7 +202,7 @@ def test_regions_are_summed_in_rotation_order() -> None:
     """The owner r of a region adds the ranks in the order r, r-1, r-2, ..., bit for bit on floats."""
     world_size, numel = 5, 300
     world = SimulatedWorld(OkTopkVariant(density=1.0, force_sparse=True, bucket_width=2), world_size, numel)
-    gradient = normal(world_size, numel) * normal(world_size, numel, 1).exp()
+    gradient = normal(world_size, numel) * normal(world_size, numel, seed=1).exp()
     mean = world.step(gradient)[0]
     cuts = laws.states_of(world)[0].cuts
     expected = torch.zeros(numel)
@@ -232,7 +223,7 @@ def test_each_rank_selects_once(monkeypatch: pytest.MonkeyPatch) -> None:
     world = SimulatedWorld(OkTopk(density=0.1), 6, 100)
     for step in range(5):
         passes.clear()
-        world.step(normal(6, 100, step))
+        world.step(normal(6, 100, seed=step))
         assert len(passes) == 6
 
 
@@ -252,7 +243,7 @@ def test_world_size_change_forces_reevaluation() -> None:
     workers = [ErrorFeedback(OkTopk(density=0.1).build(60)) for _ in range(5)]
     for seed, world_size in enumerate((5, 5, 5, 5, 3)):
         members = workers[:world_size]
-        gradient = normal(world_size, 60, seed)
+        gradient = normal(world_size, 60, seed=seed)
         SimulatedScheduler(world_size).run([w.begin(gradient[r], r, world_size) for r, w in enumerate(members)])
         for worker in members:
             worker.commit()

@@ -18,6 +18,7 @@ from tritoncomm.scheduler.rounds import Op, round_of
 
 import laws
 from depth import DEEP
+from laws import heavy_tailed
 from recipes import FIELDS, SHORT, always_packed, under_test
 from tritoncomm_kernels.formats import ENTRY_FORMATS, FORMATS
 
@@ -34,13 +35,6 @@ def method(name: str, **fields: object) -> tritoncomm.Recipe:
     return tritoncomm.recipe(name, **{**FIELDS.get(name, {}), **fields})
 
 
-def sparse_floats(workers: int, numel: int, seed: int = 0) -> torch.Tensor:
-    """Return gradients with heavy tails."""
-    generator = torch.Generator().manual_seed(seed)
-    shape = (workers, numel)
-    return torch.randn(shape, generator=generator) * torch.randn(shape, generator=generator).exp()
-
-
 @pytest.mark.parametrize("name", INDEX)
 @pytest.mark.parametrize("world_size", [2, 5])
 def test_packing_changes_no_bit(name: str, world_size: int) -> None:
@@ -48,7 +42,7 @@ def test_packing_changes_no_bit(name: str, world_size: int) -> None:
     worlds = [SimulatedWorld(method(name, density=0.02, packed=packed), world_size, 20_000) for packed in (False, True)]
     sent = [0, 0]
     for step in range(4):
-        gradients = sparse_floats(world_size, 20_000, step)
+        gradients = heavy_tailed(world_size, 20_000, step)
         plain, packed = (world.step(gradients)[0] for world in worlds)
         assert laws.same_vector(plain, packed)
         assert laws.same_bits(worlds[0].residuals, worlds[1].residuals)
@@ -84,7 +78,7 @@ def test_rounding_reports_its_error(name: str) -> None:
     for values in ROUNDED:
         recipe = method(name, density=0.02, values=values)
         world = SimulatedWorld(recipe, 3, 20_000)
-        world.step(sparse_floats(3, 20_000))
+        world.step(heavy_tailed(3, 20_000))
         report = world.workers[1].algorithm.report
         assert report["unsendable"] == 0 or not recipe.compares_entries()  # where some are far smaller than others
         errors[FORMATS[values].bits] = max(report["quantisation_error"], errors.get(FORMATS[values].bits, 0.0))
@@ -92,7 +86,7 @@ def test_rounding_reports_its_error(name: str) -> None:
     assert by_bits == sorted(set(by_bits))
     assert 0 < by_bits[0] < by_bits[-1] < 0.5
     exact = SimulatedWorld(method(name, density=0.02), 3, 20_000)
-    exact.step(sparse_floats(3, 20_000))
+    exact.step(heavy_tailed(3, 20_000))
     assert "quantisation_error" not in exact.workers[1].algorithm.report
 
 
@@ -101,7 +95,7 @@ def test_rounding_reports_its_error(name: str) -> None:
 def test_bits_per_entry_on_the_wire(values: str, density: float, numel: int) -> None:
     """An all-gather sends within 2 % of the format's bits per entry, its message headers included."""
     world = SimulatedWorld(method("topk_allgather", density=density, values=values, packed=True), 2, numel)
-    world.step(sparse_floats(2, numel))
+    world.step(heavy_tailed(2, numel))
     bits = INDEX_BITS[density] + FORMATS[values].bits
     assert 8 * world.traffic[0].bytes / (numel * density) == pytest.approx(bits, rel=0.02)
 

@@ -30,6 +30,7 @@ from tritoncomm.scheduler.rounds import AllGather, Op
 
 import laws
 from depth import trials
+from laws import heavy_tailed
 from recipes import SHORT, always_packed, under_test
 
 AMPLE = 1000.0  # capacity of ExDyna that no step reaches
@@ -74,11 +75,6 @@ def named(entry: tuple[Recipe, int]) -> str:
     return f"{recipe.name}-{world_size}-{','.join(changed[1:])}"
 
 
-def heavy(world_size: int, numel: int, seed: int) -> torch.Tensor:
-    """Return gradients with heavy tails, whose sums are not zero."""
-    return next(laws.Case(world_size, numel, ("random",), seed=seed, exact=False).gradients())
-
-
 @pytest.mark.parametrize("entry", SAME, ids=named)
 @pytest.mark.parametrize("numel", trials([1003], [1003, 4000]))
 def test_same_as_the_exact_form(entry: tuple[StaticRecipe, int], numel: int) -> None:
@@ -88,7 +84,7 @@ def test_same_as_the_exact_form(entry: tuple[StaticRecipe, int], numel: int) -> 
         SimulatedWorld(dataclasses.replace(recipe, static=static), world_size, numel) for static in (False, True)
     )
     for step in range(12 if recipe.name == "oktopk" else trials(4, 6)):  # it has steps of four kinds
-        gradients = heavy(world_size, numel, step)
+        gradients = heavy_tailed(world_size, numel, step)
         expected, means = exact.step(gradients), static.step(gradients)
         assert len(means[0]) > 0
         assert all(laws.same_vector(mean.trimmed(), expected[0]) for mean in means)
@@ -155,7 +151,7 @@ def test_same_between_nodes(recipe: Recipe, node_size: int, world_size: int, num
         for static in (False, True)
     )
     for step in range(4):
-        gradients = heavy(world_size, numel, step)
+        gradients = heavy_tailed(world_size, numel, step)
         expected, means = exact.step(gradients), static.step(gradients)
         assert all(laws.same_vector(mean, expected[0]) for mean in means)
         assert laws.same_bits(static.residuals, exact.residuals)
@@ -175,7 +171,7 @@ def test_entries_without_room_stay(capacity: float) -> None:
     blocks = (7, 7, 6, 5)
     for worker in world.workers:
         worker.algorithm.state = ExDynaState(world_size=4, threshold=0.01, settled=True, blocks=blocks)
-    gradients = heavy(world_size, numel, 0)
+    gradients = heavy_tailed(world_size, numel, 0)
     gradients[2:, :] = 0  # two partitions with too many entries, two without any
     mean = world.step(gradients)[0]
     algorithm = world.workers[0].algorithm
@@ -215,7 +211,7 @@ def test_counts_out_of_range_are_rejected(wrong: int) -> None:
             ops[1].tensor[-2] = wrong
 
     with pytest.raises(ProtocolMismatchError, match=rf"received counts \[{wrong}\] from rank 1"):
-        world.step(heavy(3, 1003, 0), before_round=change)
+        world.step(heavy_tailed(3, 1003, 0), before_round=change)
     assert world.workers[0].algorithm.state == ExDynaState()
 
 
@@ -224,8 +220,8 @@ def test_an_index_of_the_next_block_is_rejected() -> None:
     numel, world_size = 1003, 5  # blocks of 200, 201, 200, 201 and 201
     world = SimulatedWorld(SparDL(density=0.05, static=True), world_size, numel)
     with pytest.raises(ProtocolMismatchError, match="malformed"):
-        changed(world, heavy(world_size, numel, 0), 0, 9, 200)
-    changed(world, heavy(world_size, numel, 0), 0, 9, 199)
+        changed(world, heavy_tailed(world_size, numel, 0), 0, 9, 200)
+    changed(world, heavy_tailed(world_size, numel, 0), 0, 9, 199)
 
 
 @pytest.mark.parametrize("teams", [1, 3])
@@ -234,7 +230,7 @@ def test_an_index_of_the_next_block_is_rejected() -> None:
 def test_errors_of_spardl_do_not_claim_that_gradients_are_finite(static: bool, many: int, teams: int) -> None:
     """NaN of a rank that SparDL cannot name are not reported as an overflow by any rank, also if many are truncated."""
     world = SimulatedWorld(SparDL(density=0.05, teams=teams, static=static), 6, 600)
-    gradients = heavy(6, 600, 0)
+    gradients = heavy_tailed(6, 600, 0)
     gradients[2, 17 : 17 + many] = torch.nan
     with pytest.raises(NonFiniteError, match="a gradient or a sum of gradients contains NaN or Inf"):
         world.step(gradients)

@@ -123,7 +123,7 @@ def test_delays(recipe: Recipe, delays: int) -> None:
         def count(_: int, ops: Sequence[Op], waits: list[Op] = waits) -> None:
             waits.extend(ops[:1] if not isinstance(ops[0], Wait) else ())
 
-        world.step(next(laws.Case(4, 1037, ("random",), seed=step, exact=False).gradients()), before_round=count)
+        world.step(laws.heavy_tailed(4, 1037, step), before_round=count)
         report = world.workers[0].algorithm.report
         if step and not report.get("reevaluated") and not report.get("repartitioned"):
             ordinary.append(len(waits))
