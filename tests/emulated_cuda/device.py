@@ -197,9 +197,6 @@ class CudaTensor(torch.Tensor):
     def cpu(self, *_: Any, **__: Any) -> torch.Tensor:
         return self.to("cpu")
 
-    def cuda(self, device: Any = None, non_blocking: bool = False, **_: Any) -> torch.Tensor:
-        return self
-
     def numpy(self, **_: Any) -> np.ndarray:
         raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() first")
 

@@ -311,15 +311,7 @@ class EmulatedNCCL(dist.ProcessGroup):
         return PythonCallbackWork(wait)
 
 
-_COMBINE = {
-    "SUM": torch.add,
-    "AVG": torch.add,
-    "MAX": torch.maximum,
-    "MIN": torch.minimum,
-    "PRODUCT": torch.mul,
-    "BAND": torch.bitwise_and,
-    "BOR": torch.bitwise_or,
-}
+_COMBINE = {"SUM": torch.add, "AVG": torch.add, "MAX": torch.maximum}
 _SIZES = "NCCL would hang, or write outside of the buffer"
 
 
@@ -344,8 +336,6 @@ def _demand_sizes(tensors: Sequence[torch.Tensor], sizes: Sequence[int]) -> None
 
 def _operator(opts: Any) -> str:
     """Return the name of the reduction."""
-    if opts is None:
-        return "SUM"
     return next(name for name in _COMBINE if opts.reduceOp == getattr(dist.ReduceOp, name))
 
 

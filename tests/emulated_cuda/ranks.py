@@ -315,9 +315,6 @@ def _methods() -> dict[str, Any]:
         made = upload(converted, "to", gpu, non_blocking=non_blocking, index=streams.index_of(device))
         return made.requires_grad_(self.requires_grad)
 
-    def cuda(self: torch.Tensor, device: Any = "cuda", non_blocking: bool = False, **_: Any) -> torch.Tensor:
-        return to(self, device or "cuda", non_blocking=non_blocking)
-
     def pin_memory(self: torch.Tensor, *_: Any) -> torch.Tensor:
         return current_gpu().pin(self.clone())
 
@@ -325,7 +322,7 @@ def _methods() -> dict[str, Any]:
         gpu = getattr(threading.current_thread(), "emulated_gpu", None)
         return original_pinned(self) if gpu is None else gpu.is_pinned(self)
 
-    return {"to": to, "cuda": cuda, "pin_memory": pin_memory, "is_pinned": is_pinned}
+    return {"to": to, "pin_memory": pin_memory, "is_pinned": is_pinned}
 
 
 def _cuda() -> dict[str, Any]:

@@ -126,10 +126,6 @@ class Event:
         self.recorded_at = time.perf_counter()
         self.ends_at = self.stream.gpu.busy_until
 
-    def wait(self, stream: Stream | None = None) -> None:
-        """Let ``stream``, by default the current one, wait for the event."""
-        (stream or current_stream()).wait_event(self)
-
     def synchronize(self) -> None:
         """Let the host wait for the event. Counts as a synchronization."""
         if self.stream is not None:

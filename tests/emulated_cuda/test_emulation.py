@@ -20,9 +20,8 @@ from emulated_cuda.network import Network
 from emulated_cuda.streams import RaceError
 from tritoncomm_kernels import Entries
 
-# Their names since PyTorch 2.13, and before.
+# Its name since PyTorch 2.13, and before.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def _cuda(*content: float) -> torch.Tensor:
@@ -200,41 +199,6 @@ def test_events_measure_time_once_they_are_complete() -> None:
         end.synchronize()
         assert start.query()
         assert start.elapsed_time(end) >= 0
-
-
-def test_collectives() -> None:
-    """All collectives return what they do with gloo, in rank order."""
-
-    def main(rank: int) -> list[list[float]]:
-        own = torch.arange(3.0, device="cuda") + 10 * rank
-        total, largest = own.clone(), own.clone()
-        dist.all_reduce(total)
-        dist.all_reduce(largest, dist.ReduceOp.MAX)
-        rows = [torch.empty(3, device="cuda") for _ in range(3)]
-        dist.all_gather(rows, own)
-        joined, turned = torch.empty(9, device="cuda"), torch.empty(3, device="cuda")
-        all_gather(joined, own)
-        dist.all_to_all_single(turned, own)
-        uneven = torch.empty(3 * (rank + 1), device="cuda")
-        dist.all_to_all_single(uneven, joined[:6], [rank + 1] * 3, [1, 2, 3])
-        share = torch.empty(1, device="cuda")
-        reduce_scatter(share, own)
-        first = own.clone()
-        dist.broadcast(first, src=2)
-        gathered: list[Any] = [None] * 3
-        dist.all_gather_object(gathered, {"rank": rank})
-        assert gathered == [{"rank": other} for other in range(3)]
-        return [values_of(each).tolist() for each in (total, largest, *rows, joined, turned, uneven, share, first)]
-
-    found = ranks.run(main, 3)
-    rows = [[10.0 * rank + i for i in range(3)] for rank in range(3)]
-    joined = [each for row in rows for each in row]
-    for rank in range(3):
-        starts = slice(sum(range(rank + 1)), sum(range(rank + 2)))
-        assert found[rank] == [
-            [30.0, 33.0, 36.0], rows[2], *rows, joined, [row[rank] for row in rows], 3 * joined[:6][starts],
-            [30.0 + 3 * rank], rows[2],
-        ]  # fmt: skip
 
 
 def _messages(sizes: tuple[int, ...]) -> list[list[float]]:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from test_section_rows import KINDS, values_of
 from tritoncomm import ProtocolMismatchError
 from tritoncomm.primitives import packing
 from tritoncomm.primitives.packing import NO_VALUES, Encoding, Section, Sections
@@ -86,23 +87,13 @@ def situations(draw: st.DrawFn) -> tuple[Section, list[int], torch.Tensor]:
     room = count + draw(st.sampled_from([0, 0, 1, 31, 40, 300]))
     generator = np.random.default_rng(draw(st.integers(0, 2**32)))
     indices = np.sort(generator.choice(span, count, replace=False)) + low
-    kind = draw(
-        st.sampled_from(["bits", "normal", "tails", "equal", "denormal", "outlier", "huge", "tail of a residual"])
-    )
+    kind = draw(st.sampled_from(["bits", "denormal", *KINDS]))
     if kind == "bits":
         values = generator.integers(0, 2**32, count, dtype=np.uint32).view(np.float32)
-    elif kind == "tails":
-        values = np.exp(generator.normal(0, 6, count))
-    elif kind == "equal":
-        values = np.full(count, generator.normal())
     elif kind == "denormal":
         values = generator.normal(size=count) * 1e-41
-    elif kind == "outlier":
-        values = np.where(np.arange(count) == count // 2, 1e30, 1.0)
-    elif kind == "huge":
-        values = generator.uniform(1e38, 3.4e38, count)
     else:
-        values = generator.normal(size=count) if kind == "normal" else 1 + generator.exponential(0.2, count)
+        values = values_of(kind, count, draw(st.integers(0, 2**31 - 1))).numpy()
     with np.errstate(all="ignore"):
         signed = (values * generator.choice([-1.0, 1.0], count)).astype(np.float32)
     signed = np.where(np.isfinite(signed) & (signed != 0), signed, np.float32(1.5)).astype(np.float32)
