@@ -46,9 +46,9 @@ if [ "$part" != speed ]; then
     stage executor 120 env TRITONCOMM_PTX=gpu KERNEL_CASES=0.03 "${tests[@]}" "${several[@]}"
     if command -v compute-sanitizer >/dev/null; then
       small=(env KERNEL_CASES=0.02 PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --report-api-errors no --error-exitcode 9)
-      some="by_hand or expand or merge or rebalance or adam or rows or joined or entries or bad_indices or steps or tensors"
+      some="test_mark or expand or merge or rebalance or adam or rows or joined or entries or bad_indices or steps or tensors"
       stage memcheck 50 "${small[@]}" --tool memcheck "${tests[@]}" -k "$some"
-      stage racecheck 30 "${small[@]}" --tool racecheck "${tests[@]}" -k by_hand
+      stage racecheck 30 "${small[@]}" --tool racecheck "${tests[@]}" -k test_mark
     else
       note "compute-sanitizer is not on the PATH: memcheck and racecheck are skipped"
     fi

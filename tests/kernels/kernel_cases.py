@@ -72,8 +72,10 @@ dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
 
 
 def drawn(family: str, n: int, seed: int) -> torch.Tensor:
-    """Return ``n`` fp32 values of one family, on the CPU."""
+    """Return ``n`` fp32 values of one family, on the CPU. Those of "bits" may be NaNs of any payload."""
     rng = np.random.default_rng(seed)
+    if family == "bits":
+        return torch.from_numpy(rng.integers(0, 2**32, n, dtype=np.uint32).view(np.float32))
     values = rng.standard_normal(n)
     if family == "special":
         values = rng.choice(SPECIAL, n)

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kernel_cases import (
     DEVICES,
+    FAMILIES,
     SPECIAL,
     Guarded,
     agree,
@@ -46,71 +47,46 @@ from tritoncomm_kernels.select import HOST_CHUNK, TILES_SUMMED_IN_PLACE
 # The functions of these names hide the modules in the package.
 select, top_k = (importlib.import_module(f"tritoncomm_kernels.{name}") for name in ("select", "top_k"))
 many, few = cases(150), cases(60)
-words = st.one_of(
-    st.sampled_from([int(np.float32(value).view(np.int32)) for value in SPECIAL]),
-    st.sampled_from([0x7F800001, -0x7FFFFF, 0x7FC00000]),  # NaNs of different payloads
-    st.integers(-(2**31), 2**31 - 1),
-)
+any_bits = st.sampled_from([*FAMILIES, "bits"])
 
 
 @both
-@given(st.lists(st.tuples(words, words), max_size=70), thresholds, st.integers(-5, 75), st.integers(-5, 75), st.data())
-@many
-def test_mark_by_hand(
-    device: str, pairs: list[tuple[int, int]], limit: float, low: int, high: int, data: st.DataObject
-) -> None:
-    """Sum, bit mask and counts equal those that are computed element by element, for any bits."""
-    n, ranged, adds = len(pairs), data.draw(st.booleans()), data.draw(st.booleans())
-    residual, added = (torch.tensor([p[i] for p in pairs], dtype=torch.int32).view(torch.float32) for i in (0, 1))
-
-    def call(guarded: Guarded) -> list[list[int]]:
-        x, limits = guarded.of(residual), torch.tensor([limit], device=guarded.device)
-        out, marks = guarded.poison(n) if adds else x, kernels.Marks.empty(n, x.device, tile=64)
-        span = torch.tensor([low, high], dtype=torch.int32, device=guarded.device) if ranged else None
-        kernels.mark(x, guarded.of(added) if adds else None, out, limits, marks, span=span)
-        return [bits(each) for each in (out, *marks)]
-
-    out, mask, counts = agree(call, device)
-    with np.errstate(all="ignore"):
-        total = torch.from_numpy(residual.numpy() + added.numpy()) if adds else residual
-    chosen = [i for i, word in enumerate(total.view(torch.int32).tolist()) if word & 0x7FFFFFFF >= key_to_reach(limit)]
-    chosen = [i for i in chosen if low <= i < high or not ranged]
-    expected = [sum(1 << (i % 32) for i in chosen if i // 32 == word) for word in range(len(mask))]
-    assert out == bits(total)
-    assert [word & 0xFFFFFFFF for word in mask] == expected
-    assert counts == [sum(t * 64 <= i < t * 64 + 64 for i in chosen) for t in range(max(1, -(-n // 64)))]
-
-
-@kernels_only
-@given(sizes, families, families, seeds, dtypes, thresholds, tiles, st.data())
+@given(sizes, any_bits, any_bits, seeds, dtypes, thresholds, tiles, st.data())
 @many
 def test_mark(
     device: str, n: int, family: str, other: str, seed: int, dtype: torch.dtype, limit: float, tile: int,
     data: st.DataObject,
 ) -> None:  # fmt: skip
-    """Sum, mask and counts equal the reference with and without a span, in place or not, for all thresholds."""
-    place, ranged, keyed = data.draw(st.tuples(st.booleans(), st.booleans(), st.booleans()))
-    span = data.draw(st.tuples(st.integers(0, n), st.integers(0, n)))
+    """Sum, mask and counts equal those that are computed element by element, for any bits and all thresholds.
+
+    With and without a gradient, a divisor and a span, in place or not.
+    """
+    adds, place, ranged, keyed, divides = data.draw(st.tuples(*[st.booleans()] * 5))
+    span = data.draw(st.tuples(st.integers(-5, n + 5), st.integers(-5, n + 5)))
     below = data.draw(st.sampled_from([1, 0, -1, -(2**31)]))  # keys that stand for every non-zero
-    divides = data.draw(st.booleans())
+    residual, added = drawn(family, n, seed), gradient(other, n, seed + 1, dtype)
+    divisor = powers(n, seed) if divides else None
 
     def call(guarded: Guarded) -> list[list[int]]:
-        residual = guarded.of(drawn(family, n, seed))
-        added = guarded.of(gradient(other, n, seed + 1, dtype))
-        out = residual if place else guarded.poison(n)
-        empty = kernels.Marks.empty(n, residual.device, tile=tile)
-        marks = kernels.Marks(
-            guarded.poison(empty.bits.numel(), torch.int32),
-            guarded.poison(empty.counts.numel(), torch.int32),
-        )
+        x, gradients = guarded.of(residual), guarded.of(added) if adds else None
+        out = x if place or not adds else guarded.poison(n)
+        empty = kernels.Marks.empty(n, x.device, tile=tile)
+        marks = kernels.Marks(*(guarded.poison(each.numel(), torch.int32) for each in empty))
         at = torch.tensor(span, dtype=torch.int32, device=guarded.device) if ranged else None
         exact = key_to_reach(limit) if limit > 0 or math.isnan(limit) else below
         key = torch.tensor([exact], dtype=torch.int32) if keyed else torch.tensor([limit])
-        divisor = guarded.of(powers(n, seed)) if divides else None
-        kernels.mark(residual, added, out, key.to(guarded.device), marks, span=at, divisor=divisor)
-        return [bits(t) for t in (out, residual, added, *marks)]
+        by = guarded.of(divisor) if divides else None
+        kernels.mark(x, gradients, out, key.to(guarded.device), marks, span=at, divisor=by)
+        return [bits(each) for each in (out, x, *marks)]
 
-    agree(call, device)
+    out, held, mask, counts = agree(call, device)
+    total = residual + added if adds else residual
+    keys = (total / divisor if divides else total).view(torch.int32).bitwise_and(0x7FFFFFFF).tolist()
+    chosen = [i for i, key in enumerate(keys) if key >= key_to_reach(limit) and (not ranged or span[0] <= i < span[1])]
+    assert out == bits(total)
+    assert held == (out if place else bits(residual))
+    assert {32 * i + bit for i, word in enumerate(mask) for bit in range(32) if word >> bit & 1} == {*chosen}
+    assert counts == [sum(t * tile <= i < (t + 1) * tile for i in chosen) for t in range(max(1, -(-n // tile)))]
 
 
 @both

@@ -49,12 +49,10 @@ BUGS: dict[str, dict[Callable[..., None], dict[str, tuple[str, str]]]] = {
             "sums compared undivided": ("key_of(divided(total, divisor_ptr, at, None))", "key_of(total)"),
             "strictly above": ("keys >= threshold_key", "keys > threshold_key"),
             "span end included": ("(at < tl.load(span_ptr", "(at <= tl.load(span_ptr"),
-        },
-        select.test_mark_by_hand: {
             "float comparison instead of keys": (
                 "keys >= threshold_key(threshold_ptr)",
                 "keys.to(tl.float32, bitcast=True) >= threshold_key(threshold_ptr).to(tl.float32, bitcast=True)",
-            )
+            ),
         },
         select.test_expand: {
             "sums written undivided": ("divided(two, divisor_ptr, second, also)", "two"),
