@@ -50,10 +50,10 @@ def paper_layout(numel: int, world_size: int, blocks: int = 1024) -> Layout:
     return Layout(block, counts, _starts(counts), numel, numel - block * blocks, _ceil_div(blocks, 4 * world_size))
 
 
-def static_bounds(numel: int, world_size: int) -> list[tuple[int, int]]:
+def static_layout(numel: int, world_size: int) -> Layout:
     """Return MiCRO's fixed partitions: equal to within one element, the larger ones first."""
     sizes = _shares(numel, world_size)
-    return [(start, start + size) for start, size in zip(_starts(sizes), sizes, strict=True)]
+    return Layout(1, sizes, _starts(sizes), numel)
 
 
 def part(rank: int, t: int, world_size: int) -> int:
@@ -112,29 +112,15 @@ def threshold_prop(delta: float, raw: int, k: int, density: float) -> float:
 
 
 class ExDynaOracle:
-    """State of all ranks. Mode "paper" is ExDyna as in the reference program, "micro" the same with fixed partitions.
+    """State of all ranks. ExDyna as in the reference program, or without ``moving`` borders MiCRO.
 
-    ``layout`` and ``delta`` replace the values of the first iteration, ``rule`` scales the threshold. After a step,
-    ``layout`` and ``delta`` are those that the step used, and ``counts`` are its counts by rank.
+    After a step, ``layout`` and ``delta`` are those that the step used, and ``counts`` are its counts by rank.
     """
 
-    def __init__(
-        self,
-        world_size: int,
-        numel: int,
-        density: float,
-        mode: str = "paper",
-        *,
-        layout: Layout | None = None,
-        delta: float | None = None,
-        rule: Callable[[float, int, int], float] = threshold_ref,
-    ) -> None:
-        if mode not in {"paper", "micro"}:
-            raise ValueError(f"unknown mode {mode!r}")
-        self.world_size, self.numel, self.mode, self.rule = world_size, numel, mode, rule
+    def __init__(self, world_size: int, numel: int, density: float, layout: Layout, *, moving: bool) -> None:
+        self.world_size, self.layout, self.moving = world_size, layout, moving
         self.k = max(1, int(density * numel))
-        self.delta = threshold_start(self.k) if delta is None else delta
-        self.layout = layout or (_static_layout if mode == "micro" else paper_layout)(numel, world_size)
+        self.delta = threshold_start(self.k)
         self.number = 0
         self.counts: list[int] = []
         self.residuals: list[list[int | Fraction]] = [[0] * numel for _ in range(world_size)]
@@ -146,9 +132,9 @@ class ExDynaOracle:
         t, self.number = self.number, self.number + 1
         if t > 0:
             # Both follow from the counts of the previous iteration, which every rank has.
-            if self.mode == "paper":
+            if self.moving:
                 self.layout = rebalance_paper(self.layout, by_partition(self.counts, t - 1))
-            self.delta = self.rule(self.delta, sum(self.counts), self.k)
+            self.delta = threshold_ref(self.delta, sum(self.counts), self.k)
         chosen = [self._choose(acc[r], part(r, t, self.world_size), t) for r in range(self.world_size)]
         self.counts = [len(c) for c in chosen]
         indices = sorted(i for c in chosen for i in c)
@@ -166,11 +152,6 @@ class ExDynaOracle:
         chosen = [i for i in range(start, stop) if abs(acc[i]) >= limit]
         # A rank selects at least one element, unless its partition is empty.
         return chosen if chosen or start == stop else [start + t % (stop - start)]
-
-
-def _static_layout(numel: int, world_size: int) -> Layout:
-    bounds = static_bounds(numel, world_size)
-    return Layout(1, [stop - start for start, stop in bounds], [start for start, _ in bounds], numel)
 
 
 def _sweep(layout: Layout, kappa: Sequence[int], sheds: Callable[[int, int], bool]) -> Layout:

@@ -23,8 +23,6 @@ class Step:
     sums: dict[int, float]
     residuals: list[list[float]]
     reevaluated: bool
-    threshold: float
-    wanted: int
 
 
 class Oracle:
@@ -62,7 +60,6 @@ class Oracle:
         sums = {j: v for j, v in sums.items() if v != 0}
         kept, wanted = self._select(sums, reevaluate=reevaluate)
         loads = [sum(self._owner(j) == r for c in chosen for j in c) for r in ranks]
-        used = self.threshold
         reaching = sum(key(v) >= key(self.threshold) for v in sums.values())
         self._adapt({j: sums[j] for j in kept}, wanted, reaching, loads, reevaluate=reevaluate)
         self.residuals = [
@@ -70,7 +67,7 @@ class Oracle:
         ]
         self.number += 1
         delivered = {j: sums[j] for j in kept}
-        return Step([set(c) for c in chosen], delivered, self.residuals, reevaluate, used, wanted)
+        return Step([set(c) for c in chosen], delivered, self.residuals, reevaluate)
 
     def _choose(self, rank: int, acc: list[float], *, reevaluate: bool) -> list[int]:
         limit = self.local[rank]

@@ -31,8 +31,8 @@ class SparDLOracle:
     """The state of all ranks.
 
     ``residuals`` are the residuals of each rank. Of the last step there are also ``dropped``, all values that each rank
-    discarded; ``sent``, the messages and words that each rank sent; and ``unions``, per block, the number of distinct
-    indices in the lists of Bruck's Spar-All-Gather. ``h`` is the size of those lists in the next step.
+    discarded, and ``sent``, the messages and words that each rank sent. ``h`` is the size of the lists of Bruck's
+    Spar-All-Gather in the next step.
     """
 
     def __init__(
@@ -44,10 +44,6 @@ class SparDLOracle:
         sag: Literal["recursive", "bruck"] = "recursive",
         residuals: Literal["global", "partial", "local"] = "global",
     ) -> None:
-        if world_size % teams:
-            raise ValueError(f"{teams} teams do not divide {world_size} ranks")
-        if sag == "recursive" and teams & (teams - 1):
-            raise ValueError(f"recursive doubling needs a power of two, not {teams} teams")
         self.world_size, self.numel, self.teams, self.kind = world_size, numel, teams, residuals
         self.team_size = size = world_size // teams
         self.bruck = sag == "bruck" and teams > 1
@@ -62,7 +58,6 @@ class SparDLOracle:
         self.residuals = [[Fraction(0)] * numel for _ in range(world_size)]
         self.dropped = [[Fraction(0)] * numel for _ in range(world_size)]
         self.sent = [(0, 0)] * world_size
-        self.unions: list[int] = []
 
     def step(self, gradients: Sequence[Sequence[float | Fraction]]) -> tuple[list[int], list[Fraction]]:
         """Return the final indices, ascending, and the sums over all ranks that are delivered there."""
@@ -72,7 +67,6 @@ class SparDLOracle:
         ]
         self._count_messages()  # before the controllers move: this step still sends the old number of entries
         self.dropped = [list(mine) for mine in acc]
-        self.unions = [0] * self.team_size
         # Indices that a rank put into its own lists, for partial and local residuals.
         chosen: list[set[int]] = [set() for _ in range(self.world_size)]
         final: Entries = {}
@@ -135,7 +129,6 @@ class SparDLOracle:
         kept = largest(merged, self.budgets[b])
         for team in range(self.teams):
             self._drop(team, b, merged, kept, self.teams)
-        self.unions[b] = len(merged)
         if self.budgets[b]:
             move, inertia = self._controllers[b]
             self.h[b], move, inertia = adapt(self.h[b], move, inertia, len(merged), self.budgets[b], self.lowest[b])

@@ -174,11 +174,8 @@ def test_oracle(world_size: int, extra: int, moving: bool, families: tuple[str, 
     recipe = ExDyna(mode="paper", density=density, blocks=blocks, rebalance="auto" if moving else "off")
     case = laws.Case(world_size, numel, families, seed=seed, exponent=-9)
     world = laws.world_of(recipe, case)
-    reference = oracle.ExDynaOracle(
-        world_size, numel, density, "paper" if moving else "micro",
-        layout=oracle.paper_layout(numel, world_size, blocks) if moving else None,
-        rule=oracle.threshold_ref,
-    )  # fmt: skip
+    layout = oracle.paper_layout(numel, world_size, blocks) if moving else oracle.static_layout(numel, world_size)
+    reference = oracle.ExDynaOracle(world_size, numel, density, layout, moving=moving)
     for gradient in case.gradients():
         state = world.workers[0].algorithm.state
         mean = world.step(gradient)[0]

@@ -54,9 +54,6 @@ class EmulatedNCCL(dist.ProcessGroup):
     def size(self) -> int:
         return self._size
 
-    def getBackendName(self) -> str:  # noqa: N802 - torch's name
-        return BACKEND
-
     def _get_backend(self, device: torch.device) -> EmulatedNCCL:
         if torch.device(device).type != "cuda":
             raise RuntimeError(f"No backend type associated with device type {torch.device(device).type}")

@@ -7,7 +7,7 @@ import sys
 import threading
 import types
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from typing import Any
 from unittest import mock
@@ -152,7 +152,8 @@ def alone() -> Iterator[Gpu]:
 def installed(network: Network) -> Iterator[None]:
     """Patch torch and the library for the ranks of ``network``, and restore everything afterwards."""
     plugins = dist.Backend._plugins
-    with _installing, _patches() as patch:
+    with _installing, ExitStack() as stack:
+        patch = stack.enter_context
         if nccl.BACKEND.upper() not in plugins:
             dist.Backend.register_backend(nccl.BACKEND, _refuse, extended_api=True, devices=["cuda"])
         maker = dist.Backend._BackendPlugin(lambda options, _: nccl.create(network, options), True)
@@ -182,21 +183,6 @@ def installed(network: Network) -> Iterator[None]:
             yield
         finally:
             torch._C._distributed_c10d._set_thread_isolation_mode(False)
-
-
-@contextmanager
-def _patches() -> Iterator[Callable[[Any], None]]:
-    entered: list[Any] = []
-
-    def patch(each: Any) -> None:
-        each.start() if hasattr(each, "start") else each.__enter__()
-        entered.append(each)
-
-    try:
-        yield patch
-    finally:
-        for each in reversed(entered):
-            each.stop()
 
 
 def _refuse(*_: Any) -> None:
