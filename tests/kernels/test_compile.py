@@ -20,6 +20,8 @@ from triton.runtime.jit import JITFunction
 
 import tritoncomm_kernels as kernels
 from depth import DEEP
+from ptx.launch import parsed
+from ptx.steps import steps_of
 from tritoncomm_kernels import (
     adam_triton,
     dense_bits,
@@ -42,6 +44,10 @@ WIDE |= {"mark fp16, whole": WIDE["mark bf16, whole"], "mark only, whole": (QUAD
 # Outside of a deep run, other GPUs than Hopper have the case with most accesses, and one of two bytes per element.
 WIDE_ON = [(name, "sm_90") for name in WIDE]
 WIDE_ON += [(name, target) for name in (WIDE if DEEP else ("mark bf16, whole",)) for target in ("sm_80", "sm_100")]
+# Outside of a deep run, the first case of each kernel.
+FIRST = {case.kernel.__name__: case.name for case in reversed(launched_cases())}
+EXECUTED = [(name, target) for target in TARGETS if target != "gfx942" for name in compiled_for(target)]
+EXECUTED = EXECUTED if DEEP else [(name, "sm_90") for name in FIRST.values()]
 
 
 @pytest.mark.parametrize(("name", "target"), [(name, target) for target in TARGETS for name in compiled_for(target)])
@@ -52,6 +58,12 @@ def test_compiles_without_spills(name: str, target: str) -> None:
     assert ".ftz" not in result.text, "denormals are ordered exactly"
     assert "ld.volatile" not in result.text, "nothing polls memory"
     assert not re.search(r"(atom|red)\S*\.f(16|32|64)", result.text), "float atomics have no order"
+
+
+@pytest.mark.parametrize(("name", "target"), EXECUTED)
+def test_executor_knows_every_opcode(name: str, target: str) -> None:
+    """The text has no form of an opcode that the executor of ``tests/ptx`` does not know."""
+    steps_of(parsed(compiled(name, target).text))
 
 
 def test_tiles_have_an_element_per_thread() -> None:

@@ -1,4 +1,4 @@
-"""Cuts, rotation and moves: the invariants of Ok-Topk's integer arithmetic."""
+"""The order in which ranks send to each other."""
 
 from __future__ import annotations
 
