@@ -57,10 +57,14 @@ ORACLES = {
 @given(st.data(), st.sampled_from(sorted(ORACLES)))
 @examples(300)
 def test_rebalance_equals_oracle(data: st.DataObject, rule: str) -> None:
-    """Each rule moves the same blocks as the oracle, for all kinds of partitions and counts."""
-    size = data.draw(st.integers(1, 12))
-    blocks = data.draw(st.lists(st.integers(1, 40), min_size=size, max_size=size))
-    kappa = data.draw(st.lists(st.one_of(st.integers(0, 3), st.integers(0, 5000)), min_size=size, max_size=size))
+    """Each rule moves the same blocks as the oracle, for all kinds of partitions and counts.
+
+    Of few blocks with similar counts, a move decides about the next one.
+    """
+    size, most = data.draw(st.integers(1, 12)), data.draw(st.sampled_from([3, 40]))
+    blocks = data.draw(st.lists(st.integers(1, most), min_size=size, max_size=size))
+    counts = data.draw(st.sampled_from([st.integers(0, 3), st.integers(70, 130), st.integers(0, 5000)]))
+    kappa = data.draw(st.lists(counts, min_size=size, max_size=size))
     starts = list(itertools.accumulate(blocks, initial=0))
     block, least = data.draw(st.integers(1000, 9000)), data.draw(st.integers(0, 6))
     numel = block * starts[-1]
@@ -115,14 +119,6 @@ def test_a_pair_sees_the_move_before_it() -> None:
     """By the paper's rule, a partition that gets a block counts its entries when it is compared with the next one."""
     layout = Layout(64, (2, 1, 1), 1)
     assert moved(layout, layout.blocks, [160, 94, 46], 256, "paper") == (1, 1, 2)
-    layout, blocks = algorithm(11_173_962, mode="paper").layout(8), (128,) * 8
-    for expected in (
-        (127, 129, 129, 126, 130, 126, 129, 128),
-        (126, 130, 130, 124, 132, 124, 130, 128),
-        (125, 131, 131, 122, 134, 122, 131, 128),
-    ):
-        blocks = moved(layout, blocks, [3000, 900, 700, 1500, 1100, 1500, 1300, 1173], 11_173_962, "paper")
-        assert blocks == expected
 
 
 def test_golden_thresholds() -> None:
