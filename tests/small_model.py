@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 
 import torch
@@ -24,6 +25,14 @@ def backward(net: nn.Module, seed: int = 0) -> torch.Tensor:
     loss = (net(x) - x.sum(1, keepdim=True)).square().mean()
     loss.backward()
     return loss
+
+
+def train(net: nn.Module, optimizer: torch.optim.Optimizer, steps: Iterable[int]) -> None:
+    """Take ``steps``. The batch depends on the step."""
+    for step in steps:
+        optimizer.zero_grad()
+        backward(net, step)
+        optimizer.step()
 
 
 def sgd(net: nn.Module) -> torch.optim.Optimizer:

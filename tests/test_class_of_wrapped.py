@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim.lr_scheduler import StepLR
 from tritoncomm.errors import ConfigurationError
 
-from small_model import backward, model
+from small_model import backward, model, train
 
 
 def adamw(net: nn.Module) -> torch.optim.AdamW:
@@ -24,14 +24,6 @@ def adamw(net: nn.Module) -> torch.optim.AdamW:
 def wrap(optimizer: Any, **settings: Any) -> tritoncomm.SparseOptimizer:
     """Wrap ``optimizer`` so that a small model is exchanged sparsely."""
     return tritoncomm.wrap(optimizer, **{"density": 0.2, "dense_below": 0} | settings)
-
-
-def take(net: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
-    """Take some steps."""
-    for step in range(steps):
-        optimizer.zero_grad()
-        backward(net, step)
-        optimizer.step()
 
 
 def test_it_is_the_same_object_of_both_classes() -> None:
@@ -48,7 +40,7 @@ def test_it_is_the_same_object_of_both_classes() -> None:
     assert "lr: 0.01" in repr(optimizer)
     assert type(optimizer) is type(wrap(adamw(model())))
     assert type(optimizer).__name__ == "SparseAdamW"
-    take(net, optimizer, 3)
+    train(net, optimizer, range(3))
     assert optimizer.metrics()["steps"] == 3
 
 
@@ -63,9 +55,9 @@ def test_release_gives_the_class_back() -> None:
         assert type(optimizer) is torch.optim.AdamW
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            take(net, optimizer, 2)
+            train(net, optimizer, range(2))
             schedules[0].step()
-        take(control, bare, 2)
+        train(control, bare, range(2))
         schedules[1].step()
         assert all(map(torch.equal, net.parameters(), control.parameters()))
     assert not hasattr(optimizer, "metrics")
@@ -82,9 +74,9 @@ def test_hooks_see_averages_once_also_after_a_load() -> None:
         lambda *_: seen.append(f"before {sum(float(p.grad.square().sum()) for p in net.parameters()) < 1e-4}")
     )
     optimizer.register_step_post_hook(lambda *_: seen.append("after"))
-    take(net, optimizer, 1)
+    train(net, optimizer, range(1))
     optimizer.load_state_dict(optimizer.state_dict())
-    take(net, optimizer, 1)
+    train(net, optimizer, range(1))
     assert seen == ["True", "before True", "after"] * 2
 
 
@@ -162,7 +154,7 @@ def test_an_optimizer_that_refuses_attributes() -> None:
     net = model()
     base = Strict(net.parameters(), lr=0.1)
     base.frozen = True
-    take(net, wrap(base), 2)
+    train(net, wrap(base), range(2))
     assert base.metrics()["steps"] == 2
 
 

@@ -16,7 +16,7 @@ from tritoncomm import algorithms
 from tritoncomm.algorithms import at_density
 
 from depth import trials
-from small_model import backward, model
+from small_model import backward, model, train
 
 Make = Callable[[nn.Module], torch.optim.Optimizer]
 
@@ -37,14 +37,6 @@ every = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 every_bare = pytest.mark.parametrize("make", BARE.values(), ids=BARE)
 
 
-def train(net: nn.Module, optimizer: torch.optim.Optimizer, steps: int, start: int = 0) -> None:
-    """Train for ``steps`` steps. The batch depends on the step."""
-    for step in range(start, start + steps):
-        optimizer.zero_grad()
-        backward(net, step)
-        optimizer.step()
-
-
 def same(a: nn.Module, b: nn.Module) -> bool:
     """Whether two models are equal bit for bit."""
     return all(map(torch.equal, a.parameters(), b.parameters()))
@@ -55,12 +47,12 @@ def test_learning_rate_set_after_a_load(make: Make) -> None:
     """A learning rate that is set after load_state_dict() takes effect, and the state has the model's parameters."""
     net = model()
     optimizer = make(net)
-    train(net, optimizer, 2)
+    train(net, optimizer, range(2))
     optimizer.load_state_dict(optimizer.state_dict())
     optimizer.param_groups[0]["lr"] = 0.0
     optimizer.param_groups[0]["weight_decay"] = 0.0
     before = copy.deepcopy(net)
-    train(net, optimizer, 1, 2)
+    train(net, optimizer, range(2, 3))
     assert same(net, before)
     assert all(parameter in set(net.parameters()) for parameter in optimizer.state)
 
@@ -71,16 +63,16 @@ def test_state_and_groups_can_be_assigned(make: Make) -> None:
     nets = model(), model()
     optimizers = [make(net) for net in nets]
     for net, optimizer in zip(nets, optimizers, strict=True):
-        train(net, optimizer, 3)
+        train(net, optimizer, range(3))
     optimizer = optimizers[1]
     optimizer.state = defaultdict(dict, {key: copy.deepcopy(value) for key, value in optimizer.state.items()})
     optimizer.param_groups = [dict(group) for group in optimizer.param_groups]
     for net, each in zip(nets, optimizers, strict=True):
-        train(net, each, 3, 3)
+        train(net, each, range(3, 6))
     assert same(*nets)
     optimizer.param_groups[0]["lr"] = 0.0
     optimizer.param_groups[0]["weight_decay"] = 0.0
-    train(nets[1], optimizer, 1, 6)
+    train(nets[1], optimizer, range(6, 7))
     assert same(*nets)
 
 
@@ -94,15 +86,15 @@ def test_state_dict_loads_with_weights_only(algo: str) -> None:
 
     straight, stopped = model(), model()
     first, second = make(straight), make(stopped)
-    train(straight, first, 3)
-    train(stopped, second, 3)
+    train(straight, first, range(3))
+    train(stopped, second, range(3))
     file = io.BytesIO()
     torch.save(second.state_dict(), file)
     file.seek(0)
     third = make(stopped)
     third.load_state_dict(torch.load(file, weights_only=True))
-    train(straight, first, 3, 3)
-    train(stopped, third, 3, 3)
+    train(straight, first, range(3, 6))
+    train(stopped, third, range(3, 6))
     assert same(straight, stopped)
 
 
@@ -126,7 +118,7 @@ def test_hooks(make: Make) -> None:
     optimizer.register_state_dict_pre_hook(note("save before"))
     optimizer.register_load_state_dict_pre_hook(note("load before"))
     optimizer.register_load_state_dict_post_hook(note("load after"))
-    train(net, optimizer, 1)
+    train(net, optimizer, range(1))
     plain = optimizer.state_dict()
     optimizer.register_state_dict_post_hook(note("save after", plain | {"mark": 1}))
     assert optimizer.state_dict()["mark"] == 1
@@ -141,11 +133,11 @@ def test_copies_are_refused(make: Make) -> None:
     """A wrapped optimizer is neither copied nor pickled, and nothing has changed."""
     net = model()
     optimizer = tritoncomm.wrap(make(net), density=0.2)
-    train(net, optimizer, 3)
+    train(net, optimizer, range(3))
     for action in (copy.copy, copy.deepcopy, pickle.dumps):
         with pytest.raises(TypeError, match=r"neither copied nor pickled.*state_dict\(\)"):
             action(optimizer)
-    train(net, optimizer, 3, 3)
+    train(net, optimizer, range(3, 6))
 
 
 @pytest.mark.parametrize("make", [BARE[name] for name in trials(["momentum"], [*BARE])])  # none of them is traced
@@ -160,7 +152,7 @@ def test_compile(make: Make) -> None:
         optimizer.zero_grad()
         backward(net, seed)
         step()
-    train(other, eager, 2)
+    train(other, eager, range(2))
     assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(net.parameters(), other.parameters(), strict=True))
 
 
@@ -173,7 +165,7 @@ def test_frozen_tied_and_empty_parameters(make: Make) -> None:
     net.tied = net[0].weight
     optimizer = make(net)
     before = copy.deepcopy(net)
-    train(net, optimizer, 5)
+    train(net, optimizer, range(5))
     assert torch.equal(net.frozen, before.frozen)
     assert not torch.equal(net.tied, before.tied)
     assert net.tied is net[0].weight

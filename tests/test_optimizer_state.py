@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from kit import equal_on_all_ranks
 from test_rules import Lion
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
@@ -71,16 +72,7 @@ def test_state_is_that_of_the_original_optimizer(rank, world_size, kind, dtype) 
     assert all(map(torch.equal, states_of(net, again), states_of(dense, bare)))
     for number in range(3):
         step(net, again, 2 * number + rank)
-    first, second = gathered(net)
-    assert first == second
-
-
-def gathered(net: nn.Module) -> list[list[float]]:
-    """Return the parameters of ``net`` on every rank."""
-    found: list[list[float]] = [[]] * torch.distributed.get_world_size()
-    values = torch.cat([parameter.detach().float().reshape(-1) for parameter in net.parameters()])
-    torch.distributed.all_gather_object(found, values.tolist())
-    return found
+    assert equal_on_all_ranks(net.parameters())
 
 
 def test_foreign_checkpoints_are_rejected() -> None:

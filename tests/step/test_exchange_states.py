@@ -16,7 +16,7 @@ from tritoncomm import PeerLostError, SparseOptimizer
 from tritoncomm.step.exchange.pending import State
 
 from emulated_cuda import ranks
-from small_model import backward, model, sgd, sparse_wrap
+from small_model import backward, model, sgd, sparse_wrap, train
 
 # Made once, as the generator of torch belongs to all threads.
 _MODEL = model()
@@ -29,14 +29,6 @@ def opened(inner: Callable[[nn.Module], torch.optim.Optimizer] = sgd, **settings
     train(net, optimizer, range(2))
     assert state_of(optimizer) is State.IDLE
     return net, optimizer
-
-
-def train(net: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
-    """Take ``steps``."""
-    for step in steps:
-        optimizer.zero_grad()
-        backward(net, step)
-        optimizer.step()
 
 
 def state_of(optimizer: SparseOptimizer) -> State:
