@@ -26,14 +26,8 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 # belongs to the first group with a part of its name. Trainers are imported by the processes of one group alone.
 GROUPS = {
     "scripts": (
-        *(
-            "tests/test_benchmarks.py",
-            "tests/test_race.py",
-            "tests/slow/",
-            "tests/test_prepared_launcher.py",
-            "tests/demo/",
-        ),
-        *("test_doctor_fails_under_torchrun", "test_subclass_is_found"),
+        *("tests/test_benchmarks.py", "tests/test_race.py", "tests/slow/", "tests/test_prepared_launcher.py"),
+        *("tests/demo/", "test_doctor_fails_under_torchrun", "test_subclass_is_found"),
     ),
     "pages": ("_page.py", "_pages.py", "test_pinned.py", "test_integration", "test_trainers.py"),
     "promises": (

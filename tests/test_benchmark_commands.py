@@ -34,7 +34,7 @@ def spans(text: str) -> Iterator[tuple[str, str]]:
         yield " ".join(found[1].split()), " ".join(prose[found.end() :][:40].split())
 
 
-def check(script: str, options: str, after: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def check(script: str, options: str, after: str) -> None:
     """Raise unless ``script`` exists and its options parse, or ``after`` names a commit that has it."""
     gone = re.match(r"at (?:commit )?`([0-9a-f]{7,})`", after)
     if gone:
@@ -45,17 +45,16 @@ def check(script: str, options: str, after: str, monkeypatch: pytest.MonkeyPatch
         return
     assert (BENCHMARKS / script).exists(), script
     if script.endswith(".py") and options:
-        monkeypatch.syspath_prepend(str(BENCHMARKS))
         importlib.import_module(script.removesuffix(".py")).arguments().parse_args(shlex.split(options))
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_scripts_of_a_page(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scripts_of_a_page(page: str) -> None:
     """Every script of ``benchmarks/`` that the page names exists, or existed at the commit that the page names."""
     for code, after in spans((ROOT / page).read_text()):
         found = re.search(r"benchmarks/(\w+\.(?:py|sh))\b([^|&>]*)", code)
         if found and not any(name in code for name in PLACEHOLDERS):
-            check(found[1], found[2].strip(), after, monkeypatch)
+            check(found[1], found[2].strip(), after)
 
 
 def test_readme_lists_the_scripts() -> None:
@@ -80,7 +79,6 @@ def test_commands_of_a_page(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
         raise ParsedError
 
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse)
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
     for code, _ in spans((ROOT / page).read_text()):
         found = re.search(r"-m tritoncomm ([a-z][^|&>]*)", code)
         if found and not any(name in code for name in PLACEHOLDERS):
@@ -104,7 +102,7 @@ def test_results_that_are_named_exist() -> None:
     assert [name for name in sorted(named) if not (BENCHMARKS / "results" / name).exists()] == []
 
 
-def test_every_result_has_a_command(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_result_has_a_command() -> None:
     """The index has one row for each file, with a command that exists, or a script and the commit that has it."""
     folder = BENCHMARKS / "results"
     lines = [line.split(" | ") for line in (folder / "README.md").read_text().splitlines() if line.startswith("| [")]
@@ -118,6 +116,6 @@ def test_every_result_has_a_command(monkeypatch: pytest.MonkeyPatch) -> None:
         for code, after in named:
             script, _, options = code.partition(".py")
             if "/" not in script and " " not in script:
-                check(f"{script}.py", options.strip(), after, monkeypatch)
+                check(f"{script}.py", options.strip(), after)
         rows = folder / listed[0]
         assert rows.suffix != ".json" or json.loads(rows.read_text())

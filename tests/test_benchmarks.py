@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import re
 from collections.abc import Iterator
@@ -14,6 +13,8 @@ import torch
 import tritoncomm
 from tritoncomm.step.exchange.feedback import ErrorFeedback
 
+import demo_compressor
+import gpu
 from depth import DEEP, interpreter
 from emulated_cuda import ranks
 from pages import ROOT
@@ -63,17 +64,10 @@ def test_exchange_compares_formats(launcher: PreparedLauncher, tmp_path: Path) -
     assert all(row["within_prediction"] for row in rows.values())
 
 
-@pytest.fixture
-def demo_compressor(monkeypatch):
-    """The module of that name."""
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    return importlib.import_module("demo_compressor")
-
-
 SHAPES = [torch.Size(shape) for shape in ([96, 128], [65], [8, 3, 3, 3], [1])]
 
 
-def test_demo_transform_is_orthonormal(demo_compressor) -> None:
+def test_demo_transform_is_orthonormal() -> None:
     """DeMo's transform keeps the norm, its inverse is its transpose, and a chunk stays a chunk."""
     for shape in SHAPES:
         chunks = demo_compressor._Chunks(shape, 64)
@@ -87,7 +81,7 @@ def test_demo_transform_is_orthonormal(demo_compressor) -> None:
     assert touched.tolist() == [False, True, False, False]
 
 
-def test_demo_keeps_what_it_does_not_send(demo_compressor) -> None:
+def test_demo_keeps_what_it_does_not_send() -> None:
     """What DeMo sends, and the momentum that is left, add up to the momentum. Equal workers have one update."""
     world = demo_compressor.DeMoWorld(3, SHAPES[:1], count=2, decay=0.5)
     gradient = torch.randn(1, 96 * 128, generator=torch.Generator().manual_seed(2)).expand(3, -1)
@@ -135,33 +129,22 @@ def test_limits_of_the_gpu_run() -> None:
 
 def test_gpu_counts_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """It passes on an emulated GPU, where a further wait of the host in each exchange fails it."""
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    script = importlib.import_module("gpu")
     commit = ErrorFeedback.commit
 
     @contextmanager
-    def counted(device: torch.device) -> Iterator[list[object]]:
-        gpu.reset()
+    def counted(_: torch.device) -> Iterator[list[object]]:
+        device.reset()
         caught: list[object] = []
         yield caught
-        caught += gpu.syncs.elements()
+        caught += device.syncs.elements()
 
-    monkeypatch.setattr(script, "counted_synchronizations", counted)
-    recipe, device = script.static_recipes()["oktopk"], torch.device("cuda", 0)
-    with ranks.alone() as gpu:
-        assert script.compare(recipe, device)["synchronizations"] == 2
+    monkeypatch.setattr(gpu, "counted_synchronizations", counted)
+    recipe, first = gpu.static_recipes()["oktopk"], torch.device("cuda", 0)
+    with ranks.alone() as device:
+        assert gpu.compare(recipe, first)["synchronizations"] == 2
         monkeypatch.setattr(ErrorFeedback, "commit", lambda feedback: (feedback.residual[0].item(), commit(feedback)))
         with pytest.raises(AssertionError, match=r"3.0 host synchronizations of each worker in every step"):
-            script.compare(recipe, device)
-
-
-def test_gpu_run_says_what_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It lists exactly the checks on several GPUs."""
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    script = importlib.import_module("gpu")
-    text = (ROOT / "benchmarks" / "gpu_run.sh").read_text().partition("a check of gpu.py")[2]
-    lines = re.findall(r"^#   ([a-z][a-z-]+(?:, [a-z-]+)*)(?: |$)", text, re.MULTILINE)
-    assert [name for line in lines for name in line.split(", ")] == [*script.CHECKS, *script.FAULTS]
+            gpu.compare(recipe, first)
 
 
 # The script starts processes of its own.
@@ -173,10 +156,9 @@ runpy.run_path(script, run_name="__main__")
 """
 
 
-def test_several_gpus(monkeypatch: pytest.MonkeyPatch, launcher: PreparedLauncher, tmp_path: Path) -> None:
+def test_several_gpus(launcher: PreparedLauncher, tmp_path: Path) -> None:
     """The checks on several GPUs pass on two CPU processes. In a deep run, so do all checks in which a rank fails."""
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    faults = importlib.import_module("gpu").FAULTS if DEEP else {}
+    faults = gpu.FAULTS if DEEP else {}
     arguments, command = ["--smoke", "--json", str(tmp_path / "figures.json")], tmp_path / "command.py"
     command.write_text(START.format(interpreter(tmp_path), str(ROOT / "benchmarks" / "gpu.py")))
     for given in ([], ["--only", *faults]) if faults else ([],):

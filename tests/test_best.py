@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import replace
-from types import ModuleType
 from typing import Any
 
 import pytest
 
+import best
 from pages import ROOT
-
-
-@pytest.fixture
-def best(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The module of that name, with the defaults of ``wrap`` that conftest.py changes."""
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    for module in ("step_seconds", "train"):
-        monkeypatch.setattr(importlib.import_module(module), "DEFAULT_VALUES", "4bit")
-    monkeypatch.setattr(importlib.import_module("exchanges"), "DEFAULT_SMALL", "8bit")
-    return importlib.import_module("best")
+from race_methods import Contender
 
 
 def outcome(score: float, *curve: tuple[int, float], kilobytes: float = 5202.0) -> dict[str, Any]:
@@ -30,7 +20,7 @@ def outcome(score: float, *curve: tuple[int, float], kilobytes: float = 5202.0) 
     }  # fmt: skip
 
 
-def test_the_best_is_chosen_on_the_seeds_of_the_sweep(best: ModuleType) -> None:
+def test_the_best_is_chosen_on_the_seeds_of_the_sweep() -> None:
     """It is the rate and the outer step with the lowest mean, whatever other seeds say. What lacks a seed is out."""
     plain = best.Run("demo", 300, "adamw", 0.0, "updates", local_steps=30)
     sweep = {  # rate, outer rate -> scores of seeds 10 and 11
@@ -55,7 +45,7 @@ def test_the_best_is_chosen_on_the_seeds_of_the_sweep(best: ModuleType) -> None:
     assert best.sweep_table(results, "demo", [10, 11]).endswith(shown)
 
 
-def test_another_target(best: ModuleType) -> None:
+def test_another_target() -> None:
     """Losses are held against those of dense training with the optimizer that is named."""
     runs = [best.Run("demo", 300, name, 0.1, "dense", seed=seed) for name in ("adamw", "muon") for seed in (0, 10)]
     results = {run: outcome(4.0 if run.optimizer == "adamw" else 2.0) for run in runs}
@@ -68,12 +58,9 @@ def test_another_target(best: ModuleType) -> None:
     assert gaps["muon"] == {"dense AdamW": 100.0, "dense AdamW in fp16": 100.0, "dense Muon": 0.0}
 
 
-def test_runs_and_contenders_match(best: ModuleType) -> None:
+def test_runs_and_contenders_match() -> None:
     """A run of the harness and a text of the race that mean the same method are equal, whatever their rates are."""
-    contender, run = (
-        importlib.import_module("race_methods").Contender.parse,
-        best.Run("demo", 300, "adamw", 0.1, "dense"),
-    )
+    run = best.Run("demo", 300, "adamw", 0.1, "dense")
     updates = replace(run, exchange="updates", local_steps=30)
     sparse = replace(run, exchange="gradients", method="oktopk", values="4bit", density=0.03, dense_steps=20)
     muon: dict[str, Any] = {"optimizer": "muon", "method": "quantized", "density": 1.0}
@@ -89,7 +76,7 @@ def test_runs_and_contenders_match(best: ModuleType) -> None:
         "quantized:optimizer=muon,local_steps=30,values=2bit": replace(updates, **muon, values="2bit"),
     }
     for text, each in pairs.items():
-        assert best.Method.of_contender(contender(text)) == best.Method.of_run(each), text
+        assert best.Method.of_contender(Contender.parse(text)) == best.Method.of_run(each), text
     assert len({best.Method.of_run(each) for each in pairs.values()}) == len(pairs)
 
 
@@ -106,7 +93,7 @@ def cells_of(text: str) -> list[list[str]]:
     return [[cell.strip().strip("*") for cell in line] for line in lines]
 
 
-def measured(best: ModuleType, task: str, file: str) -> list[dict[str, Any]]:
+def measured(task: str, file: str) -> list[dict[str, Any]]:
     """Return what ``best.py`` says of the committed runs of ``task``."""
     found = best.entries(best.runs.read(best.FOLDER / file), task, [10])
     paces = best.Paces(best.race_results.read(best.FOLDER / "race.json"), task, 4, best.TASKS[task](None, 1).steps)
@@ -121,10 +108,10 @@ def measured(best: ModuleType, task: str, file: str) -> list[dict[str, Any]]:
         ("gpt10m", "gpt10m.json", "A larger model", ["10 Mbit/s", "100 Mbit/s", "1 Gbit/s"]),
     ],
 )
-def test_page_has_the_figures(best: ModuleType, task: str, file: str, title: str, rates: list[str]) -> None:
+def test_page_has_the_figures(task: str, file: str, title: str, rates: list[str]) -> None:
     """The rows of the tables of the race are those that ``best.py`` prints."""
     section = (ROOT / "docs/explanation/race.md").read_text().partition(f"## {title}\n")[2].partition("\n## ")[0]
-    printed = cells_of(best.table(measured(best, task, file), rates))
+    printed = cells_of(best.table(measured(task, file), rates))
     shown = cells_of(section)
     assert [row for row in shown if row not in printed] == []
     assert len(shown) > len(rates)
@@ -132,9 +119,9 @@ def test_page_has_the_figures(best: ModuleType, task: str, file: str, title: str
     assert places == sorted(places)
 
 
-def test_readme_has_the_figures(best: ModuleType) -> None:
+def test_readme_has_the_figures() -> None:
     """The sentences below the picture have the seconds of the same runs."""
-    rows = {row["method"]: row for row in measured(best, "demo", "pytorch_defaults.json")}
+    rows = {row["method"]: row for row in measured("demo", "pytorch_defaults.json")}
 
     def seconds(method: str) -> list[str]:
         times = [best._time(rows[method], rate) for rate in ("10 Mbit/s", "100 Mbit/s")]
@@ -150,7 +137,7 @@ def test_readme_has_the_figures(best: ModuleType) -> None:
     )
 
 
-def test_page_on_sites_has_the_figures(best: ModuleType) -> None:
+def test_page_on_sites_has_the_figures() -> None:
     """So has the table on local steps."""
     found = best.entries(best.runs.read(best.FOLDER / "peers.json"), "gpt", [10])
     rows, steps = best.race_results.read(best.FOLDER / "race.json"), best.TASKS["gpt"](None, 1).steps

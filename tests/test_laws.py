@@ -13,13 +13,12 @@ from functools import partial
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tritoncomm import Recipe, SimulatedWorld, Warmup, algorithms
 from tritoncomm.algorithms.base import Carriers
 from tritoncomm.algorithms.staged import Staged
 
-import depth
 import laws
 from depth import DEEP, examples, trials
 from recipes import NAMES, under_test
@@ -164,19 +163,6 @@ def test_atomicity(name: str, case: laws.Case, density: float) -> None:
 def test_atomicity_in_every_round(name: str) -> None:
     """On one case of two steps, every round fails once."""
     obeys(partial(laws.atomicity, every_round=True), name, laws.Case(trials(3, 5), 120, ("random", "disjoint")), 0.1)
-
-
-def test_depth() -> None:
-    """A deep run is deep inside of a test, too, where the default settings are those of the test."""
-    seen = []
-
-    @given(case=laws.cases())
-    @examples(1)
-    def look(case: laws.Case) -> None:
-        seen.append(depth.DEEP)
-
-    look()
-    assert set(seen) == {settings.get_current_profile_name() == "deep"}
 
 
 @in_turn(0)

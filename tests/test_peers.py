@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import copy
-import importlib
 import json
-from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
-from pages import ROOT
+import runs
+import train
+from exchanges import Sent, exchanges
+from peers import PEERS, SparseLoCoWorld
+from runs import Run
+from workers import Worker
 
-pytest.importorskip("schedulefree", reason="needs the extra 'test'")
-
-Module = Callable[[str], Any]
 SHAPES = [torch.Size(shape) for shape in ([96, 128], [5000], [7])]
 SIZES = [4096, 4096, 4096, 4096, 904, 7]  # of the chunks
 # Sent per step of 20, after the start. Dense is 809.472. The last three exchange once, once and twice.
@@ -28,25 +27,9 @@ KILOBYTES = {
 }  # fmt: skip
 
 
-@pytest.fixture
-def train(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The module of that name, with the defaults of ``wrap``, which conftest.py changes."""
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    module, exchanges = importlib.import_module("train"), importlib.import_module("exchanges")
-    monkeypatch.setattr(module, "DEFAULT_VALUES", "4bit")
-    monkeypatch.setattr(exchanges, "DEFAULT_SMALL", "8bit")
-    return module
-
-
-@pytest.fixture
-def module(train: ModuleType) -> Module:
-    """A function that imports another script of benchmarks/."""
-    return importlib.import_module
-
-
-def test_sparseloco_keeps_what_it_does_not_send(module: Module) -> None:
+def test_sparseloco_keeps_what_it_does_not_send() -> None:
     """What is delivered and what is kept add up to the updates. 64 entries of each chunk travel, the largest."""
-    world = module("peers").SparseLoCoWorld(3, SHAPES)
+    world = SparseLoCoWorld(3, SHAPES)
     numel = sum(SIZES)
     updates = torch.randn(3, numel, generator=torch.Generator().manual_seed(0))
     means = world.step(updates)
@@ -67,9 +50,9 @@ def test_sparseloco_keeps_what_it_does_not_send(module: Module) -> None:
 
 
 @pytest.mark.parametrize("name", KILOBYTES)
-def test_every_peer_trains(train: ModuleType, module: Module, name: str) -> None:
+def test_every_peer_trains(name: str) -> None:
     """It lowers the loss, sends what it is known to send, and the curve ends with the last step."""
-    assert list(module("peers").PEERS) == list(KILOBYTES)
+    assert list(PEERS) == list(KILOBYTES)
     arguments = ["--peer", name, "--steps", "20", "--lr", "0.01", "--seeds", "10"]
     (run,) = train.runs(train.arguments().parse_args(arguments))
     outcome = train.train(run, 1)
@@ -83,13 +66,13 @@ def test_every_peer_trains(train: ModuleType, module: Module, name: str) -> None
 
 
 @pytest.mark.parametrize("method", ["quantized", "sparseloco"])
-def test_decay_forgets(train: ModuleType, module: Module, method: str) -> None:
+def test_decay_forgets(method: str) -> None:
     """An exchange delivers and keeps the residuals times the decay, and what has changed: here nothing."""
     settings = {"quantized": {"values": "2bit"}, "sparseloco": {"count": 64}}[method]
-    run = module("runs").Run("gpt", 9, "sgd", 0.1, "updates", method, decay=0.5, local_steps=3, **settings)
+    run = Run("gpt", 9, "sgd", 0.1, "updates", method, decay=0.5, local_steps=3, **settings)
     model = train.TASKS["gpt"](9, 1).model()
-    made = [module("workers").Worker(copy.deepcopy(model), run) for _ in range(train.WORKERS)]
-    (exchange,) = module("exchanges").exchanges(run, made)
+    made = [Worker(copy.deepcopy(model), run) for _ in range(train.WORKERS)]
+    (exchange,) = exchanges(run, made)
 
     def residuals() -> list[torch.Tensor]:
         world = exchange.world
@@ -99,12 +82,12 @@ def test_decay_forgets(train: ModuleType, module: Module, method: str) -> None:
         residual.fill_(0.25)
     before = exchange.anchor.clone()
     with torch.no_grad():
-        exchange.merge(module("exchanges").Sent())
+        exchange.merge(Sent())
     total = len(made) * (before - exchange.anchor) + sum(residuals())
     torch.testing.assert_close(total, torch.full_like(total, len(made) * 0.125), rtol=0, atol=1e-5)
 
 
-def test_dense_steps_at_the_start(train: ModuleType) -> None:
+def test_dense_steps_at_the_start() -> None:
     """Exchanges of gradients by Ok-Topk start with 20 dense steps in 2 bits, for any length. PowerSGD takes a tenth."""
 
     def starts(*arguments: str) -> list[tuple[str, int, str]]:
@@ -124,23 +107,23 @@ def test_dense_steps_at_the_start(train: ModuleType) -> None:
     ("given", "aware", "by_update"), [([], True, True), (["--select-by", "gradient"], True, False),
                                       (["--staleness", "off"], False, False)],
 )  # fmt: skip
-def test_rule_and_selection(train: ModuleType, module: Module, given: list[str], aware: bool, by_update: bool) -> None:
+def test_rule_and_selection(given: list[str], aware: bool, by_update: bool) -> None:
     """AdamW has its rule for late gradients, and selects by update, unless told otherwise. Formats are those given."""
     options = ["--steps", "9", "--optimizer", "adamw", "--exchange", "gradients", "--seeds", "0", "--values", "2bit"]
     (run,) = train.runs(train.arguments().parse_args([*options, "--dense-values", "8bit", *given]))
-    made = [module("workers").Worker(train.TASKS["gpt"](9, 1).model(), run) for _ in range(train.WORKERS)]
-    (exchange,) = module("exchanges").exchanges(run, made)
+    made = [Worker(train.TASKS["gpt"](9, 1).model(), run) for _ in range(train.WORKERS)]
+    (exchange,) = exchanges(run, made)
     staged, warmup, method = exchange.world.recipe.layers
     assert (exchange.rule is not None, staged.shapes is not None) == (aware, by_update)
     assert (warmup.values, method.name, method.values) == ("8bit", "oktopk", "2bit")
 
 
-def test_schedule_free_is_evaluated_as_its_average(train: ModuleType, module: Module) -> None:
+def test_schedule_free_is_evaluated_as_its_average() -> None:
     """Inside the context, parameters are those of its eval mode. Training then continues with the same bits."""
-    run = module("runs").Run("gpt", 4, "schedule-free", 0.01, "dense")
+    run = Run("gpt", 4, "schedule-free", 0.01, "dense")
     task = train.TASKS["gpt"](4, 1)
     torch.manual_seed(0)
-    worker = module("workers").Worker(task.model(), run)
+    worker = Worker(task.model(), run)
     for step in range(3):
         worker.set_rate(0.0)  # it has a schedule of its own
         worker.backward(task, 0, step, 0)
@@ -155,24 +138,22 @@ def test_schedule_free_is_evaluated_as_its_average(train: ModuleType, module: Mo
     assert not all(torch.equal(a, b) for a, b in zip(before, inside, strict=True))
 
 
-def test_file_keeps_rows_of_others(module: Module, tmp_path: Path) -> None:
+def test_file_keeps_rows_of_others(tmp_path: Path) -> None:
     """A run is added to what the file holds by then, whoever has written it. A repeated run replaces its row."""
     file = tmp_path / "runs.json"
-    first, second = (module("runs").Run("gpt", 3, "adamw", 0.01, "dense", seed=seed) for seed in (0, 1))
+    first, second = (Run("gpt", 3, "adamw", 0.01, "dense", seed=seed) for seed in (0, 1))
     outcomes: list[dict[str, Any]] = [{"score": 1.0}, {"score": 2.0}]
-    module("runs").add(file, first, outcomes[1], {"workers": 4})
-    module("runs").add(file, second, outcomes[0], {"workers": 5})
-    module("runs").add(file, first, outcomes[0], {})
-    assert module("runs").read(file, tmp_path / "none.json", None) == {first: outcomes[0], second: outcomes[0]}
+    runs.add(file, first, outcomes[1], {"workers": 4})
+    runs.add(file, second, outcomes[0], {"workers": 5})
+    runs.add(file, first, outcomes[0], {})
+    assert runs.read(file, tmp_path / "none.json", None) == {first: outcomes[0], second: outcomes[0]}
     assert json.loads(file.read_text())["workers"] == 4
     assert json.loads(file.read_text())["rows"][0] == asdict(first) | outcomes[0]
 
 
-def test_schedule(train: ModuleType, module: Module, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
     """After a tenth of the steps, the rate falls by half a cosine, or stays. Every worker trains with it."""
-    falling, constant = (
-        module("runs").Run("gpt", 20, "sgd", 0.01, "dense", schedule=schedule) for schedule in ("cosine", "constant")
-    )
+    falling, constant = (Run("gpt", 20, "sgd", 0.01, "dense", schedule=schedule) for schedule in ("cosine", "constant"))
     for run, shares in ((falling, [1.0, 0.5, 0.0]), (constant, [1.0, 1.0, 1.0])):
         rates = [train.share_of_rate(run, step) for step in range(20)]
         assert rates[0] == pytest.approx(0.5, abs=0.01)
@@ -184,16 +165,14 @@ def test_schedule(train: ModuleType, module: Module, monkeypatch: pytest.MonkeyP
     assert found == [train.share_of_rate(short, step) for step in (0, 1) for _ in range(train.WORKERS)]
 
 
-def test_best_are_trained_again(train: ModuleType, module: Module, tmp_path: Path) -> None:
+def test_best_are_trained_again(tmp_path: Path) -> None:
     """With ``--best``, the other seeds are those of the best rate and outer step of each kind of this task."""
     file = tmp_path / "runs.json"
-    dense = module("runs").Run("gpt", 1600, "adamw", 0.0, "dense", seed=10)
-    local = module("runs").Run(
-        "gpt", 1600, "adamw", 0.0, "updates", local_steps=30, outer_lr=0.7, outer_momentum=0.9, seed=10
-    )
+    dense = Run("gpt", 1600, "adamw", 0.0, "dense", seed=10)
+    local = Run("gpt", 1600, "adamw", 0.0, "updates", local_steps=30, outer_lr=0.7, outer_momentum=0.9, seed=10)
     for kind in (dense, local, replace(local, outer_lr=1.0), replace(dense, task="demo", steps=300)):
         for lr in (0.1, 0.2, 0.3):
             score = abs(lr - 0.2) + kind.outer_lr
-            module("runs").add(file, replace(kind, lr=lr), {"score": score}, {})
+            runs.add(file, replace(kind, lr=lr), {"score": score}, {})
     options = train.arguments().parse_args(["--best", "--json", str(file), "--seeds", "0", "1"])
     assert list(train.runs(options)) == [replace(kind, lr=0.2, seed=seed) for kind in (local, dense) for seed in (0, 1)]

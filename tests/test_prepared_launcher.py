@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -39,37 +38,3 @@ def test_one_process(launcher: PreparedLauncher, tmp_path: Path, code: str, exit
     done = launcher.run(script, "a", "b", folder=tmp_path)
     assert (done.returncode, done.stdout) == (exit_code, out)
     assert err in done.stderr
-
-
-def test_local_workers(launcher: PreparedLauncher, tmp_path: Path) -> None:
-    """A script starts local workers, and not with a function that only a fork could pass to them."""
-    script = tmp_path / "script.py"
-    start = "from tritoncomm.demo.local_workers import run_workers\n"
-    script.write_text(start + "def work(rank, *_): return rank\nif __name__ == '__main__': print(run_workers(work, 2))")
-    done = launcher.run(script, folder=tmp_path)
-    assert (done.returncode, done.stdout) == (0, "[0, 1]\n"), done.stderr
-    script.write_text(start + "run_workers(lambda rank, *_: rank, 2)")
-    done = launcher.run(script, folder=tmp_path)
-    assert done.returncode == 1
-    assert "pickle" in done.stderr
-
-
-def test_failing_rank_stops_the_others(launcher: PreparedLauncher, tmp_path: Path) -> None:
-    """The failure is reported at once, with its traceback."""
-    script = tmp_path / "script.py"
-    script.write_text("import os, time\nif os.environ['RANK'] == '0':\n    raise ValueError('here')\ntime.sleep(60)")
-    started = time.monotonic()
-    done = launcher.run(script, folder=tmp_path, world_size=2)
-    assert done.returncode == 1
-    assert "ValueError: here" in done.stderr
-    assert time.monotonic() - started < 30
-
-
-def test_time_limit(launcher: PreparedLauncher, tmp_path: Path) -> None:
-    """What still runs after the limit is killed, the error says what it has written, and the next script runs."""
-    script = tmp_path / "script.py"
-    script.write_text("import time; print('started', flush=True); time.sleep(60)")
-    with pytest.raises(AssertionError, match="still ran after"):
-        launcher.run(script, folder=tmp_path, world_size=2, limit=1)
-    script.write_text("print('next')")
-    assert launcher.run(script, folder=tmp_path).stdout == "next\n"

@@ -4,27 +4,22 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import importlib
 import json
 
 import pytest
 
+import race
+import race_results as results
 from pages import ROOT
+from race_methods import Contender
+from race_worker import Cell
 
-FOLDER = str(ROOT / "benchmarks")
 RESULTS = ROOT / "benchmarks/results"
 
 
-@pytest.fixture
-def module(monkeypatch):
-    """A function that imports a script of benchmarks/."""
-    monkeypatch.syspath_prepend(FOLDER)
-    return importlib.import_module
-
-
-def test_contenders(module) -> None:
+def test_contenders() -> None:
     """A text names a method and its settings, and a wrong one is refused with the choices."""
-    parse = module("race_methods").Contender.parse
+    parse = Contender.parse
     ours = parse("oktopk:density=0.03,values=4bit")
     assert (ours.name, ours.get("density", 0), ours.get("values", "")) == ("oktopk", 0.03, "4bit")
     assert ours.is_ours
@@ -51,18 +46,17 @@ def test_contenders(module) -> None:
         ("diloco:steps=7,optimizer=muon", False, 7, 0),
     ],
 )
-def test_what_travels(module, text: str, updates: bool, every: int, warmup: int) -> None:
+def test_what_travels(text: str, updates: bool, every: int, warmup: int) -> None:
     """Ours exchange updates with Muon and with local steps. Of local steps, whole exchanges are taken."""
-    contender = module("race_methods").Contender.parse(text)
+    contender = Contender.parse(text)
     found = contender.exchanges_updates, contender.local_steps, contender.warmup(300)
     assert found == (updates, every, warmup)
-    cell = module("race_worker").Cell("demo", "", 4, text, 0, 300)
-    assert module("race").steps_to_take(cell, 5) == {7: 7, 4: 8, 16: 16}.get(every, max(5, warmup + 1))
+    cell = Cell("demo", "", 4, text, 0, 300)
+    assert race.steps_to_take(cell, 5) == {7: 7, 4: 8, 16: 16}.get(every, max(5, warmup + 1))
 
 
-def test_networks(module) -> None:
+def test_networks() -> None:
     """A text names a network, and a wrong one is refused with the choices."""
-    race = module("race")
     place = race.Place.parse("namespaces:workers=8,rate=20mbit,delay=5ms")
     assert (place.workers, place.bits, str(place)) == (8, 20e6, "20mbit and 5ms")
     assert str(race.Place.parse("loopback:workers=2")) == "loopback"
@@ -71,27 +65,20 @@ def test_networks(module) -> None:
             race.Place.parse(wrong)
 
 
-@pytest.fixture
-def row(module):
-    """A function that returns a row with chosen times."""
-    results, worker = module("race_results"), module("race_worker")
-
-    def build(contender: str, network: str, seconds: list[float]):
-        cell = worker.Cell("demo", network, 4, contender, 0, 4)
-        return results.Row(cell, 20e6, "", 1.0, 10, 1, 1e-4, 0.1, 2.0, 1.0, 1.0, seconds)
-
-    return build
+def row(contender: str, network: str, seconds: list[float]) -> results.Row:
+    """Return a row with chosen times."""
+    cell = Cell("demo", network, 4, contender, 0, 4)
+    return results.Row(cell, 20e6, "", 1.0, 10, 1, 1e-4, 0.1, 2.0, 1.0, 1.0, seconds)
 
 
-def test_bytes_of_a_run_cut_short(module, row) -> None:
+def test_bytes_of_a_run_cut_short() -> None:
     """Steps that were not taken count with the bytes of those after the dense steps at the start."""
     found = dataclasses.replace(row("oktopk", "fast", [1.0, 3.0]), kilobytes=51.0, kilobytes_after_warmup=2.0)
     assert found.kilobytes_per_step == (100 + 3 * 2) / 4
 
 
-def test_predictions(module, row) -> None:
+def test_predictions() -> None:
     """``plan`` predicts dense and our methods. Sparse ones take longer by the work that the fastest network shows."""
-    results = module("race_results")
 
     def of(contender: str, *others, **changes: float) -> float | None:
         own = dataclasses.replace(row(contender, "slow", [1.0]), numel=900_000, **changes)
@@ -108,39 +95,35 @@ def test_predictions(module, row) -> None:
     assert of("oktopk", rate=0.0) is None
 
 
-def test_predictions_are_within_a_quarter(module, monkeypatch) -> None:
+def test_predictions_are_within_a_quarter() -> None:
     """What ``plan`` predicts for the steps of the race is off by a quarter at most, as a mean of seeds.
 
     On links with a delay, TCP is slow at the start of each dense step: there it is up to 26 %.
     """
-    results = module("race_results")
-    monkeypatch.setattr(results, "DEFAULT_VALUES", "4bit")  # conftest.py changes the default
     rows, cells = results.read(RESULTS / "race.json"), collections.defaultdict(list)
-    for cell, row in rows.items():
-        foreseen = results.predicted(row, rows)
-        if foreseen is not None and not results.is_measured(row, rows):
-            cells[dataclasses.replace(cell, seed=0)].append((foreseen, row.seconds_per_step))
+    for cell, each in rows.items():
+        foreseen = results.predicted(each, rows)
+        if foreseen is not None and not results.is_measured(each, rows):
+            cells[dataclasses.replace(cell, seed=0)].append((foreseen, each.seconds_per_step))
     assert len(cells) > 13
     off = {str(cell): sum(f for f, _ in found) / sum(m for _, m in found) - 1 for cell, found in cells.items()}
     assert {cell: error for cell, error in off.items() if abs(error) > (0.26 if " and " in cell else 0.25)} == {}
 
 
-def test_decision_of_the_race(module, monkeypatch) -> None:
+def test_decision_of_the_race() -> None:
     """``plan`` says for each network what was measured: sparse pays up to 100 Mbit/s, and is no gain at 1 Gbit/s."""
-    results = module("race_results")
-    monkeypatch.setattr(results, "DEFAULT_VALUES", "4bit")
     rows = results.read(RESULTS / "race.json")
-    for row in rows.values():
-        if row.cell.contender != "oktopk:warmup_steps=20":
+    for sparse in rows.values():
+        if sparse.cell.contender != "oktopk:warmup_steps=20":
             continue
-        dense = rows[dataclasses.replace(row.cell, contender="dense")]
-        pays = results.predicted(row, rows) < results.predicted(dense, rows)
-        ratio = row.seconds_per_step / dense.seconds_per_step
-        if row.rate < 1e9:
-            assert (pays, ratio < 1) == (True, True), row.cell
+        dense = rows[dataclasses.replace(sparse.cell, contender="dense")]
+        pays = results.predicted(sparse, rows) < results.predicted(dense, rows)
+        ratio = sparse.seconds_per_step / dense.seconds_per_step
+        if sparse.rate < 1e9:
+            assert (pays, ratio < 1) == (True, True), sparse.cell
         else:  # level, or slower
-            assert ratio > 0.95, row.cell
-            assert not pays or ratio < 1.05, row.cell
+            assert ratio > 0.95, sparse.cell
+            assert not pays or ratio < 1.05, sparse.cell
 
 
 def test_continues_a_file(tmp_path, launcher) -> None:

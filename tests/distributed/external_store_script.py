@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import os
 import sys
-import time
-from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
-import torch
 import torch.distributed as dist
-import tritoncomm
+
+sys.path += os.environ["PYTHONPATH"].split(os.pathsep)  # a forked process has not read it
+
+from bad_network_workers import Plan, train
 
 host, port, folder = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
 rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -21,32 +22,14 @@ store = dist.TCPStore(host, port, is_master=False)
 run = f"{os.environ['TORCHELASTIC_RUN_ID']}/{os.environ['TORCHELASTIC_RESTART_COUNT']}"
 dist.init_process_group("gloo", store=dist.PrefixStore(run, store), rank=rank, world_size=size)
 
-torch.manual_seed(0)
-model = torch.nn.Linear(64, 64)
-inner = torch.optim.AdamW(model.parameters(), lr=0.01)
-optimizer = tritoncomm.wrap(inner, density=0.2, warmup_steps=0, timeout=timedelta(seconds=2))
-batches = torch.Generator().manual_seed(rank)
-step = 0
-while step < 6:
-    if step == 2:
-        (folder / f"ready {rank} {os.environ['GROUP_RANK']}").touch()
-        while not (folder / "now").exists():
-            time.sleep(0.01)
-    optimizer.zero_grad()
-    x = torch.randn(8, 64, generator=batches)
-    (model(x) - x.roll(1, 1)).square().mean().backward()
-    try:
-        optimizer.step()
-        step += 1
-    except tritoncomm.ExchangeError as error:
-        print(f"rank {rank}: {error.peers} {error}", flush=True)
-        left = [member for member in range(size) if member not in error.peers]
-        if not error.peers or rank not in left:
-            os._exit(0)
-        group = dist.new_group(left, timeout=timedelta(seconds=10), use_local_synchronization=True)
-        optimizer.reset_process_group(group)
-parameters = [None] * dist.get_world_size(optimizer.process_group)
-dist.all_gather_object(parameters, model.weight.tolist(), group=optimizer.process_group)
-assert all(other == parameters[0] for other in parameters)
-(folder / f"went on {rank}").touch()
+
+def send(message: Any) -> None:
+    """Note in a file that this rank has gone on, or that all are ready."""
+    if message == "now" or message[1] == "went on":
+        name = "ready" if message == "now" else f"went on {rank}"
+        (folder / name).touch()
+
+
+(folder / f"host {rank} {os.environ['GROUP_RANK']}").touch()
+train(rank, Plan(size, -1, str(folder)), send)
 os._exit(0)

@@ -18,9 +18,10 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from tritoncomm import Recipe, SparseOptimizer
+from tritoncomm import PeerLostError, Recipe, SparseOptimizer
 from tritoncomm.algorithms import staged
 from tritoncomm.checkpoint import ResidualState
+from tritoncomm.scheduler import failure_report
 from tritoncomm.step.exchange import feedback
 from tritoncomm.step.tensors.shards import local
 
@@ -47,6 +48,27 @@ def renewed_every(steps: int) -> Iterator[None]:
         patch.setattr(feedback, "RENEW_RMS_EVERY", steps)
         patch.setattr(staged, "Scale", lambda matrices, decay, _, epsilon: kind(matrices, decay, steps, epsilon))
         yield
+
+
+@contextmanager
+def unconfirmed(optimizer: SparseOptimizer, *, cuts: bool = False) -> Iterator[None]:
+    """Let this rank lose rank 2 at the end of the confirmation in the body, which all the others complete.
+
+    If it ``cuts`` its connections, as a rank does that loses another one, the others learn of it.
+    """
+    exchange = optimizer._tritoncomm.setup.exchange
+    confirm = exchange._confirm
+
+    def lost() -> None:
+        confirm()
+        if cuts:
+            failure_report.cut_connections(None)
+        raise PeerLostError("lost rank 2", [2])
+
+    exchange._confirm = lost
+    with pytest.raises(PeerLostError):
+        yield
+    del exchange._confirm
 
 
 def adamw(model: nn.Module, **fields: Any) -> torch.optim.AdamW:
@@ -110,13 +132,18 @@ def sharded(model: nn.Module, over: DeviceMesh, **fields: Any) -> nn.Module:
     return fully_shard(model, mesh=over["shard"], **fields)
 
 
-def opened(kind: str, model: nn.Module, shards: int = 1) -> tuple[nn.Module, dict[str, Any]]:
-    """Return ``model`` as a module of the kind, and the arguments of ``wrap`` that belong to it."""
+def opened(
+    kind: str, model: nn.Module, shards: int = 1, over: DeviceMesh | None = None, **fields: Any
+) -> tuple[nn.Module, dict[str, Any]]:
+    """Return ``model`` as a module of the kind, and the arguments of ``wrap`` that belong to it.
+
+    ``over`` is another mesh than that of :func:`mesh`, and ``fields`` are options of DDP.
+    """
     if kind == "ddp":
-        outer = ddp(model)
+        outer = ddp(model, **fields)
         return outer, {"model": outer}
     if kind == "fsdp":
-        over = mesh(shards)
+        over = mesh(shards) if over is None else over
         return sharded(model, over), {"model": model, "process_group": over["replicate"].get_group()}
     return model, {}
 

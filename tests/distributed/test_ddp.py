@@ -465,17 +465,3 @@ def test_early_termination(rank, world_size):
     assert equal(model)
     with ddp(net()).join():  # of a model that averages
         pass
-
-
-@ranks(3)
-def test_nodes(rank, world_size):
-    """With ``node_group``, the module's group is in use. All ranks must have created as many process groups."""
-    group = dist.new_group(list(range(world_size)))
-    node = dist.new_group([rank], use_local_synchronization=True)
-    pair = Pair(settings={"node_group": node}, process_group=group)
-    pair.step(lambda model: loss_of(model, rank, 0).backward())
-    assert pair.of_model.process_group is group
-    if rank == 0:
-        dist.new_group([0], use_local_synchronization=True)
-    with pytest.raises(ConfigMismatchError, match="number of process groups"):
-        exact(adamw(net()), node_group=node)

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import tritoncomm
-from models import KINDS, adamw, equal, exact, flat, loss_of, net, opened, residual, tiny, train
+from models import KINDS, adamw, equal, exact, flat, loss_of, net, opened, residual, tiny, train, unconfirmed
 from tritoncomm import (
     ConfigMismatchError,
     ExchangeError,
@@ -113,22 +113,6 @@ def test_killed_rank(rank, world_size, algo, number, kind):
     assert not torch.equal(flat(model), before)
 
 
-def not_confirmed(exchange) -> None:
-    """Let this rank lose rank 2 at the end of the next confirmation, which all the others complete.
-
-    It closes its connections, as a rank does that loses another one.
-    """
-    confirm = exchange._confirm
-
-    def interrupted():
-        confirm()
-        exchange._confirm = confirm
-        failure_report.cut_connections(None)
-        raise PeerLostError("lost rank 2", [2])
-
-    exchange._confirm = interrupted
-
-
 class Scheduled:
     """A run with a schedule.
 
@@ -166,9 +150,7 @@ def lost_in_confirmation(rank: int, kind: str) -> Scheduled:
     run = Scheduled(rank, kind)
     for step in range(3):
         run.step(step)
-    if rank == 1:
-        not_confirmed(run.optimizer._tritoncomm.setup.exchange)
-    with pytest.raises(PeerLostError) if rank == 1 else nullcontext():
+    with unconfirmed(run.optimizer, cuts=True) if rank == 1 else nullcontext():
         run.step(3)
     if rank == 2:
         os._exit(0)
@@ -374,17 +356,6 @@ def test_overlapping_messages(rank, world_size):
     scheduler = ProcessGroupScheduler(timeout=timedelta(seconds=20), stamp="test")
     for _ in range(3):
         scheduler.run(pattern())
-
-
-@ranks(2)
-def test_optimizers_in_different_orders(rank, world_size):
-    """Long collectives do not say of which optimizer they are, but the confirmation does."""
-    models = [torch.nn.Linear(400, 4) for _ in range(2)]
-    optimizers = [exact(torch.optim.SGD(each.parameters()), "dense", broadcast_parameters=True) for each in models]
-    for model in models:
-        model(torch.ones(1, 400)).sum().backward()
-    error = error_of(optimizers[rank].step, ProtocolMismatchError, within=10)
-    assert "step the same optimizers in the same order" in str(error).lower()
 
 
 @ranks(3, lost=(1,))

@@ -15,42 +15,9 @@ import torch.distributed as dist
 from models import KINDS, adamw, equal, exact, flat, loss_of, net, opened, residual, train
 from torch import nn
 from tritoncomm import ConfigMismatchError, ExchangeError, ProtocolMismatchError, checkpoint
-from tritoncomm.amp import GradScaler
 from tritoncomm.step import agree, setup
 
 from ranks import ranks
-
-
-def broken(*_: object) -> None:
-    """Fail as a hook that writes a file may."""
-    raise OSError("disk full")
-
-
-@ranks(2)
-@pytest.mark.parametrize("kind", ["plain", "ddp"])
-@pytest.mark.parametrize("is_scaled", [False, True])
-def test_given_up_step(rank, world_size, kind, is_scaled):
-    """A loop that goes on after a hook has failed does not apply gradients of one rank, or scaled ones."""
-    scaler = GradScaler("cpu", init_scale=1024.0, enabled=is_scaled)
-    model, given = opened(kind, net())
-    optimizer = exact(adamw(model), **given)
-    train(model, optimizer, rank, range(2))
-    optimizer.zero_grad()
-    scaler.scale(loss_of(model, rank, 2)).backward()
-    hook = optimizer.register_step_pre_hook(broken)
-    before = flat(model)
-    with pytest.raises(OSError, match="disk"):
-        scaler.step(optimizer)
-    hook.remove()
-    scaler.update()
-    model.zero_grad(set_to_none=False)
-    scaler.scale(loss_of(model, rank, 3)).backward()
-    with pytest.raises(RuntimeError, match="gradients have changed since"):
-        scaler.step(optimizer)
-    assert torch.equal(flat(model), before)
-    train(model, optimizer, rank, range(4, 6))
-    assert equal(model)
-    assert optimizer.metrics()["steps"] == 4
 
 
 class FailingSGD(torch.optim.SGD):

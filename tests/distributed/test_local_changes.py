@@ -9,7 +9,7 @@ import pytest
 import torch
 import tritoncomm
 from kit import log_lines
-from models import KINDS, adamw, ddp, exact, flat, loss_of, net, opened
+from models import KINDS, adamw, exact, flat, loss_of, net, opened
 from torch import nn
 
 from ranks import ranks
@@ -24,11 +24,7 @@ MODULES = {
 
 def made(kind: str, **fields) -> tuple[nn.Module, tritoncomm.SparseOptimizer]:
     """Return a module of a kind and its optimizer."""
-    if kind in KINDS:
-        model, given = opened(kind, net())
-    else:
-        model = ddp(net(), **MODULES[kind])
-        given = {"model": model}
+    model, given = opened(kind if kind in KINDS else "ddp", net(), **MODULES[kind])
     return model, exact(adamw(model), **given, **fields)
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import tritoncomm
-from models import adamw, equal, exact, same, sgd, tiny, train
+from models import adamw, equal, exact, sgd, tiny, train
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 from tritoncomm import (
@@ -28,7 +28,6 @@ from tritoncomm import (
     Updates,
     algorithms,
 )
-from tritoncomm.planning.link import measure_link
 from tritoncomm.scheduler import group_collectives, messages
 from tritoncomm.scheduler.cost import Traffic
 from tritoncomm.scheduler.group_collectives import RADIX, SMALL
@@ -381,12 +380,3 @@ def test_profiles(rank, world_size):
         assert {"confirm", "between nodes"} <= {event.name for event in profiler.events() if event.is_user_annotation}
         assert any("gloo:recv" in name for name in names)
         del profiler
-
-
-@ranks(2, 3)
-def test_measured_link(rank, world_size):
-    """All ranks measure the same link."""
-    link = measure_link(None)
-    assert same(tuple(link))
-    assert 0 < link.latency < 1
-    assert link.bandwidth > 1e6

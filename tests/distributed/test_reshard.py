@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import tritoncomm
-from models import adamw, content, ddp, equal, exact, flat, load, mesh, residual, sharded, tiny, train
+from models import adamw, content, equal, exact, flat, load, opened, residual, tiny, train
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
@@ -43,20 +43,13 @@ class Run:
     Args:
         kind: The kind, and the number of its shards.
         make: Returns the optimizer of a module.
-        names: Of the dimensions of the mesh. The other order makes ranks swap shards.
+        over: Another mesh than that of :func:`mesh`.
         **fields: Arguments of :func:`exact`.
     """
 
-    def __init__(self, kind: tuple[str, int], make=adamw, names=("replicate", "shard"), **fields) -> None:
-        self.model, self.group, given = uneven(), None, {}
-        if kind[0] == "ddp":
-            self.model = ddp(self.model)
-            given = {"model": self.model}
-        if kind[0] == "fsdp":
-            shape = dist.get_world_size() // kind[1], kind[1]
-            over = mesh(kind[1]) if names[0] == "replicate" else init_device_mesh("cpu", shape, mesh_dim_names=names)
-            self.group = over["replicate"].get_group()
-            given = {"model": sharded(self.model, over), "process_group": self.group}
+    def __init__(self, kind: tuple[str, int], make=adamw, over=None, **fields) -> None:
+        self.model, given = opened(kind[0], uneven(), kind[1], over)
+        self.group = given.get("process_group")
         self.optimizer = exact(make(self.model), **{"warmup_steps": STEPS, "density": 0.1} | fields, **given)
         self.replicas = dist.get_world_size(self.group)
         self.parameters = {name.removeprefix("module."): p for name, p in self.model.named_parameters()}
@@ -187,7 +180,7 @@ def test_same_shards_and_their_order(rank, world_size, saved):
         run = Run(KINDS[3])
         run.load(place, **fields)
         assert all(torch.equal(value, expected[name]) for name, value in run.found().items())
-    swapped = Run(KINDS[3], names=("shard", "replicate"))
+    swapped = Run(KINDS[3], over=init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "replicate")))
     swapped.load(place, checkpoint_id=place)
     assert all(torch.equal(value, expected[name]) for name, value in swapped.found().items())
 

@@ -6,7 +6,6 @@ import dataclasses
 import inspect
 import logging
 import math
-import re
 
 import pytest
 import torch
@@ -29,9 +28,11 @@ from tritoncomm.algorithms.base import StaticRecipe
 from tritoncomm.planning import planner
 from tritoncomm.step import settings as options
 from tritoncomm.step.recipes import log_choice, readable_size, resolve_recipe, with_form
-from tritoncomm.step.settings import DEFAULT_ALGO, DEFAULT_DENSITY
 
 from baselines import DGC
+
+# Read here: conftest.py changes some of them for each test.
+DEFAULTS = {name: getattr(options, f"DEFAULT_{name}") for name in ("ALGO", "DENSITY", "SMALL", "VALUES", "WARMUP")}
 
 
 @pytest.mark.parametrize(
@@ -168,7 +169,7 @@ def test_choice_is_logged(recipe: Recipe, numel: int, level: int, said: str, cap
 
 def test_default_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """A method starts with 16 dense steps, unless it delivers every entry or the recipe wraps another one."""
-    number = int(re.search(r"^DEFAULT_WARMUP = (\d+)$", inspect.getsource(options), re.MULTILINE)[1])
+    number = DEFAULTS["WARMUP"]
     assert number == 16
     assert f"Default: None, which is {number} for a method" in inspect.getdoc(tritoncomm.wrap)
     assert inspect.signature(tritoncomm.wrap).parameters["warmup_steps"].default is None
@@ -190,15 +191,11 @@ def test_default_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_default_formats(monkeypatch: pytest.MonkeyPatch) -> None:
     """Entries travel in 4 bits, small tensors in 8 and dense steps in 2, at 3 %, unless the user asks for more."""
-    source = inspect.getsource(options)
-    constants = dict(re.findall(r"^(DEFAULT_(?:VALUES|SMALL|START|DENSITY)) = \"?([\w.]+)\"?$", source, re.MULTILINE))
-    expected = {"VALUES": "4bit", "SMALL": "8bit", "START": "2bit", "DENSITY": "0.03"}
-    assert constants == {f"DEFAULT_{name}": value for name, value in expected.items()}
     text = " ".join(inspect.getdoc(tritoncomm.wrap).split())
-    assert f'``"{DEFAULT_ALGO}"``' in text.split("algo: ")[1].split(" density: ")[0]
-    assert f"Default: None, which is {DEFAULT_DENSITY}, or the density of a recipe" in text
-    monkeypatch.setattr(options, "DEFAULT_VALUES", constants["DEFAULT_VALUES"])
-    monkeypatch.setattr(options, "DEFAULT_SMALL", constants["DEFAULT_SMALL"])
+    assert f'``"{DEFAULTS["ALGO"]}"``' in text.split("algo: ")[1].split(" density: ")[0]
+    assert f"Default: None, which is {DEFAULTS['DENSITY']}, or the density of a recipe" in text
+    for name in ("VALUES", "SMALL"):
+        monkeypatch.setattr(options, f"DEFAULT_{name}", DEFAULTS[name])
 
     def wrapped(**arguments: object) -> tritoncomm.SparseOptimizer:
         return tritoncomm.wrap(torch.optim.AdamW([torch.nn.Parameter(torch.zeros(40, 50))]), **arguments)
