@@ -85,7 +85,6 @@ def gan_by_hand(data: list[torch.Tensor], clip: Callable[[Any, Any], None]) -> G
 @pytest.mark.parametrize("name", ["norm", "value"])
 def test_accelerate_gan(rank, world_size, name):
     """Two models are clipped and stepped in turns. What is not clipped is not exchanged."""
-    under_torchrun(rank, world_size)
     data = batches(rank, world_size, STEPS)
     unused = import_module("accelerate").DistributedDataParallelKwargs(find_unused_parameters=True)
     accelerated, net = accelerator(kwargs_handlers=[unused]), Gan()
@@ -109,7 +108,6 @@ def test_accelerate_gan(rank, world_size, name):
 @pytest.mark.parametrize("clips", [True, False])
 def test_accelerate_fp16(rank, world_size, clips):
     """A scaler needs no argument. An overflow on one rank is a skipped step, and a lower scale, on all."""
-    under_torchrun(rank, world_size)
     accelerated, net = accelerator(), linear()
     # Accelerate has no fp16 on a CPU. This is what it sets on a GPU.
     accelerated.native_amp, accelerated.state._mixed_precision = True, "fp16"
@@ -141,7 +139,6 @@ def test_accelerate_fp16(rank, world_size, clips):
 @ranks(2, limit=200.0)
 def test_load_after_one_that_failed(rank, world_size, tmp_path):
     """A load_state() that ends before it comes to the optimizer changes nothing of what is loaded later."""
-    under_torchrun(rank, world_size)
     accelerated, net = accelerator(), Net()
     model, optimizer = accelerated.prepare(net, torch.optim.AdamW(net.parameters(), lr=LR))
     sparse = wrap_prepared(accelerated, model, optimizer, **SETTINGS)
@@ -196,7 +193,6 @@ ALONE = {
 @pytest.mark.parametrize("framework", [pytest.param(name, marks=needs(name)) for name in ALONE])
 def test_alone(rank, world_size, framework, tmp_path):
     """A single worker trains and clips as without this library, to the bit."""
-    under_torchrun(rank, world_size)
     data = batches(rank, world_size, STEPS)
     ours, bare = (values(ALONE[framework](data, str(tmp_path), sparse=each)) for each in (True, False))
     assert ours == bare != values(Net())
@@ -206,7 +202,6 @@ def test_alone(rank, world_size, framework, tmp_path):
 @ranks(2, limit=200.0)
 def test_limits_of_transformers(rank, world_size, tmp_path):
     """Without a limit nothing is clipped. A limit that is passed has precedence. The Trainer clips again afterwards."""
-    under_torchrun(rank, world_size)
 
     def trained(limit: float, *, part: bool = False, **settings: Any) -> tuple[Any, tritoncomm.SparseOptimizer]:
         net, callback = Net(), sparse_gradients(**SETTINGS | settings)
@@ -230,7 +225,6 @@ def test_limits_of_transformers(rank, world_size, tmp_path):
 @ranks(2, limit=200.0)
 def test_trainer_that_trains_again(rank, world_size, tmp_path):
     """After an interrupt, as in a notebook, and from a checkpoint, although it loads one rank's state on all first."""
-    under_torchrun(rank, world_size)
     transformers = import_module("transformers")
 
     class Interrupt(transformers.TrainerCallback):
@@ -255,7 +249,6 @@ def test_trainer_that_trains_again(rank, world_size, tmp_path):
 @ranks(2, limit=200.0)
 def test_load_beside_a_trainer(rank, world_size, tmp_path):
     """A script that loads a checkpoint into the optimizer of a Trainer gets the residual of each rank."""
-    under_torchrun(rank, world_size)
     callback = sparse_gradients(**SETTINGS)
     trainer = hugging_face(str(tmp_path), Net(), callback, max_steps=4, save_strategy="steps", save_steps=2)
     trainer.train()
@@ -279,7 +272,6 @@ class Short(Net):
 @ranks(2, limit=200.0)
 def test_pending_update_of_a_trainer(rank, world_size, tmp_path):
     """It goes on in a second ``train()``, and after memory was short, without a warning."""
-    under_torchrun(rank, world_size)
 
     class Begin(import_module("transformers").TrainerCallback):
         def on_train_begin(self, *_: Any, **__: Any) -> None:
@@ -312,7 +304,6 @@ def test_pending_update_of_a_trainer(rank, world_size, tmp_path):
 @ranks(2, limit=200.0)
 def test_lightning_gan(rank, world_size, tmp_path):
     """Two optimizers of one module, toggled and clipped by manual optimization. Both continue from a checkpoint."""
-    under_torchrun(rank, world_size)
     data = rows(world_size * 8 * STEPS)
 
     def turns(self: Any, x: torch.Tensor, _: int) -> None:
@@ -357,7 +348,6 @@ def test_lightning_gan(rank, world_size, tmp_path):
 @ranks(2, limit=200.0)
 def test_lightning_fp16(rank, world_size):
     """Mixed precision in fp16 with gradient_clip_val is the loop by hand. An overflow is skipped on all ranks."""
-    under_torchrun(rank, world_size)
     data = batches(rank, world_size, STEPS)
 
     def loss_of(model: nn.Module, step: int) -> torch.Tensor:
@@ -397,7 +387,6 @@ def test_lightning_fp16(rank, world_size):
 @pytest.mark.parametrize("settings", [SETTINGS, {"local_steps": 3}])  # an epoch has three
 def test_lightning_fine_tuning(rank, world_size, settings, tmp_path):
     """A callback trains further layers from the second epoch on, and a run that resumes there continues to the bit."""
-    under_torchrun(rank, world_size)
     data = rows(world_size * 8 * SAVE_AT)
 
     class Unfreeze(import_module("lightning").pytorch.callbacks.BaseFinetuning):
@@ -432,7 +421,7 @@ def test_lightning_fine_tuning(rank, world_size, settings, tmp_path):
 @ranks(2, limit=200.0)
 def test_fabric(rank, world_size):
     """What Fabric has set up is refused with a fix, which trains as the loop by hand."""
-    under_torchrun(rank, world_size)
+    under_torchrun()
     library = import_module("lightning")
     strategy, found = library.fabric.strategies.DDPStrategy(process_group_backend="gloo"), []
     for launched in (library.Fabric(accelerator="cpu", strategy=strategy, devices=world_size), None):
@@ -463,7 +452,6 @@ def test_fabric(rank, world_size):
 @ranks(2, limit=200.0)
 def test_refused_optimizers(rank, world_size, tmp_path):
     """What is passed to the wrong function, or was prepared by another trainer, is refused with what to call."""
-    under_torchrun(rank, world_size)
     prepared_by_lightning = import_module("lightning").pytorch.core.optimizer.LightningOptimizer(
         torch.optim.AdamW((net := linear()).parameters())
     )
@@ -494,7 +482,6 @@ def test_refused_optimizers(rank, world_size, tmp_path):
 @ranks(2, limit=200.0)
 def test_refused_uses_of_a_trainer(rank, world_size, tmp_path):
     """Errors say what a user of the Trainer did. The callback may be added later."""
-    under_torchrun(rank, world_size)
     evaluated = hugging_face(str(tmp_path), Net(), sparse_gradients(**SETTINGS), max_steps=2)
     evaluated.evaluate()
     with pytest.raises(ConfigurationError, match=r"evaluate\(\) or predict\(\) was called before train\(\)"):

@@ -31,7 +31,6 @@ from trainers import (
     needs,
     rows,
     sparse_gradients,
-    under_torchrun,
     values,
     wrap_prepared,
 )  # fmt: skip
@@ -152,7 +151,6 @@ def check_lost_residual(folder: Path, rank: int, resume: Callable[[str], Trained
 @every_run
 def test_accelerate(rank, world_size, kind, tmp_path):
     """Train with accelerator.accumulate, clip_grad_norm_, save_state and load_state."""
-    under_torchrun(rank, world_size)
     folder, (make, settings) = str(tmp_path / "checkpoints"), RUNS[kind]
     data = batches(rank, world_size, STEPS * ACCUMULATE)
 
@@ -196,7 +194,6 @@ def test_accelerate(rank, world_size, kind, tmp_path):
 @every_run
 def test_transformers(rank, world_size, kind, tmp_path):
     """Train, evaluate and save with the Trainer, by its AdamW or an optimizer that is passed."""
-    under_torchrun(rank, world_size)
     folder, (make, settings) = str(tmp_path / "checkpoints"), RUNS[kind]
 
     def train(path: str | None, **residuals: str) -> Trained:
@@ -229,7 +226,6 @@ def test_transformers(rank, world_size, kind, tmp_path):
 @every_run
 def test_lightning(rank, world_size, kind, tmp_path):
     """Train, validate and save with a strategy, and ModelCheckpoint."""
-    under_torchrun(rank, world_size)
     folder, (make, settings) = str(tmp_path / "checkpoints"), RUNS[kind]
     half = 2 * 8 * SAVE_AT * ACCUMULATE
 

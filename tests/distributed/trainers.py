@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import tritoncomm
 from models import same
 from torch import nn
@@ -70,14 +71,15 @@ def batches(rank: int, world_size: int, count: int) -> list[torch.Tensor]:
     return list(torch.stack(rows(world_size * 8 * count)).unflatten(0, (count, world_size, 8))[:, rank])
 
 
-def under_torchrun(rank: int, world_size: int) -> None:
-    """Set the variables of torchrun. The group exists already. Forget earlier tests."""
+def under_torchrun() -> None:
+    """Set the variables of torchrun. The group exists already. Forget earlier runs."""
+    rank, world_size = str(dist.get_rank()), str(dist.get_world_size())
     os.environ |= {
-        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size),
+        "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size,
         "GROUP_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511", "TORCHELASTIC_RUN_ID": "test",
         "CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true",
     }  # fmt: skip
-    states = sys.modules.get("accelerate.state")  # of a test before, in this process
+    states = sys.modules.get("accelerate.state")  # of a run before, in this process
     if states is not None:
         states.AcceleratorState._reset_state(reset_partial_state=True)
         states.GradientState._reset_state()
@@ -85,6 +87,7 @@ def under_torchrun(rank: int, world_size: int) -> None:
 
 def accelerator(**fields: Any) -> Any:
     """Return an Accelerator."""
+    under_torchrun()
     return import_module("accelerate").Accelerator(cpu=True, **fields)
 
 
@@ -100,6 +103,7 @@ def sparse_gradients(**settings: Any) -> Any:
 
 def hugging_face(folder: str, net: nn.Module, *callbacks: Any, samples: int = 128, **fields: Any) -> Any:
     """Return a Trainer of Transformers, which neither logs nor saves. ``fields`` are those of its arguments."""
+    under_torchrun()
     transformers = import_module("transformers")
     data = [{"x": x, "labels": 0.0} for x in rows(samples)]
     own = {"optimizers": fields.pop("optimizers")} if "optimizers" in fields else {}
@@ -129,6 +133,7 @@ def lightning(devices: int, settings: dict[str, Any] | None, folder: str | None 
 
     It saves into ``folder`` after each epoch, or every few steps if a field says so.
     """
+    under_torchrun()
     library, backend = import_module("lightning").pytorch, {"process_group_backend": "gloo"}
     if settings is None:
         strategy = library.strategies.DDPStrategy(**backend)
