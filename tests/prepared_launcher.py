@@ -43,22 +43,20 @@ class PreparedLauncher:
     def __init__(self, python: Sequence[str], torchrun: Sequence[str]) -> None:
         self.python, self.torchrun = python, torchrun
 
-    def run(
-        self, script: Path, *arguments: str, folder: Path, world_size: int = 0, limit: float = 240.0
-    ) -> subprocess.CompletedProcess[str]:
+    def run(self, script: Path, *arguments: str, folder: Path, world_size: int = 0) -> subprocess.CompletedProcess[str]:
         """Run ``script`` in ``folder``, as ``world_size`` ranks with torchrun's variables, or as one plain process.
 
-        What the script starts is waited for too, until its output ends. All is killed after ``limit`` seconds.
+        What the script starts is waited for too, until its output ends. All is killed after four minutes.
         """
         ranks = [*self.torchrun, f"--nproc-per-node={world_size}", "--standalone"]
         command = [*(ranks if world_size else self.python), str(script), *arguments]
         try:
             return subprocess.run(
-                command, cwd=folder, env=os.environ | ENVIRONMENT, capture_output=True, text=True, timeout=limit,
+                command, cwd=folder, env=os.environ | ENVIRONMENT, capture_output=True, text=True, timeout=240,
                 check=False,
             )  # fmt: skip
         except subprocess.TimeoutExpired as late:
-            raise AssertionError(f"{script} still ran after {limit:g} s: {late.stdout} {late.stderr}") from None
+            raise AssertionError(f"{script} still ran after four minutes: {late.stdout} {late.stderr}") from None
 
 
 def prepared(*modules: str) -> PreparedLauncher:

@@ -9,7 +9,6 @@ import pytest
 
 import best
 from pages import ROOT
-from race_methods import Contender
 
 
 def outcome(score: float, *curve: tuple[int, float], kilobytes: float = 5202.0) -> dict[str, Any]:
@@ -56,28 +55,6 @@ def test_another_target() -> None:
     }
     assert gaps["adamw"] == {"dense AdamW": 0.0, "dense AdamW in fp16": 0.0, "dense Muon": -50.0}
     assert gaps["muon"] == {"dense AdamW": 100.0, "dense AdamW in fp16": 100.0, "dense Muon": 0.0}
-
-
-def test_runs_and_contenders_match() -> None:
-    """A run of the harness and a text of the race that mean the same method are equal, whatever their rates are."""
-    run = best.Run("demo", 300, "adamw", 0.1, "dense")
-    updates = replace(run, exchange="updates", local_steps=30)
-    sparse = replace(run, exchange="gradients", method="oktopk", values="4bit", density=0.03, dense_steps=20)
-    muon: dict[str, Any] = {"optimizer": "muon", "method": "quantized", "density": 1.0}
-    pairs = {
-        "dense": run,
-        "powersgd:rank=8": replace(sparse, method="powersgd", count=8, density=1.0, values="fp32"),
-        "diloco:steps=30,lr=1,momentum=0": replace(updates, outer_lr=0.7, outer_momentum=0.9),
-        "oktopk:warmup_steps=20": sparse,
-        "oktopk:density=0.01,door=ddp": replace(sparse, density=0.01),
-        "quantized:values=2bit": replace(sparse, method="quantized", values="2bit", density=1.0),
-        "dense:optimizer=muon,rate=0.04": replace(run, optimizer="muon"),
-        "quantized:optimizer=muon,warmup_steps=20": replace(updates, **muon, values="1bit", local_steps=1),
-        "quantized:optimizer=muon,local_steps=30,values=2bit": replace(updates, **muon, values="2bit"),
-    }
-    for text, each in pairs.items():
-        assert best.Method.of_contender(Contender.parse(text)) == best.Method.of_run(each), text
-    assert len({best.Method.of_run(each) for each in pairs.values()}) == len(pairs)
 
 
 SITES = {

@@ -109,40 +109,6 @@ def test_sizes(rank, world_size, tmp_path):
     assert needed < written < 1.1 * needed
 
 
-@ranks(3)
-@pytest.mark.parametrize("members", [(0, 1, 2), (0, 1), (0,)])
-def test_local_steps_on_other_ranks(rank, world_size, members, tmp_path):
-    """A job that is preempted between two exchanges saves, and the next one, of any size, has lost nothing."""
-
-    def made(group=None):
-        model = tiny()
-        local = {"local_steps": 4, "updates": tritoncomm.Updates(algo=tritoncomm.OkTopk(density=0.1))}
-        return model, tritoncomm.wrap(adamw(model), process_group=group, **local)
-
-    def pending(optimizer, group=None):
-        return total(residual(optimizer), group) / dist.get_world_size(group)
-
-    model, optimizer = made()
-    train(model, optimizer, rank, range(6))
-    changed = flat(optimizer._tritoncomm.setup.local._deltas())
-    owed, anchors = total(residual(optimizer) + changed), flat(optimizer._tritoncomm.setup.local.anchors)
-    checkpoint.save(optimizer, tmp_path)
-    assert optimizer.metrics()["steps_until_exchange"] == 4
-    given = world_size * (anchors - flat(optimizer._tritoncomm.setup.local.anchors))
-    torch.testing.assert_close(given + total(residual(optimizer)), owed)
-    before, weights = pending(optimizer), flat(model)
-    assert before.any()
-    group = dist.new_group(list(members))
-    if rank not in members:
-        return
-    again, resumed = made(group)
-    checkpoint.load(resumed, tmp_path)
-    torch.testing.assert_close(pending(resumed, group), before)
-    assert torch.equal(flat(again), weights)
-    train(again, resumed, rank, range(6, 10))
-    assert equal(again, group)
-
-
 # Other nodes between one run and the next: ranks, and ranks of a node or None for one node, in the order of the runs.
 CHAINS = [[(4, 2), (2, None), (4, 2)], [(4, 2), (3, None), (4, 2)], [(4, 2), (4, None), (4, 2)]]
 
