@@ -9,8 +9,6 @@ from __future__ import annotations
 import gc
 import os
 import re
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -50,16 +48,6 @@ def _sparse_from_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(options, "DEFAULT_WARMUP", 0)
     monkeypatch.setattr(options, "DEFAULT_VALUES", "fp32")
     monkeypatch.setattr(options, "DEFAULT_SMALL", "fp32")
-
-
-@pytest.fixture
-def group_of_one(tmp_path: Path) -> Iterator[None]:
-    """A process group of this process alone."""
-    import torch.distributed as dist
-
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="session")

@@ -64,22 +64,6 @@ def test_release_gives_the_class_back() -> None:
     copy.deepcopy(optimizer)
 
 
-def test_hooks_see_averages_once_also_after_a_load() -> None:
-    """Every load of torch patches the class's step with hooks. They still run once, around the update, as in torch."""
-    net = model()
-    optimizer = wrap(adamw(net), max_grad_norm=1e-3)
-    seen: list[str] = []
-    optimizer.register_step_pre_hook(lambda o, args, kwargs: seen.append(f"{args[0] is o}"))
-    optimizer.register_step_pre_hook(
-        lambda *_: seen.append(f"before {sum(float(p.grad.square().sum()) for p in net.parameters()) < 1e-4}")
-    )
-    optimizer.register_step_post_hook(lambda *_: seen.append("after"))
-    train(net, optimizer, range(1))
-    optimizer.load_state_dict(optimizer.state_dict())
-    train(net, optimizer, range(1))
-    assert seen == ["True", "before True", "after"] * 2
-
-
 @pytest.mark.parametrize("way", ["of the module", "to zero", "of the optimizer"])
 def test_the_step_after_a_hook_that_raised_is_a_new_one(way: str) -> None:
     """However gradients were reset, training goes on as if the hook had not raised."""

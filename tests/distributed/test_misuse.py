@@ -115,17 +115,6 @@ def test_numbers_that_are_equal(rank, world_size):
         optimizer.step()
 
 
-class Proxy:
-    """An object that shares the attributes of an optimizer, as those of Fabric do, and passes on its step."""
-
-    def __new__(cls, inner: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """Return an instance of a class that is derived from the one of ``inner``."""
-        kind = type("Proxied", (type(inner),), {"step": lambda self, closure=None: inner.step(closure)})
-        proxy = kind.__new__(kind)
-        proxy.__dict__ = inner.__dict__
-        return proxy
-
-
 def counting(base: torch.optim.Optimizer, called: list[int]) -> None:
     """Replace the step."""
     own = base.step
@@ -180,14 +169,6 @@ def test_replaced_steps(rank, world_size, name, is_late):
     train(model, optimizer, rank, range(2))
     assert (len(called), len(hooked)) == (calls, 2)
     assert optimizer.metrics()["steps"] == 2
-    assert equal(model)
-
-
-@ranks(2)
-def test_proxy(rank, world_size):
-    """It is stepped as what it stands for."""
-    model = tiny()
-    train(model, exact(Proxy(torch.optim.SGD(model.parameters(), lr=0.1))), rank, range(2))
     assert equal(model)
 
 

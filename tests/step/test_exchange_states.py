@@ -23,10 +23,10 @@ from small_model import backward, model, sgd, sparse_wrap, train
 _MODEL = model()
 
 
-def opened(inner: Callable[[nn.Module], torch.optim.Optimizer] = sgd, **settings) -> tuple[nn.Module, SparseOptimizer]:
+def opened(**settings) -> tuple[nn.Module, SparseOptimizer]:
     """Return a model and its wrapped optimizer, after two steps."""
     net = copy.deepcopy(_MODEL)
-    optimizer = sparse_wrap(inner(net), **{"density": 0.2} | settings)
+    optimizer = sparse_wrap(sgd(net), **{"density": 0.2} | settings)
     train(net, optimizer, range(2))
     assert state_of(optimizer) is State.IDLE
     return net, optimizer

@@ -7,9 +7,9 @@ from torch import nn
 from tritoncomm.step.agree.replica import Replica
 
 
-def replica(state: dict[str, object], shape: tuple[int, ...] = (3, 5)) -> Replica:
+def replica(state: dict[str, object]) -> Replica:
     """Return a replica with one parameter and this ``state``."""
-    parameter = nn.Parameter(torch.ones(shape))
+    parameter = nn.Parameter(torch.ones(3, 5))
     optimizer = torch.optim.SGD([parameter], lr=0.1)
     optimizer.state[parameter] = state
     return Replica(optimizer, lambda: [(parameter, "weight")])
