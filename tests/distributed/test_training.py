@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 import tritoncomm
 from kit import log_lines
-from models import adamw, equal, exact, flat, gradients, loss_of, muon, residual, sgd, tiny, total, train
+from models import equal, exact, flat, gradients, loss_of, muon, sgd, tiny, total, train
 from schedulefree import AdamWScheduleFree
 from test_rules import Lion
 from torch import nn
@@ -67,28 +67,6 @@ def test_every_optimizer_trains_at_its_defaults(rank, world_size, name, steps):
         rows = torch.randn(256, 8, generator=torch.Generator().manual_seed(9))
         ends.append(float((model(rows) - rows).square().mean().detach()))
     assert ends[1] < limit * ends[0], ends
-
-
-@ranks(3)
-def test_nothing_is_late(rank, world_size):
-    """With ``quantized``, AdamW takes its own step on the delivered mean, to the bit, and has no state of delays."""
-    model, other = tiny(), tiny()
-    with log_lines() as lines:
-        optimizer = tritoncomm.wrap(adamw(model), "quantized", dense_below=0)
-    bare = adamw(other)
-    for step in range(4):
-        optimizer.zero_grad()
-        loss_of(model, rank, step).backward()
-        optimizer.synchronize()
-        for parameter, theirs in zip(model.parameters(), other.parameters(), strict=True):
-            theirs.grad = None if parameter.grad is None else parameter.grad.clone()
-        optimizer.step()
-        bare.step()
-        assert torch.equal(flat(model), flat(other))
-        assert residual(optimizer).any()
-    assert optimizer.metrics()["density_delivered"] == 1.0
-    assert {key for state in optimizer.state.values() for key in state} == {"step", "exp_avg", "exp_avg_sq"}
-    assert not [line for line in lines if "staleness-aware" in line]
 
 
 @ranks(3)
