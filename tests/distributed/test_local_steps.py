@@ -79,37 +79,6 @@ def adam_of(model: nn.Module, algo: str | tritoncomm.Recipe = TWO_BITS) -> trito
 
 
 @ranks(2)
-@pytest.mark.parametrize("local_steps", [1, 4])
-def test_parameters_without_gradient(rank, world_size, local_steps):
-    """What has no gradient on any rank stays as it is, with its residual. What one rank trains, all get."""
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(*shape, bias=False) for shape in ((8, 23), (23, 8), (8, 3))))
-    inner = torch.optim.NAdam(model.parameters(), lr=0.05)
-    optimizer = tritoncomm.wrap(inner, model=model, local_steps=local_steps)
-    generator = torch.Generator().manual_seed(rank)
-
-    def trained(steps, *, uses_last):
-        """Train, and return the last layer and its residual."""
-        for _ in range(steps):
-            optimizer.zero_grad()
-            hidden = model[1](model[0](torch.randn(4, 8, generator=generator)))
-            (model[2](hidden) if uses_last else hidden).square().mean().backward()
-            optimizer.step()
-        optimizer.merge()
-        assert equal(model)
-        return flat(model[2]), [*optimizer._tritoncomm.setup.scope.vectors[0].residuals_by_parameter().values()][
-            -1
-        ].clone()
-
-    never = trained(0, uses_last=False)
-    assert all(map(torch.equal, never, trained(6, uses_last=False)))
-    kept = trained(6, uses_last=True)
-    assert kept[1].any()
-    assert all(map(torch.equal, kept, trained(9, uses_last=False)))
-    assert not torch.equal(kept[0], trained(4, uses_last=rank == 0)[0])  # the others have no gradient
-
-
-@ranks(2)
 @pytest.mark.parametrize("kind", [torch.optim.NAdam, torch.optim.AdamW])
 def test_worker_that_is_left_alone(rank, world_size, kind):
     """It applies what it owes, also to what has no gradient any more, and is then the bare optimizer, to the bit."""
