@@ -46,8 +46,8 @@ from tritoncomm.planning import planner
 from tritoncomm.planning.link import measure_link
 from tritoncomm.scheduler.process_group import ProcessGroupScheduler
 from tritoncomm.step import settings as step_options
-from tritoncomm.step.exchange.claim import Vote, vote
 from tritoncomm.step.exchange.feedback import ErrorFeedback
+from tritoncomm.step.exchange.scope import Vote, vote
 from tritoncomm.step.tensors.shards import local
 
 import baselines  # noqa: F401 - registers them

@@ -205,7 +205,7 @@ BROKEN = [
     BrokenLine(
         "options may differ between ranks",
         "step/exchange/machine.py",
-        "state = (self.presence.kinds(scope.parameters), option_numbers(scope.optimizer), compared)",
+        "state = (self.presence.kinds(scope.parameters), option_numbers(scope.exchanged), compared)",
         "state = (self.presence.kinds(scope.parameters), compared)",
         "exchange test_options_that_differ_are_refused_in_the_step",
     ),
@@ -1206,7 +1206,7 @@ BROKEN = [
         "a bare state drops the residual",
         "optimizer.py",
         "        if saved is None:\n",
-        "        if saved is None:\n            setup.exchange.restore([each.new_feedback() for each in setup.exchange.vectors])\n",
+        "        if saved is None:\n            setup.scope.restore([each.new_feedback() for each in setup.scope.vectors])\n",
         "saved test_bare_state_leaves_the_residual",
     ),
     # scalers and trainers

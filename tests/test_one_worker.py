@@ -136,7 +136,7 @@ def test_one_worker_is_the_bare_optimizer(
 
 @pytest.mark.parametrize("ends", ["exchange", "flush"])
 def test_one_worker_unfreezes_between_exchanges(monkeypatch: pytest.MonkeyPatch, ends: str) -> None:
-    """What is unfrozen between two exchanges is trained from then on."""
+    """What is unfrozen between two exchanges is trained from then on, also after a step that was refused."""
     monkeypatch.setattr(options, "is_alone", lambda _: True)
 
     def trained(*, wrapped: bool) -> list[torch.Tensor]:
@@ -151,6 +151,11 @@ def test_one_worker_unfreezes_between_exchanges(monkeypatch: pytest.MonkeyPatch,
             optimizer.zero_grad()
             x = torch.randn(4, net[0].in_features, generator=torch.Generator().manual_seed(step))
             net(x).square().mean().backward()
+            if wrapped and step == 1:
+                optimizer.param_groups[0]["dense"] = "no bool"
+                with pytest.raises(ConfigurationError, match="a parameter group has dense='no bool'"):
+                    optimizer.step()
+                del optimizer.param_groups[0]["dense"]
             optimizer.step()
         if wrapped and ends == "flush":
             optimizer.flush()

@@ -11,8 +11,8 @@ import torch
 from tritoncomm import NonFiniteError, Recipe, SimulatedWorld, SparseVector
 from tritoncomm.scheduler.process_group import ProcessGroupScheduler
 from tritoncomm.scheduler.together import run_together
-from tritoncomm.step.exchange.claim import Vote, vote
 from tritoncomm.step.exchange.feedback import ErrorFeedback
+from tritoncomm.step.exchange.scope import Vote, vote
 
 from emulated_cuda import ranks
 from emulated_cuda.device import to_gpu, values_of

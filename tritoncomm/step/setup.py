@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -21,10 +22,10 @@ from tritoncomm.step.agree.number import numbers
 from tritoncomm.step.agree.private_group import scheduler_of_all_shards
 from tritoncomm.step.agree.replica import Replica, let_differ
 from tritoncomm.step.agree.setup import Named, broadcast, labelled, options_of, settings_of
-from tritoncomm.step.exchange.claim import Scope
 from tritoncomm.step.exchange.layout import small_ids
 from tritoncomm.step.exchange.machine import GradientExchange
 from tritoncomm.step.exchange.pending import State
+from tritoncomm.step.exchange.scope import Scope
 from tritoncomm.step.exchange.vector import ExchangeOptions, VectorExchange
 from tritoncomm.step.local.steps import LocalSteps
 from tritoncomm.step.model.misuse import UnreducedPasses
@@ -165,24 +166,33 @@ class Setup:
         """Add the same parameter group on all ranks. Residuals are kept. If this raises, nothing has changed."""
         self.check_no_pending_step("add_param_group()")
         before, local_steps, options = len(self.optimizer.param_groups), self.local, self.scope.options
-        anchors = 0 if local_steps is None else len(local_steps.anchors)
         try:
-            with agree.propagate_errors(options.group, self.device):
-                original_class(self.optimizer).add_param_group(self.optimizer, param_group)
-                if local_steps is not None:
-                    local_steps.add_new_parameters()
-                options.recipe.check_optimizer(self.optimizer)
-                self.steps.check()
-                scope = self._build(options.recipe, options.group, self.scope)
-            self._compare(scope, options.recipe, options.group, steps_alone=local_steps is not None)
-            scope.agree_on_exchange_id()
+            with self._extending():
+                with agree.propagate_errors(options.group, self.device):
+                    original_class(self.optimizer).add_param_group(self.optimizer, param_group)
+                    if local_steps is not None:
+                        local_steps.add_new_parameters()
+                    options.recipe.check_optimizer(self.optimizer)
+                    self.steps.check()
+                    scope = self._build(options.recipe, options.group, self.scope)
+                self._compare(scope, options.recipe, options.group, steps_alone=local_steps is not None)
+                scope.agree_on_exchange_id()
+                exchange_state.extend(self.exchange, scope)
         except BaseException:
             del self.optimizer.param_groups[before:]
-            if local_steps is not None:
-                local_steps.remove_new_parameters(anchors)
-            self.parameters.note()
             raise
-        exchange_state.extend(self.exchange, scope)
+
+    @contextmanager
+    def _extending(self) -> Iterator[None]:
+        """Forget new parameters if the body raises."""
+        anchors = 0 if self.local is None else len(self.local.anchors)
+        with self.known.restored_on_error(), self.parameters.restored_on_error():
+            try:
+                yield
+            except BaseException:
+                if self.local is not None:
+                    self.local.remove_new_parameters(anchors)
+                raise
 
     def continue_in(
         self,
@@ -218,13 +228,14 @@ class Setup:
         if not self.known.are_outdated:
             return
         self.known.check_kept(if_trained=True)
-        if self.local is not None:
-            self.local.add_new_parameters()
-        options = self.scope.options
-        exchange_state.extend(self.exchange, self._build(options.recipe, options.group, self.scope))
+        with self._extending():
+            if self.local is not None:
+                self.local.add_new_parameters()
+            options = self.scope.options
+            exchange_state.extend(self.exchange, self._build(options.recipe, options.group, self.scope))
 
     def _build(self, recipe: Recipe, group: dist.ProcessGroup | None, before: Scope | None = None) -> Scope:
-        """Return an exchange of the gradients of all parameters that require them, in place of ``before``."""
+        """Return what is exchanged by ``recipe`` in ``group``: all that require gradients. It follows ``before``."""
         self.parameters.note()
         trained, options = self.parameters.trained, self.options
         is_sharded = check_shards(trained, group)  # before process groups are created for the vectors
@@ -253,7 +264,15 @@ class Setup:
             let_differ(self.local.parameters)
             others = []  # such as averages of parameters, which differ with them
         replica = Replica(self.exchanged, lambda: self.parameters.common, others)
-        return Scope(self.exchanged, self.optimizer, vectors, parameters, owners, all_shards, replica)
+        return Scope(
+            optimizer=self.optimizer,
+            exchanged=self.exchanged,
+            vectors=vectors,
+            parameters=parameters,
+            owners=owners,
+            all_shards=all_shards,
+            replica=replica,
+        )
 
     def _compare(
         self,

@@ -25,10 +25,10 @@ from tritoncomm.step.agree import UPDATES, UPDATES_ADVICE, differences, naming, 
 from tritoncomm.step.agree.number import number_of_text
 from tritoncomm.step.agree.replica import Replica
 from tritoncomm.step.agree.setup import option_numbers
-from tritoncomm.step.exchange.claim import Inspection, Scope, Vote, advice, lead, vote
 from tritoncomm.step.exchange.decay import show_decay
 from tritoncomm.step.exchange.pending import TRANSITIONS, Pending, State
 from tritoncomm.step.exchange.presence import Presence, without_rate
+from tritoncomm.step.exchange.scope import Inspection, Scope, Vote, advice, lead, vote
 from tritoncomm.step.exchange.vector import VectorExchange, clipped
 from tritoncomm.step.recipes import is_dense
 
@@ -80,7 +80,7 @@ class GradientExchange:
         return is_absent or not any(bool(part.sent.mean.values.any()) for part in self.pending.parts)
 
     def adopt(self, new: Scope) -> None:
-        """Exchange what ``new`` says from now on, which all ranks have compared. Counters and the step stay."""
+        """Exchange what ``new`` says from now on, on all ranks. Counters and the step stay."""
         self.scope = new
         new.replica.agreed = self.steps
 
@@ -215,7 +215,7 @@ class GradientExchange:
 
     def owes_nothing(self) -> bool:
         """Return True if a single worker has no residual that it could apply: it is then the bare optimizer."""
-        rests = self.scope.frozen() if self.scope.vectors[0].is_bare else frozenset[int]()
+        rests = self.scope.frozen_ids() if self.scope.vectors[0].is_bare else frozenset[int]()
         kept = [vector.look_for_residual(rests) for vector in self.scope.vectors]
         return all(kept)
 
@@ -238,10 +238,10 @@ class GradientExchange:
     def _begin_presence(self, *, delivers_all: bool) -> frozenset[int]:
         """Note which parameters have a gradient. Return the ids of those that are left out, as they have no rate."""
         if delivers_all:  # also to those without gradient
-            self.presence.begin(self.scope.frozen())
+            self.presence.begin(self.scope.frozen_ids())
             return frozenset()
         missing = frozenset(id(each) for each in self.scope.parameters if each.grad is None or not each.requires_grad)
-        unrated = without_rate(self.scope.optimizer)
+        unrated = without_rate(self.scope.exchanged)
         # At density 1 nothing waits, so nothing rests, either.
         if self.scope.vectors[-1].delays and not self.scope.options.recipe.delivers_all():
             self.presence.begin(missing | unrated)
@@ -347,7 +347,7 @@ class GradientExchange:
             schedulers = scope.schedulers
             compared = None if replica is None or rejects else replica.digest()
             places = [(each.step, each.stamp) for each in schedulers]
-            state = (self.presence.kinds(scope.parameters), option_numbers(scope.optimizer), compared)
+            state = (self.presence.kinds(scope.parameters), option_numbers(scope.exchanged), compared)
             claim = lead(scheduler.rank, scheduler.world_size) * number_of_text(repr(self._completed))
             claim += lead(last.rank, last.world_size) * number_of_text(repr((scope.shard, places, state)))
             own = Vote(total.rejects, total.raises, claim)
@@ -383,7 +383,7 @@ class GradientExchange:
             reason = f"ranks differ: {worded(found)}" if found else "an update has stopped on all ranks"
             return ProtocolMismatchError(f"{step} was rejected, because {reason}: {UPDATES_ADVICE}")
         names = {id(each): name for vector in scope.vectors for each, name in vector.layout.named}
-        compared = self.presence.fields(scope.parameters, names) | option_numbers(scope.optimizer)
+        compared = self.presence.fields(scope.parameters, names) | option_numbers(scope.exchanged)
         found = found or differences(compared, group, device, scope.shard)
         reason = ""
         if found:

@@ -1,6 +1,6 @@
-"""Anchors: copies of parameters in fp32, from which changes are told, also those that somebody else makes.
+"""Anchors: copies of parameters in fp32, from which changes are told; and what somebody else has changed.
 
-Somebody writes to parameters outside of the steps of their optimizer, as by loading weights.
+Weights that are loaded, for example, are written outside of the steps of the optimizer.
 """
 
 from __future__ import annotations

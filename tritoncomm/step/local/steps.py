@@ -134,8 +134,8 @@ class LocalSteps:
 
     def remove_new_parameters(self, count: int) -> None:
         """Forget all anchors but the first ``count``."""
-        self.known.note()
         del self.parameters[count:], self.anchors[count:], self.names[count:]
+        self.shards = ShardGroups(self.parameters)
 
     @torch.no_grad()
     def take(self, scale: torch.Tensor | None, found: torch.Tensor | None) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 
@@ -38,6 +39,16 @@ class KnownParameters:
         self.trained = [(each, name) for each, name in self.common if each.requires_grad or id(each) in before]
         trained = {id(parameter) for parameter, _ in self.trained}
         self._frozen = [parameter for parameter, _ in self.common if id(parameter) not in trained]
+
+    @contextmanager
+    def restored_on_error(self) -> Iterator[None]:
+        """Let what is known be what it was before if the body raises."""
+        before = self._known, self.trained, self._frozen
+        try:
+            yield
+        except BaseException:
+            self._known, self.trained, self._frozen = before
+            raise
 
     @property
     def common(self) -> list[tuple[torch.Tensor, str]]:

@@ -14,9 +14,9 @@ from tritoncomm.errors import ConfigurationError
 from tritoncomm.step import agree
 from tritoncomm.step.agree.number import number_of_text, numbers
 from tritoncomm.step.agree.setup import state_outline
-from tritoncomm.step.exchange.claim import Scope
 from tritoncomm.step.exchange.feedback import Ages, ErrorFeedback
 from tritoncomm.step.exchange.machine import GradientExchange
+from tritoncomm.step.exchange.scope import Scope
 from tritoncomm.step.local.steps import LocalSteps
 from tritoncomm.step.recipes import without_encoding
 from tritoncomm.step.tensors.names import OTHER_PARAMETERS, device_of
@@ -279,7 +279,7 @@ def compare(scope: Scope, inner: Mapping[int, Any], saved: State | None, feedbac
     Raises:
         ConfigMismatchError: Another rank cannot load its state, or loads the state of another step.
     """
-    replicas, device = scope.options.group, device_of(scope.wrapped)
+    replicas, device = scope.options.group, device_of(scope.optimizer)
     fields: dict[str, Any] = {"steps": saved["steps"] if saved else None}
     if scope.all_shards is not None:  # methods of other shards have other states
         agree.compare(fields, scope.everybody, device)

@@ -50,13 +50,13 @@ _HALF = 32  # bits
 _LARGE = 1024  # elements
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class Scope:
     """What is exchanged, and with whom. With other parameters, or in another group, there is a new one.
 
     Attributes:
-        optimizer: The optimizer.
-        wrapped: The optimizer of the owners. It is ``optimizer`` if gradients are exchanged.
+        optimizer: The optimizer that is wrapped.
+        exchanged: The optimizer whose gradients are exchanged: that of the anchors if updates are, else the same.
         vectors: The flat vectors, in the order in which they are exchanged.
         parameters: Their parameters in the order of the optimizer.
         owners: The owner of each of them: the parameter of an anchor if updates are exchanged, else the same.
@@ -66,7 +66,7 @@ class Scope:
     """
 
     optimizer: torch.optim.Optimizer
-    wrapped: torch.optim.Optimizer
+    exchanged: torch.optim.Optimizer
     vectors: Sequence[VectorExchange]
     parameters: Sequence[torch.Tensor]
     owners: Mapping[torch.Tensor, torch.Tensor]
@@ -103,9 +103,9 @@ class Scope:
         """Every ``.grad``, in the order of :attr:`parameters`."""
         return [parameter.grad for parameter in self.parameters]
 
-    def frozen(self) -> frozenset[int]:
+    def frozen_ids(self) -> frozenset[int]:
         """Return the ids of the parameters that cannot change, or whose owners cannot."""
-        return frozen(self.wrapped, self.owners.items())
+        return frozen(self.optimizer, self.owners.items())
 
     def agree_on_exchange_id(self) -> None:
         """Agree on an identifier of each vector within its group. All ranks call this after comparing settings."""
@@ -122,7 +122,7 @@ class Scope:
         return found
 
     def restore(self, feedbacks: Sequence[ErrorFeedback]) -> None:
-        """Continue with the residual and method state ``feedbacks`` of each vector."""
+        """Let each vector continue with the residual and method state in ``feedbacks``."""
         for vector, feedback in zip(self.vectors, feedbacks, strict=True):
             vector.feedback = feedback
 
