@@ -173,7 +173,7 @@ class SparDLAlgorithm(BudgetedAlgorithm):
             to, source = team[(w + distance) % size], team[(w - distance) % size]
             leaving, arriving = working.blocks(place.bag(w + distance, count)), working.blocks(place.bag(w, count))
             taken = working.take(leaving)
-            message, sent = leaving.encode(taken)
+            message, sent = leaving.encode(*taken)
             working.remove(taken, sent)
             inbox: Inbox = yield Round("reduce-scatter", {to: message}, {source: arriving.words})
             working.step.add(arriving.decode(inbox[source]))

@@ -17,18 +17,17 @@ from typing import Any, ClassVar
 
 import torch
 
-import tritoncomm_kernels as kernels
 from tritoncomm.algorithms.base import Algorithm, Bounds, check, check_at_least, check_number
 from tritoncomm.algorithms.warmup import warmup_of
 from tritoncomm.algorithms.wrapper import WrapperAlgorithm, WrapperRecipe
-from tritoncomm.errors import ConfigurationError, NonFiniteError
+from tritoncomm.errors import ConfigurationError
 from tritoncomm.primitives.accumulator import Accumulator
 from tritoncomm.primitives.carried import Carriers, carried, with_carried
 from tritoncomm.primitives.packing import quotients
 from tritoncomm.primitives.quantized_mean import QuantizedMean
 from tritoncomm.primitives.second_moment import FactoredSecondMoment, Moment
 from tritoncomm.primitives.sparse_vector import SparseVector
-from tritoncomm.primitives.verdict import REJECTED, Verdict
+from tritoncomm.primitives.verdict import check_same
 from tritoncomm.scheduler import cost
 from tritoncomm.scheduler.cost import Forecast, both
 from tritoncomm.scheduler.rounds import AllReduce, Pattern, read
@@ -156,11 +155,11 @@ class StagedAlgorithm(WrapperAlgorithm):
         else:
             if world_size > 1:
                 values = yield AllReduce(_PHASE, values)
-            self._check(values, verdict)
+            check_same(values, verdict)
             mean = quotients(values, world_size)
         dense = self.inner.dense_update(mean)
         if dense is not mean:
-            self._check(dense, verdict)
+            check_same(dense, verdict)
         return dense, left
 
     def _reduce_head(self, acc: Accumulator, rank: int, world_size: int) -> Pattern[SparseVector]:
@@ -182,14 +181,6 @@ class StagedAlgorithm(WrapperAlgorithm):
         """The format of the tail in the next step. In a dense step of a warm-up, it is quantized if the head is."""
         warmup = self._warmup
         return None if warmup is not None and warmup.is_dense and not warmup.quantizes else self.fmt
-
-    @staticmethod
-    def _check(values: torch.Tensor, verdict: Verdict | None) -> None:
-        """Find NaN and Inf in ``values``, which are the same on all ranks."""
-        if verdict is not None:
-            verdict.check_result(values)
-        elif kernels.has_non_finite(values):
-            raise NonFiniteError(REJECTED)
 
     def predicted_traffic(self, world_size: int, *, ordinary: bool = False) -> Forecast:
         """See :meth:`Algorithm.predicted_traffic`. The tail is added to the traffic of the inner method."""

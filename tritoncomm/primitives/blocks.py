@@ -16,17 +16,16 @@ from tritoncomm_kernels import Entries
 Ranges = Sequence[tuple[int, int, int]]
 
 
-class ExactBlocks:
-    """Some blocks of the vector, and their message of ``words`` words, which has the exact length of their budgets.
+class ExactBlocks(Sections):
+    """Some blocks of the vector, and their message, which has the exact length of their budgets.
 
     ``ranges`` has the first coordinate, the end and the budget of each block, in ascending order. At most one gap is
     between them.
     """
 
     def __init__(self, step: Step, ranges: Ranges) -> None:
-        self._step, self._ranges = step, ranges
-        self._sections = Sections(step.encoding, ranges)
-        self.words = self._sections.words
+        super().__init__(step.encoding, ranges)
+        self._step = step
 
     def largest(self) -> Entries:
         """Return the largest entries of each block of the accumulator, as many as its budget.
@@ -37,17 +36,9 @@ class ExactBlocks:
             self._step.acc.top_k_blocks(
                 [run[0][0], *(high for _, high, _ in run)], [budget for *_, budget in run], self._step.terms
             )
-            for run in runs(self._ranges)
+            for run in runs(self.ranges)
         ]
         return Entries.join(parts)
-
-    def encode(self, entries: Entries) -> tuple[torch.Tensor, Entries]:
-        """Return the message (int32 ``[words]``) with the ``entries`` of :meth:`largest`, and what receivers get."""
-        return self._sections.encode(*entries)
-
-    def decode(self, message: torch.Tensor) -> Entries:
-        """Return the entries of a received ``message``."""
-        return self._sections.decode(message)
 
 
 class FixedBlocks:
@@ -69,17 +60,20 @@ class FixedBlocks:
         acc.selected += sum(min(self._room, budget) for *_, budget in self._ranges)
         return kernels.top_k_rows(acc.dense(), bounds, budgets, self._room, workspace=acc.workspace)
 
-    def encode(self, entries: Entries) -> tuple[torch.Tensor, Entries]:
-        """See :meth:`ExactBlocks.encode`."""
+    def encode(self, indices: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, Entries]:
+        """Return the message (int32 ``[words]``) with the entries of :meth:`largest`, and what receivers get."""
         ranges = [bounds[:2] for bounds in self._selected]
         rows = self._step.rows(ranges, self._room, divisor=1, span=self._span)
-        message, sent = rows.encode(entries, workspace=self._step.acc.workspace)
+        message, sent = rows.encode(Entries(indices, values), workspace=self._step.acc.workspace)
         if self._gap is not None:
             message = torch.cat([message[: self._gap], message[self._gap + 1 :]])
         return message.reshape(-1), sent
 
     def decode(self, message: torch.Tensor) -> Entries:
-        """See :meth:`ExactBlocks.decode`. An index between the end of a block and its span is not rejected."""
+        """Return the entries of a received ``message``.
+
+        An index between the end of a block and its span is not rejected.
+        """
         ranges = [(low, low + self._span) for low, *_ in self._ranges]
         return self._step.read(message.view(len(ranges), -1), ranges, self._span, self._room, divisor=1)
 

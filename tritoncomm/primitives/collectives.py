@@ -8,15 +8,14 @@ from typing import NamedTuple
 
 import torch
 
-import tritoncomm_kernels as kernels
-from tritoncomm.errors import NonFiniteError, ProtocolMismatchError
+from tritoncomm.errors import ProtocolMismatchError
 from tritoncomm.primitives import packing
 from tritoncomm.primitives.accumulator import Accumulator
 from tritoncomm.primitives.packing import Encoding, Section, Sections, quotients
 from tritoncomm.primitives.region_cuts import balanced_pieces, balanced_sizes, moves
 from tritoncomm.primitives.selection import NO_KEY, before_rounding
 from tritoncomm.primitives.sparse_vector import SparseVector
-from tritoncomm.primitives.verdict import NAN_OR_INF, REJECTED, non_finite
+from tritoncomm.primitives.verdict import NAN_OR_INF, check_same, non_finite
 from tritoncomm.scheduler.ranks import named, rank_text
 from tritoncomm.scheduler.rounds import AllGather, AllReduce, AllToAll, Inbox, Pattern, Post, Round, Wait, read
 from tritoncomm_kernels import Entries
@@ -340,9 +339,7 @@ def _summed(values: torch.Tensor, acc: Accumulator, world_size: int, phase: str)
     """Return the sum of all ranks' ``values``. All ranks reject the step if it has a NaN or Inf."""
     if world_size > 1 and values.numel():
         values = yield AllReduce(phase, values)
+    check_same(values, acc.verdict)
     if acc.verdict is not None:
-        acc.verdict.check_result(values)
         yield from acc.verdict.settle(world_size)
-    elif kernels.has_non_finite(values):
-        raise NonFiniteError(REJECTED)
     return values

@@ -13,11 +13,10 @@ from typing import NamedTuple
 import torch
 
 import tritoncomm_kernels as kernels
-from tritoncomm.errors import NonFiniteError
 from tritoncomm.primitives.accumulator import Accumulator
 from tritoncomm.primitives.collectives import bruck_all_gather, rotate
 from tritoncomm.primitives.sparse_vector import SparseVector
-from tritoncomm.primitives.verdict import Verdict
+from tritoncomm.primitives.verdict import Verdict, check_same
 from tritoncomm.scheduler import cost
 from tritoncomm.scheduler.cost import Flow, both
 from tritoncomm.scheduler.rounds import AllGather, AllToAll, Pattern
@@ -25,6 +24,10 @@ from tritoncomm_kernels import Entries, dense_bits
 from tritoncomm_kernels.formats import Format
 
 _LEAST = 2.0**-149  # the smallest magnitude that is not zero
+_TOO_LARGE = (
+    "a gradient, or the mean of the gradients, has a NaN or Inf, or is about 2**104 or larger, which quantized values "
+    "cannot hold; nothing was applied. For finite gradients as large as that, pass small='fp32' and values='fp32'"
+)
 BUCKET = 8  # messages of a rank that are in transit at a time
 Edit = Callable[[Callable[[torch.Tensor], torch.Tensor]], torch.Tensor]
 
@@ -133,12 +136,5 @@ def _scattered(messages: torch.Tensor, rank: int, world_size: int, width: int, p
 
 
 def _checked(mean: torch.Tensor, verdict: Verdict | None) -> torch.Tensor:
-    if verdict is not None:
-        verdict.check_result(mean)
-    elif kernels.has_non_finite(mean):
-        raise NonFiniteError(
-            "a gradient, or the mean of the gradients, has a NaN or Inf, or is about 2**104 or larger, which quantized "
-            "values cannot hold; nothing was applied. For finite gradients as large as that, pass small='fp32' and "
-            "values='fp32'"
-        )
+    check_same(mean, verdict, _TOO_LARGE)
     return mean

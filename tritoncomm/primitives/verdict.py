@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+import tritoncomm_kernels as kernels
 from tritoncomm.errors import NonFiniteError, ProtocolMismatchError
 from tritoncomm.scheduler import cost
 from tritoncomm.scheduler.cost import Flow, Forecast, both
@@ -117,6 +118,17 @@ def non_finite(numbers: Sequence[int], reason: str = NAN_OR_INF) -> NonFiniteErr
     """Return the error for the ranks with these ``numbers`` in the group of the exchange, and the ``reason``."""
     ranks = named(numbers)
     return NonFiniteError(f"{reason} on {rank_text(*ranks)}; nothing was applied", ranks)
+
+
+def check_same(values: torch.Tensor, verdict: Verdict | None, message: str = REJECTED) -> None:
+    """Let all ranks, which hold the same ``values``, reject the step if one is NaN or Inf, whatever its origin.
+
+    Without a ``verdict``, this raises :class:`~tritoncomm.NonFiniteError` with the ``message``.
+    """
+    if verdict is not None:
+        verdict.check_result(values)
+    elif kernels.has_non_finite(values):
+        raise NonFiniteError(message)
 
 
 def with_verdict(forecast: Forecast, world_size: int, figures: int = 0, *, phase: str = _PHASE) -> Forecast:
