@@ -151,13 +151,6 @@ def count_entries(entries: Entries) -> torch.Tensor:
     return (entries.indices != PADDING).sum(-1, dtype=torch.int32).reshape(-1)
 
 
-def decompress_padded(out: torch.Tensor, entries: Entries, *, workspace: Workspace) -> torch.Tensor:
-    """Overwrite ``out`` (fp32 ``[n]``) with the dense form of one row, and return ``out``."""
-    out.zero_()
-    add_rows(out, entries, workspace=workspace)
-    return out
-
-
 def constant(content: Sequence[int], device: torch.device) -> torch.Tensor:
     """Return ``content`` as an int32 tensor on ``device``, which must not be written.
 
@@ -187,19 +180,6 @@ def scatter_add(out: torch.Tensor, indices: torch.Tensor, values: torch.Tensor) 
     else:  # on CUDA, index_add_ uses atomics, which flush denormals
         at = indices.long()
         out.index_copy_(0, at, out.index_select(0, at) + values)
-
-
-def scatter_add_lists(out: torch.Tensor, indices: torch.Tensor, values: torch.Tensor, counts: Sequence[int]) -> None:
-    """Apply :func:`scatter_add` to consecutive lists with ``counts`` entries each, in order.
-
-    Indices are unique inside a list. Between lists they may repeat, and then the terms are added in list order.
-    """
-    if out.device.type == "cpu":  # np.add.at adds element by element, in order
-        with np.errstate(over="ignore", invalid="ignore"):  # the caller checks the sums
-            np.add.at(out.numpy(), indices.numpy(), values.numpy())
-        return
-    for part, amounts in zip(torch.split(indices, list(counts)), torch.split(values, list(counts)), strict=True):
-        scatter_add(out, part, amounts)
 
 
 def decompress(out: torch.Tensor, indices: torch.Tensor, values: torch.Tensor) -> torch.Tensor:

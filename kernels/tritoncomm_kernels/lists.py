@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.nn.functional import pad
 
 from tritoncomm_kernels.dispatch import triton_runs
 
@@ -71,9 +72,8 @@ class Entries(NamedTuple):
         """Return the entries of a list of exact length (at most ``room``) with padding, ``[room]``."""
         if self.indices.device.type == "cpu":
             return Entries.of_arrays(self.indices.numpy(), self.values.numpy(), room)
-        indices, values = self.indices.new_full((room,), PADDING), self.values.new_zeros(room)
-        indices[: self.room], values[: self.values.numel()] = self
-        return Entries(indices, values)
+        indices = pad(self.indices, (0, room - self.room), value=PADDING)
+        return Entries(indices, pad(self.values, (0, room - self.values.numel())))
 
     def trimmed(self) -> Entries:
         """Return the entries of a single row without padding. On a GPU the host waits for their number."""

@@ -168,7 +168,6 @@ def static_form(rows: int, device: str = "cpu") -> None:
     kernels.merge_rows(entries, 4096, workspace=held)
     kernels.add_rows(out, entries, workspace=held)
     kernels.add_rows(out, entries.row(0), workspace=held)
-    kernels.decompress_padded(out, entries.row(0), workspace=held)
     kernels.set_at(out, entries)
     kernels.set_at(out, entries.indices)
     kernels.values_at(out, entries.indices)

@@ -29,7 +29,6 @@ from tritoncomm.scheduler import cost
 from tritoncomm.scheduler.cost import Forecast, both
 from tritoncomm.scheduler.rounds import AllGather, AllReduce, InSubgroup, Pattern
 from tritoncomm_kernels import Entries
-from tritoncomm_kernels.lists import PADDING
 
 _SUM, _COUNTS, _GATHER, _BETWEEN = "node sum", "node counts", "node gather", "between nodes"
 
@@ -168,8 +167,5 @@ def _gather(block: Entries, finite: bool, numel: int, rank: int, size: int, *, e
         raise NonFiniteError(REJECTED) from None
     if exact:
         return (yield from gather_blocks(block, counts, numel, rank, size, phase=_GATHER))
-    missing = (0, max(counts) - own[0])
-    indices = torch.nn.functional.pad(block.indices, missing, value=PADDING)
-    values = torch.nn.functional.pad(block.values, missing)
-    rows = yield AllGather(_GATHER, packing.encode(indices, values))
+    rows = yield AllGather(_GATHER, packing.encode(*block.padded(max(counts))))
     return Entries.join([packing.decode(row) for row in rows])

@@ -36,8 +36,8 @@ class RegionSums:
     def add(self, lists: Sequence[Entries]) -> None:
         """Add ``lists`` (at least one), in order. The indices of a list ascend and are inside the region."""
         if self._dense is not None:
-            entries, counts = Entries.join(lists), [each.indices.shape[0] for each in lists]
-            kernels.scatter_add_lists(self._dense, entries.indices - self._low, entries.values, counts)
+            for indices, values in lists:
+                kernels.scatter_add(self._dense, indices - self._low, values)
         else:
             self._lists += lists
 

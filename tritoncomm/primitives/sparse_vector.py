@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from tritoncomm.errors import ConfigurationError
-from tritoncomm_kernels import Entries, Workspace, decompress, decompress_padded
+from tritoncomm_kernels import Entries, decompress, set_at
 
 
 class SparseVector:
@@ -104,14 +104,11 @@ class SparseVector:
         """Return a new fp32 tensor ``[numel]`` with zeros at coordinates that are not stored."""
         return self.write_to(torch.empty(self.numel, dtype=torch.float32, device=self.values.device))
 
-    def write_to(self, out: torch.Tensor, *, workspace: Workspace | None = None) -> torch.Tensor:
-        """Overwrite ``out`` (fp32 ``[numel]``) with the dense form and return it.
-
-        ``workspace`` keeps a GPU's scratch memory from step to step.
-        """
+    def write_to(self, out: torch.Tensor) -> torch.Tensor:
+        """Overwrite ``out`` (fp32 ``[numel]``) with the dense form and return it."""
         if self.is_full:
             return out.copy_(self.values)
         if self.is_padded:
-            held = workspace if workspace is not None else Workspace()
-            return decompress_padded(out, Entries(self.indices, self.values), workspace=held)
+            set_at(out.zero_(), Entries(self.indices, self.values + 0.0))  # turns -0.0 into 0.0, as in a sum
+            return out
         return decompress(out, self.indices, self.values)

@@ -255,7 +255,7 @@ class VectorExchange:
 
     def write(self, mean: SparseVector) -> torch.Tensor:
         """Write ``mean`` into :attr:`flat` and return it."""
-        return mean.write_to(self.flat, workspace=self.feedback.workspace)
+        return mean.write_to(self.flat)
 
     def residuals_by_parameter(self) -> dict[torch.Tensor, torch.Tensor]:
         """Return flat views of this rank's residual by parameter."""
