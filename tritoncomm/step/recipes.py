@@ -171,7 +171,7 @@ def nodes_of(chosen: Recipe) -> dict[str, Any]:
 
 
 # Seconds that messages of a fixed length save on a GPU, estimated: with 8 workers, the host waits 2 instead of 37
-# times, at 15 us, and launches 261 kernels instead of 420, at 5 us (benchmarks/results/synchronisations.json). Nothing
+# times, at 15 us, and launches 262 kernels instead of 419, at 5 us (benchmarks/results/synchronisations.json). Nothing
 # was timed.
 STATIC_SAVES = 1.3e-3
 
