@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tritoncomm.primitives import collectives
+from tritoncomm.primitives import accumulator
 from tritoncomm.scheduler import process_group
 
 from emulated_cuda import ranks
@@ -108,7 +108,7 @@ def test_devices() -> None:
             with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
                 mixed()
         with pytest.raises(RuntimeError, match=r"merge, CPU tensors of shapes \[\(1,\)\]"):
-            collectives.kernels.merge([(torch.zeros(1, dtype=torch.int32), _cuda(1.0))], 3)
+            accumulator.kernels.merge([(torch.zeros(1, dtype=torch.int32), _cuda(1.0))], 3)
         with torch.cuda.device(1):
             other, found = _ones(4), []
             thread = threading.Thread(target=lambda: found.append(torch.cuda.current_device()))
@@ -298,7 +298,7 @@ def test_nothing_is_left_behind() -> None:
     def state() -> list[Any]:
         held = [torch.zeros, torch.tensor, torch.Tensor.to, torch.Tensor.is_pinned]
         held += [torch.cuda.Stream, torch.cuda.stream, threading.Thread.start, sys.excepthook, dist.all_reduce]
-        held += [dist.distributed_c10d._world, process_group._exchange_ids, collectives.kernels.top_k]
+        held += [dist.distributed_c10d._world, process_group._exchange_ids, accumulator.kernels.top_k]
         return [*held, torch.cuda.is_available(), dist.is_initialized(), sorted(vars(torch.Tensor))]
 
     before = state()
