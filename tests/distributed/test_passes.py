@@ -4,11 +4,37 @@ from __future__ import annotations
 
 import pytest
 import torch
-from models import KINDS, adamw, equal, exact, flat, loss_of, net, opened, residual, sgd
+from models import KINDS, adamw, equal, exact, flat, loss_of, net, opened, residual, sgd, train
 from torch import nn
 from tritoncomm.step.tensors.shards import local
 
 from ranks import ranks
+
+
+@ranks(2)
+@pytest.mark.parametrize("way", ["step", "flush"])
+def test_failing_flush(rank, world_size, way):
+    """A flush whose step a hook of the user prevents has applied nothing, and loses nothing. ``step`` repeats it."""
+    ends = []
+    for fails in (False, True):
+        model = net()
+        optimizer = exact(sgd(model))
+        train(model, optimizer, rank, range(4))
+        optimizer.zero_grad()
+        if fails:
+            before, pending = flat(model), residual(optimizer)
+            handle = optimizer.register_step_pre_hook(lambda *_: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                optimizer.flush()
+            handle.remove()
+            assert torch.equal(flat(model), before)
+            assert torch.equal(residual(optimizer), pending)
+            if way == "flush":
+                optimizer.zero_grad()
+        getattr(optimizer, way if fails else "flush")()
+        assert not residual(optimizer).any()
+        ends.append(flat(model))
+    assert torch.equal(*ends)
 
 
 @ranks(2)
