@@ -24,9 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -39,7 +37,6 @@ import tritoncomm
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
-from tritoncomm import RandomBlock, SimulatedWorld, SparDL, TopkAllgather
 from tritoncomm.algorithms import Hierarchical
 from tritoncomm.algorithms.base import StaticRecipe
 from tritoncomm.planning import planner
@@ -50,23 +47,18 @@ from tritoncomm.step.exchange.feedback import ErrorFeedback
 from tritoncomm.step.exchange.scope import Vote, vote
 from tritoncomm.step.tensors.shards import local
 
-import baselines  # noqa: F401 - registers them
 import script
+from gpu_forms import MOST_WAITS, STEPS, Figures, bits, compare, counted_synchronizations, static_recipes
 
-MOST_WAITS = 2  # of the host for the GPU, in an ordinary step with messages of a fixed length
-# In simulation.
-WORKERS, SIMULATED_NUMEL, DENSITY = 4, 2000, 0.05
-FITTED = ("gaussiank", "sidco")  # their thresholds follow from sums of floats, whose order differs on a GPU
 # Between ranks.
 VICTIM = 1
 TIMEOUT = timedelta(seconds=4)  # of the exchanges in which a rank fails
 AT_ONCE, LATER = 4.0, 10.0  # seconds within which an error is named, and a time-out, after it. A rank hangs for as long
 SANE_LATENCY, SANE_GIGABITS, SANE_STEP = (1e-6, 1.0), (1e-2, 2e4), 60.0
 LEAST = 2  # ranks
-NUMEL, STEPS = 100_000, 4
+NUMEL = 100_000
 METHODS = ("oktopk", "spardl", "exdyna", "topk_allgather", "dense")
 HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-Figures = dict[str, Any]
 
 
 def gradient(rank: int, step: int, device: torch.device) -> torch.Tensor:
@@ -87,25 +79,6 @@ def same(value: object, device: torch.device, what: str) -> None:
     """Raise if ranks have different values."""
     found = everybody(value, device)
     assert all(each == found[0] for each in found), f"ranks have different {what}"
-
-
-def bits(tensors: Any) -> list[bytes]:
-    """Return the bits of tensors, of any dtype of NumPy."""
-    return [tensor.detach().cpu().contiguous().numpy().tobytes() for tensor in tensors]
-
-
-@contextmanager
-def counted_synchronizations(device: torch.device) -> Iterator[list[warnings.WarningMessage]]:
-    """Collect the warnings of torch about host synchronizations. It does not see those inside of torch.distributed."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        if device.type == "cuda":
-            torch.cuda.set_sync_debug_mode("warn")
-        try:
-            yield caught
-        finally:
-            if device.type == "cuda":
-                torch.cuda.set_sync_debug_mode("default")
 
 
 def run_steps(recipe: tritoncomm.Recipe, device: torch.device) -> Figures:
@@ -175,7 +148,7 @@ def wrapped(device: torch.device) -> Figures:
     """A wrapped optimizer trains, and its metrics have times. A single worker selects and delivers as several do."""
     step_options.is_alone = lambda _: False
     model = network(nn.LayerNorm).to(device)
-    optimizer = tritoncomm.wrap(torch.optim.AdamW(model.parameters()), density=DENSITY, warmup_steps=2, dense_below=0)
+    optimizer = tritoncomm.wrap(torch.optim.AdamW(model.parameters()), density=0.05, warmup_steps=2, dense_below=0)
     before = bits(model.parameters())
     train(model, optimizer, device)
     after = bits(model.parameters())
@@ -414,56 +387,6 @@ def check_several(backend: str, groups: list[list[str]], limit: float) -> dict[s
                 print(f"{name}: {'passed' if not problems else '; '.join(problems)}", flush=True)
     dist.destroy_process_group()
     return found
-
-
-def static_recipes() -> dict[str, tritoncomm.Recipe]:
-    """Return the static forms that deliver the same bits on all devices."""
-    methods = {name: planner.at(name, DENSITY) for name in tritoncomm.algorithms() if name not in FITTED}
-    return {
-        name: replace(recipe, static=True)
-        for name, recipe in methods.items()
-        if isinstance(recipe, StaticRecipe) and recipe.can_be_static()
-    } | {
-        "topk_allgather 4bit": TopkAllgather(density=DENSITY, static=True, values="4bit"),
-        "random_block 4bit": RandomBlock(density=DENSITY, static=True, values="4bit", reduced_lr=True),
-        "spardl 2 teams": SparDL(density=DENSITY, static=True, teams=2),
-    }
-
-
-def integers(step: int) -> torch.Tensor:
-    """Return integers ``[WORKERS, SIMULATED_NUMEL]`` in fp32, of different magnitude within a row."""
-    generator = torch.Generator().manual_seed(step)
-    rows = [torch.randperm(SIMULATED_NUMEL, generator=generator) + 1 for _ in range(WORKERS)]
-    signs = 2 * torch.randint(2, (WORKERS, SIMULATED_NUMEL), generator=generator) - 1
-    return (torch.stack(rows) * signs).float()
-
-
-def compare(recipe: tritoncomm.Recipe, device: torch.device) -> Figures:
-    """Raise if means or residuals differ between ``device`` and the CPU, or if the host waits too often for a GPU.
-
-    Return the entries of the last mean, and how often the host waits for each worker.
-    """
-    devices = device, torch.device("cpu")
-    own, expected = (SimulatedWorld(recipe, WORKERS, SIMULATED_NUMEL, device=each) for each in devices)
-    entries, waits = 0, []
-    for step in range(STEPS):
-        assert own.workers[0].algorithm.is_static, f"step {step} does not use the static form"
-        given = integers(step)
-        on_device = given.to(device)
-        with counted_synchronizations(device) as caught:
-            delivered = own.step(on_device)
-        waits.append(len(caught) / WORKERS)
-        means = zip(delivered, expected.step(given), strict=True)
-        for rank, (found, wanted) in enumerate((a.trimmed(), b.trimmed()) for a, b in means):
-            where = f"step {step}, rank {rank}"
-            assert found.indices.tolist() == wanted.indices.tolist(), f"{where}: other indices than on the CPU"
-            assert bits([found.values]) == bits([wanted.values]), f"{where}: other values"
-            entries = wanted.indices.numel()
-        residuals = (bits(worker.residual for worker in world.workers) for world in (own, expected))
-        assert next(residuals) == next(residuals), f"step {step}: other residuals than on the CPU"
-    fewest = min(waits)  # steps that determine thresholds or partitions again have more
-    assert fewest <= MOST_WAITS, f"{fewest} host synchronizations of each worker in every step"
-    return {"entries": entries, "synchronizations": fewest}
 
 
 def on_process_group(device: torch.device) -> Figures:

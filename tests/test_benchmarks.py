@@ -15,6 +15,7 @@ from tritoncomm.step.exchange.feedback import ErrorFeedback
 
 import demo_compressor
 import gpu
+import gpu_forms
 from depth import DEEP, interpreter
 from emulated_cuda import ranks
 from pages import ROOT
@@ -138,13 +139,13 @@ def test_gpu_counts_waits(monkeypatch: pytest.MonkeyPatch) -> None:
         yield caught
         caught += device.syncs.elements()
 
-    monkeypatch.setattr(gpu, "counted_synchronizations", counted)
-    recipe, first = gpu.static_recipes()["oktopk"], torch.device("cuda", 0)
+    monkeypatch.setattr(gpu_forms, "counted_synchronizations", counted)
+    recipe, first = gpu_forms.static_recipes()["oktopk"], torch.device("cuda", 0)
     with ranks.alone() as device:
-        assert gpu.compare(recipe, first)["synchronizations"] == 2
+        assert gpu_forms.compare(recipe, first)["synchronizations"] == 2
         monkeypatch.setattr(ErrorFeedback, "commit", lambda feedback: (feedback.residual[0].item(), commit(feedback)))
         with pytest.raises(AssertionError, match=r"3.0 host synchronizations of each worker in every step"):
-            gpu.compare(recipe, first)
+            gpu_forms.compare(recipe, first)
 
 
 # The script starts processes of its own.
