@@ -258,7 +258,7 @@ def test_page_and_real_script(
 @needs_namespaces
 def test_a_message_takes_one_delay() -> None:
     """A round of messages and a small collective last for the delay of a packet, not for that of an answer."""
-    with namespaces.Network(3, "100mbit", "200ms") as network:
+    with namespaces.Network(3, "100mbit", "100ms") as network:
         seconds, *_ = run_workers(taken_by_rounds, 3, prepare=partial(enter, network.hosts))
     assert len(seconds) == 4
     assert all(0.4 < each / network.delay < 1.7 for each in seconds), seconds
