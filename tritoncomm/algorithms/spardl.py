@@ -24,7 +24,7 @@ from tritoncomm.primitives.collectives import dense_exchange
 from tritoncomm.primitives.fixed_exchange import step_of
 from tritoncomm.primitives.selection import entries_to_keep
 from tritoncomm.primitives.sparse_vector import SparseVector
-from tritoncomm.primitives.verdict import with_verdict
+from tritoncomm.primitives.verdict import check_same, with_verdict
 from tritoncomm.scheduler import cost
 from tritoncomm.scheduler.cost import Forecast, both
 from tritoncomm.scheduler.meter import Ratio
@@ -142,7 +142,7 @@ class SparDLAlgorithm(BudgetedAlgorithm):
             working.remove(own, sent)
         else:  # all teams round the same block
             working.keep_rest(own, sent, place.share)
-        step.check_result(delivered.values)
+        check_same(delivered.values, acc.verdict)
         # Global residual collection (GRES).
         working.collect_residuals(self.recipe.residuals, delivered.indices)
         counts = [count_entries(entries) for entries in (delivered, union) if entries is not None]

@@ -30,7 +30,7 @@ from tritoncomm.primitives.region_cuts import offsets, trimmed_sizes
 from tritoncomm.primitives.region_sums import Count, ListedSums, OwnedSums, RegionSums
 from tritoncomm.primitives.selection import RoundingError, before_rounding
 from tritoncomm.primitives.sparse_vector import SparseVector
-from tritoncomm.primitives.verdict import NAN_OR_INF, SUMS_OVERFLOW, check_same, non_finite
+from tritoncomm.primitives.verdict import NAN_OR_INF, SUMS_OVERFLOW, non_finite
 from tritoncomm.scheduler.ranks import named, rank_text
 from tritoncomm.scheduler.rounds import Inbox, Pattern
 from tritoncomm_kernels import Entries
@@ -91,10 +91,6 @@ class Step:
         """Let all ranks reject the step if one of ``sums`` is NaN or Inf, also if only this rank holds it."""
         if kernels.has_non_finite(sums):
             raise NonFiniteError(SUMS_OVERFLOW)
-
-    def check_result(self, values: torch.Tensor) -> None:
-        """See :func:`~tritoncomm.primitives.verdict.check_same`."""
-        check_same(values, self.acc.verdict)
 
     def add(self, entries: Entries) -> None:
         """Add received ``entries`` to the accumulator, until its :meth:`~Accumulator.undo`.

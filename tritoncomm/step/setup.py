@@ -224,7 +224,7 @@ class Setup:
         self.steps.alone = alone
 
     def note_new(self) -> None:
-        """Exchange parameters, too, that require gradients only now. A single worker trains what it is given."""
+        """Add parameters that require gradients only since the last step. A single worker trains what it is given."""
         if not self.known.are_outdated:
             return
         self.known.check_kept(if_trained=True)
@@ -235,7 +235,7 @@ class Setup:
             exchange_state.extend(self.exchange, self._build(options.recipe, options.group, self.scope))
 
     def _build(self, recipe: Recipe, group: dist.ProcessGroup | None, before: Scope | None = None) -> Scope:
-        """Return what is exchanged by ``recipe`` in ``group``: all that require gradients. It follows ``before``."""
+        """Return what is exchanged by ``recipe`` in ``group``, in place of ``before``: all that requires gradients."""
         self.parameters.note()
         trained, options = self.parameters.trained, self.options
         is_sharded = check_shards(trained, group)  # before process groups are created for the vectors
@@ -363,7 +363,8 @@ def dense_ids(optimizer: torch.optim.Optimizer) -> set[int]:
             if name in group and name not in optimizer.defaults:
                 raise ConfigurationError(
                     f"a parameter group has {name}={group[name]!r}, which has no effect there: pass {name} to wrap(). "
-                    "For parameters with another one, wrap an optimizer of their own; dense=True sends a group whole"
+                    f"To give some parameters another {name}, put them into a second optimizer, and wrap that, too. A "
+                    "group with dense=True is sent whole"
                 )
         chosen = group.get("dense", False)
         if not isinstance(chosen, bool):
