@@ -14,6 +14,7 @@ from torch import nn
 from tritoncomm.algorithms import Recipe
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.optimizer import SparseOptimizer, check_free, sparse
+from tritoncomm.scheduler.ranks import global_ranks
 from tritoncomm.step import agree, settings
 from tritoncomm.step.model.module import (
     check_held,
@@ -22,6 +23,7 @@ from tritoncomm.step.model.module import (
     compare_buffers,
     group_of,
     ignored_ids,
+    is_sharded,
     keep_gradients_local,
     names_of,
 )
@@ -156,10 +158,12 @@ def wrap(
     check_group("process_group", process_group)
     listed = [*optimizer] if isinstance(optimizer, Sequence) else parts_of(optimizer)
     device = device_of(listed[0]) if listed else None
-    with agree.propagate_errors(process_group, device):
+    of_shards = is_sharded(listed, model)  # which are wrapped together, on all ranks of the program
+    with agree.propagate_errors(None if of_shards else process_group, device):
         model = checked_module(model)
     group = group_of(model, process_group)
-    with agree.propagate_errors(group, device):
+    everybody = None if of_shards else group
+    with agree.propagate_errors(everybody, device):
         names = names_of(model)
         whole = whole_of(optimizer, names)
         for each in listed:
@@ -195,10 +199,11 @@ def wrap(
         for each in listed:
             chosen.check_optimizer(each)
             check_trained(each, names, alone=settings.is_alone(group), ignored=ignored_ids(model))
-    agree.compare({"model": None if model is None else type(model).__name__} | nodes_of(chosen), group, device)
-    with agree.propagate_errors(group, device):
+        fields = {"model": None if model is None else type(model).__name__} | nodes_of(chosen)
+        shard = global_ranks(group)[0] if of_shards else 0
+    agree.compare(fields, everybody, device, shard)
+    with agree.propagate_errors(everybody, device):
         setup = Setup(whole, chosen, group, options, broadcast_parameters=broadcast_parameters, model=model)
         keep_gradients_local(model)
-    if not broadcast_parameters:
-        compare_buffers(model, whole, group)
+    compare_buffers(model, whole, everybody, shard)
     return sparse(whole, setup)

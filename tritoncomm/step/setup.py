@@ -101,16 +101,15 @@ class Setup:
         self.unreduced = UnreducedPasses(model)
         self._others, buffers = rest_of(model, optimizer)
         self.exchange = GradientExchange(self._build(recipe, process_group))
+        everybody = process_group if self.scope.all_shards is None else None
         warn_about_lost_residual(optimizer.param_groups, self.everybody)
         every = (each for each, _ in named_parameters(optimizer) if id(each) not in ignored)
         held = [(each, f"parameter {number} of the optimizer") for number, each in enumerate(every)]
         shaped = [*buffers, *(held if broadcast_parameters else ())]
-        self._compare(
-            self.scope, recipe, process_group, others=self._others, shaped=shaped, broadcast=broadcast_parameters
-        )
+        self._compare(self.scope, recipe, everybody, others=self._others, shaped=shaped, broadcast=broadcast_parameters)
         self.scope.agree_on_exchange_id()
         if broadcast_parameters:
-            broadcast([*held, *self._others, *buffers], process_group, self.device)
+            broadcast([*held, *self._others, *buffers], process_group, everybody, self.device)
             if self.local is not None:
                 self.local.accept()
         self._log()
@@ -168,14 +167,14 @@ class Setup:
         before, local_steps, options = len(self.optimizer.param_groups), self.local, self.scope.options
         try:
             with self._extending():
-                with agree.propagate_errors(options.group, self.device):
+                with agree.propagate_errors(self.everybody, self.device):
                     original_class(self.optimizer).add_param_group(self.optimizer, param_group)
                     if local_steps is not None:
                         local_steps.add_new_parameters()
                     options.recipe.check_optimizer(self.optimizer)
                     self.steps.check()
                     scope = self._build(options.recipe, options.group, self.scope)
-                self._compare(scope, options.recipe, options.group, steps_alone=local_steps is not None)
+                self._compare(scope, options.recipe, scope.everybody, steps_alone=local_steps is not None)
                 scope.agree_on_exchange_id()
                 exchange_state.extend(self.exchange, scope)
         except BaseException:
@@ -278,7 +277,7 @@ class Setup:
         self,
         scope: Scope,
         recipe: Recipe,
-        group: dist.ProcessGroup | None,
+        everybody: dist.ProcessGroup | None,
         *,
         others: Named = (),
         shaped: Named = (),
@@ -286,14 +285,14 @@ class Setup:
         caught_up: bool = False,
         steps_alone: bool = False,
     ) -> None:
-        """Check that all ranks of ``group`` are configured identically and are at the same step.
+        """Check that ranks with the same shard are configured identically and are at the same step.
 
-        All ranks call this together. The order of the parameters must agree, too.
+        All ranks of ``everybody`` call this together. The order of the parameters must agree, too.
 
         Args:
             scope: What is exchanged. The tensors and numbers in the state of its optimizer must be equal.
             recipe: The recipe of the exchange.
-            group: The process group of the exchange.
+            everybody: The ranks of the exchange, or those of all shards, which hear of a difference in any.
             others: Parameters of the model that the optimizer does not hold, each with its name.
             shaped: Further tensors of which only shapes and dtypes must be equal, each with its name.
             broadcast: Whether values are copied from the group's first rank afterwards. If False, those of what is
@@ -308,8 +307,8 @@ class Setup:
         """
         if not is_distributed():
             return
-        trained, all_shards = self.parameters.trained, scope.all_shards
-        named, groups = labelled(trained), () if caught_up else self.optimizer.param_groups
+        trained, groups = self.parameters.trained, () if caught_up else self.optimizer.param_groups
+        named = labelled(trained)
         fields = settings_of(self.optimizer, recipe, self.options) | options_of(groups, without_numbers=steps_alone)
         steps, count = self.exchange.steps, len(trained)
         fields |= {"steps": steps, "broadcast_parameters": broadcast, "number of parameters": count}
@@ -318,17 +317,12 @@ class Setup:
             fields |= {f"shape of {name}": tuple(each.shape), f"dtype of {name}": each.dtype}
         values = {} if broadcast else {f"{agree.CONTENT} {name}": each for each, name in (*named, *others)}
         values |= {f"{agree.STATE}: {name}": each for name, each in scope.replica.state().items()}
+        with agree.propagate_errors(everybody, self.device):
+            fields |= zip(values, numbers(values.values()), strict=True)
         try:
-            with agree.propagate_errors(group, self.device):
-                fields |= zip(values, numbers(values.values()), strict=True)
-            agree.compare(fields, group, self.device)
+            agree.compare(fields, everybody, self.device, scope.shard)
         except ConfigMismatchError as error:
-            found = ConfigMismatchError(f"{error}. {_REPEATED}") if caught_up else error
-            if all_shards is not None:
-                agree.propagate_error(str(found), all_shards.group, self.device)
-            raise found from None
-        if all_shards is not None:  # replicas of other shards may differ
-            agree.compare({}, all_shards.group, self.device)
+            raise (ConfigMismatchError(f"{error}. {_REPEATED}") if caught_up else error) from None
 
     def check_no_pending_step(self, action: str) -> None:
         """Raise unless the last step is complete, also if all ranks have skipped it."""

@@ -39,14 +39,16 @@ _around: ContextVar[frozenset[str]] = ContextVar("around", default=frozenset()) 
 _ERROR, _SHARD, _NUMBER = "error", "shard", "number"  # keys of what a rank tells the others
 
 
-def compare(fields: Mapping[str, Any], group: dist.ProcessGroup | None, device: torch.device | None = None) -> None:
+def compare(
+    fields: Mapping[str, Any], group: dist.ProcessGroup | None, device: torch.device | None = None, shard: int = 0
+) -> None:
     """Compare ``fields`` of all ranks, and raise on all ranks if any value differs. See :func:`differences`.
 
     Raises:
         ConfigMismatchError: A field differs between ranks, or a rank called :func:`propagate_error`. The message names
             the fields, their values and the ranks, and says what to do.
     """
-    found = differences(fields, group, device)
+    found = differences(fields, group, device, shard)
     if found:
         advice = (
             next((text for begin, text in _ADVICE.items() if name.startswith(begin)), "configure them identically")

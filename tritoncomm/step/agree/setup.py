@@ -107,8 +107,10 @@ def _outline(leaf: torch.Tensor | float | str) -> object:
 
 
 @torch.no_grad()
-def broadcast(named: Named, group: dist.ProcessGroup | None, device: torch.device | None) -> None:
-    """Copy the values of the first rank of ``group`` to its others, after all of them have arrived.
+def broadcast(
+    named: Named, group: dist.ProcessGroup | None, everybody: dist.ProcessGroup | None, device: torch.device | None
+) -> None:
+    """Copy the values of the first rank of ``group`` to its others, after all of ``everybody`` have arrived.
 
     Values are sent from the device of the first one, because a backend may support no other.
     """
@@ -123,7 +125,7 @@ def broadcast(named: Named, group: dist.ProcessGroup | None, device: torch.devic
             dist.broadcast(values.reshape(-1).view(torch.uint8), src=source, group=group)  # any dtype
     for shard, values in zip(shards, received, strict=True):
         shard.copy_(values)
-    compare({"parameters": "broadcast"}, group, device)  # a rank on which this has failed reports it here
+    compare({"parameters": "broadcast"}, everybody, device)  # a rank on which this has failed reports it here
 
 
 def option_numbers(optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -17,7 +17,6 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from tritoncomm.errors import ConfigurationError
-from tritoncomm.scheduler.process_group import is_distributed
 from tritoncomm.scheduler.ranks import rank_text, speaks
 from tritoncomm.step import agree
 from tritoncomm.step.agree.number import numbers
@@ -90,6 +89,14 @@ def ignored_ids(model: nn.Module | None) -> Collection[int]:
     return weakref.WeakValueDictionary((id(each), each) for each in ignored)
 
 
+def is_sharded(optimizers: Iterable[torch.optim.Optimizer], model: object) -> bool:
+    """Return whether ``optimizers`` train a DTensor, other than parameters that DDP modules in ``model`` ignore."""
+    ignored = ignored_ids(model if isinstance(model, nn.Module) else None)
+    groups = (group for each in optimizers for group in getattr(each, "param_groups", ()))
+    trained = (each for group in groups for each in group["params"] if each.requires_grad and id(each) not in ignored)
+    return any(hasattr(each, "device_mesh") for each in trained)
+
+
 def rest_of(model: nn.Module | None, optimizer: torch.optim.Optimizer) -> tuple[Named, Named]:
     """Return the parameters of ``model`` that ``optimizer`` does not hold, and its buffers.
 
@@ -108,17 +115,21 @@ def rest_of(model: nn.Module | None, optimizer: torch.optim.Optimizer) -> tuple[
     return chosen(inner.named_parameters()), [] if broadcast else chosen(inner.named_buffers())
 
 
-def compare_buffers(model: nn.Module | None, optimizer: torch.optim.Optimizer, group: dist.ProcessGroup | None) -> None:
-    """Log a warning if buffers of ``model`` differ between ranks. All ranks of ``group`` call this together.
+def compare_buffers(
+    model: nn.Module | None, optimizer: torch.optim.Optimizer, group: dist.ProcessGroup | None, shard: int
+) -> None:
+    """Log a warning if buffers of ``model`` differ between ranks of ``group`` with the same ``shard``.
+
+    All ranks of ``group`` call this together.
 
     It is no error: those of a plain module differ after training, and so do those that each rank of a resumed run
     loads.
     """
-    _, buffers = rest_of(model, optimizer)
-    if not buffers or not is_distributed():
-        return
-    fields = dict(zip((name for _, name in buffers), numbers(buffer for buffer, _ in buffers), strict=True))
-    found = agree.differences(fields, group, device_of(optimizer))
+    device = device_of(optimizer)
+    with agree.propagate_errors(group, device):
+        _, buffers = rest_of(model, optimizer)
+        fields = dict(zip((name for _, name in buffers), numbers(buffer for buffer, _ in buffers), strict=True))
+    found = agree.differences(fields, group, device, shard)
     if found and speaks(group):
         logger.warning(
             "%d buffers of the model differ between ranks, the first is %s: pass broadcast_parameters=True, unless "

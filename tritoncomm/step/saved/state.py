@@ -279,15 +279,15 @@ def compare(scope: Scope, inner: Mapping[int, Any], saved: State | None, feedbac
     Raises:
         ConfigMismatchError: Another rank cannot load its state, or loads the state of another step.
     """
-    replicas, device = scope.options.group, device_of(scope.optimizer)
-    fields: dict[str, Any] = {"steps": saved["steps"] if saved else None}
-    if scope.all_shards is not None:  # methods of other shards have other states
-        agree.compare(fields, scope.everybody, device)
-    fields |= state_outline(inner)
-    if feedbacks:
-        ages = [each.ages.flat for each in feedbacks]
-        fields["loaded state"] = repr([[each.algorithm.common_state() for each in feedbacks], numbers(ages)])
-    agree.compare(fields, replicas, device)
+    everybody, device = scope.everybody, device_of(scope.optimizer)
+    fields: dict[str, Any] = {}
+    with agree.propagate_errors(everybody, device):
+        fields |= state_outline(inner)
+        if feedbacks:
+            ages = [each.ages.flat for each in feedbacks]
+            fields["loaded state"] = repr([[each.algorithm.common_state() for each in feedbacks], numbers(ages)])
+    agree.compare({"steps": saved["steps"] if saved else None}, everybody, device)
+    agree.compare(fields, everybody, device, scope.shard)  # methods of other shards have other states
 
 
 def for_this_rank(state_dict: dict[str, Any], scope: Scope, *, reset: bool) -> dict[str, Any]:

@@ -1,0 +1,117 @@
+"""What fails on one rank, outside of a step, is raised on the ranks of all shards, and changes nothing on any."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+import tritoncomm
+from models import Uneven, adamw, equal, exact, flat, mesh, sharded, train
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from ranks import ranks
+
+ERRORS = (tritoncomm.ConfigMismatchError, tritoncomm.ConfigurationError, RuntimeError, ValueError)
+NUMBERS = "tritoncomm.step.setup.numbers"  # what compares values in wrap() and add_param_group()
+
+
+def out_of_memory(*_, **__):
+    """Fail as a kernel on a GPU does."""
+    raise RuntimeError("out of memory")
+
+
+def fails(call, match):
+    """Expect an error on all ranks, and not that of a lost rank or of a time-out."""
+    with pytest.raises(ERRORS, match=match) as found:
+        call()
+    assert not isinstance(found.value, tritoncomm.ExchangeError)
+
+
+# What is wrong on rank 1: arguments of wrap(), or what fails. Rank 3 has the same shard.
+FAULTS = {
+    "density=2": {"density": 2.0},
+    "process_group": {"process_group": "shard"},
+    "density of .*: rank 1 has 0.2, rank 3 has 0.1": {"density": 0.2},
+    "content of head.weight: rank 1 has": {"content": 1.0},
+    "out of memory": {"fails": NUMBERS},
+    "out of memory in the end": {"fails": "tritoncomm.wrapping.keep_gradients_local"},
+}
+
+
+@ranks(4, limit=30)
+@pytest.mark.parametrize("said", FAULTS)
+def test_wrap(rank, world_size, said):
+    """Nobody waits for a rank with another argument, model or group, or without memory, and it can be repeated."""
+    over = mesh()
+    model, fault = sharded(Uneven(), over), FAULTS[said] if rank == 1 else {}
+    given = {"density": 0.1, "model": model, "process_group": over["replicate"].get_group()}
+    before = model.head.weight.to_local().detach().clone()
+    own = {name: value for name, value in fault.items() if name in given}
+    if "process_group" in fault:
+        own["process_group"] = over["shard"].get_group()
+    with pytest.MonkeyPatch.context() as patch:
+        if "content" in fault:
+            model.head.weight.to_local().detach().fill_(fault["content"])
+        if "fails" in fault:
+            patch.setattr(fault["fails"], out_of_memory)
+        fails(lambda: tritoncomm.wrap(adamw(model), **given | own), said.removesuffix(" in the end"))
+    with torch.no_grad():
+        model.head.weight.to_local().copy_(before)
+    train(model, tritoncomm.wrap(adamw(model), **given), rank, range(2))
+    assert equal(model, given["process_group"])
+
+
+@ranks(4, limit=30)
+@pytest.mark.parametrize("fault", ["it is held already", "lr", "memory"])
+def test_add_param_group(rank, world_size, fault):
+    """A group that one rank cannot add, or adds with other options, is added nowhere. Training goes on."""
+    over = mesh()
+    model, group = sharded(Uneven(), over), over["replicate"].get_group()
+    more = fully_shard(nn.Linear(4, 4), mesh=over["shard"])
+    for each in more.parameters():
+        dist.broadcast(each.to_local().detach(), src=dist.get_process_group_ranks(group)[0], group=group)
+    optimizer = exact(adamw(model), model=model, process_group=group)
+    train(model, optimizer, rank, range(2))
+    new = {"params": [*more.parameters()], "lr": 0.02 if fault == "lr" and rank == 1 else 0.01}
+    if fault == "it is held already" and rank == 1:
+        new["params"] = [model.head.weight]
+    with pytest.MonkeyPatch.context() as patch:
+        if fault == "memory" and rank == 1:
+            patch.setattr(NUMBERS, out_of_memory)
+        said = {"it is held already": "some parameters appear in more than one", "lr": "lr of parameter group 1"}
+        fails(lambda: optimizer.add_param_group(dict(new)), said.get(fault, "out of memory"))
+    assert len(optimizer.param_groups) == 1
+    train(model, optimizer, rank, range(2, 4))
+    assert equal(model, group)
+    optimizer.add_param_group({"params": [*more.parameters()], "lr": 0.01})
+    train(model, optimizer, rank, range(4, 6))
+    assert equal(model, group)
+
+
+@ranks(4, limit=30)
+@pytest.mark.parametrize("said", ["^ranks are .* steps: ranks .0, 2, 3. have 2, rank 1 has 4", "step of .*", "memory"])
+def test_load_state_dict(rank, world_size, said):
+    """A state that one rank cannot load, or that differs from that of its replica, is loaded nowhere."""
+    over = mesh()
+    model, group = sharded(Uneven(), over), over["replicate"].get_group()
+    optimizer = exact(adamw(model), model=model, process_group=group)
+    train(model, optimizer, rank, range(2))
+    first = copy.deepcopy(optimizer.state_dict())
+    train(model, optimizer, rank, range(2, 4))
+    before, odd = flat(model), copy.deepcopy(first)
+    if rank == 1 and "steps" in said:
+        odd = copy.deepcopy(optimizer.state_dict())
+    if said.startswith("step of"):
+        del odd["tritoncomm"]
+        odd["state"][0]["step"] += rank == 1
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1 and said == "memory":
+            patch.setattr("tritoncomm.step.saved.state.state_outline", out_of_memory)
+        fails(lambda: optimizer.load_state_dict(odd), said)
+    assert torch.equal(flat(model), before)
+    train(model, optimizer, rank, range(4, 6))
+    assert equal(model, group)
+    optimizer.load_state_dict(first)
