@@ -11,6 +11,7 @@ from tritoncomm.primitives.accumulator import Accumulator
 from tritoncomm.primitives.verdict import Verdict
 
 import tritoncomm_kernels as kernels
+from tritoncomm_kernels.dispatch import kernel
 
 Found = tuple[torch.Tensor, ...]  # indices, values, and the count if the kernel returns one
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -149,13 +150,14 @@ def _launched_by_update(
     p: Problem, divisor: torch.Tensor, threshold: float, count: int, out: torch.Tensor
 ) -> Callable[[torch.Tensor], Found]:
     """Return the launches of a selection by update, of ``count`` entries, into memory that is allocated here."""
-    marks, limit = kernels.Marks.empty(p.n, out.device), torch.tensor([threshold], device=out.device)
+    launches, least = kernel("select_triton"), _least(threshold, out.device)
+    marks = launches.empty_marks(p.n, out.device, kernels.Workspace())
     indices, values = out.new_empty(count, dtype=torch.int32), out.new_empty(count)
     found = torch.zeros(1, dtype=torch.int64, device=out.device)
 
     def launch(residual: torch.Tensor) -> Found:
-        kernels.mark(residual, p.gradient, out, limit, marks, divisor=divisor)
-        kernels.expand(out, marks, indices, values, found, divisor=divisor)
+        launches.mark(residual, p.gradient, divisor, out, least, marks)
+        launches.expand(out, divisor, marks, indices, values, found)
         kernels.set_at(out, indices)
         return indices, values
 
@@ -195,17 +197,21 @@ def _fused(p: Problem, *, clear: bool = True) -> Callable[[torch.Tensor], Found]
 
         return run
     # As in a captured step: fixed capacity, threshold in device memory, no synchronization with the host.
-    marks = kernels.Marks.empty(p.n, p.residual.device)
-    limit = torch.tensor([p.threshold], device=p.residual.device)
+    launches, least = kernel("select_triton"), _least(p.threshold, p.residual.device)
+    marks = launches.empty_marks(p.n, p.residual.device, kernels.Workspace())
     indices, values = (torch.empty_like(t) for t in p.reaching)
     found = torch.zeros(1, dtype=torch.int64, device=p.residual.device)
 
     def launch(residual: torch.Tensor) -> Found:
-        kernels.mark(residual, p.gradient, residual, limit, marks)
-        kernels.expand(residual, marks, indices, values, found)
+        launches.mark(residual, p.gradient, None, residual, least, marks)
+        launches.expand(residual, None, marks, indices, values, found)
         return done(residual, (indices, values, found))
 
     return launch
+
+
+def _least(threshold: float, device: torch.device) -> torch.Tensor:
+    return torch.tensor([kernels.threshold_key(threshold)], dtype=torch.int32, device=device)
 
 
 def _exact(p: Problem) -> Callable[[torch.Tensor], Found]:

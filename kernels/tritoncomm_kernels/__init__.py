@@ -23,12 +23,9 @@ from tritoncomm_kernels.lists import Entries
 from tritoncomm_kernels.rebalance import rebalance
 from tritoncomm_kernels.rms import root_mean_square, root_mean_squares
 from tritoncomm_kernels.select import (
-    Marks,
     accumulate_and_select,
-    expand,
     has_non_finite,
     magnitude_keys,
-    mark,
     select,
     threshold_key,
 )
@@ -50,7 +47,6 @@ __all__ = [
     "AdamFlat",
     "AdamStates",
     "Entries",
-    "Marks",
     "Workspace",
     "accumulate_and_select",
     "accumulate_top_k",
@@ -63,14 +59,12 @@ __all__ = [
     "count_inside",
     "count_reaching",
     "decompress",
-    "expand",
     "has_non_finite",
     "joined",
     "kth_magnitude",
     "largest",
     "largest_padded",
     "magnitude_keys",
-    "mark",
     "merge",
     "merge_rows",
     "reaching",

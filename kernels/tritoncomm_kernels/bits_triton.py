@@ -12,21 +12,6 @@ def key_of(values):
 
 
 @triton.jit
-def threshold_key(threshold_ptr):
-    """Return the key that an element must reach, from a key (int32) or a threshold (fp32) in memory.
-
-    Zeros never reach it. Only NaN reaches the key of a NaN threshold.
-    """
-    threshold = tl.load(threshold_ptr)
-    if threshold_ptr.dtype.element_ty == tl.int32:
-        key = tl.maximum(threshold, 1)
-    else:
-        key = tl.where(threshold > 0, threshold.to(tl.int32, bitcast=True), 1)
-        key = tl.where(threshold != threshold, 0x7F800001, key)  # the smallest key of a NaN
-    return key
-
-
-@triton.jit
 def pack_words(chosen, TILE: tl.constexpr):
     """Pack ``[TILE]`` booleans into ``[TILE / 32]`` words. Element j of a row becomes bit j, so the sum is an or."""
     rows = tl.reshape(chosen.to(tl.int32), (TILE // 32, 32))

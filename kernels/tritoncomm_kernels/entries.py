@@ -16,7 +16,7 @@ from tritoncomm_kernels import devices
 from tritoncomm_kernels.checks import INDEX_LIMIT, check_vector
 from tritoncomm_kernels.dispatch import kernel, triton_runs
 from tritoncomm_kernels.lists import PADDING, Entries
-from tritoncomm_kernels.select import Marks, SparseList, magnitude_keys, mark, positions, threshold_key
+from tritoncomm_kernels.select import SparseList, magnitude_keys, positions, threshold_key
 from tritoncomm_kernels.workspace import Workspace, copied_to
 
 Integers = npt.NDArray[np.int32]
@@ -24,13 +24,13 @@ Integers = npt.NDArray[np.int32]
 _MUCH_LONGER = 8
 
 
-def reaching(entries: Entries, threshold: torch.Tensor | float, *, workspace: Workspace) -> Entries:
-    """Return the entries of one row whose magnitude is at least ``threshold``: a number, or fp32 ``[1]`` on the device.
+def reaching(entries: Entries, threshold: float, *, workspace: Workspace) -> Entries:
+    """Return the entries of one row whose magnitude is at least ``threshold``, any number.
 
-    The result has the same room. A number may be anything: no zero reaches it, and every NaN does. On the device, the
-    threshold must be positive and not NaN, which is not checked. A number takes fewer launches.
+    The result has the same room. No zero reaches the threshold, and every NaN does.
     """
-    return joined(entries.only(_reach(entries.values, threshold)), workspace=workspace)  # the value of padding is 0
+    passed = magnitude_keys(entries.values) >= threshold_key(threshold)  # the value of padding is 0
+    return joined(entries.only(passed), workspace=workspace)
 
 
 def joined(rows: Entries, *, workspace: Workspace) -> Entries:
@@ -113,37 +113,25 @@ def values_at(values: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(np.where(places != PADDING, values.numpy()[places], np.float32(0.0)))
 
 
-def count_reaching(values: torch.Tensor, threshold: torch.Tensor | float) -> torch.Tensor:
+def count_reaching(values: torch.Tensor, threshold: float) -> torch.Tensor:
     """Return how many of ``values`` (fp32) are non-zero with magnitude at least ``threshold``: int32 ``[1]``.
 
-    ``threshold`` is a number, or fp32 ``[1]`` on the device, where it must be positive and not NaN, which is not
-    checked. NaN and Inf count. A number takes fewer launches.
+    NaN and Inf count.
     """
-    return _reach(values, threshold).sum(dtype=torch.int32).reshape(1)
+    return (magnitude_keys(values) >= threshold_key(threshold)).sum(dtype=torch.int32).reshape(1)
 
 
-def _reach(values: torch.Tensor, threshold: torch.Tensor | float) -> torch.Tensor:
-    """Return which of ``values`` (fp32) are counted by :func:`count_reaching`."""
-    keys = magnitude_keys(values)
-    if not isinstance(threshold, torch.Tensor):
-        return keys >= threshold_key(threshold)
-    check_vector("threshold", threshold, numel=1, like=values)
-    return (keys >= magnitude_keys(threshold)) & (keys > 0)
-
-
-def count_inside(
-    values: torch.Tensor, threshold: torch.Tensor, span: torch.Tensor, *, workspace: Workspace
-) -> torch.Tensor:
+def count_inside(values: torch.Tensor, threshold: float, span: torch.Tensor, *, workspace: Workspace) -> torch.Tensor:
     """Return the result of :func:`count_reaching` for ``values[span[0] : span[1]]``: int32 ``[1]``.
 
-    ``values`` (fp32 ``[n]``) are contiguous. ``threshold`` (fp32 ``[1]``) and ``span`` (int32 ``[2]``) are on their
-    device.
+    ``values`` (fp32 ``[n]``) are contiguous. ``span`` (int32 ``[2]``) is on their device.
     """
-    if values.device.type == "cpu" and not triton_runs(values):
-        return count_reaching(values[slice(*span.tolist())], threshold)
-    marks = Marks.empty(values.numel(), values.device, workspace)
-    mark(values, None, values, threshold, marks, span=span)
-    return marks.counts.sum(dtype=torch.int32).reshape(1)
+    check_vector("values", values)
+    check_vector("span", span, dtypes=(torch.int32,), numel=2, like=values)
+    if values.numel() and triton_runs(values):
+        found: torch.Tensor = kernel("select_triton").count_inside(values, threshold_key(threshold), span, workspace)
+        return found
+    return count_reaching(values[slice(*span.tolist())], threshold)
 
 
 def count_entries(entries: Entries) -> torch.Tensor:

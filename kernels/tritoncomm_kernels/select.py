@@ -1,7 +1,7 @@
 """Threshold selection and compaction: add, compare and gather.
 
-:func:`mark` adds, compares, and writes a bit mask with one count per tile. :func:`expand` turns the mask into ascending
-indices and values. Neither waits for the host. :func:`select` does both, and waits once to allocate what it returns.
+On a GPU, one kernel adds, compares, and writes a bit mask with one count per tile, and another one turns the mask into
+ascending indices and values. The host waits once between the two, to allocate what is returned.
 
 On the CPU the pass works in chunks. Intermediate results stay in cache, and no temporary is as long as the vector.
 """
@@ -12,7 +12,6 @@ import itertools
 import math
 import struct
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +24,6 @@ from tritoncomm_kernels.workspace import Workspace
 
 MAGNITUDE_MASK = 0x7FFFFFFF
 TILE = 4096  # elements with one count, which one program marks
-MIN_TILE, MAX_TILE = 64, 1 << 16
 # Up to this many tiles, every program of a kernel sums the counts of the tiles before its own, which are in the L2
 # cache. That work grows with the square of the number of tiles, so the counts of larger vectors are summed before.
 TILES_SUMMED_IN_PLACE = 8192
@@ -46,37 +44,6 @@ Places = npt.NDArray[np.intp]
 Flags = npt.NDArray[np.bool_]
 
 
-class Marks(NamedTuple):
-    """A selection as a bit mask, on the device of its vector.
-
-    * ``bits`` (int32 ``[tiles * tile / 32]``): bit j of word w is set if element 32 w + j is marked.
-    * ``counts`` (int32 ``[tiles]``): number of marked elements per tile.
-    """
-
-    bits: torch.Tensor
-    counts: torch.Tensor
-
-    @classmethod
-    def empty(
-        cls,
-        numel: int,
-        device: torch.device,
-        workspace: Workspace | None = None,
-        *,
-        tile: int = TILE,
-        name: str = "mark",
-    ) -> Marks:
-        """Allocate marks for ``numel`` elements, from ``workspace`` if it is given.
-
-        Marks from one workspace with the same ``name`` share memory.
-        """
-        held = workspace if workspace is not None else Workspace()
-        tiles = max(1, -(-numel // tile))
-        bits = held.buffer(f"{name} bits", tiles * tile // 32, torch.int32, device)
-        counts = held.buffer(f"{name} counts", tiles, torch.int32, device)
-        return cls(bits, counts)
-
-
 def magnitude_keys(values: torch.Tensor) -> torch.Tensor:
     """Return integer keys (int32, same shape) that order ``values`` (fp32) by magnitude, with NaN largest."""
     return values.view(torch.int32) & MAGNITUDE_MASK
@@ -94,75 +61,6 @@ def threshold_key(threshold: float) -> int:
         return int.from_bytes(_FLOAT.pack(threshold), "little") or 1
     except OverflowError:  # rounded to fp32, it is infinity
         return _INFINITY
-
-
-def mark(
-    residual: torch.Tensor,
-    gradient: torch.Tensor | None,
-    out: torch.Tensor,
-    threshold: torch.Tensor,
-    marks: Marks,
-    *,
-    span: torch.Tensor | None = None,
-    divisor: torch.Tensor | None = None,
-) -> None:
-    """Compute ``out = residual + gradient`` and mark its elements with magnitude at least ``threshold``.
-
-    ``threshold`` is ``[1]`` on the device: fp32, or int32 for an integer key. A threshold or key of 0 or below marks
-    every non-zero. A NaN threshold marks only NaNs. Zeros are never marked. NaNs reach every threshold, and every key
-    up to 0x7F800001. ``span`` (int32 ``[2]``, on the device) restricts marking to positions ``span[0] <= i < span[1]``.
-    The sum is computed everywhere. With a ``divisor`` (see :func:`select`), quotients are compared, and ``out`` is
-    not divided. Without ``gradient``, ``residual`` and ``out`` must be the same tensor, which is only read.
-    ``residual`` and ``out`` are contiguous fp32 ``[n]`` and may be the same tensor. ``gradient`` is contiguous fp32,
-    bf16 or fp16 ``[n]`` and shares no memory with ``out``. Raises ``ValueError`` naming the invalid argument.
-    """
-    check_addends(residual, gradient, out, divisor)
-    check_vector("threshold", threshold, dtypes=(torch.float32, torch.int32), numel=1, like=out)
-    if span is not None:
-        check_vector("span", span, dtypes=(torch.int32,), numel=2, like=out)
-    _check_marks(out, marks)
-    if not out.shape[0]:
-        marks.bits.zero_()
-        marks.counts.zero_()
-    elif triton_runs(out):
-        kernel("select_triton").mark(residual, gradient, divisor, out, threshold, span, *marks)
-    else:
-        if gradient is not None:
-            torch.add(residual, gradient, out=out)
-        _mark_on_host(out if divisor is None else out / divisor, threshold, marks, span)
-
-
-def expand(
-    values: torch.Tensor,
-    marks: Marks,
-    indices: torch.Tensor,
-    out: torch.Tensor,
-    found: torch.Tensor,
-    *,
-    divisor: torch.Tensor | None = None,
-) -> None:
-    """Write the marked elements of ``values`` (fp32 ``[n]``) to ``indices`` and ``out``, in ascending order.
-
-    With a ``divisor`` (see :func:`select`), quotients are written.
-    ``indices`` (int32) and ``out`` (fp32) are ``[capacity]``. Slots after the last entry keep their content.
-    ``found`` (int64 ``[1]``) is set to the number of marked elements, which may exceed the capacity. Raises
-    ``ValueError`` naming the invalid argument.
-    """
-    check_vector("values", values)
-    _check_marks(values, marks)
-    _check_divisor(values, divisor)
-    check_vector("indices", indices, dtypes=(torch.int32,), like=values)
-    check_vector("out", out, numel=indices.numel(), like=values)
-    check_vector("found", found, dtypes=(torch.int64,), numel=1, like=values)
-    check_apart("out", out, "values", values)
-    check_apart("indices", indices, "values", values)
-    check_apart("indices", indices, "out", out)
-    if values.numel() == 0:
-        found.zero_()
-    elif triton_runs(values):
-        kernel("select_triton").expand(values, divisor, *marks, indices, out, found)
-    else:
-        _expand_on_host(values, divisor, marks, indices, out, found)
 
 
 def select(
@@ -218,7 +116,9 @@ def select_keys(
     if not out.shape[0]:
         return Entries.empty((0,), out)
     if not terms and triton_runs(out):
-        return _scan_triton(residual, gradient, out, key, divisor, workspace if workspace is not None else Workspace())
+        held = workspace if workspace is not None else Workspace()
+        selected: Entries = kernel("select_triton").select_keys(residual, gradient, divisor, out, key, held)
+        return selected
     return _scan_host(residual, gradient, out, key, divisor, terms)
 
 
@@ -232,24 +132,6 @@ def has_non_finite(values: torch.Tensor) -> bool:
         if not np.logical_and.reduce(np.isfinite(array[start : start + HOST_CHUNK])):
             return True
     return False
-
-
-def _scan_triton(
-    residual: torch.Tensor,
-    gradient: torch.Tensor | None,
-    out: torch.Tensor,
-    key: int,
-    divisor: torch.Tensor | None,
-    workspace: Workspace,
-) -> Entries:
-    """Mark and expand. The only host synchronization is between the two, to allocate exactly what is needed."""
-    marks = Marks.empty(out.numel(), out.device, workspace, name="select")
-    limit = workspace.buffer("select key", 1, torch.int32, out.device).fill_(key)
-    mark(residual, gradient, out, limit, marks, divisor=divisor)
-    entries = Entries.empty((int(marks.counts.sum()),), out)
-    found = workspace.buffer("select found", 1, torch.int64, out.device)
-    expand(out, marks, *entries, found, divisor=divisor)
-    return entries
 
 
 def _scan_host(
@@ -337,53 +219,6 @@ def positions(mask: torch.Tensor) -> torch.Tensor:
     return mask.nonzero().squeeze(1)
 
 
-def _mark_on_host(values: torch.Tensor, threshold: torch.Tensor, marks: Marks, span: torch.Tensor | None) -> None:
-    """Write the marks of ``values``, the finished sums. An int32 ``threshold`` already is a key."""
-    limit = threshold.item()
-    key = max(int(limit), 1) if threshold.dtype == torch.int32 else threshold_key(limit)
-    own = slice(None) if span is None else slice(*span.clamp(min=0).tolist())
-    chosen = np.zeros(marks.bits.numel() * 32, np.bool_)
-    chosen[: values.numel()][own] = _reaching(values.numpy()[own], key)
-    marks.bits.copy_(torch.from_numpy(np.packbits(chosen, bitorder="little").view(np.int32)))
-    marks.counts.copy_(torch.from_numpy(chosen.reshape(marks.counts.numel(), -1).sum(1, dtype=np.int32)))
-
-
-def _check_divisor(values: torch.Tensor, divisor: torch.Tensor | None) -> None:
-    if divisor is not None:
-        check_vector("divisor", divisor, numel=values.shape[0], like=values)
-
-
-def _check_marks(values: torch.Tensor, marks: Marks) -> None:
-    """Raise ``ValueError`` unless ``marks`` were allocated for the number of elements of ``values``."""
-    tiles = marks.counts.numel()
-    check_vector("marks.counts", marks.counts, dtypes=(torch.int32,), like=values)
-    check_vector("marks.bits", marks.bits, dtypes=(torch.int32,), like=values)
-    check_apart("marks.bits", marks.bits, "values", values)
-    tile = marks.bits.numel() * 32 // max(tiles, 1)
-    fits = MIN_TILE <= tile <= MAX_TILE and tile & (tile - 1) == 0 and tile * tiles == marks.bits.numel() * 32
-    if not fits or tiles != max(1, -(-values.numel() // tile)):
-        raise ValueError(
-            f"marks have {marks.bits.numel()} words in {tiles} tiles, which do not fit {values.numel()} elements: "
-            f"create them with Marks.empty({values.numel()}, ...)"
-        )
-
-
-def _expand_on_host(
-    values: torch.Tensor,
-    divisor: torch.Tensor | None,
-    marks: Marks,
-    indices: torch.Tensor,
-    out: torch.Tensor,
-    found: torch.Tensor,
-) -> None:
-    """Reference of :func:`expand`."""
-    marked = torch.from_numpy(np.unpackbits(marks.bits.numpy().view(np.uint8), bitorder="little").nonzero()[0])
-    found.fill_(marked.numel())
-    written = marked[: indices.numel()]
-    indices[: written.numel()] = written.to(torch.int32)
-    out[: written.numel()] = values[written] if divisor is None else values[written] / divisor[written]
-
-
 def check_addends(
     residual: torch.Tensor, gradient: torch.Tensor | None, out: torch.Tensor, divisor: torch.Tensor | None = None
 ) -> None:
@@ -402,4 +237,5 @@ def check_addends(
     else:
         check_vector("out", out)
         check_same("residual", residual, "out", out)
-    _check_divisor(out, divisor)
+    if divisor is not None:
+        check_vector("divisor", divisor, numel=out.shape[0], like=out)

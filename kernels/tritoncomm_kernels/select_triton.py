@@ -6,13 +6,17 @@ the bit mask. One scattered store per element here would cost more instructions 
 kernels/README.md. Unions of lists and sections of messages are bit masks, too, and are counted and expanded here.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
-from tritoncomm_kernels.bits_triton import bits_in, divided, key_of, lowest_bit, pack_words, threshold_key
+from tritoncomm_kernels.bits_triton import bits_in, divided, key_of, lowest_bit, pack_words
 from tritoncomm_kernels.dispatch import launch
-from tritoncomm_kernels.select import TILES_SUMMED_IN_PLACE
+from tritoncomm_kernels.lists import Entries
+from tritoncomm_kernels.select import TILE, TILES_SUMMED_IN_PLACE
+from tritoncomm_kernels.workspace import Workspace
 
 WARPS = 8  # of a tile of 4096 elements: 16 per thread. 32 would double the registers.
 # Mask words per program: 8192 elements. On an H200, with 25 million elements of which 3 % are marked, marking and
@@ -40,9 +44,9 @@ def add_tile(residual_ptr, gradient_ptr, out_ptr, at, n, WHOLE: tl.constexpr):
 
 
 @triton.jit
-def write_marks(keys, at, threshold_ptr, span_ptr, bits_ptr, counts_ptr, TILE: tl.constexpr):
-    """Compare the keys with the threshold, pack the bits, and count them."""
-    chosen = keys >= threshold_key(threshold_ptr)
+def write_marks(keys, at, least_ptr, span_ptr, bits_ptr, counts_ptr, TILE: tl.constexpr):
+    """Compare the keys with the least one, pack the bits, and count them."""
+    chosen = keys >= tl.load(least_ptr)
     if span_ptr is not None:
         chosen = chosen & (at >= tl.load(span_ptr)) & (at < tl.load(span_ptr + 1))
     tile = tl.program_id(0)
@@ -52,10 +56,10 @@ def write_marks(keys, at, threshold_ptr, span_ptr, bits_ptr, counts_ptr, TILE: t
 
 @triton.jit(do_not_specialize=["n"], do_not_specialize_on_alignment=["span_ptr"])
 def mark_kernel(
-    residual_ptr, gradient_ptr, divisor_ptr, out_ptr, threshold_ptr, span_ptr, bits_ptr, counts_ptr, n,
+    residual_ptr, gradient_ptr, divisor_ptr, out_ptr, least_ptr, span_ptr, bits_ptr, counts_ptr, n,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    """Mark the elements of one tile that reach the threshold. With a gradient, first add and store the sum.
+    """Mark the elements of one tile that reach the least key. With a gradient, first add and store the sum.
 
     With a divisor, quotients are compared. The sum that is stored is not divided.
     """
@@ -67,7 +71,7 @@ def mark_kernel(
     else:
         total = add_tile(residual_ptr, gradient_ptr, out_ptr, at, n, WHOLE=False)
         keys = tl.where(at < n, key_of(divided(total, divisor_ptr, at, at < n)), 0)
-    write_marks(keys, at, threshold_ptr, span_ptr, bits_ptr, counts_ptr, TILE)
+    write_marks(keys, at, least_ptr, span_ptr, bits_ptr, counts_ptr, TILE)
 
 
 @triton.jit
@@ -151,20 +155,43 @@ def warps(tile: int) -> int:
     return max(1, min(WARPS, tile // 128))
 
 
+class Marks(NamedTuple):
+    """A selection as a bit mask, on the device of its vector.
+
+    * ``bits`` (int32 ``[tiles * tile / 32]``): bit j of word w is set if element 32 w + j is marked.
+    * ``counts`` (int32 ``[tiles]``): number of marked elements per tile.
+    """
+
+    bits: torch.Tensor
+    counts: torch.Tensor
+
+
+def empty_marks(numel: int, device: torch.device, workspace: Workspace, *, tile: int = TILE) -> Marks:
+    """Allocate marks for ``numel`` elements. Those from one ``workspace`` share memory."""
+    tiles = triton.cdiv(numel, tile)
+    bits = workspace.buffer("mark bits", tiles * tile // 32, torch.int32, device)
+    return Marks(bits, workspace.buffer("mark counts", tiles, torch.int32, device))
+
+
 def mark(
     residual: torch.Tensor,
     gradient: torch.Tensor | None,
     divisor: torch.Tensor | None,
     out: torch.Tensor,
-    threshold: torch.Tensor,
-    span: torch.Tensor | None,
-    bits: torch.Tensor,
-    counts: torch.Tensor,
+    least: torch.Tensor,
+    marks: Marks,
+    *,
+    span: torch.Tensor | None = None,
 ) -> None:
-    """Launch the kernel on checked, non-empty arguments. Without ``gradient`` nothing is added."""
-    tile = 32 * bits.numel() // counts.numel()
+    """Launch the kernel on checked, non-empty arguments: compute ``out = residual + gradient`` and write ``marks``.
+
+    Elements are marked if their key, that of the quotient if there is a ``divisor``, is at least the key ``least``
+    (int32 ``[1]``, above 0). ``span`` (int32 ``[2]``) restricts marking to positions ``span[0] <= i < span[1]``.
+    Without ``gradient`` nothing is added.
+    """
+    tile = 32 * marks.bits.numel() // marks.counts.numel()
     launch(
-        mark_kernel, (counts.numel(),), residual, gradient, divisor, out, threshold, span, bits, counts, out.numel(),
+        mark_kernel, (marks.counts.numel(),), residual, gradient, divisor, out, least, span, *marks, out.numel(),
         like=out, warps=warps(tile), TILE=tile,
     )  # fmt: skip
 
@@ -172,8 +199,7 @@ def mark(
 def expand(
     values: torch.Tensor,
     divisor: torch.Tensor | None,
-    bits: torch.Tensor,
-    counts: torch.Tensor,
+    marks: Marks,
     indices: torch.Tensor,
     out: torch.Tensor,
     found: torch.Tensor,
@@ -181,7 +207,12 @@ def expand(
     words: int = WORDS,
     tiles_summed_in_place: int = TILES_SUMMED_IN_PLACE,
 ) -> None:
-    """Launch the kernel on checked arguments."""
+    """Launch the kernel on checked, non-empty arguments: write the marked elements to ``indices`` and ``out``.
+
+    Slots after the last entry keep their content. ``found`` (int64 ``[1]``) is set to the number of marked elements,
+    which may exceed the capacity. With a ``divisor``, quotients are written.
+    """
+    bits, counts = marks
     tiles = counts.numel()
     per_tile = bits.numel() // tiles
     words = max(words, per_tile)
@@ -195,3 +226,31 @@ def expand(
         like=values, warps=EXPAND_WARPS,
         TILES=words // per_tile, WORDS=words, SUMMED=summed, ROWS=False,
     )  # fmt: skip
+
+
+def select_keys(
+    residual: torch.Tensor,
+    gradient: torch.Tensor | None,
+    divisor: torch.Tensor | None,
+    out: torch.Tensor,
+    key: int,
+    workspace: Workspace,
+) -> Entries:
+    """Mark and expand. The only host synchronization is between the two, to allocate exactly what is needed."""
+    marks = empty_marks(out.numel(), out.device, workspace)
+    mark(residual, gradient, divisor, out, _filled(key, out.device, workspace), marks)
+    entries = Entries.empty((int(marks.counts.sum()),), out)
+    expand(out, divisor, marks, *entries, workspace.buffer("select found", 1, torch.int64, out.device))
+    return entries
+
+
+def count_inside(values: torch.Tensor, key: int, span: torch.Tensor, workspace: Workspace) -> torch.Tensor:
+    """Return how many of the ``values`` in the ``span`` reach the ``key``, int32 ``[1]``."""
+    marks = empty_marks(values.numel(), values.device, workspace)
+    mark(values, None, None, values, _filled(key, values.device, workspace), marks, span=span)
+    return marks.counts.sum(dtype=torch.int32).reshape(1)
+
+
+def _filled(key: int, device: torch.device, workspace: Workspace) -> torch.Tensor:
+    """Return the ``key`` in memory of the device, int32 ``[1]``."""
+    return workspace.buffer("select key", 1, torch.int32, device).fill_(key)

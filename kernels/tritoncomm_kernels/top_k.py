@@ -21,12 +21,9 @@ from tritoncomm_kernels.entries import constant, joined, scatter_add
 from tritoncomm_kernels.lists import PADDING, Entries, inside
 from tritoncomm_kernels.select import (
     MAGNITUDE_MASK,
-    Marks,
     SparseList,
     check_addends,
-    expand,
     magnitude_keys,
-    mark,
     positions,
     select_keys,
 )
@@ -345,9 +342,10 @@ def _launch(
         guess.fill_(_guess(_sampled(residual, gradient, divisor), k, n))
     room = min(n, max(2 * k, k + SPARE_ROOM))
     places, passed = buffer("positions", room), buffer("values", room, torch.float32)
-    marks = Marks.empty(n, out.device, workspace, name="top-k")
-    mark(residual, gradient, out, guess, marks, divisor=divisor)
-    expand(out, marks, places, passed, found, divisor=divisor)
+    selection = kernel("select_triton")
+    marks = selection.empty_marks(n, out.device, workspace)
+    selection.mark(residual, gradient, divisor, out, guess, marks)
+    selection.expand(out, divisor, marks, places, passed, found)
     candidates = Candidates(passed, found, guess, taken, following, WARM_SLACK)
     rows = Entries.empty((1, k), out)
     kernel("top_k_triton").top_k_rows(out, None, None, places, rows, workspace, candidates=candidates, divisor=divisor)

@@ -40,13 +40,9 @@ class Cost(NamedTuple):
 FREE = Cost(0)
 
 
-def _expand(numel: int) -> int:
-    return 2 if numel > SCANNED_FROM else 1
-
-
 def _mark_and_expand(numel: int) -> int:
-    """Mark, expand."""
-    return 1 + _expand(numel)
+    """Mark, a scan of many counts, expand."""
+    return 3 if numel > SCANNED_FROM else 2
 
 
 def _select(out: torch.Tensor, found: int) -> Cost:
@@ -99,11 +95,6 @@ def _write_rows(layout: Any, values: torch.Tensor) -> Cost:
 _N = tritoncomm_kernels
 _TABLE: dict[Callable[..., Any], tuple[Callable[..., Cost], tuple[str, ...]]] = {
     # One kernel.
-    _N.mark: (lambda result, a: Cost(1 if a["out"].numel() else 2), ("out", "marks")),
-    _N.expand: (
-        lambda result, a: Cost(_expand(a["values"].numel())),
-        ("values", "indices", "out", "found"),
-    ),
     _N.rebalance: (lambda result, a: Cost(1), ("blocks", "bounds")),
     # Selection.
     _N.select: (lambda result, a: _select(a["values"], result.room), ("values",)),
@@ -112,6 +103,7 @@ _TABLE: dict[Callable[..., Any], tuple[Callable[..., Cost], tuple[str, ...]]] = 
     _N.accumulate_top_k: (lambda result, a: _top_k(a["out"].numel(), a["k"], adds=True), ("out",)),
     _N.kth_magnitude: (lambda result, a: _kth(a["values"], a["k"]), ()),
     _N.largest: (lambda result, a: _largest(a["selected"], a["k"]), ()),
+    _N.count_inside: (lambda result, a: Cost(3), ()),  # the key, mark, the sum of the counts
     # Lists.
     _N.merge: (lambda result, a: _merge(a["lists"], a["numel"]), ()),
     # Lists and messages of a fixed length. The host reads nothing.

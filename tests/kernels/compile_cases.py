@@ -45,14 +45,14 @@ class Case:
 
 @triton.jit
 def whole_mark(
-    residual_ptr, gradient_ptr, divisor_ptr, out_ptr, threshold_ptr, span_ptr, bits_ptr, counts_ptr, n,
+    residual_ptr, gradient_ptr, divisor_ptr, out_ptr, least_ptr, span_ptr, bits_ptr, counts_ptr, n,
     TILE: tl.constexpr,
 ):  # fmt: skip
     """``mark`` without the code for a partial tile, to count instructions."""
     at = tl.program_id(0) * TILE + tl.arange(0, TILE)
     total = add_tile(residual_ptr, gradient_ptr, out_ptr, at, n, WHOLE=True)
     keys = key_of(divided(total, divisor_ptr, at, None))
-    write_marks(keys, at, threshold_ptr, span_ptr, bits_ptr, counts_ptr, TILE)
+    write_marks(keys, at, least_ptr, span_ptr, bits_ptr, counts_ptr, TILE)
 
 
 def recorded(work: Callable[[], object]) -> list[Case]:
@@ -127,17 +127,13 @@ def everything() -> None:
 def selection() -> None:
     """Call what selects from vectors, sums and lists of exact length."""
     n, tiles = TILE, TILES_SUMMED_IN_PLACE + 1
-    x, added, out, one = torch.ones(n), torch.ones(n), torch.ones(n), torch.ones(1)
+    x, added, out, held = torch.ones(n), torch.ones(n), torch.ones(n), kernels.Workspace()
     indices, count = torch.zeros(n, dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
-    marks = kernels.Marks.empty(n, x.device)
     for divisor in (None, torch.ones(n)):
         for dtype in GRADIENTS:
             kernels.accumulate_and_select(x, added.to(dtype), out, 1.0, divisor=divisor)
         kernels.select(x, 1.0, divisor=divisor)
         kernels.top_k_padded(x, added, out, 9, divisor=divisor, workspace=kernels.Workspace())
-    for dtype in GRADIENTS:
-        kernels.mark(x, added.to(dtype), out, one, marks)
-    kernels.mark(x, None, x, one, marks, span=torch.tensor([3, 9], dtype=torch.int32))
     apart = torch.ones(n + 1)[1:]  # at an address that is no multiple of 16 bytes
     kernels.accumulate_and_select(apart, torch.ones(n + 1)[1:], torch.ones(n + 1)[1:], 1.0)
     for select in (
@@ -146,9 +142,9 @@ def selection() -> None:
     ):
         with suppress(IndexError):  # no kernel runs, so places are what the memory held before
             select()
-    kernels.expand(x, marks, indices, out, count)
     # With this many tiles, a separate scan sums their counts.
-    kernels.expand(torch.zeros(tiles * n), kernels.Marks.empty(tiles * n, x.device), indices, out, count)
+    marks = select_triton.empty_marks(tiles * n, x.device, held)
+    select_triton.expand(torch.zeros(tiles * n), None, marks, indices, out, count)
     kernels.merge([(indices, x)], n)
 
 
@@ -162,8 +158,8 @@ def static_form(rows: int, device: str = "cpu") -> None:
     kernels.top_k_rows(out, bounds, each, 9, indices=places, workspace=held)
     kernels.top_k_padded(out, None, out, 9, workspace=held)
     kernels.largest_padded(entries.row(0), 9, workspace=held)
-    kernels.reaching(entries.row(0), out[:1], workspace=held)
-    kernels.count_inside(out, out[:1], bounds[:2], workspace=held)
+    kernels.reaching(entries.row(0), 1.0, workspace=held)
+    kernels.count_inside(out, 1.0, bounds[:2], workspace=held)
     kernels.joined(entries, workspace=held)
     kernels.merge_rows(entries, 4096, workspace=held)
     kernels.add_rows(out, entries, workspace=held)
@@ -227,13 +223,13 @@ def launched_cases() -> list[Case]:
 
 def reduced_cases() -> list[Case]:
     """Return passes over a whole vector without the code for partial tiles, whose instructions are counted."""
-    pointers = ("residual_ptr", "gradient_ptr", "divisor_ptr", "out_ptr", "threshold_ptr", "bits_ptr", "counts_ptr")
-    ints = {"bits_ptr": "*i32", "counts_ptr": "*i32", "n": "i32"}
+    pointers = ("residual_ptr", "gradient_ptr", "divisor_ptr", "out_ptr", "least_ptr", "bits_ptr", "counts_ptr")
+    ints = {"least_ptr": "*i32", "bits_ptr": "*i32", "counts_ptr": "*i32", "n": "i32"}
     cases = []
     for gradient, divides in (*product(("fp32", "bf16", "fp16"), (False, True)), ("", False)):
         none = ["span_ptr", *([] if divides else ["divisor_ptr"]), *([] if gradient else ["gradient_ptr"])]
         constants = {"TILE": TILE} | dict.fromkeys(none)
-        types = dict.fromkeys(pointers[:5], "*fp32") | ints | {"gradient_ptr": f"*{gradient}"}
+        types = dict.fromkeys(pointers[:4], "*fp32") | ints | {"gradient_ptr": f"*{gradient}"}
         types = {name: kind for name, kind in types.items() if name not in constants}
         name = f"mark {gradient or 'only'}{', divided' if divides else ''}, whole"
         aligned = tuple(each for each in pointers if each in types)

@@ -254,6 +254,15 @@ def agree(call: Callable[[Guarded], Result], device: str) -> Result:
     return results[-1]
 
 
+def launched(call: Callable[[Guarded], Result], device: str) -> Result:
+    """Run ``call``, which launches kernels itself; assert intact guards; return the result."""
+    guarded = Guarded(device)
+    with kernels_from("triton"):
+        result = call(guarded)
+    guarded.check()
+    return result
+
+
 def never_waits(work: Callable[[], object], device: str) -> None:
     """Assert that ``work`` does not wait for the GPU, after a first call, which compiles and copies constants."""
     if device == "cpu":

@@ -68,14 +68,9 @@ def test_unknown_choice_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         kernels.select(X, 1.0)
 
 
-def marks(numel: int = 8) -> kernels.Marks:
-    """Return empty marks for a vector."""
-    return kernels.Marks.empty(numel, X.device)
-
-
-def added(residual: torch.Tensor, gradient: torch.Tensor, out: torch.Tensor) -> None:
-    """Call mark() with valid arguments, except for these."""
-    kernels.mark(residual, gradient, out, ONE, marks(out.numel()))
+def added(residual: torch.Tensor, gradient: torch.Tensor | None, out: torch.Tensor) -> None:
+    """Call accumulate_and_select() with valid arguments, except for these."""
+    kernels.accumulate_and_select(residual, gradient, out, 1.0)
 
 
 def rebalanced(**changes: object) -> None:
@@ -91,8 +86,7 @@ def stepped(*, indices: torch.Tensor = I8, **changes: torch.Tensor) -> None:
     kernels.AdamFlat([X.clone()], states, [0]).update(indices, None, values=X)
 
 
-ONE, LONG = torch.ones(1), torch.ones(9000)
-COUNT = torch.zeros(1, dtype=torch.int64)
+ONE = torch.ones(1)
 REJECTED: dict[str, Callable[[], object]] = {
     "gradient has dtype torch.float64": lambda: added(X, X.double(), X.clone()),
     "gradient has 4 elements, expected 8": lambda: added(X, X[:4], X.clone()),
@@ -103,21 +97,14 @@ REJECTED: dict[str, Callable[[], object]] = {
     "values starts at an address": lambda: kernels.select(
         torch.frombuffer(bytearray(33), dtype=torch.float32, offset=1, count=8), 1.0
     ),
-    "threshold has 8 elements, expected 1": lambda: kernels.mark(X, None, X, X, marks()),
-    "threshold has dtype torch.float64": lambda: kernels.mark(X, None, X, ONE.double(), marks()),
-    "span has dtype torch.int64": lambda: kernels.mark(X, None, X, ONE, marks(), span=torch.tensor([0, 3])),
-    "which do not fit 9000 elements": lambda: kernels.mark(LONG, None, LONG, ONE, marks()),
-    "residual and out are different tensors: without a gradient": lambda: kernels.mark(
-        X, None, X.clone(), ONE, marks()
+    "divisor has 1 elements, expected 8": lambda: kernels.select(X, 1.0, divisor=ONE),
+    "span has dtype torch.int64": lambda: kernels.count_inside(
+        X, 1.0, torch.tensor([0, 3]), workspace=kernels.Workspace()
     ),
+    "residual and out are different tensors: without a gradient": lambda: added(X, None, X.clone()),
     "residual and out are different tensors: without a gradient, pass": lambda: kernels.top_k_padded(
         X, None, X.clone(), 3, workspace=kernels.Workspace()
     ),
-    "which do not fit 8 elements": lambda: kernels.expand(X, marks(9000), I8, X.clone(), COUNT),
-    "0 words in 0 tiles": lambda: kernels.expand(X, kernels.Marks(I8[:0], I8[:0]), I8, X.clone(), COUNT),
-    "found has dtype torch.int32": lambda: kernels.expand(X, marks(), I8, X.clone(), COUNT.int()),
-    "out has 8 elements, expected 3": lambda: kernels.expand(X, marks(), I8[:3], X.clone(), COUNT),
-    "out shares memory with values": lambda: kernels.expand(X, marks(), I8, X, COUNT),
     "k=-1 is negative": lambda: kernels.top_k(X, -1),
     "k=0: must be at least 1": lambda: kernels.top_k_padded(X, None, X, 0, workspace=kernels.Workspace()),
     r"lists\[0\].indices has 8 elements, expected 4": lambda: kernels.merge([(I8, X[:4])], 8),

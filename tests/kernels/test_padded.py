@@ -94,8 +94,8 @@ def test_count_inside(device: str, n: int, family: str, seed: int, ends: tuple[i
     values, cut = drawn(family, n, seed), sorted(min(end, n) for end in ends)
 
     def call(guarded: Guarded) -> list[int]:
-        span, reach = guarded.of(torch.tensor(cut, dtype=torch.int32)), guarded.of(torch.tensor([limit]))
-        return bits(kernels.count_inside(guarded.of(values), reach, span, workspace=Dirty(guarded)))
+        span = guarded.of(torch.tensor(cut, dtype=torch.int32))
+        return bits(kernels.count_inside(guarded.of(values), limit, span, workspace=Dirty(guarded)))
 
     key = key_to_reach(float(torch.tensor(limit)))
     check(device, call, [sum(key_of(value) >= key for value in values[cut[0] : cut[1]].tolist())])
@@ -183,24 +183,19 @@ def test_joined(device: str, n: int, drawn_rows: list[tuple[float, int]], family
 def test_part_of_a_list(device: str, n: int, share: float, seed: int, family: str, limit: float, k: int) -> None:
     """The entries of one row that reach a threshold, and the k largest, fill other slots. They can be counted."""
     rows = padded_rows(n, [(share, seed)], family, spare=2)
-    threshold = torch.tensor([limit], dtype=torch.float32)
+    threshold = float(torch.tensor(limit))
 
     def call(guarded: Guarded) -> list[object]:
-        row, reach, held = guarded_rows(guarded, rows).row(0), guarded.of(threshold), Dirty(guarded)
-        parts = [kernels.reaching(row, by, workspace=held) for by in (reach, float(threshold))]
-        parts.append(kernels.largest_padded(row, k, workspace=held))
-        counts = [kernels.count_reaching(row.values, by) for by in (reach, float(threshold))]
-        return [*map(contents, parts), [each.tolist() for each in (kernels.count_entries(row), *counts)]]
+        row, held = guarded_rows(guarded, rows).row(0), Dirty(guarded)
+        parts = kernels.reaching(row, limit, workspace=held), kernels.largest_padded(row, k, workspace=held)
+        counts = kernels.count_entries(row), kernels.count_reaching(row.values, limit)
+        return [*map(contents, parts), [each.tolist() for each in counts]]
 
     entries, room = listed(rows), rows.indices.numel()
-    passed = [entry for entry in entries if key_of(entry[1]) >= key_to_reach(threshold.item())]
+    passed = [entry for entry in entries if key_of(entry[1]) >= key_to_reach(threshold)]
     chosen = [entries[at] for at in best(torch.tensor([value for _, value in entries]), k)]
-    count = len(reaching(rows.values[0], threshold.item()))
-    check(
-        device,
-        call,
-        [filled(passed, room), filled(passed, room), filled(chosen, k), [[len(entries)], [count], [count]]],
-    )
+    count = len(reaching(rows.values[0], threshold))
+    check(device, call, [filled(passed, room), filled(chosen, k), [[len(entries)], [count]]])
 
 
 @both

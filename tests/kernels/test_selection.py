@@ -16,6 +16,7 @@ from kernel_cases import (
     DEVICES,
     FAMILIES,
     SPECIAL,
+    Dirty,
     Guarded,
     agree,
     best,
@@ -30,6 +31,7 @@ from kernel_cases import (
     kernels_only,
     key_of,
     key_to_reach,
+    launched,
     powers,
     reaching,
     seeds,
@@ -47,50 +49,49 @@ from tritoncomm_kernels.select import HOST_CHUNK, TILES_SUMMED_IN_PLACE
 # The functions of these names hide the modules in the package.
 select, top_k = (importlib.import_module(f"tritoncomm_kernels.{name}") for name in ("select", "top_k"))
 many, few = cases(150), cases(60)
+some = sizes.filter(bool)
 any_bits = st.sampled_from([*FAMILIES, "bits"])
 
 
-@both
-@given(sizes, any_bits, any_bits, seeds, dtypes, thresholds, tiles, st.data())
+@kernels_only
+@given(some, any_bits, any_bits, seeds, dtypes, thresholds, tiles, st.data())
 @many
 def test_mark(
     device: str, n: int, family: str, other: str, seed: int, dtype: torch.dtype, limit: float, tile: int,
     data: st.DataObject,
 ) -> None:  # fmt: skip
-    """Sum, mask and counts equal those that are computed element by element, for any bits and all thresholds.
+    """Sum, mask and counts equal those that are computed element by element, for any bits and keys of all thresholds.
 
     With and without a gradient, a divisor and a span, in place or not.
     """
-    adds, place, ranged, keyed, divides = data.draw(st.tuples(*[st.booleans()] * 5))
+    adds, place, ranged, divides = data.draw(st.tuples(*[st.booleans()] * 4))
     span = data.draw(st.tuples(st.integers(-5, n + 5), st.integers(-5, n + 5)))
-    below = data.draw(st.sampled_from([1, 0, -1, -(2**31)]))  # keys that stand for every non-zero
     residual, added = drawn(family, n, seed), gradient(other, n, seed + 1, dtype)
     divisor = powers(n, seed) if divides else None
 
     def call(guarded: Guarded) -> list[list[int]]:
         x, gradients = guarded.of(residual), guarded.of(added) if adds else None
         out = x if place or not adds else guarded.poison(n)
-        empty = kernels.Marks.empty(n, x.device, tile=tile)
-        marks = kernels.Marks(*(guarded.poison(each.numel(), torch.int32) for each in empty))
+        marks = triton.empty_marks(n, x.device, Dirty(guarded), tile=tile)
         at = torch.tensor(span, dtype=torch.int32, device=guarded.device) if ranged else None
-        exact = key_to_reach(limit) if limit > 0 or math.isnan(limit) else below
-        key = torch.tensor([exact], dtype=torch.int32) if keyed else torch.tensor([limit])
+        key = torch.tensor([key_to_reach(limit)], dtype=torch.int32, device=guarded.device)
         by = guarded.of(divisor) if divides else None
-        kernels.mark(x, gradients, out, key.to(guarded.device), marks, span=at, divisor=by)
+        triton.mark(x, gradients, by, out, key, marks, span=at)
         return [bits(each) for each in (out, x, *marks)]
 
-    out, held, mask, counts = agree(call, device)
+    triton = kernel("select_triton")
+    out, held, mask, counts = launched(call, device)
     total = residual + added if adds else residual
     keys = (total / divisor if divides else total).view(torch.int32).bitwise_and(0x7FFFFFFF).tolist()
     chosen = [i for i, key in enumerate(keys) if key >= key_to_reach(limit) and (not ranged or span[0] <= i < span[1])]
     assert out == bits(total)
     assert held == (out if place else bits(residual))
     assert {32 * i + bit for i, word in enumerate(mask) for bit in range(32) if word >> bit & 1} == {*chosen}
-    assert counts == [sum(t * tile <= i < (t + 1) * tile for i in chosen) for t in range(max(1, -(-n // tile)))]
+    assert counts == [sum(t * tile <= i < (t + 1) * tile for i in chosen) for t in range(-(-n // tile))]
 
 
-@both
-@given(sizes, families, seeds, thresholds, tiles, st.sampled_from(["none", "some", "exact", "more"]), st.booleans())
+@kernels_only
+@given(some, families, seeds, thresholds, tiles, st.sampled_from(["none", "some", "exact", "more"]), st.booleans())
 @many
 def test_expand(device: str, n: int, family: str, seed: int, limit: float, tile: int, room: str, divides: bool) -> None:
     """Entries ascend up to the capacity, and the vector does not change. With a divisor, they are quotients."""
@@ -102,15 +103,17 @@ def test_expand(device: str, n: int, family: str, seed: int, limit: float, tile:
 
     def call(guarded: Guarded) -> list[list[int]]:
         x = guarded.of(values)
-        marks = kernels.Marks.empty(n, x.device, tile=tile)
+        marks = triton.empty_marks(n, x.device, Dirty(guarded), tile=tile)
         by = guarded.of(divisor) if divides else None
-        kernels.mark(x, None, x, torch.tensor([limit], device=guarded.device), marks, divisor=by)
+        key = torch.tensor([key_to_reach(limit)], dtype=torch.int32, device=guarded.device)
+        triton.mark(x, None, by, x, key, marks)
         indices, out = guarded.poison(capacity, torch.int32), guarded.poison(capacity)
         found = guarded.poison(1, torch.int64)
-        kernels.expand(x, marks, indices, out, found, divisor=by)
+        triton.expand(x, by, marks, indices, out, found)
         return [bits(t) for t in (x, indices, out, found)]
 
-    after, indices, out, found = agree(call, device)
+    triton = kernel("select_triton")
+    after, indices, out, found = launched(call, device)
     content, written = bits(quotients), chosen[:capacity]
     assert found == [len(chosen)]
     assert indices[: len(written)] == written
@@ -123,16 +126,16 @@ def test_expand(device: str, n: int, family: str, seed: int, limit: float, tile:
 @pytest.mark.parametrize("scanned", [False, True])
 def test_launch_shapes_keep_the_result(device: str, words: int, scanned: bool) -> None:
     """The words per program, and the way in which counts are summed, do not change the result."""
-    x = drawn("heavy", 5000, 3).to(device)
-    marks = kernels.Marks.empty(5000, x.device, tile=256)
+    x, triton = drawn("heavy", 5000, 3).to(device), kernel("select_triton")
+    marks = triton.empty_marks(5000, x.device, kernels.Workspace(), tile=256)
     with kernels_from("triton"):
-        kernels.mark(x, None, x, torch.tensor([0.5], device=device), marks)
+        triton.mark(x, None, None, x, torch.tensor([key_of(0.5)], dtype=torch.int32, device=device), marks)
         expected = kernels.select(x, 0.5)
     guarded = Guarded(device)
     indices, values = guarded.poison(expected.room, torch.int32), guarded.poison(expected.room)
     found = guarded.poison(1, torch.int64)
-    kernel("select_triton").expand(
-        x, None, *marks, indices, values, found, words=words,
+    triton.expand(
+        x, None, marks, indices, values, found, words=words,
         tiles_summed_in_place=0 if scanned else TILES_SUMMED_IN_PLACE,
     )  # fmt: skip
     guarded.check()
@@ -394,14 +397,15 @@ def test_cuda_graph_replay(device: str) -> None:
         pytest.skip("CUDA graphs need a GPU")
     n, k, workspace = 100_000, 1000, kernels.Workspace()
     residual, added, out = (torch.empty(n, device=device) for _ in range(3))
-    marks, limit = kernels.Marks.empty(n, out.device), torch.ones(1, device=device)
+    triton = kernel("select_triton")
+    marks, least = triton.empty_marks(n, out.device, workspace), torch.ones(1, dtype=torch.int32, device=device)
     room = 60_000  # enough at the first threshold, not at the second
     indices, values = (torch.empty(room, dtype=d, device=device) for d in (torch.int32, torch.float32))
     found = torch.zeros(1, dtype=torch.int64, device=device)
 
     def step() -> kernels.Entries:
-        kernels.mark(residual, added, out, limit, marks)
-        kernels.expand(out, marks, indices, values, found)
+        triton.mark(residual, added, None, out, least, marks)
+        triton.expand(out, None, marks, indices, values, found)
         return kernels.top_k_padded(out, None, out, k, workspace=workspace)
 
     residual.normal_()
@@ -414,7 +418,7 @@ def test_cuda_graph_replay(device: str) -> None:
     for seed, threshold in enumerate((1.5, 0.75)):
         residual.copy_(drawn("normal", n, seed))
         added.copy_(drawn("heavy", n, seed))
-        limit.fill_(threshold)
+        least.fill_(key_of(threshold))
         graph.replay()
         total = residual + added
         reaching, largest = kernels.select(total, threshold), kernels.top_k(total, k)

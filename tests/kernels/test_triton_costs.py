@@ -88,10 +88,6 @@ def entries(count: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     return chosen.sort().values.to(torch.int32), vector(count, seed)
 
 
-def _marks() -> kernels.Marks:
-    return kernels.Marks.empty(N, torch.device("cpu"))
-
-
 def _control(**fields: Any) -> kernels.AdamControl:
     settings = {"steps": 3, "learning_rate": 0.1, "betas": (0.9, 0.99), "epsilon": 1e-8, "max_catch_up": 20.0}
     return kernels.AdamControl.of(**settings, device=torch.device("cpu"), **fields)
@@ -115,19 +111,7 @@ def _sections(fmt: Format) -> dict[str, Any]:
 
 
 LISTS = [entries(200, 1), entries(0, 2), entries(300, 3)]
-SHARED = vector()
 CASES: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]]]] = {
-    "mark": (
-        kernels.mark,
-        lambda: {"residual": SHARED, "gradient": None, "out": SHARED, "threshold": torch.ones(1), "marks": _marks()},
-    ),
-    "expand": (
-        kernels.expand,
-        lambda: {
-            "values": vector(), "marks": _marks(), "indices": torch.zeros(90, dtype=torch.int32),
-            "out": torch.zeros(90), "found": torch.zeros(1, dtype=torch.int64),
-        },
-    ),
     "rebalance": (
         kernels.rebalance,
         lambda: {
@@ -150,6 +134,7 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]]]] = {
     "kth_magnitude": (kernels.kth_magnitude, lambda: {"values": vector(), "k": 90}),
     "largest": (kernels.largest, lambda: {"selected": kernels.Entries(*entries(500)), "k": 90}),
     "largest of few": (kernels.largest, lambda: {"selected": kernels.Entries(*entries(50)), "k": 90}),
+    "count_inside": (kernels.count_inside, lambda: {"values": vector(), "threshold": 1.0, "span": _ints(7, 4200)}),
     "merge": (kernels.merge, lambda: {"lists": LISTS, "numel": N}),
     "top_k_padded": (
         kernels.top_k_padded,

@@ -47,11 +47,11 @@ BUGS: dict[str, dict[Callable[..., None], dict[str, tuple[str, str]]]] = {
             "tail taken for a whole tile": ("TILE <= n:", "TILE <= n + 1:"),
             "gradient forgotten": ("total + gradient.to(tl.float32)", "total"),
             "sums compared undivided": ("key_of(divided(total, divisor_ptr, at, None))", "key_of(total)"),
-            "strictly above": ("keys >= threshold_key", "keys > threshold_key"),
+            "strictly above": ("keys >= tl.load(least", "keys > tl.load(least"),
             "span end included": ("(at < tl.load(span_ptr", "(at <= tl.load(span_ptr"),
             "float comparison instead of keys": (
-                "keys >= threshold_key(threshold_ptr)",
-                "keys.to(tl.float32, bitcast=True) >= threshold_key(threshold_ptr).to(tl.float32, bitcast=True)",
+                "keys >= tl.load(least_ptr)",
+                "keys.to(tl.float32, bitcast=True) >= tl.load(least_ptr).to(tl.float32, bitcast=True)",
             ),
         },
         select.test_expand: {

@@ -329,13 +329,11 @@ class ExDynaAlgorithm(BudgetedAlgorithm):
         values, held = acc.dense(), acc.workspace
         extremes = torch.stack(torch.aminmax(values))  # one pass over the vector finds NaN, Inf and non-zeros
         step.check_gradient(extremes)
-        # In fp64 first, because a threshold above the fp32 range means Inf.
-        reach = torch.full((1,), threshold, dtype=torch.float64, device=acc.device).float()
         budget = kernels.constant((room,), acc.device)
         largest = kernels.top_k_rows(values, span, budget, room, workspace=held).row(0)
-        passed = kernels.count_inside(values, reach, span, workspace=held)
+        passed = kernels.count_inside(values, threshold, span, workspace=held)
         non_zero = (extremes != 0).any().to(torch.int32).reshape(1)
-        return kernels.reaching(largest, reach, workspace=held), [passed, non_zero]
+        return kernels.reaching(largest, threshold, workspace=held), [passed, non_zero]
 
     def _partitions(self, state: ExDynaState, layout: Layout, device: torch.device) -> Partitions:
         """Return the partitions of this step, as tensors on ``device``. Nothing waits for a GPU."""
