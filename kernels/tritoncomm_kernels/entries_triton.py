@@ -158,28 +158,26 @@ def pick_values_kernel(values_ptr, indices_ptr, out_ptr, count, n, BLOCK: tl.con
     tl.store(out_ptr + at, tl.load(values_ptr + index, mask=inside, other=0.0), mask=at < count)
 
 
-def joined(rows: Entries, workspace: Workspace, *, block: int = MOVE) -> Entries:
+def joined(rows: Entries, workspace: Workspace) -> Entries:
     """Launch the kernels on rows with at least one slot, ``[rows, room]``. Each row is joined by itself."""
     (count, room), indices = rows.indices.shape, rows.indices
-    grid = triton.cdiv(room, block), count
+    grid = triton.cdiv(room, MOVE), count
     counts = workspace.buffer("joined counts", count * grid[0], torch.int32, indices.device)
-    launch(count_used_kernel, grid, indices, counts, room, like=indices, warps=WARPS, BLOCK=block)
-    return moved(rows, counts, block=block)
+    launch(count_used_kernel, grid, indices, counts, room, like=indices, warps=WARPS, BLOCK=MOVE)
+    return moved(rows, counts)
 
 
-def moved(rows: Entries, counts: torch.Tensor, *, block: int = MOVE) -> Entries:
+def moved(rows: Entries, counts: torch.Tensor) -> Entries:
     """Launch the kernel that moves the padding of each row behind its entries. ``counts`` are those of each block."""
     (count, room), out = rows.indices.shape, Entries.empty(rows.indices.shape, rows.values)
     launch(
-        join_rows_kernel, (triton.cdiv(room, block), count), *rows, counts, *out, room,
-        like=rows.values, warps=WARPS, BLOCK=block,
+        join_rows_kernel, (triton.cdiv(room, MOVE), count), *rows, counts, *out, room,
+        like=rows.values, warps=WARPS, BLOCK=MOVE,
     )  # fmt: skip
     return out
 
 
-def merge_rows(
-    rows: Entries, numel: int, capacity: int, workspace: Workspace, *, tile: int = UNION_TILE, entries: int = ENTRIES
-) -> Entries:
+def merge_rows(rows: Entries, numel: int, capacity: int, workspace: Workspace) -> Entries:
     """Launch a merge through a bit mask of the union, with at least one slot of output."""
     indices, values = rows.indices.contiguous(), rows.values.contiguous()
     words = triton.cdiv(numel, 32)
@@ -205,29 +203,15 @@ def merge_rows(
         like=values, warps=GROUP_WARPS, TILES=1, WORDS=GROUP, SUMMED=True, ROWS=False,
     )  # fmt: skip
     sums = values.new_empty(capacity)
-    _add_tiles(
-        sums, Entries(indices, values), workspace,
-        union=(union, bits, ranks, numel), offset=0, scale=1.0, tile=tile, entries=entries,
-    )  # fmt: skip
+    _add_tiles(sums, Entries(indices, values), workspace, union=(union, bits, ranks, numel), offset=0, scale=1.0)
     return Entries(union, sums)
 
 
-def add_rows(
-    out: torch.Tensor,
-    rows: Entries,
-    offset: int,
-    scale: float,
-    workspace: Workspace,
-    *,
-    tile: int = DENSE_TILE,
-    entries: int = ENTRIES,
-) -> None:
+def add_rows(out: torch.Tensor, rows: Entries, offset: int, scale: float, workspace: Workspace) -> None:
     """Launch the kernels that add rows ``[rows, room]`` with at least one slot to ``out``, in row order."""
     indices, values = rows.indices.contiguous(), rows.values.contiguous()
     if indices.shape[0] > 1:
-        _add_tiles(
-            out, Entries(indices, values), workspace, union=None, offset=offset, scale=scale, tile=tile, entries=entries
-        )
+        _add_tiles(out, Entries(indices, values), workspace, union=None, offset=offset, scale=scale)
     else:  # the indices are unique, so no order has to be kept
         set_at(out, indices, values, offset=offset, scale=scale, add=True)
 
@@ -268,12 +252,11 @@ def _add_tiles(
     union: tuple[torch.Tensor, torch.Tensor, torch.Tensor, int] | None,
     offset: int,
     scale: float,
-    tile: int,
-    entries: int,
 ) -> None:
     """Find the entries of each tile of ``out``, then add them. ``union`` has indices, bits, ranks and their range."""
     size, (count, room) = out.numel(), rows.indices.shape
     indices, bits, ranks, span = union if union is not None else (None, None, None, size)
+    tile = DENSE_TILE if union is None else UNION_TILE
     tiles = triton.cdiv(size, tile)
     bounds = workspace.buffer("row borders", count * (tiles + 1), torch.int32, out.device)
     launch(
@@ -283,5 +266,5 @@ def _add_tiles(
     )  # fmt: skip
     launch(
         add_rows_kernel, (tiles,), *rows, bounds, bits, ranks, out, size, offset, span, room, tiles, count, scale,
-        like=out, warps=WARPS, TILE=tile, ENTRIES=entries,
+        like=out, warps=WARPS, TILE=tile, ENTRIES=ENTRIES,
     )  # fmt: skip

@@ -203,9 +203,6 @@ def expand(
     indices: torch.Tensor,
     out: torch.Tensor,
     found: torch.Tensor,
-    *,
-    words: int = WORDS,
-    tiles_summed_in_place: int = TILES_SUMMED_IN_PLACE,
 ) -> None:
     """Launch the kernel on checked, non-empty arguments: write the marked elements to ``indices`` and ``out``.
 
@@ -215,8 +212,8 @@ def expand(
     bits, counts = marks
     tiles = counts.numel()
     per_tile = bits.numel() // tiles
-    words = max(words, per_tile)
-    summed = tiles > tiles_summed_in_place
+    words = max(WORDS, per_tile)
+    summed = tiles > TILES_SUMMED_IN_PLACE
     if summed:
         counts = counts.cumsum(0, dtype=torch.int32)
     launch(

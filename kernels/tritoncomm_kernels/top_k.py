@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -37,26 +36,7 @@ SAMPLE_STRIDE = 257 * SAMPLE_LINE
 SAMPLE_FROM = 1 << 17
 # Segments up to this length are selected together, because separate calls would cost more than the work itself.
 SHORT_SEGMENT = 1 << 14
-# On a GPU the next call may start from the k-th magnitude of this call, times this factor. For normally distributed
-# values at density 1 %, 1.4 k candidates then pass.
-WARM_SLACK = 0.95
 SPARE_ROOM = 1 << 16  # places for more candidates than k, at least
-
-
-class Candidates(NamedTuple):
-    """The entries of a vector that pass a first guess of the k-th magnitude, on the device of the vector.
-
-    ``values`` (fp32) has room for them, and ``found`` (int64 ``[1]``) may exceed it. ``guess`` (int32 ``[1]``) is a
-    key. The kernels write the number of entries that are ``taken`` (int64 ``[1]``), and the ``following`` guess
-    (int32 ``[1]``): the k-th magnitude times ``slack``.
-    """
-
-    values: torch.Tensor
-    found: torch.Tensor
-    guess: torch.Tensor
-    taken: torch.Tensor
-    following: torch.Tensor
-    slack: float
 
 
 def top_k(
@@ -249,11 +229,15 @@ def top_k_rows(
     return Entries(torch.from_numpy(padded[0]), torch.from_numpy(padded[1]))
 
 
-def largest_padded(entries: Entries, k: int, *, workspace: Workspace) -> Entries:
-    """Return the ``k`` entries of one row with the largest magnitudes, ``[k]``. Zeros are never among them."""
-    bounds = torch.arange(2, dtype=torch.int32, device=entries.values.device) * entries.room
-    budget = torch.full((1,), k, dtype=torch.int32, device=entries.values.device)
-    return top_k_rows(entries.values, bounds, budget, k, indices=entries.indices, workspace=workspace).row(0)
+def largest_padded(entries: Entries, k: int, room: int | None = None, *, workspace: Workspace) -> Entries:
+    """Return the ``k`` entries of one row, which has slots, with the largest magnitudes. Zeros are never among them.
+
+    The result has ``room`` slots, by default ``k``.
+    """
+    # Made on the device: numbers change, and the host would wait for the copy of a new constant.
+    bounds = torch.arange(0, entries.room + 1, entries.room, dtype=torch.int32, device=entries.values.device)
+    budget, room = bounds.new_full((1,), k), k if room is None else room
+    return top_k_rows(entries.values, bounds, budget, room, indices=entries.indices, workspace=workspace).row(0)
 
 
 def kth_magnitude(values: torch.Tensor, k: int) -> float:
@@ -326,31 +310,19 @@ def _launch(
     divisor: torch.Tensor | None,
     workspace: Workspace,
 ) -> tuple[Entries, torch.Tensor]:
-    """Filter candidates with a first guess, then launch radix select and ordered emit. No host synchronization.
+    """Select by kernels, which start from the last call with this ``workspace``. No host synchronization.
 
     Returns ``[k]`` entries and padding, and the number of entries (int64 ``[1]``).
     """
-    n = out.numel()
-
-    def buffer(name: str, size: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-        return workspace.buffer(f"top-k {name}", size, dtype, out.device)
-
     is_first = not workspace.holds("top-k guess", torch.int32, out.device)
-    guess, following = buffer("guess", 1), buffer("next", 1)
-    found, taken = buffer("found", 1, torch.int64), buffer("taken", 1, torch.int64)
+    guess = workspace.buffer("top-k guess", 1, torch.int32, out.device)
     if is_first:
-        guess.fill_(_guess(_sampled(residual, gradient, divisor), k, n))
-    room = min(n, max(2 * k, k + SPARE_ROOM))
-    places, passed = buffer("positions", room), buffer("values", room, torch.float32)
-    selection = kernel("select_triton")
-    marks = selection.empty_marks(n, out.device, workspace)
-    selection.mark(residual, gradient, divisor, out, guess, marks)
-    selection.expand(out, divisor, marks, places, passed, found)
-    candidates = Candidates(passed, found, guess, taken, following, WARM_SLACK)
-    rows = Entries.empty((1, k), out)
-    kernel("top_k_triton").top_k_rows(out, None, None, places, rows, workspace, candidates=candidates, divisor=divisor)
-    guess.copy_(following)
-    return rows.row(0), taken
+        guess.fill_(_guess(_sampled(residual, gradient, divisor), k, out.numel()))
+    room = min(out.numel(), max(2 * k, k + SPARE_ROOM))
+    found: tuple[Entries, torch.Tensor] = kernel("top_k_triton").top_k(
+        residual, gradient, divisor, out, guess, k, room, workspace
+    )
+    return found
 
 
 def _sample_lines(values: torch.Tensor) -> torch.Tensor:

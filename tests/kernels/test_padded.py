@@ -6,6 +6,7 @@ Selection from segments, compaction, sums in row order, and single entries.
 from __future__ import annotations
 
 import itertools
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -26,6 +27,7 @@ from kernel_cases import (
     kernels_only,
     key_of,
     key_to_reach,
+    launched,
     never_waits,
     padded_rows,
     reaching,
@@ -76,14 +78,12 @@ def with_holes(rows: Entries, seed: int) -> Entries:
     return Entries(torch.where(gaps, -1, rows.indices), torch.where(gaps, 0.0, rows.values))
 
 
-def check(device: str, call, expected: object, **small: int) -> None:
-    """Assert that ``call`` returns the ``expected`` result, on a kernel also with the ``small`` sizes of its blocks."""
+def check(device: str, call, expected: object, module: str = "entries_triton", **small: int) -> None:
+    """Assert that ``call`` returns the ``expected`` result, on kernels also with ``small`` constants of a module."""
     assert agree(call, device) == expected
     if device != "reference" and small:
-        guarded = Guarded(device)
-        with kernels_from("triton"):
-            assert call(guarded, **small) == expected
-        guarded.check()
+        with patch.multiple(kernel(module), **small):
+            assert launched(call, device) == expected
 
 
 @both
@@ -124,14 +124,9 @@ def test_top_k_rows(
     names = torch.randperm(values.numel(), generator=torch.Generator().manual_seed(seed)).to(torch.int32)
     limits = torch.tensor([budget for _, budget in segments], dtype=torch.int32)
 
-    def call(guarded: Guarded, **small: int) -> Contents:
+    def call(guarded: Guarded) -> Contents:
         x = guarded.of(torch.cat([torch.zeros(shift), values]))[shift:]  # an address that is no multiple of 16 bytes
         bounds, budgets, at = guarded.of(cuts), guarded.of(limits), guarded.of(names) if named else None
-        if small:
-            shape = len(segments), room
-            found = Entries(*(guarded.poison(shape[0] * room, d).view(shape) for d in (torch.int32, torch.float32)))
-            kernel("top_k_triton").top_k_rows(x, bounds, budgets, at, found, Dirty(guarded), **small)
-            return contents(found)
         return contents(kernels.top_k_rows(x, bounds, budgets, room, indices=at, workspace=Dirty(guarded)))
 
     expected: Contents = [], []
@@ -140,7 +135,7 @@ def test_top_k_rows(
         row = filled([(int(names[at]) if named else at, values.numpy()[at]) for at in chosen], room)
         expected[0].extend(row[0])
         expected[1].extend(row[1])
-    check(device, call, expected, **({"block": 128, "resident": 5} if segments else {}))
+    check(device, call, expected, "top_k_triton", **({"BLOCK": 128, "RESIDENT": 5} if segments else {}))
 
 
 @kernels_only
@@ -166,15 +161,11 @@ def test_joined(device: str, n: int, drawn_rows: list[tuple[float, int]], family
     """Entries keep their order, and all padding moves behind them, also from between entries."""
     holes = with_holes(padded_rows(n, drawn_rows, family, spare), seed)
 
-    def call(guarded: Guarded, **small: int) -> Contents:
-        entries = guarded_rows(guarded, holes)
-        if small:
-            flat = Entries(*(part.view(1, -1) for part in entries))
-            return contents(kernel("entries_triton").joined(flat, Dirty(guarded), **small))
-        return contents(kernels.joined(entries, workspace=Dirty(guarded)))
+    def call(guarded: Guarded) -> Contents:
+        return contents(kernels.joined(guarded_rows(guarded, holes), workspace=Dirty(guarded)))
 
     slots = holes.indices.numel()
-    check(device, call, filled(listed(holes), slots), **({"block": 32} if slots else {}))
+    check(device, call, filled(listed(holes), slots), **({"MOVE": 32} if slots else {}))
 
 
 @both
@@ -208,10 +199,8 @@ def test_merge_rows(device: str, n: int, drawn_rows: list[tuple[float, int]], fa
     rows = padded_rows(n, drawn_rows, family, spare)
     capacity = min(rows.indices.numel(), n)
 
-    def call(guarded: Guarded, **small: int) -> Contents:
+    def call(guarded: Guarded) -> Contents:
         entries, held = guarded_rows(guarded, rows), Dirty(guarded)
-        if small:
-            return contents(kernel("entries_triton").merge_rows(entries, n, capacity, held, **small))
         found = kernels.merge_rows(entries, n, workspace=held)
         lists = [entries.row(number).trimmed() for number in range(len(drawn_rows))]
         assert contents(kernels.merge(lists, n)) == contents(found.trimmed())
@@ -221,7 +210,7 @@ def test_merge_rows(device: str, n: int, drawn_rows: list[tuple[float, int]], fa
     with np.errstate(all="ignore"):
         for at, value in listed(rows):
             sums[at] = sums.get(at, np.float32(0)) + value
-    small = {"tile": 64, "entries": 32} if rows.indices.numel() and n < 70_000 else {}
+    small = {"UNION_TILE": 64, "ENTRIES": 32} if rows.indices.numel() and n < 70_000 else {}
     check(device, call, filled(sorted(sums.items()), capacity), **small)
 
 
@@ -236,12 +225,9 @@ def test_add_rows(
     rows = padded_rows(n, drawn_rows, family, spare=1)
     moved = rows._replace(indices=torch.where(rows.indices < 0, -1, rows.indices + offset))
 
-    def call(guarded: Guarded, **small: int) -> list[list[int]]:
+    def call(guarded: Guarded) -> list[list[int]]:
         out, entries, held = guarded.of(drawn(family, n, 0)), guarded_rows(guarded, moved), Dirty(guarded)
-        if small:
-            kernel("entries_triton").add_rows(out, entries, offset, scale, held, **small)
-        else:
-            kernels.add_rows(out, entries, offset=offset, scale=scale, workspace=held)
+        kernels.add_rows(out, entries, offset=offset, scale=scale, workspace=held)
         row = guarded_rows(guarded, rows).row(0)
         dense = guarded.poison(n)
         return [bits(out), bits(SparseVector.padded(row, n).write_to(dense))]
@@ -252,7 +238,7 @@ def test_add_rows(
             expected[at] += value * np.float32(scale)
     for at, value in listed(rows.row(0)):
         dense[at] += float(value)
-    check(device, call, [bits(torch.from_numpy(expected)), bits(dense)], tile=64, entries=32)
+    check(device, call, [bits(torch.from_numpy(expected)), bits(dense)], DENSE_TILE=64, ENTRIES=32)
 
 
 @both

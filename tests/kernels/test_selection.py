@@ -134,10 +134,8 @@ def test_launch_shapes_keep_the_result(device: str, words: int, scanned: bool) -
     guarded = Guarded(device)
     indices, values = guarded.poison(expected.room, torch.int32), guarded.poison(expected.room)
     found = guarded.poison(1, torch.int64)
-    triton.expand(
-        x, None, marks, indices, values, found, words=words,
-        tiles_summed_in_place=0 if scanned else TILES_SUMMED_IN_PLACE,
-    )  # fmt: skip
+    with patch.multiple(triton, WORDS=words, TILES_SUMMED_IN_PLACE=0 if scanned else TILES_SUMMED_IN_PLACE):
+        triton.expand(x, None, marks, indices, values, found)
     guarded.check()
     assert found.item() == expected.room
     assert torch.equal(indices, expected.indices)

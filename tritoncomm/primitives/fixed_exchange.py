@@ -70,13 +70,7 @@ class FixedStep(Step):
         if counts[self.rank] >= entries.room and room in (None, entries.room):
             return entries
         room = room or min(entries.room, max(1, *counts))
-        # Made on the device: rooms change, and the host would wait for the copy of a new constant.
-        bounds = torch.arange(0, entries.room + 1, entries.room, dtype=torch.int32, device=self.acc.device)
-        budget = bounds.new_full((1,), counts[self.rank])
-        rows = kernels.top_k_rows(
-            entries.values, bounds, budget, room, indices=entries.indices, workspace=self.acc.workspace
-        )
-        return rows.row(0)
+        return kernels.largest_padded(entries, counts[self.rank], room, workspace=self.acc.workspace)
 
     def to_owners(
         self, phase: str, entries: Entries, cuts: Sequence[int], room: int | None, threshold: float
