@@ -45,12 +45,13 @@ class FixedBlocks:
     """Some blocks whose message has one row for each, with ``room`` slots in ``span`` coordinates."""
 
     def __init__(self, step: FixedStep, ranges: Ranges, span: int, room: int) -> None:
-        self._step, self._ranges, self._span, self._room = step, ranges, span, room
+        self._step, self._ranges, self._room = step, ranges, room
+        self._section = step.encoding.section(0, span, room)
         first, *others = runs(ranges)
         # For one selection, a gap is a block without budget.
         self._gap = len(first) if others else None
         self._selected = [*first, *((first[-1][1], run[0][0], 0) for run in others), *itertools.chain(*others)]
-        self.words = len(ranges) * step.encoding.of_rows.words(span, room)
+        self.words = len(ranges) * self._section.words
 
     def largest(self) -> Entries:
         """See :meth:`ExactBlocks.largest`. There is one row for each block, and one without entries for a gap."""
@@ -62,9 +63,8 @@ class FixedBlocks:
 
     def encode(self, indices: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, Entries]:
         """Return the message (int32 ``[words]``) with the entries of :meth:`largest`, and what receivers get."""
-        ranges = [bounds[:2] for bounds in self._selected]
-        rows = self._step.rows(ranges, self._room, divisor=1, span=self._span)
-        message, sent = rows.encode(Entries(indices, values), workspace=self._step.acc.workspace)
+        lows, held = self._step.lows([bounds[:2] for bounds in self._selected]), self._step.acc.workspace
+        message, sent = self._section.encode_rows(lows, Entries(indices, values), workspace=held)
         if self._gap is not None:
             message = torch.cat([message[: self._gap], message[self._gap + 1 :]])
         return message.reshape(-1), sent
@@ -74,8 +74,8 @@ class FixedBlocks:
 
         An index between the end of a block and its span is not rejected.
         """
-        ranges = [(low, low + self._span) for low, *_ in self._ranges]
-        return self._step.read(message.view(len(ranges), -1), ranges, self._span, self._room, divisor=1)
+        ranges = [(low, low + self._section.high) for low, *_ in self._ranges]
+        return self._step.read(message.view(len(ranges), -1), ranges, self._section)
 
 
 Blocks = ExactBlocks | FixedBlocks

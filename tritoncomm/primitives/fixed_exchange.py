@@ -11,7 +11,7 @@ import tritoncomm_kernels as kernels
 from tritoncomm.primitives.accumulator import Accumulator
 from tritoncomm.primitives.collectives import Gathered, bruck_all_gather, checked_counts
 from tritoncomm.primitives.exchange import ROUNDED_MARGIN, Ranges, Ring, Step
-from tritoncomm.primitives.packing import Encoding, Rows
+from tritoncomm.primitives.packing import Encoding, Section
 from tritoncomm.primitives.region_cuts import widest
 from tritoncomm.primitives.region_sums import Count, DenseSums, OwnedSums
 from tritoncomm.primitives.selection import among, ascending
@@ -35,6 +35,7 @@ class FixedStep(Step):
         self, acc: Accumulator, verdict: Verdict, encoding: Encoding, rank: int, world_size: int, width: int
     ) -> None:
         super().__init__(acc, encoding, rank, world_size, width)
+        self.encoding = self.encoding.of_rows
         self.verdict = verdict
         self._figures: list[torch.Tensor] = []
 
@@ -83,15 +84,16 @@ class FixedStep(Step):
         foreign = kernels.constant([int(owner != rank) for owner in range(world_size)], device)
         if room is None:
             room = max(1, *(yield from self._counts("rooms", (counts * foreign).amax().reshape(1), entries.room)))
-        rows = self.rows(ranges, room, divisor=1)
+        section = self.encoding.section(0, widest(cuts), room)
+        room = section.layout.room
         parts = kernels.top_k_rows(
-            entries.values, starts, rows.room * foreign, rows.room, indices=entries.indices, workspace=held
+            entries.values, starts, room * foreign, room, indices=entries.indices, workspace=held
         )
-        messages, sent = rows.encode(parts, workspace=held)
+        messages, sent = section.encode_rows(self.lows(ranges), parts, workspace=held)
         received = yield AllToAll(phase, torch.cat([messages, counts[:, None]], dim=1))
         order = kernels.constant([(rank - turn) % world_size for turn in range(1, world_size)], device)
         arrived = received.index_select(0, order)[:, :-1].contiguous()
-        lists = self.read(arrived, [(low, high)] * (world_size - 1), widest(cuts), room, divisor=1)
+        lists = self.read(arrived, [(low, high)] * (world_size - 1), section)
         inside = (entries.indices >= low) & (entries.indices < high)
         own = kernels.joined(entries.only(inside), workspace=held)
         sums = held.buffer("region", widest(cuts), torch.float32, device).zero_()
@@ -162,37 +164,32 @@ class FixedStep(Step):
         Without a ring, this is the last message of a step.
         """
         place = self.rank if ring is None else ring.index(self.rank)
-        rows = self.rows(ranges, entries.room, divisor=divisor)
-        own = Entries(entries.indices[None], entries.values[None])
-        message, sent = rows.encode(own, workspace=self.acc.workspace, first=place)
+        section = self.encoding.section(0, max(high - low for low, high in ranges), entries.room, divisor=divisor)
+        own, low = Entries(entries.indices[None], entries.values[None]), self.lows(ranges)[place : place + 1]
+        message, sent = section.encode_rows(low, own, workspace=self.acc.workspace)
         if ring is None:
             told = torch.cat([message[0], self.verdict.words(self._figures)])
             gathered = (yield AllGather(phase, told)) if self.world_size > 1 else told[None]
-            self.verdict.hear(gathered[:, rows.words :])
-            messages = gathered[:, : rows.words].contiguous()
+            self.verdict.hear(gathered[:, section.words :])
+            messages = gathered[:, : section.words].contiguous()
         else:
-            words = [rows.words] * len(ring)
+            words = [section.words] * len(ring)
             parts = yield from bruck_all_gather(message[0], words, place, len(ring), phase=phase, ring=ring)
-            messages = torch.cat(parts).view(-1, rows.words)
-        return self.read(messages, ranges, rows.span, entries.room, divisor=divisor), sent.row(0)
+            messages = torch.cat(parts).view(-1, section.words)
+        return self.read(messages, ranges, section), sent.row(0)
 
-    def rows(self, ranges: Ranges, room: int, *, divisor: int, span: int | None = None) -> Rows:
-        """Return the format of messages with ``room`` slots, of which row r holds entries in ``ranges[r]``.
+    def lows(self, ranges: Ranges) -> torch.Tensor:
+        """Return where ``ranges`` begin, int32 on the device."""
+        return kernels.constant([low for low, _ in ranges], self.acc.device)
 
-        ``span`` is the width of the widest range of all ranks. By default it is that of ``ranges``.
+    def read(self, messages: torch.Tensor, ranges: Ranges, section: Section) -> Entries:
+        """Return the entries of received ``messages``, one row for each, which hold entries in ``ranges``.
+
+        The ``section`` is as wide as the widest range of all ranks. Entries behind their range are reported as
+        malformed. The format itself only ensures that they are inside the widest one.
         """
-        lows = kernels.constant([low for low, _ in ranges], self.acc.device)
-        return Rows(self.encoding, lows, span or max(high - low for low, high in ranges), room, divisor=divisor)
-
-    def read(self, messages: torch.Tensor, ranges: Ranges, span: int, room: int, *, divisor: int) -> Entries:
-        """Return the entries of received ``messages`` in the format of :meth:`rows`, one row for each.
-
-        Those behind their range are reported as malformed. The format itself only ensures that they are inside the
-        widest one.
-        """
-        rows = self.rows(ranges, room, divisor=divisor, span=span)
-        lists, malformed = rows.decode(messages, workspace=self.acc.workspace)
-        if any(high - low < span for low, high in ranges):
+        lists, malformed = section.decode_rows(self.lows(ranges), messages, workspace=self.acc.workspace)
+        if any(high - low < section.high for low, high in ranges):
             highs = kernels.constant([high for _, high in ranges], self.acc.device)
             outside = lists.indices >= highs[:, None]
             malformed = malformed + outside.sum(dtype=torch.int32)

@@ -179,6 +179,36 @@ class Section:
             return entries
         return entries._replace(values=quotients(entries.values, self.divisor))
 
+    def encode_rows(
+        self, lows: torch.Tensor, entries: Entries, *, workspace: Workspace
+    ) -> tuple[torch.Tensor, Entries]:
+        """Do the same as :meth:`encode` for each row of ``entries`` (``[rows, room]``). Nothing waits for a GPU.
+
+        Ranges of the width of this one begin at ``lows`` (int32 ``[rows]``). There may be padding, also in the result.
+        The messages are int32 ``[rows, words]``. The section is one of :attr:`Encoding.of_rows`.
+        """
+        if self.is_packed:
+            return write_rows(self.layout, lows, entries, divisor=self.divisor, workspace=workspace)
+        if self.values == NO_VALUES:
+            return entries.indices, entries
+        return torch.cat([entries.indices, entries.values.view(torch.int32)], dim=1), entries
+
+    def decode_rows(
+        self, lows: torch.Tensor, messages: torch.Tensor, *, workspace: Workspace
+    ) -> tuple[Entries, torch.Tensor]:
+        """Return the entries of ``messages`` of :meth:`encode_rows`, and the number of malformed rows (int32 ``[1]``).
+
+        Rounded values are divided by ``divisor``. A malformed row has no entries, see
+        :func:`tritoncomm_kernels.sections.read_rows`.
+        """
+        if self.is_packed:
+            return read_rows(self.layout, lows, messages, divisor=self.divisor, workspace=workspace)
+        room = self.layout.room
+        indices, values = messages[:, :room], messages[:, room:].view(torch.float32)
+        if self.values == NO_VALUES:
+            values = torch.zeros_like(indices).float()
+        return check_rows(Entries(indices, values), lows, self.high - self.low)
+
 
 @dataclass(frozen=True)
 class Encoding:
@@ -199,7 +229,10 @@ class Encoding:
 
     @property
     def of_rows(self) -> Encoding:
-        """The encoding of :class:`Rows`."""
+        """The encoding of rows with padding, see :meth:`Section.encode_rows`: rounded values are always packed.
+
+        Where plain rows are shorter, they are a few entries long, and take more launches to write and read.
+        """
         return Encoding(self.values, "always") if self.rounds else self
 
     def section(self, low: int, high: int, room: int, *, divisor: int = 1) -> Section:
@@ -293,48 +326,6 @@ class Sections:
             check_indices(entries.indices[start:stop], low, high)
             start = stop
         return entries
-
-
-class Rows:
-    """Messages of one length, whose number of entries the host does not know: sections with one layout.
-
-    Row r holds at most ``room`` entries in ``span`` coordinates from ``lows[r]`` on. The format is that of
-    :class:`Section`, with two differences. Rounded values are always packed: where plain rows are shorter, they are a
-    few entries long, and take more launches to write and read. Only rounded values have a ``divisor``. Nothing here
-    waits for a GPU.
-    """
-
-    def __init__(self, encoding: Encoding, lows: torch.Tensor, span: int, room: int, *, divisor: int = 1) -> None:
-        assert encoding.rounds or divisor == 1
-        self.section = encoding.of_rows.section(0, span, room, divisor=divisor)
-        self.lows, self.span, self.room, self.words = lows, span, self.section.layout.room, self.section.words
-
-    def encode(self, entries: Entries, *, workspace: Workspace, first: int = 0) -> tuple[torch.Tensor, Entries]:
-        """Return the messages (int32 ``[m, words]``) with ``entries`` (``[m, room]``) of the rows from ``first`` on.
-
-        Also returns what the receivers get, times ``divisor``. See :meth:`Section.encode`.
-        """
-        if self.section.is_packed:
-            lows = self.lows[first : first + entries.indices.shape[0]]
-            layout, divisor = self.section.layout, self.section.divisor
-            return write_rows(layout, lows, entries, divisor=divisor, workspace=workspace)
-        if self.section.values == NO_VALUES:
-            return entries.indices, entries
-        return torch.cat([entries.indices, entries.values.view(torch.int32)], dim=1), entries
-
-    def decode(self, messages: torch.Tensor, *, workspace: Workspace) -> tuple[Entries, torch.Tensor]:
-        """Return the entries of received ``messages`` (int32 ``[rows, words]``), and the number of malformed rows.
-
-        Rounded values are divided by ``divisor``. The number is int32 ``[1]``. A malformed row has no entries, see
-        :func:`tritoncomm_kernels.sections.read_rows`.
-        """
-        section = self.section
-        if section.is_packed:
-            return read_rows(section.layout, self.lows, messages, divisor=section.divisor, workspace=workspace)
-        indices, values = messages[:, : self.room], messages[:, self.room :].view(torch.float32)
-        if section.values == NO_VALUES:
-            values = torch.zeros_like(indices).float()
-        return check_rows(Entries(indices, values), self.lows, self.span)
 
 
 def quotients(values: torch.Tensor, divisor: int) -> torch.Tensor:
