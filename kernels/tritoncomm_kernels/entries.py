@@ -170,15 +170,6 @@ def scatter_add(out: torch.Tensor, indices: torch.Tensor, values: torch.Tensor) 
         out.index_copy_(0, at, out.index_select(0, at) + values)
 
 
-def decompress(out: torch.Tensor, indices: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Overwrite ``out`` (fp32 ``[n]``) with the dense form of one sparse list, and return ``out``.
-
-    ``indices`` (int32 or int64, ascending and unique) and ``values`` (fp32) are ``[k]``. The caller must make sure
-    that all indices are inside ``[0, n)``. Uses torch operators on every device.
-    """
-    return out.zero_().index_copy_(0, indices.long(), values + 0.0)  # adding 0.0 turns -0.0 into 0.0, as in a sum
-
-
 def merge(lists: Sequence[SparseList], numel: int, *, workspace: Workspace | None = None) -> Entries:
     """Merge sparse lists of one vector of ``numel`` elements.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from tritoncomm.errors import ConfigurationError
-from tritoncomm_kernels import Entries, decompress, set_at
+from tritoncomm_kernels import Entries, set_at
 
 
 class SparseVector:
@@ -108,7 +108,5 @@ class SparseVector:
         """Overwrite ``out`` (fp32 ``[numel]``) with the dense form and return it."""
         if self.is_full:
             return out.copy_(self.values)
-        if self.is_padded:
-            set_at(out.zero_(), Entries(self.indices, self.values + 0.0))  # turns -0.0 into 0.0, as in a sum
-            return out
-        return decompress(out, self.indices, self.values)
+        set_at(out.zero_(), Entries(self.indices, self.values + 0.0))  # turns -0.0 into 0.0, as in a sum
+        return out
