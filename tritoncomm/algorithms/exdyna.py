@@ -252,7 +252,7 @@ class ExDynaAlgorithm(BudgetedAlgorithm):
             own, figures = self._select_padded(step, threshold, bounds[place : place + 2])
         rooms = yield from step.rooms("counts", figures, self._room(world_size), self.capacity)
         order = [(partition - number) % world_size for partition in range(world_size)]
-        own = step.largest(own, rooms)
+        own = step.largest(own, rooms[rank], max(rooms))
         union = (yield from step.gather_parts("indices", own, ranges, rooms, order, None)).entries
         sums = acc.values_at(union.indices)
         if world_size > 1 and union.room:
@@ -263,8 +263,10 @@ class ExDynaAlgorithm(BudgetedAlgorithm):
         passed, non_zero = (list(column) for column in zip(*rows, strict=True))
         checked_counts("counts", passed, self.numel)  # the next borders depend on them
         acc.selected = min(passed[rank], rooms[rank])
-        counts = Counts(passed, non_zero, step.figures[:, 0].int().contiguous())
-        return step.vector(union._replace(values=sums)), counts
+        on_device = torch.tensor(passed, dtype=torch.int32, device="cpu")
+        if acc.verdict is not None:
+            on_device = acc.verdict.figures[:, 0].contiguous()
+        return step.vector(union._replace(values=sums)), Counts(passed, non_zero, on_device)
 
     def _state_for(self, world_size: int, layout: Layout) -> ExDynaState:
         """Return the state for ``world_size``. A change of world size starts with equal partitions.

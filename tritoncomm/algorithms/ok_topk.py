@@ -212,7 +212,7 @@ class OkTopkAlgorithm(BudgetedAlgorithm):
         found = sums.largest(min(self.k, max(1, *rooms)))
         if sum(rooms) > self.k:
             rooms = checked_counts("shares", (yield from largest_shares(found, self.k)), self.k)
-            found = step.largest(found, rooms)
+            found = step.largest(found, rooms[step.rank], max(1, *rooms))
         return found, rooms
 
     def _edge(self, step: Step, chosen: Entries, *, reevaluate: bool) -> list[Count]:

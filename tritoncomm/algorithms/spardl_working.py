@@ -80,9 +80,7 @@ class WorkingVector:
 
     def truncated(self, union: Entries, share: float | None) -> Entries:
         """Return the largest entries of ``union``, as many as the budget. W gets ``share`` times the others."""
-        place = self.place
-        budgets = place.budgets * place.teams
-        kept = self.step.largest(union, budgets, place.room)
+        kept = self.step.largest(union, self.place.budget, self.place.room)
         if share is not None:
             self.acc.remember(union.indices)
             before = self.acc.values_at(kept.indices)

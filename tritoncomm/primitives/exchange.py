@@ -49,10 +49,7 @@ class Step:
     (:class:`~tritoncomm.primitives.fixed_exchange.FixedStep`), only the device knows where padding begins.
     ``encoding`` is the format of messages. A single worker neither packs nor rounds. ``width`` is the number of
     messages between two ranks that are in transit together. ``is_finite`` says that this rank has found no NaN or Inf.
-    ``figures`` (integers ``[world_size, figures]``) are those of :meth:`settle`.
     """
-
-    figures: torch.Tensor
 
     def __init__(self, acc: Accumulator, encoding: Encoding, rank: int, world_size: int, width: int = 1) -> None:
         alone = Encoding(NO_VALUES if encoding.values == NO_VALUES else "fp32")
@@ -118,13 +115,9 @@ class Step:
         self._rows = [list(each) for each in zip(*columns, strict=True)]
         return trimmed_sizes(columns[0], total)
 
-    def largest(self, entries: Entries, counts: Sequence[int], room: int | None = None) -> Entries:
-        """Return as many of the largest ``entries`` as ``counts`` has for this rank.
-
-        With fixed room, the list has ``room``. By default it is that for the largest of ``counts``, but no more than
-        that of ``entries``.
-        """
-        return kernels.largest(entries, counts[self.rank], workspace=self.acc.workspace)
+    def largest(self, entries: Entries, count: int, room: int) -> Entries:
+        """Return the ``count`` largest ``entries``, with fixed room in a list of ``room``."""
+        return kernels.largest(entries, count, workspace=self.acc.workspace)
 
     def to_owners(
         self, phase: str, entries: Entries, cuts: Sequence[int], room: int | None, threshold: float
@@ -286,7 +279,6 @@ class Step:
         yield from ()
         if not self.is_finite:
             raise non_finite([self.rank])
-        self.figures = torch.tensor(self._rows, dtype=torch.int64, device="cpu")
         return self._rows, [int(number) for number in own]
 
 

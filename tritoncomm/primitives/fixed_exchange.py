@@ -67,11 +67,10 @@ class FixedStep(Step):
         everybody = yield from read(phase, (yield AllGather(phase, count)).flatten())
         return checked_counts(phase, everybody, limit)
 
-    def largest(self, entries: Entries, counts: Sequence[int], room: int | None = None) -> Entries:
-        if counts[self.rank] >= entries.room and room in (None, entries.room):
+    def largest(self, entries: Entries, count: int, room: int) -> Entries:
+        if count >= entries.room == room:
             return entries
-        room = room or min(entries.room, max(1, *counts))
-        return kernels.largest_padded(entries, counts[self.rank], room, workspace=self.acc.workspace)
+        return kernels.largest_padded(entries, count, room, workspace=self.acc.workspace)
 
     def to_owners(
         self, phase: str, entries: Entries, cuts: Sequence[int], room: int | None, threshold: float
@@ -210,6 +209,4 @@ class FixedStep(Step):
 
     def settle(self, own: Sequence[Count] = ()) -> Pattern[tuple[list[list[int]], list[int]]]:
         numbers = [number for number in own if isinstance(number, torch.Tensor)]
-        rows, values = yield from self.verdict.settle(self.world_size, numbers)
-        self.figures = self.verdict.figures
-        return rows, values
+        return (yield from self.verdict.settle(self.world_size, numbers))

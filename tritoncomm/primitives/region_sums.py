@@ -28,7 +28,6 @@ class RegionSums:
     def __init__(self, low: int, high: int, entries: int, device: torch.device, workspace: Workspace) -> None:
         self._low, self._high, self._workspace = low, high, workspace
         self._lists: list[Entries] = []
-        self._merged: Entries | None = None
         self._dense: torch.Tensor | None = None
         if device.type != "cpu" or _SPARSE_FROM * entries > high - low:
             self._dense = torch.zeros(high - low, dtype=torch.float32, device=device)
@@ -49,10 +48,9 @@ class RegionSums:
         if self._dense is not None:
             found = kernels.select(self._dense, threshold, workspace=self._workspace)
             return found._replace(indices=found.indices + self._low)
-        if self._merged is None:
-            self._merged = kernels.merge(self._lists, self._high, workspace=self._workspace)
-        reaching = kernels.select(self._merged.values, threshold, workspace=self._workspace)
-        return Entries(self._merged.indices[reaching.indices.long()], reaching.values)
+        merged = kernels.merge(self._lists, self._high, workspace=self._workspace)
+        reaching = kernels.select(merged.values, threshold, workspace=self._workspace)
+        return Entries(merged.indices[reaching.indices.long()], reaching.values)
 
 
 @dataclass(frozen=True)
