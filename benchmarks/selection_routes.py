@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -112,12 +113,12 @@ def _by_update(p: Problem) -> list[Route]:
     threshold = kernels.smallest_magnitude(best.values)
     reaching = kernels.select(p.total.cpu(), threshold, divisor=divisor)
     device, size = p.residual.device, p.pass_bytes + 4 * p.n
-    divisor, out, held = divisor.to(device), torch.empty_like(p.residual), kernels.Workspace()
+    divisor, out, guesses = divisor.to(device), torch.empty_like(p.residual), defaultdict(kernels.Guess)
     source, target = torch.zeros(2, size // 2, dtype=torch.uint8, device=device)
 
     def by(select: Callable[[Accumulator], Any], verdict: Verdict | None) -> Callable[[torch.Tensor], Found]:
         def run(residual: torch.Tensor) -> Found:
-            acc = Accumulator(residual, p.gradient, out, held, verdict)
+            acc = Accumulator(residual, p.gradient, out, guesses, verdict)
             scaled = acc.scaled(divisor)
             found = select(scaled)
             scaled.subtract(found, rounded=False)
@@ -151,7 +152,7 @@ def _launched_by_update(
 ) -> Callable[[torch.Tensor], Found]:
     """Return the launches of a selection by update, of ``count`` entries, into memory that is allocated here."""
     launches, least = kernel("select_triton"), _least(threshold, out.device)
-    marks = launches.empty_marks(p.n, out.device, kernels.Workspace())
+    marks = launches.empty_marks(out)
     indices, values = out.new_empty(count, dtype=torch.int32), out.new_empty(count)
     found = torch.zeros(1, dtype=torch.int64, device=out.device)
 
@@ -198,7 +199,7 @@ def _fused(p: Problem, *, clear: bool = True) -> Callable[[torch.Tensor], Found]
         return run
     # As in a captured step: fixed capacity, threshold in device memory, no synchronization with the host.
     launches, least = kernel("select_triton"), _least(p.threshold, p.residual.device)
-    marks = launches.empty_marks(p.n, p.residual.device, kernels.Workspace())
+    marks = launches.empty_marks(p.residual)
     indices, values = (torch.empty_like(t) for t in p.reaching)
     found = torch.zeros(1, dtype=torch.int64, device=p.residual.device)
 
@@ -215,10 +216,10 @@ def _least(threshold: float, device: torch.device) -> torch.Tensor:
 
 
 def _exact(p: Problem) -> Callable[[torch.Tensor], Found]:
-    workspace = kernels.Workspace()
+    guess = kernels.Guess()
 
     def run(residual: torch.Tensor) -> Found:
-        found = kernels.top_k_padded(residual, p.gradient, residual, p.k, workspace=workspace)
+        found = kernels.top_k_padded(residual, p.gradient, residual, p.k, guess=guess)
         return _cleared(residual, tuple(found))
 
     return run
@@ -241,15 +242,15 @@ def _topk(p: Problem) -> Route:
 
 def _segments(p: Problem) -> Route:
     """Select the largest entries of each of several segments of the sum, which is given."""
-    device, workspace = p.residual.device, kernels.Workspace()
+    device = p.residual.device
     room = -(-p.k // SEGMENTS)
     bounds = torch.arange(0, p.n + 1, p.n // SEGMENTS, dtype=torch.int32)[: SEGMENTS + 1].contiguous()
     budgets = torch.full((SEGMENTS,), room, dtype=torch.int32)
-    found = kernels.top_k_rows(p.total.cpu(), bounds, budgets, room, workspace=kernels.Workspace())
+    found = kernels.top_k_rows(p.total.cpu(), bounds, budgets, room)
     expected = [part.to(device) for part in found]
     bounds, budgets = bounds.to(device), budgets.to(device)
     return Route(
         f"exact k of {SEGMENTS} segments", 4 * p.n + 8 * p.k,
-        lambda _: kernels.top_k_rows(p.total, bounds, budgets, room, workspace=workspace),
+        lambda _: kernels.top_k_rows(p.total, bounds, budgets, room),
         lambda found, _: all(map(torch.equal, found, expected)),
     )  # fmt: skip

@@ -66,8 +66,8 @@ class GTopkAlgorithm(BudgetedAlgorithm):
             inbox = yield from _step("reduce", message, to_parent.words, pairs, rank)
             for peer, arrived in inbox.items():
                 assert rank < peer, "messages go to the lower rank"
-                union = kernels.merge([merged, to_parent.decode(arrived)], self.numel, workspace=self.workspace)
-                merged = kernels.largest(union, self.k, workspace=self.workspace)
+                union = kernels.merge([merged, to_parent.decode(arrived)], self.numel)
+                merged = kernels.largest(union, self.k)
                 cut = torch.ones(union.room, dtype=torch.bool, device=acc.device)
                 cut[kernels.common_positions(union.indices, merged.indices)] = False
                 dropped = Entries(union.indices[cut], union.values[cut])

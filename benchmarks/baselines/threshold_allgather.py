@@ -130,7 +130,7 @@ class ThresholdAlgorithm(BudgetedAlgorithm):
             return (yield from dense_exchange(acc, world_size))
         finite = acc.is_finite()
         passed, state = yield from self._select(acc, finite, world_size)
-        own = kernels.largest(passed, self.room, workspace=self.workspace)
+        own = kernels.largest(passed, self.room)
         encoding = self.encoding
         chosen = own
         if world_size > 1:

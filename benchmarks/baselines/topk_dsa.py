@@ -110,7 +110,7 @@ class TopkDSAAlgorithm(BudgetedAlgorithm):
 
     def _all_gather(self, region: torch.Tensor, cuts: Sequence[int], rank: int, world_size: int) -> Pattern[Entries]:
         """Gather all regions as means, in entries while these are short and as dense values otherwise."""
-        sums = kernels.select(region, 0.0, workspace=self.workspace)
+        sums = kernels.select(region, 0.0)
         sums = sums._replace(indices=sums.indices + cuts[rank])
         finite = not kernels.has_non_finite(sums.values)
         (sizes,) = yield from share_rows(
@@ -125,7 +125,7 @@ class TopkDSAAlgorithm(BudgetedAlgorithm):
             widths = [high - low for low, high in itertools.pairwise(cuts)]
             means = quotients(region, world_size).view(torch.int32)
             blocks = yield from bruck_all_gather(means, widths, rank, world_size, phase="all-gather")
-            return kernels.select(torch.cat(blocks).view(torch.float32), 0.0, workspace=self.workspace)
+            return kernels.select(torch.cat(blocks).view(torch.float32), 0.0)
         message = packing.encode(sums.indices, sums.values)
         blocks = yield from bruck_all_gather(message, words, rank, world_size, phase="all-gather")
         return Entries.join([section.decode(block) for section, block in zip(sections, blocks, strict=True)])

@@ -19,6 +19,7 @@ from tritoncomm_kernels.entries import (
     values_at,
 )
 from tritoncomm_kernels.lists import Entries
+from tritoncomm_kernels.memory import Guess, copied_to
 from tritoncomm_kernels.rebalance import rebalance
 from tritoncomm_kernels.rms import root_mean_square, root_mean_squares
 from tritoncomm_kernels.select import (
@@ -39,14 +40,13 @@ from tritoncomm_kernels.top_k import (
     top_k_padded,
     top_k_rows,
 )
-from tritoncomm_kernels.workspace import Workspace, copied_to
 
 __all__ = [
     "AdamControl",
     "AdamFlat",
     "AdamStates",
     "Entries",
-    "Workspace",
+    "Guess",
     "accumulate_and_select",
     "accumulate_top_k",
     "accumulate_top_k_segments",

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tritoncomm_kernels.workspace import copied_to
+from tritoncomm_kernels.memory import copied_to
 
 POWERS = 31  # repeated squares of beta, one per value bit of tau (int32)
 # Squared distances are summed as int64, in units of 1/32 of a learning rate. One coordinate counts for at most 2^31,

@@ -18,7 +18,7 @@ from tritoncomm_kernels import adam
 from tritoncomm_kernels.adam import AdamControl, Scalars, beta_tables
 from tritoncomm_kernels.checks import channels_last
 from tritoncomm_kernels.dispatch import launch
-from tritoncomm_kernels.workspace import copied_to
+from tritoncomm_kernels.memory import copied_to
 
 BLOCK, WARPS = 128, 4  # 256 spills on sm_90 in bf16 with Triton 3.6, and 512 on sm_80
 TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}

@@ -16,24 +16,24 @@ from tritoncomm_kernels import devices
 from tritoncomm_kernels.checks import INDEX_LIMIT, check_vector
 from tritoncomm_kernels.dispatch import kernel, triton_runs
 from tritoncomm_kernels.lists import PADDING, Entries
+from tritoncomm_kernels.memory import copied_to
 from tritoncomm_kernels.select import SparseList, magnitude_keys, positions, threshold_key
-from tritoncomm_kernels.workspace import Workspace, copied_to
 
 Integers = npt.NDArray[np.int32]
 # On a CPU, indices are searched in a list that is this many times longer. Otherwise the two lists are merged.
 _MUCH_LONGER = 8
 
 
-def reaching(entries: Entries, threshold: float, *, workspace: Workspace) -> Entries:
+def reaching(entries: Entries, threshold: float) -> Entries:
     """Return the entries of one row whose magnitude is at least ``threshold``, any number.
 
     The result has the same room. No zero reaches the threshold, and every NaN does.
     """
     passed = magnitude_keys(entries.values) >= threshold_key(threshold)  # the value of padding is 0
-    return joined(entries.only(passed), workspace=workspace)
+    return joined(entries.only(passed))
 
 
-def joined(rows: Entries, *, workspace: Workspace) -> Entries:
+def joined(rows: Entries) -> Entries:
     """Return the entries of all rows as one row, ``[rows * room]``, with all padding at the end.
 
     The indices of a row must be above those of the rows before it. Here padding may stand between entries.
@@ -42,13 +42,13 @@ def joined(rows: Entries, *, workspace: Workspace) -> Entries:
     if not indices.numel():
         return Entries(indices, values)
     if triton_runs(values):
-        padded: Entries = kernel("entries_triton").joined(Entries(indices[None], values[None]), workspace)
+        padded: Entries = kernel("entries_triton").joined(Entries(indices[None], values[None]))
         return padded.row(0)
     used = indices.numpy() != PADDING
     return Entries.of_arrays(indices.numpy()[used], values.numpy()[used], indices.numel())
 
 
-def merge_rows(rows: Entries, numel: int, *, workspace: Workspace) -> Entries:
+def merge_rows(rows: Entries, numel: int) -> Entries:
     """Return the union of all rows with the sums of their values, ``[min(rows * room, numel)]``.
 
     Terms are added in row order, as by :func:`tritoncomm_kernels.merge`. All indices are in ``[0, numel)``, as
@@ -61,13 +61,13 @@ def merge_rows(rows: Entries, numel: int, *, workspace: Workspace) -> Entries:
     if not capacity:
         return Entries(rows.indices.reshape(-1)[:0], rows.values.reshape(-1)[:0])
     if triton_runs(rows.values):
-        padded: Entries = kernel("entries_triton").merge_rows(rows, numel, capacity, workspace)
+        padded: Entries = kernel("entries_triton").merge_rows(rows, numel, capacity)
         return padded
     lists = [rows.row(number).trimmed() for number in range(count)]
     return merge(lists, numel).padded(capacity)
 
 
-def add_rows(out: torch.Tensor, rows: Entries, *, offset: int = 0, scale: float = 1.0, workspace: Workspace) -> None:
+def add_rows(out: torch.Tensor, rows: Entries, *, offset: int = 0, scale: float = 1.0) -> None:
     """Add ``scale`` times the values of all rows to ``out`` (fp32 ``[n]``) at ``indices - offset``, in row order.
 
     Indices are unique inside a row and lie in the range of ``out``. Between rows they may repeat.
@@ -77,7 +77,7 @@ def add_rows(out: torch.Tensor, rows: Entries, *, offset: int = 0, scale: float 
         return
     rows = Entries(rows.indices.reshape(-1, rows.room), rows.values.reshape(-1, rows.room))
     if triton_runs(out):
-        kernel("entries_triton").add_rows(out, rows, offset, float(scale), workspace)
+        kernel("entries_triton").add_rows(out, rows, offset, float(scale))
         return
     sums, indices, terms = out.numpy(), rows.indices.numpy(), rows.values.numpy()
     with np.errstate(over="ignore", invalid="ignore"):  # the caller checks the sums
@@ -121,7 +121,7 @@ def count_reaching(values: torch.Tensor, threshold: float) -> torch.Tensor:
     return (magnitude_keys(values) >= threshold_key(threshold)).sum(dtype=torch.int32).reshape(1)
 
 
-def count_inside(values: torch.Tensor, threshold: float, span: torch.Tensor, *, workspace: Workspace) -> torch.Tensor:
+def count_inside(values: torch.Tensor, threshold: float, span: torch.Tensor) -> torch.Tensor:
     """Return the result of :func:`count_reaching` for ``values[span[0] : span[1]]``: int32 ``[1]``.
 
     ``values`` (fp32 ``[n]``) are contiguous. ``span`` (int32 ``[2]``) is on their device.
@@ -129,7 +129,7 @@ def count_inside(values: torch.Tensor, threshold: float, span: torch.Tensor, *, 
     check_vector("values", values)
     check_vector("span", span, dtypes=(torch.int32,), numel=2, like=values)
     if values.numel() and triton_runs(values):
-        found: torch.Tensor = kernel("select_triton").count_inside(values, threshold_key(threshold), span, workspace)
+        found: torch.Tensor = kernel("select_triton").count_inside(values, threshold_key(threshold), span)
         return found
     return count_reaching(values[slice(*span.tolist())], threshold)
 
@@ -170,7 +170,7 @@ def scatter_add(out: torch.Tensor, indices: torch.Tensor, values: torch.Tensor) 
         out.index_copy_(0, at, out.index_select(0, at) + values)
 
 
-def merge(lists: Sequence[SparseList], numel: int, *, workspace: Workspace | None = None) -> Entries:
+def merge(lists: Sequence[SparseList], numel: int) -> Entries:
     """Merge sparse lists of one vector of ``numel`` elements.
 
     ``lists`` has at least one list, each with ascending and unique indices. Returns the ascending union of the
@@ -188,7 +188,7 @@ def merge(lists: Sequence[SparseList], numel: int, *, workspace: Workspace | Non
         _check_inside(any(indices.numel() for indices, _ in lists), numel)
         return Entries(*lists[0])
     if triton_runs(lists[0][1]):
-        return _merge_triton(lists, numel, workspace if workspace is not None else Workspace())
+        return _merge_triton(lists, numel)
     return _merge_host(lists, numel)
 
 
@@ -231,7 +231,7 @@ def _merge_host(lists: Sequence[SparseList], numel: int) -> Entries:
     return Entries(torch.from_numpy(ascending.take(first)), torch.from_numpy(sums))
 
 
-def _merge_triton(lists: Sequence[SparseList], numel: int, workspace: Workspace) -> Entries:
+def _merge_triton(lists: Sequence[SparseList], numel: int) -> Entries:
     """Merge as rows with padding. The only host synchronization reads how many entries the union has."""
     room = max(indices.numel() for indices, _ in lists)
     missing = [room - indices.numel() for indices, _ in lists]
@@ -239,7 +239,7 @@ def _merge_triton(lists: Sequence[SparseList], numel: int, workspace: Workspace)
     rows = Entries.stacked(
         [Entries(pad(at, (0, n), value=PADDING), pad(x, (0, n))) for (at, x), n in zip(lists, missing, strict=True)]
     )
-    union = merge_rows(rows, numel, workspace=workspace)
+    union = merge_rows(rows, numel)
     indices = torch.cat([indices for indices, _ in lists])
     outside = ((indices < 0) | (indices >= numel)).any()
     used, wrong = torch.stack([(union.indices != PADDING).sum(), outside]).tolist()

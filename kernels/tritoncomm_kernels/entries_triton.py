@@ -10,11 +10,11 @@ import torch
 import triton
 import triton.language as tl
 
+from tritoncomm_kernels import memory
 from tritoncomm_kernels.bits_triton import bits_in
 from tritoncomm_kernels.dispatch import launch
 from tritoncomm_kernels.lists import PADDING, Entries
 from tritoncomm_kernels.select_triton import GROUP, GROUP_WARPS, count_bits_kernel, expand_kernel, sum_before
-from tritoncomm_kernels.workspace import Workspace
 
 FLAT, FLAT_WARPS = 1024, 4
 MOVE, WARPS = 1024, 8
@@ -158,11 +158,11 @@ def pick_values_kernel(values_ptr, indices_ptr, out_ptr, count, n, BLOCK: tl.con
     tl.store(out_ptr + at, tl.load(values_ptr + index, mask=inside, other=0.0), mask=at < count)
 
 
-def joined(rows: Entries, workspace: Workspace) -> Entries:
+def joined(rows: Entries) -> Entries:
     """Launch the kernels on rows with at least one slot, ``[rows, room]``. Each row is joined by itself."""
     (count, room), indices = rows.indices.shape, rows.indices
     grid = triton.cdiv(room, MOVE), count
-    counts = workspace.buffer("joined counts", count * grid[0], torch.int32, indices.device)
+    counts = memory.scratch(count * grid[0], torch.int32, indices)
     launch(count_used_kernel, grid, indices, counts, room, like=indices, warps=WARPS, BLOCK=MOVE)
     return moved(rows, counts)
 
@@ -177,18 +177,12 @@ def moved(rows: Entries, counts: torch.Tensor) -> Entries:
     return out
 
 
-def merge_rows(rows: Entries, numel: int, capacity: int, workspace: Workspace) -> Entries:
+def merge_rows(rows: Entries, numel: int, capacity: int) -> Entries:
     """Launch a merge through a bit mask of the union, with at least one slot of output."""
     indices, values = rows.indices.contiguous(), rows.values.contiguous()
     words = triton.cdiv(numel, 32)
     groups = triton.cdiv(words, GROUP)
-
-    def integers(name: str, size: int) -> torch.Tensor:
-        return workspace.buffer(f"merge rows {name}", size, torch.int32, values.device)
-
-    bits, ranks, counts, found = (
-        integers(name, size) for name, size in (("bits", words), ("ranks", words), ("counts", groups), ("found", 1))
-    )
+    bits, ranks, counts, found = (memory.scratch(size, torch.int32, values) for size in (words, words, groups, 1))
     bits.zero_()
     union = indices.new_full((capacity,), PADDING)
     launch(
@@ -203,15 +197,15 @@ def merge_rows(rows: Entries, numel: int, capacity: int, workspace: Workspace) -
         like=values, warps=GROUP_WARPS, TILES=1, WORDS=GROUP, SUMMED=True, ROWS=False,
     )  # fmt: skip
     sums = values.new_empty(capacity)
-    _add_tiles(sums, Entries(indices, values), workspace, union=(union, bits, ranks, numel), offset=0, scale=1.0)
+    _add_tiles(sums, Entries(indices, values), union=(union, bits, ranks, numel), offset=0, scale=1.0)
     return Entries(union, sums)
 
 
-def add_rows(out: torch.Tensor, rows: Entries, offset: int, scale: float, workspace: Workspace) -> None:
+def add_rows(out: torch.Tensor, rows: Entries, offset: int, scale: float) -> None:
     """Launch the kernels that add rows ``[rows, room]`` with at least one slot to ``out``, in row order."""
     indices, values = rows.indices.contiguous(), rows.values.contiguous()
     if indices.shape[0] > 1:
-        _add_tiles(out, Entries(indices, values), workspace, union=None, offset=offset, scale=scale)
+        _add_tiles(out, Entries(indices, values), union=None, offset=offset, scale=scale)
     else:  # the indices are unique, so no order has to be kept
         set_at(out, indices, values, offset=offset, scale=scale, add=True)
 
@@ -247,7 +241,6 @@ def values_at(values: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
 def _add_tiles(
     out: torch.Tensor,
     rows: Entries,
-    workspace: Workspace,
     *,
     union: tuple[torch.Tensor, torch.Tensor, torch.Tensor, int] | None,
     offset: int,
@@ -258,7 +251,7 @@ def _add_tiles(
     indices, bits, ranks, span = union if union is not None else (None, None, None, size)
     tile = DENSE_TILE if union is None else UNION_TILE
     tiles = triton.cdiv(size, tile)
-    bounds = workspace.buffer("row borders", count * (tiles + 1), torch.int32, out.device)
+    bounds = memory.scratch(count * (tiles + 1), torch.int32, out)
     launch(
         row_borders_kernel, (triton.cdiv(tiles + 1, BORDERS), count),
         rows.indices, indices, bounds, room, tiles, room.bit_length(), size, offset,

@@ -10,7 +10,7 @@ import torch
 
 from tritoncomm_kernels.checks import channels_last
 from tritoncomm_kernels.devices import is_asynchronous
-from tritoncomm_kernels.workspace import copied_to
+from tritoncomm_kernels.memory import copied_to
 
 _PART, _LONG = 1 << 16, 1 << 22  # elements whose squares are in memory at a time, of a CPU (its cache) and a GPU
 _SMALL, _SHORT = 1 << 11, 1 << 20  # elements below which tensors are computed together, on a CPU and on a GPU

@@ -21,7 +21,6 @@ from tritoncomm_kernels import quantize
 from tritoncomm_kernels.dispatch import kernel, triton_runs
 from tritoncomm_kernels.lists import PADDING, Entries
 from tritoncomm_kernels.section_layout import Layout
-from tritoncomm_kernels.workspace import Workspace
 
 # Chunks stay in the second-level cache. Most sections of an exchange are short, and are one chunk.
 _GROUPS_AT_ONCE = 1 << 9  # 16384 entries, whose bits are numbers in fp32
@@ -48,7 +47,7 @@ def write_one(
     if not indices.is_cpu or triton_runs(indices):
         held = values if layout.fmt.bits else torch.zeros(indices.shape, device=indices.device)
         entries, lows = Entries(indices[None], held[None]), indices.new_full((1,), low)
-        messages, sent = write_rows(layout, lows, entries, divisor=divisor, workspace=Workspace())
+        messages, sent = write_rows(layout, lows, entries, divisor=divisor)
         return messages[0], sent.row(0).trimmed() if layout.quantized else Entries(indices, values)
     assert indices.shape[0] <= layout.room
     words = np.zeros(layout.words, np.int32)
@@ -83,7 +82,7 @@ def read_one(layout: Layout, low: int, section: torch.Tensor, *, divisor: int = 
     """
     if not section.is_cpu or triton_runs(section):
         lows = section.new_full((1,), low)
-        found, malformed = read_rows(layout, lows, section[None], divisor=divisor, workspace=Workspace())
+        found, malformed = read_rows(layout, lows, section[None], divisor=divisor)
         count, wrong = torch.stack([(found.indices[0] != PADDING).sum(), malformed[0]]).tolist()
         if wrong:
             raise ValueError("its counts differ, its indices do not ascend inside the range, or its header is invalid")
@@ -104,7 +103,7 @@ def read_one(layout: Layout, low: int, section: torch.Tensor, *, divisor: int = 
 
 
 def write_rows(
-    layout: Layout, lows: torch.Tensor, entries: Entries, *, divisor: int = 1, workspace: Workspace
+    layout: Layout, lows: torch.Tensor, entries: Entries, *, divisor: int = 1
 ) -> tuple[torch.Tensor, Entries]:
     """Return one section per row of ``entries`` (int32 ``[rows, layout.words]``), and the entries as they are read.
 
@@ -117,7 +116,7 @@ def write_rows(
     if not layout.room or not entries.values.numel():
         return messages.zero_(), entries
     if triton_runs(entries.values):
-        sent_rows: Entries = kernel("sections_triton").write_rows(layout, lows, entries, messages, divisor, workspace)
+        sent_rows: Entries = kernel("sections_triton").write_rows(layout, lows, entries, messages, divisor)
         return messages, sent_rows
     sent = []
     for row, low in enumerate(lows.tolist()):
@@ -128,7 +127,7 @@ def write_rows(
 
 
 def read_rows(
-    layout: Layout, lows: torch.Tensor, messages: torch.Tensor, *, divisor: int = 1, workspace: Workspace
+    layout: Layout, lows: torch.Tensor, messages: torch.Tensor, *, divisor: int = 1
 ) -> tuple[Entries, torch.Tensor]:
     """Return the entries of ``messages`` (int32 ``[rows, layout.words]``), and how many are malformed (int32 ``[1]``).
 
@@ -139,9 +138,7 @@ def read_rows(
     if not layout.room or not len(lows):
         return Entries.empty(shape, messages), messages.new_zeros(1)
     if triton_runs(messages):
-        found_rows: tuple[Entries, torch.Tensor] = kernel("sections_triton").read_rows(
-            layout, lows, messages, divisor, workspace
-        )
+        found_rows: tuple[Entries, torch.Tensor] = kernel("sections_triton").read_rows(layout, lows, messages, divisor)
         return found_rows
     rows, malformed = [], 0
     for row, low in enumerate(lows.tolist()):

@@ -17,14 +17,13 @@ import torch
 import triton
 import triton.language as tl
 
-from tritoncomm_kernels import quantize
+from tritoncomm_kernels import memory, quantize
 from tritoncomm_kernels.bits_triton import key_of, pack_words
 from tritoncomm_kernels.dispatch import launch
 from tritoncomm_kernels.entries_triton import MOVE, count_used_kernel, moved
 from tritoncomm_kernels.formats import Format
 from tritoncomm_kernels.lists import Entries
 from tritoncomm_kernels.select_triton import GROUP, GROUP_WARPS, count_bits_kernel, expand_kernel, sum_before
-from tritoncomm_kernels.workspace import Workspace
 
 BLOCK, WARPS = MOVE, 8  # entries per program, as where they are moved
 # Words per program when writing. Each lane reads up to 32 entries, so few words keep many processors busy.
@@ -360,24 +359,21 @@ def levels_and_midpoints(tables: Sequence[Sequence[float]], device: torch.device
     return torch.stack([levels, midpoints]).float().to(device)
 
 
-def write_rows(
-    layout: Any, lows: torch.Tensor, entries: Entries, messages: torch.Tensor, divisor: int, workspace: Workspace
-) -> Entries:
+def write_rows(layout: Any, lows: torch.Tensor, entries: Entries, messages: torch.Tensor, divisor: int) -> Entries:
     """Launch the kernels on checked arguments with at least one row and slot. ``messages`` are overwritten."""
     sent = Entries(entries.indices.contiguous(), entries.values.contiguous())
     rows, stride = sent.indices.shape
     grid = blocks, _ = triton.cdiv(stride, BLOCK), rows
-    counts = workspace.buffer("rows counts", rows * blocks, torch.int32, messages.device)
+    counts = memory.scratch(rows * blocks, torch.int32, messages)
     tables = menu(layout.fmt, messages.device)
     size: dict[str, Any] = {"like": messages, "warps": WARPS, "BLOCK": BLOCK}
     if not layout.quantized:
         launch(count_used_kernel, grid, sent.indices, counts, stride, **size)
     else:
-        extents = workspace.buffer("rows extents", 2 * rows * EXTENT.value, torch.int64, messages.device).zero_()
+        extents = memory.scratch(2 * rows * EXTENT.value, torch.int64, messages).zero_()
         found, kept = extents.view(2, -1)
         held = Entries(
-            workspace.buffer("rows indices", rows * stride, torch.int32, messages.device).view(rows, stride),
-            workspace.buffer("rows values", rows * stride, torch.float32, messages.device).view(rows, stride),
+            *(memory.scratch(rows * stride, kind, messages).view(rows, stride) for kind in (torch.int32, torch.float32))
         )
         scale_mask = -1 << (24 - quantize.scale_bits(divisor))  # of the bits of a scale that are kept, signed
         known = quantize.lookup(layout.fmt)
@@ -406,17 +402,12 @@ def write_rows(
     return sent
 
 
-def read_rows(
-    layout: Any, lows: torch.Tensor, messages: torch.Tensor, divisor: int, workspace: Workspace
-) -> tuple[Entries, torch.Tensor]:
+def read_rows(layout: Any, lows: torch.Tensor, messages: torch.Tensor, divisor: int) -> tuple[Entries, torch.Tensor]:
     """Launch the kernels on checked arguments with at least one row and slot."""
     messages, rows, room = messages.contiguous(), len(lows), layout.room
     words, heads, high_words = layout.words, layout.heads, layout.high_words
     tiles, blocks = triton.cdiv(high_words, GROUP), triton.cdiv(room, BLOCK)
-    counts, slots = (
-        workspace.buffer(f"rows {name}", rows * size, torch.int32, messages.device)
-        for name, size in (("bits", tiles), ("slots", room))
-    )
+    counts, slots = (memory.scratch(rows * size, torch.int32, messages) for size in (tiles, room))
     checks = messages.new_zeros(rows * VERDICT.value + 1)
     verdict, malformed = checks[:-1], checks[-1:]
     found = Entries.empty((rows, room), messages)

@@ -20,7 +20,6 @@ import torch
 from tritoncomm_kernels.checks import GRADIENT_DTYPES, check_apart, check_in_place, check_same, check_vector
 from tritoncomm_kernels.dispatch import kernel, triton_runs
 from tritoncomm_kernels.lists import Entries
-from tritoncomm_kernels.workspace import Workspace
 
 MAGNITUDE_MASK = 0x7FFFFFFF
 TILE = 4096  # elements with one count, which one program marks
@@ -68,15 +67,14 @@ def select(
     threshold: float,
     *,
     divisor: torch.Tensor | None = None,
-    workspace: Workspace | None = None,
 ) -> Entries:
     """Return the entries of ``values`` (fp32 ``[n]``, contiguous) with ``|x| >= threshold``, in ascending order.
 
     Zeros are never selected. NaN is always selected. With a ``divisor`` (fp32 ``[n]``, powers of two from 2^-126 to
-    2^126), quotients are compared and returned. ``workspace`` keeps GPU scratch memory between calls. Raises
+    2^126), quotients are compared and returned. Raises
     ``ValueError`` for a wrong dtype or shape.
     """
-    return accumulate_and_select(values, None, values, threshold, divisor=divisor, workspace=workspace)
+    return accumulate_and_select(values, None, values, threshold, divisor=divisor)
 
 
 def accumulate_and_select(
@@ -86,7 +84,6 @@ def accumulate_and_select(
     threshold: float,
     *,
     divisor: torch.Tensor | None = None,
-    workspace: Workspace | None = None,
 ) -> Entries:
     """Compute ``out = residual + gradient`` and :func:`select` from ``out``, in one fused pass.
 
@@ -95,7 +92,7 @@ def accumulate_and_select(
     naming the invalid argument.
     """
     check_addends(residual, gradient, out, divisor)
-    return select_keys(residual, gradient, out, threshold_key(threshold), divisor=divisor, workspace=workspace)
+    return select_keys(residual, gradient, out, threshold_key(threshold), divisor=divisor)
 
 
 def select_keys(
@@ -106,7 +103,6 @@ def select_keys(
     *,
     divisor: torch.Tensor | None = None,
     terms: Sequence[SparseList] = (),
-    workspace: Workspace | None = None,
 ) -> Entries:
     """Run :func:`accumulate_and_select` with the ``key`` of a threshold, on checked arguments.
 
@@ -116,8 +112,7 @@ def select_keys(
     if not out.shape[0]:
         return Entries.empty((0,), out)
     if not terms and triton_runs(out):
-        held = workspace if workspace is not None else Workspace()
-        selected: Entries = kernel("select_triton").select_keys(residual, gradient, divisor, out, key, held)
+        selected: Entries = kernel("select_triton").select_keys(residual, gradient, divisor, out, key)
         return selected
     return _scan_host(residual, gradient, out, key, divisor, terms)
 

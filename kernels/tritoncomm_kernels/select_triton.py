@@ -12,11 +12,11 @@ import torch
 import triton
 import triton.language as tl
 
+from tritoncomm_kernels import memory
 from tritoncomm_kernels.bits_triton import bits_in, divided, key_of, lowest_bit, pack_words
 from tritoncomm_kernels.dispatch import launch
 from tritoncomm_kernels.lists import Entries
 from tritoncomm_kernels.select import TILE, TILES_SUMMED_IN_PLACE
-from tritoncomm_kernels.workspace import Workspace
 
 WARPS = 8  # of a tile of 4096 elements: 16 per thread. 32 would double the registers.
 # Mask words per program: 8192 elements. On an H200, with 25 million elements of which 3 % are marked, marking and
@@ -166,11 +166,11 @@ class Marks(NamedTuple):
     counts: torch.Tensor
 
 
-def empty_marks(numel: int, device: torch.device, workspace: Workspace, *, tile: int = TILE) -> Marks:
-    """Allocate marks for ``numel`` elements. Those from one ``workspace`` share memory."""
-    tiles = triton.cdiv(numel, tile)
-    bits = workspace.buffer("mark bits", tiles * tile // 32, torch.int32, device)
-    return Marks(bits, workspace.buffer("mark counts", tiles, torch.int32, device))
+def empty_marks(like: torch.Tensor, *, tile: int = TILE) -> Marks:
+    """Allocate marks for the elements of ``like``."""
+    tiles = triton.cdiv(like.numel(), tile)
+    bits = memory.scratch(tiles * tile // 32, torch.int32, like)
+    return Marks(bits, memory.scratch(tiles, torch.int32, like))
 
 
 def mark(
@@ -226,28 +226,18 @@ def expand(
 
 
 def select_keys(
-    residual: torch.Tensor,
-    gradient: torch.Tensor | None,
-    divisor: torch.Tensor | None,
-    out: torch.Tensor,
-    key: int,
-    workspace: Workspace,
+    residual: torch.Tensor, gradient: torch.Tensor | None, divisor: torch.Tensor | None, out: torch.Tensor, key: int
 ) -> Entries:
     """Mark and expand. The only host synchronization is between the two, to allocate exactly what is needed."""
-    marks = empty_marks(out.numel(), out.device, workspace)
-    mark(residual, gradient, divisor, out, _filled(key, out.device, workspace), marks)
+    marks = empty_marks(out)
+    mark(residual, gradient, divisor, out, memory.scratch(1, torch.int32, out).fill_(key), marks)
     entries = Entries.empty((int(marks.counts.sum()),), out)
-    expand(out, divisor, marks, *entries, workspace.buffer("select found", 1, torch.int64, out.device))
+    expand(out, divisor, marks, *entries, memory.scratch(1, torch.int64, out))
     return entries
 
 
-def count_inside(values: torch.Tensor, key: int, span: torch.Tensor, workspace: Workspace) -> torch.Tensor:
+def count_inside(values: torch.Tensor, key: int, span: torch.Tensor) -> torch.Tensor:
     """Return how many of the ``values`` in the ``span`` reach the ``key``, int32 ``[1]``."""
-    marks = empty_marks(values.numel(), values.device, workspace)
-    mark(values, None, None, values, _filled(key, values.device, workspace), marks, span=span)
+    marks = empty_marks(values)
+    mark(values, None, None, values, memory.scratch(1, torch.int32, values).fill_(key), marks, span=span)
     return marks.counts.sum(dtype=torch.int32).reshape(1)
-
-
-def _filled(key: int, device: torch.device, workspace: Workspace) -> torch.Tensor:
-    """Return the ``key`` in memory of the device, int32 ``[1]``."""
-    return workspace.buffer("select key", 1, torch.int32, device).fill_(key)

@@ -18,6 +18,7 @@ from tritoncomm_kernels.checks import check_vector
 from tritoncomm_kernels.dispatch import kernel, triton_runs
 from tritoncomm_kernels.entries import constant, joined, scatter_add
 from tritoncomm_kernels.lists import PADDING, Entries, inside
+from tritoncomm_kernels.memory import Guess
 from tritoncomm_kernels.select import (
     MAGNITUDE_MASK,
     SparseList,
@@ -26,7 +27,6 @@ from tritoncomm_kernels.select import (
     positions,
     select_keys,
 )
-from tritoncomm_kernels.workspace import Workspace
 
 # A sample of one 128-byte line in 257 estimates the k-th magnitude. It is accurate enough that little more than k
 # candidates pass the filter. Below SAMPLE_FROM elements, sampling costs more than it saves.
@@ -39,17 +39,14 @@ SHORT_SEGMENT = 1 << 14
 SPARE_ROOM = 1 << 16  # places for more candidates than k, at least
 
 
-def top_k(
-    values: torch.Tensor, k: int, *, divisor: torch.Tensor | None = None, workspace: Workspace | None = None
-) -> Entries:
+def top_k(values: torch.Tensor, k: int, *, divisor: torch.Tensor | None = None) -> Entries:
     """Return the ``k`` entries of ``values`` (fp32 ``[n]``) with the largest magnitude, ascending by index.
 
     The result has exactly ``min(k, number of non-zeros)`` entries. Zeros are never selected. Ties go to the lower
-    index, so all ranks break them in the same way. ``divisor`` is that of :func:`tritoncomm_kernels.select`.
-    ``workspace`` keeps GPU scratch memory between calls. Raises ``ValueError`` for a negative ``k``, or a wrong dtype
-    or shape.
+    index, so all ranks break them in the same way. ``divisor`` is that of :func:`tritoncomm_kernels.select`. Raises
+    ``ValueError`` for a negative ``k``, or a wrong dtype or shape.
     """
-    return accumulate_top_k(values, None, values, k, divisor=divisor, workspace=workspace)
+    return accumulate_top_k(values, None, values, k, divisor=divisor)
 
 
 def accumulate_top_k_segments(
@@ -59,8 +56,6 @@ def accumulate_top_k_segments(
     bounds: Sequence[int],
     budgets: Sequence[int],
     terms: Sequence[SparseList] = (),
-    *,
-    workspace: Workspace | None = None,
 ) -> Entries:
     """Compute ``out = residual + gradient``. Select from each segment of ``out`` plus ``terms``, as one list.
 
@@ -85,9 +80,8 @@ def accumulate_top_k_segments(
     for indices, values in terms:
         scatter_add(out, indices, values)
     if out.numel() and budgets and triton_runs(out):
-        held = workspace if workspace is not None else Workspace()
         cuts, limits = constant(bounds, out.device), constant(budgets, out.device)
-        selected = joined(top_k_rows(out, cuts, limits, max(budgets), workspace=held), workspace=held).trimmed()
+        selected = joined(top_k_rows(out, cuts, limits, max(budgets))).trimmed()
     else:
         selected = _of_segments(out, bounds, budgets)
     for (indices, _), values in zip(terms, before, strict=True):
@@ -146,12 +140,13 @@ def accumulate_top_k(
     k: int,
     *,
     divisor: torch.Tensor | None = None,
-    workspace: Workspace | None = None,
+    guess: Guess | None = None,
 ) -> Entries:
     """Compute ``out = residual + gradient`` and return its ``k`` largest magnitudes, in one pass over n.
 
-    The arguments are those of :func:`tritoncomm_kernels.accumulate_and_select`. The result is that of :func:`top_k`.
-    ``residual`` is only read, unless it is the same tensor as ``out``.
+    The arguments are those of :func:`tritoncomm_kernels.accumulate_and_select`, and the ``guess`` of
+    :func:`top_k_padded`. The result is that of :func:`top_k`. ``residual`` is only read, unless it is the same tensor
+    as ``out``.
     """
     if k < 0:
         raise ValueError(f"k={k} is negative: must be at least 0")
@@ -163,7 +158,7 @@ def accumulate_top_k(
         if gradient is not None:
             torch.add(residual, gradient, out=out)
         return Entries.empty((0,), out)
-    entries, taken = _launch(residual, gradient, out, k, divisor, workspace if workspace is not None else Workspace())
+    entries, taken = _launch(residual, gradient, out, k, divisor, guess)
     return entries.slice(0, int(taken))
 
 
@@ -174,20 +169,20 @@ def top_k_padded(
     k: int,
     *,
     divisor: torch.Tensor | None = None,
-    workspace: Workspace,
+    guess: Guess | None = None,
 ) -> Entries:
     """Return the result of :func:`accumulate_top_k` as ``[k]`` entries and padding. On a GPU, the host does not wait.
 
     ``k`` is at least 1. If ``gradient`` is None, ``residual`` and ``out`` must be the same tensor, and nothing is
     added. ``divisor`` is that of :func:`tritoncomm_kernels.select`. The search starts from a threshold, slightly below
-    the k-th magnitude of the last call with this ``workspace``. In the first call, a sample gives it. The result does
-    not depend on it.
+    the k-th magnitude of the last call with this ``guess``. In the first call, a sample gives it. The result does not
+    depend on it.
     """
     if k < 1:
         raise ValueError(f"k={k}: must be at least 1")
     if out.numel() and triton_runs(out):
         check_addends(residual, gradient, out, divisor)
-        return _launch(residual, gradient, out, k, divisor, workspace)[0]
+        return _launch(residual, gradient, out, k, divisor, guess)[0]
     return accumulate_top_k(residual, gradient, out, k, divisor=divisor).padded(k)
 
 
@@ -198,7 +193,6 @@ def top_k_rows(
     room: int,
     *,
     indices: torch.Tensor | None = None,
-    workspace: Workspace,
 ) -> Entries:
     """Return the largest entries of each segment of ``values`` (fp32 ``[n]``), ``[rows, room]``.
 
@@ -217,7 +211,7 @@ def top_k_rows(
         return Entries.empty((rows, room), values)
     if triton_runs(values):
         found = Entries.empty((rows, room), values)
-        kernel("top_k_triton").top_k_rows(values, bounds, budgets, indices, found, workspace)
+        kernel("top_k_triton").top_k_rows(values, bounds, budgets, indices, found)
         return found
     cuts = bounds.tolist()
     chosen, content = (part.numpy() for part in _of_segments(values, cuts, budgets.clamp(0, room).tolist()))
@@ -229,7 +223,7 @@ def top_k_rows(
     return Entries(torch.from_numpy(padded[0]), torch.from_numpy(padded[1]))
 
 
-def largest_padded(entries: Entries, k: int, room: int | None = None, *, workspace: Workspace) -> Entries:
+def largest_padded(entries: Entries, k: int, room: int | None = None) -> Entries:
     """Return the ``k`` entries of one row, which has slots, with the largest magnitudes. Zeros are never among them.
 
     The result has ``room`` slots, by default ``k``.
@@ -237,7 +231,7 @@ def largest_padded(entries: Entries, k: int, room: int | None = None, *, workspa
     # Made on the device: numbers change, and the host would wait for the copy of a new constant.
     bounds = torch.arange(0, entries.room + 1, entries.room, dtype=torch.int32, device=entries.values.device)
     budget, room = bounds.new_full((1,), k), k if room is None else room
-    return top_k_rows(entries.values, bounds, budget, room, indices=entries.indices, workspace=workspace).row(0)
+    return top_k_rows(entries.values, bounds, budget, room, indices=entries.indices).row(0)
 
 
 def kth_magnitude(values: torch.Tensor, k: int) -> float:
@@ -272,7 +266,7 @@ def _exact(
     return largest(selected, k)
 
 
-def largest(selected: Entries, k: int, *, workspace: Workspace | None = None) -> Entries:
+def largest(selected: Entries, k: int) -> Entries:
     """Return the ``k`` entries of ``selected`` with the largest magnitude, ascending by index."""
     if selected.indices.shape[0] <= k:
         return selected
@@ -280,10 +274,9 @@ def largest(selected: Entries, k: int, *, workspace: Workspace | None = None) ->
         return selected.slice(0, 0)
     if not triton_runs(selected.values):
         return _largest_on_host(selected.indices.numpy(), selected.values.numpy(), k)
-    held = workspace if workspace is not None else Workspace()
     x = selected.values
     found = Entries.empty((1, k), x)
-    kernel("top_k_triton").top_k_rows(x, None, None, None, found, held)
+    kernel("top_k_triton").top_k_rows(x, None, None, None, found)
     places = found.row(0).trimmed().indices.long()
     if len(places) < k:  # zeros are among them, the first ones
         zeros = positions(magnitude_keys(x) == 0)[: k - len(places)]
@@ -308,19 +301,19 @@ def _launch(
     out: torch.Tensor,
     k: int,
     divisor: torch.Tensor | None,
-    workspace: Workspace,
+    guess: Guess | None,
 ) -> tuple[Entries, torch.Tensor]:
-    """Select by kernels, which start from the last call with this ``workspace``. No host synchronization.
+    """Select by kernels, which start from the last call with this ``guess``. No host synchronization.
 
     Returns ``[k]`` entries and padding, and the number of entries (int64 ``[1]``).
     """
-    is_first = not workspace.holds("top-k guess", torch.int32, out.device)
-    guess = workspace.buffer("top-k guess", 1, torch.int32, out.device)
-    if is_first:
-        guess.fill_(_guess(_sampled(residual, gradient, divisor), k, out.numel()))
+    guess = guess or Guess()
+    if guess.key is None:
+        guess.key = torch.empty(1, dtype=torch.int32, device=out.device)
+        guess.key.fill_(_guess(_sampled(residual, gradient, divisor), k, out.numel()))
     room = min(out.numel(), max(2 * k, k + SPARE_ROOM))
     found: tuple[Entries, torch.Tensor] = kernel("top_k_triton").top_k(
-        residual, gradient, divisor, out, guess, k, room, workspace
+        residual, gradient, divisor, out, guess.key, k, room
     )
     return found
 

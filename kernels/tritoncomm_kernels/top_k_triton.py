@@ -12,11 +12,10 @@ import torch
 import triton
 import triton.language as tl
 
-from tritoncomm_kernels import select_triton
+from tritoncomm_kernels import memory, select_triton
 from tritoncomm_kernels.bits_triton import bits_in, divided, key_of, lowest_bit, pack_words
 from tritoncomm_kernels.dispatch import launch
 from tritoncomm_kernels.lists import Entries
-from tritoncomm_kernels.workspace import Workspace
 
 BLOCK, WARPS = 4096, 8
 PROGRAMS = 512  # maximum; each program reads a contiguous share, and one load covers the counts of all earlier programs
@@ -269,24 +268,19 @@ def top_k(
     guess: torch.Tensor,
     k: int,
     room: int,
-    workspace: Workspace,
 ) -> tuple[Entries, torch.Tensor]:
     """Filter candidates by the key ``guess`` (int32 ``[1]``), then select from them. Set the guess of the next call.
 
     There is ``room`` for so many candidates. Arguments are checked, and not empty. Returns ``[k]`` entries and padding,
     and the number of entries (int64 ``[1]``).
     """
-
-    def buffer(name: str, size: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-        return workspace.buffer(f"top-k {name}", size, dtype, out.device)
-
-    places, passed, following = buffer("positions", room), buffer("values", room, torch.float32), buffer("next", 1)
-    found, taken = buffer("found", 1, torch.int64), buffer("taken", 1, torch.int64)
-    marks, rows = select_triton.empty_marks(out.numel(), out.device, workspace), Entries.empty((1, k), out)
+    places, following = (memory.scratch(size, torch.int32, out) for size in (room, 1))
+    passed, found = memory.scratch(room, torch.float32, out), memory.scratch(1, torch.int64, out)
+    taken, marks, rows = torch.empty_like(found), select_triton.empty_marks(out), Entries.empty((1, k), out)
     select_triton.mark(residual, gradient, divisor, out, guess, marks)
     select_triton.expand(out, divisor, marks, places, passed, found)
     top_k_rows(
-        out, None, None, places, rows, workspace,
+        out, None, None, places, rows,
         divisor=divisor, candidates=(passed, found, guess), told=(taken, following),
     )  # fmt: skip
     guess.copy_(following)
@@ -299,7 +293,6 @@ def top_k_rows(
     budgets: torch.Tensor | None,
     indices: torch.Tensor | None,
     out: Entries,
-    workspace: Workspace,
     *,
     divisor: torch.Tensor | None = None,
     candidates: tuple[torch.Tensor | None, ...] = (None, None, None),
@@ -315,12 +308,8 @@ def top_k_rows(
     if values.data_ptr() % 16:  # the kernels need twice the registers for such a tensor, and few are long
         values = values.clone()
     programs = max(1, min(PROGRAMS, triton.cdiv(n, BLOCK), triton.cdiv(RESIDENT, rows)))
-
-    def integers(name: str, size: int) -> torch.Tensor:
-        return workspace.buffer(f"segment {name}", rows * size, torch.int32, values.device)
-
-    histogram = integers("histogram", 256 * DIGITS.value).zero_()
-    above, equal = integers("above", programs), integers("equal", programs)
+    histogram = memory.scratch(rows * 256 * DIGITS.value, torch.int32, values).zero_()
+    above, equal = (memory.scratch(rows * programs, torch.int32, values) for _ in range(2))
     source = values, divisor, bounds, budgets, *candidates, histogram
     lengths = n, room, 0 if candidates[0] is None else candidates[0].numel()
     grid = programs, rows

@@ -1,7 +1,7 @@
 """What the kernels of ``tritoncomm_kernels`` cost on a GPU: launches and host synchronizations of the Triton route.
 
 On the emulated GPU a kernel computes with its reference, on CPU values, and is charged by this table. Its internals are
-not counted. The workspace is taken to have been used before, so that no buffer is allocated.
+not counted. Guesses are taken to be those of a call before.
 ``tests/kernels/test_triton_costs.py`` compares the table with what the Triton route does in Triton's interpreter.
 
 Operations of the package that are not in the table consist of torch operators, which are counted one by one. A new
@@ -57,6 +57,12 @@ def _top_k(numel: int, k: int, *, adds: bool) -> Cost:
     return Cost(_mark_and_expand(numel) + _RADIX + 1, 1) if k else Cost(int(adds))
 
 
+def _new_top_k(numel: int, k: int) -> Cost:
+    """The same with a new guess, which is filled in."""
+    known = _top_k(numel, k, adds=False)
+    return known._replace(launches=known.launches + 1) if known.syncs else known
+
+
 def _largest(selected: Any, k: int) -> Cost:
     """Radix select over the entries, a count that the host reads, then two index operations and a conversion."""
     return Cost(_RADIX + 2 + 3, 1) if len(selected.values) > k > 0 else FREE
@@ -70,10 +76,10 @@ def _merge(lists: Sequence[Any], numel: int) -> Cost:
 
 
 def _kth(values: torch.Tensor, k: int) -> Cost:
-    """A top-k with new buffers and a guess to fill in, then the smallest key of its values. The host reads both."""
+    """A top-k with a new guess, then the smallest key of its values. The host reads both."""
     if not values.numel() or not k:
         return FREE
-    return Cost(11 + 1 + _top_k(values.numel(), k, adds=False).launches + 2, 2)
+    return Cost(_new_top_k(values.numel(), k).launches + 2, 2)
 
 
 def _add_rows(out: torch.Tensor, indices: torch.Tensor) -> Cost:
@@ -99,7 +105,7 @@ _TABLE: dict[Callable[..., Any], tuple[Callable[..., Cost], tuple[str, ...]]] = 
     # Selection.
     _N.select: (lambda result, a: _select(a["values"], result.room), ("values",)),
     _N.accumulate_and_select: (lambda result, a: _select(a["out"], result.room), ("out",)),
-    _N.top_k: (lambda result, a: _top_k(a["values"].numel(), a["k"], adds=False), ()),
+    _N.top_k: (lambda result, a: _new_top_k(a["values"].numel(), a["k"]), ()),
     _N.accumulate_top_k: (lambda result, a: _top_k(a["out"].numel(), a["k"], adds=True), ("out",)),
     _N.kth_magnitude: (lambda result, a: _kth(a["values"], a["k"]), ()),
     _N.largest: (lambda result, a: _largest(a["selected"], a["k"]), ()),

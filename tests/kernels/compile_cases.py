@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 import tritoncomm_kernels as kernels
-from tritoncomm_kernels import devices, select_triton
+from tritoncomm_kernels import devices, memory, select_triton
 from tritoncomm_kernels.bits_triton import divided, key_of
 from tritoncomm_kernels.formats import FORMATS, INDICES
 from tritoncomm_kernels.section_layout import Layout
@@ -79,6 +79,8 @@ def recorded(work: Callable[[], object]) -> list[Case]:
     with (
         mock.patch.object(triton.runtime.jit.JITFunction, "run", run),
         mock.patch.object(devices, "runs_triton", return_value=True),
+        # No kernel has written what the host reads of it.
+        mock.patch.object(memory, "scratch", lambda size, dtype, like: torch.zeros(size, dtype=dtype)),
     ):
         work()
     return list(found.values())
@@ -127,13 +129,13 @@ def everything() -> None:
 def selection() -> None:
     """Call what selects from vectors, sums and lists of exact length."""
     n, tiles = TILE, TILES_SUMMED_IN_PLACE + 1
-    x, added, out, held = torch.ones(n), torch.ones(n), torch.ones(n), kernels.Workspace()
+    x, added, out = torch.ones(n), torch.ones(n), torch.ones(n)
     indices, count = torch.zeros(n, dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
     for divisor in (None, torch.ones(n)):
         for dtype in GRADIENTS:
             kernels.accumulate_and_select(x, added.to(dtype), out, 1.0, divisor=divisor)
         kernels.select(x, 1.0, divisor=divisor)
-        kernels.top_k_padded(x, added, out, 9, divisor=divisor, workspace=kernels.Workspace())
+        kernels.top_k_padded(x, added, out, 9, divisor=divisor)
     apart = torch.ones(n + 1)[1:]  # at an address that is no multiple of 16 bytes
     kernels.accumulate_and_select(apart, torch.ones(n + 1)[1:], torch.ones(n + 1)[1:], 1.0)
     for select in (
@@ -143,27 +145,27 @@ def selection() -> None:
         with suppress(IndexError):  # no kernel runs, so places are what the memory held before
             select()
     # With this many tiles, a separate scan sums their counts.
-    marks = select_triton.empty_marks(tiles * n, x.device, held)
-    select_triton.expand(torch.zeros(tiles * n), None, marks, indices, out, count)
+    long = torch.zeros(tiles * n)
+    select_triton.expand(long, None, select_triton.empty_marks(long), indices, out, count)
     kernels.merge([(indices, x)], n)
 
 
 def static_form(rows: int, device: str = "cpu") -> None:
     """Call each operation on lists with padding, and those on dense values in few bits."""
-    out, places, held = torch.ones(4096, device=device), torch.arange(4096, dtype=torch.int32), kernels.Workspace()
+    out, places = torch.ones(4096, device=device), torch.arange(4096, dtype=torch.int32)
     places = places.to(device)
     entries = kernels.Entries(places[:900].repeat(rows, 1), torch.ones((rows, 900), device=device))
     bounds, each = places[: rows + 1].clone(), places[:rows].clone()
-    kernels.top_k_rows(out, bounds, each, 9, workspace=held)
-    kernels.top_k_rows(out, bounds, each, 9, indices=places, workspace=held)
-    kernels.top_k_padded(out, None, out, 9, workspace=held)
-    kernels.largest_padded(entries.row(0), 9, workspace=held)
-    kernels.reaching(entries.row(0), 1.0, workspace=held)
-    kernels.count_inside(out, 1.0, bounds[:2], workspace=held)
-    kernels.joined(entries, workspace=held)
-    kernels.merge_rows(entries, 4096, workspace=held)
-    kernels.add_rows(out, entries, workspace=held)
-    kernels.add_rows(out, entries.row(0), workspace=held)
+    kernels.top_k_rows(out, bounds, each, 9)
+    kernels.top_k_rows(out, bounds, each, 9, indices=places)
+    kernels.top_k_padded(out, None, out, 9)
+    kernels.largest_padded(entries.row(0), 9)
+    kernels.reaching(entries.row(0), 1.0)
+    kernels.count_inside(out, 1.0, bounds[:2])
+    kernels.joined(entries)
+    kernels.merge_rows(entries, 4096)
+    kernels.add_rows(out, entries)
+    kernels.add_rows(out, entries.row(0))
     kernels.set_at(out, entries)
     kernels.set_at(out, entries.indices)
     kernels.values_at(out, entries.indices)
@@ -173,8 +175,8 @@ def static_form(rows: int, device: str = "cpu") -> None:
         kernels.read_parts(messages, out.numel(), FORMATS[values])
     for values in ("fp32", "4bit"):
         layout = Layout.of(1000, 64_000, FORMATS[values])
-        words, _ = write_rows(layout, each, entries, workspace=held)
-        read_rows(layout, each, words, workspace=held)
+        words, _ = write_rows(layout, each, entries)
+        read_rows(layout, each, words)
 
 
 def packing() -> None:
@@ -182,11 +184,11 @@ def packing() -> None:
     formats = {name: FORMATS[name] for name in ("fp32", "8bit", "4bit", "1bit")} | {"indices": INDICES}
     short = [(1000, 64_000, name) for name in formats]
     for room, span, name in (*short, (1, 2**31 - 1, "fp32"), (1, 2**31 - 1, "8bit"), (1000, 4000, "4bit")):
-        layout, held = Layout.of(room, span, formats[name]), kernels.Workspace()
+        layout = Layout.of(room, span, formats[name])
         lows = torch.zeros(2, dtype=torch.int32)
         entries = kernels.Entries(torch.zeros((2, room), dtype=torch.int32), torch.ones((2, room)))
-        words, _ = write_rows(layout, lows, entries, workspace=held)
-        read_rows(layout, lows, words, workspace=held)
+        words, _ = write_rows(layout, lows, entries)
+        read_rows(layout, lows, words)
 
 
 def rebalance() -> None:

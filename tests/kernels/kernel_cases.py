@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
 from typing import TypeVar
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from hypothesis import strategies as st
 from depth import DEEP
 from ptx.beside import GPU
 from ptx.launch import EXECUTOR, ORDERS, VARIABLE, Poisoned
-from tritoncomm_kernels import Entries, Workspace, dispatch
+from tritoncomm_kernels import Entries, dispatch, memory
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 COMPARED = os.environ.get(VARIABLE) == GPU  # launches on a GPU with the executor
@@ -139,18 +140,6 @@ class Guarded:
                 assert bool((_bytes(guard) == 0xA5).all()), "memory around a tensor was written"
 
 
-class Dirty(Workspace):
-    """Scratch memory between guards. It holds a pattern, as if an earlier step had left it."""
-
-    def __init__(self, guarded: Guarded) -> None:
-        super().__init__()
-        self._guarded = guarded
-
-    def buffer(self, name: str, size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """See :meth:`Workspace.buffer`. Every request gets memory of its own."""
-        return self._guarded.poison(size, dtype)
-
-
 @contextmanager
 def new_memory_filled() -> Iterator[None]:
     """Fill memory that torch allocates without content: NaN, or the largest integer; for the executor its pattern."""
@@ -218,17 +207,19 @@ def reaching(values: torch.Tensor, limit: float) -> list[int]:
 
 
 @contextmanager
-def kernels_from(choice: str) -> Iterator[None]:
-    """Let tensors on a CPU take the reference (``auto``) or the kernel (``triton``). New memory is filled."""
-    before, dispatch.choice = dispatch.choice, choice
-    try:
-        with (
-            new_memory_filled(),
-            np.errstate(all="ignore"),
-        ):  # the interpreter computes with numpy, which warns of overflow
-            yield
-    finally:
-        dispatch.choice = before
+def kernels_from(choice: str, guarded: Guarded | None = None) -> Iterator[None]:
+    """Let tensors on a CPU take the reference (``auto``) or the kernel (``triton``). New memory is filled.
+
+    What kernels pass on is between guards if they are given, and holds a pattern, as if an earlier step had left it.
+    """
+    scratch = memory.scratch if guarded is None else lambda size, dtype, like: guarded.poison(size, dtype)
+    with (
+        patch.object(dispatch, "choice", choice),
+        patch.object(memory, "scratch", scratch),
+        new_memory_filled(),
+        np.errstate(all="ignore"),  # the interpreter computes with numpy, which warns of overflow
+    ):
+        yield
 
 
 def routes(device: str) -> list[tuple[str, str]]:
@@ -247,7 +238,7 @@ def agree(call: Callable[[Guarded], Result], device: str) -> Result:
     results = []
     for choice, where in routes(device):
         guarded = Guarded(where)
-        with kernels_from(choice):
+        with kernels_from(choice, guarded):
             results.append(call(guarded))
         guarded.check()
     assert results[-1] == results[0]
@@ -257,7 +248,7 @@ def agree(call: Callable[[Guarded], Result], device: str) -> Result:
 def launched(call: Callable[[Guarded], Result], device: str) -> Result:
     """Run ``call``, which launches kernels itself; assert intact guards; return the result."""
     guarded = Guarded(device)
-    with kernels_from("triton"):
+    with kernels_from("triton", guarded):
         result = call(guarded)
     guarded.check()
     return result

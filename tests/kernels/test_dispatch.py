@@ -98,15 +98,13 @@ REJECTED: dict[str, Callable[[], object]] = {
         torch.frombuffer(bytearray(33), dtype=torch.float32, offset=1, count=8), 1.0
     ),
     "divisor has 1 elements, expected 8": lambda: kernels.select(X, 1.0, divisor=ONE),
-    "span has dtype torch.int64": lambda: kernels.count_inside(
-        X, 1.0, torch.tensor([0, 3]), workspace=kernels.Workspace()
-    ),
+    "span has dtype torch.int64": lambda: kernels.count_inside(X, 1.0, torch.tensor([0, 3])),
     "residual and out are different tensors: without a gradient": lambda: added(X, None, X.clone()),
     "residual and out are different tensors: without a gradient, pass": lambda: kernels.top_k_padded(
-        X, None, X.clone(), 3, workspace=kernels.Workspace()
+        X, None, X.clone(), 3
     ),
     "k=-1 is negative": lambda: kernels.top_k(X, -1),
-    "k=0: must be at least 1": lambda: kernels.top_k_padded(X, None, X, 0, workspace=kernels.Workspace()),
+    "k=0: must be at least 1": lambda: kernels.top_k_padded(X, None, X, 0),
     r"lists\[0\].indices has 8 elements, expected 4": lambda: kernels.merge([(I8, X[:4])], 8),
     r"lists\[1\].values has dtype torch.bfloat16": lambda: kernels.merge([(I8, X), (I8, X.bfloat16())], 8),
     r"lists\[0\].indices is not contiguous": lambda: kernels.merge([(I8[::2], X[:4])], 8),
@@ -145,13 +143,3 @@ def test_too_long_vectors_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "INDEX_LIMIT", 7)
     with pytest.raises(ValueError, match="8 elements, too many for int32 indices: split it into parts of at most 7"):
         kernels.select(X, 1.0)
-
-
-def test_workspace_is_reused() -> None:
-    """A workspace reuses its memory for vectors of the same size, and grows only for a longer one."""
-    held = kernels.Workspace()
-    first = held.buffer("marks", 100, torch.int32, X.device)
-    assert held.buffer("marks", 50, torch.int32, X.device).data_ptr() == first.data_ptr()
-    assert held.nbytes == 400
-    assert held.buffer("marks", 200, torch.int32, X.device).data_ptr() != first.data_ptr()
-    assert held.nbytes == 800

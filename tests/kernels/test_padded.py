@@ -14,7 +14,6 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from kernel_cases import (
-    Dirty,
     Guarded,
     agree,
     best,
@@ -36,7 +35,7 @@ from kernel_cases import (
 from tritoncomm.primitives.sparse_vector import SparseVector
 
 import tritoncomm_kernels as kernels
-from tritoncomm_kernels import Entries, Workspace
+from tritoncomm_kernels import Entries
 from tritoncomm_kernels.dispatch import kernel, launch
 from tritoncomm_kernels.formats import FORMATS
 from tritoncomm_kernels.section_layout import Layout
@@ -95,7 +94,7 @@ def test_count_inside(device: str, n: int, family: str, seed: int, ends: tuple[i
 
     def call(guarded: Guarded) -> list[int]:
         span = guarded.of(torch.tensor(cut, dtype=torch.int32))
-        return bits(kernels.count_inside(guarded.of(values), limit, span, workspace=Dirty(guarded)))
+        return bits(kernels.count_inside(guarded.of(values), limit, span))
 
     key = key_to_reach(float(torch.tensor(limit)))
     check(device, call, [sum(key_of(value) >= key for value in values[cut[0] : cut[1]].tolist())])
@@ -127,7 +126,7 @@ def test_top_k_rows(
     def call(guarded: Guarded) -> Contents:
         x = guarded.of(torch.cat([torch.zeros(shift), values]))[shift:]  # an address that is no multiple of 16 bytes
         bounds, budgets, at = guarded.of(cuts), guarded.of(limits), guarded.of(names) if named else None
-        return contents(kernels.top_k_rows(x, bounds, budgets, room, indices=at, workspace=Dirty(guarded)))
+        return contents(kernels.top_k_rows(x, bounds, budgets, room, indices=at))
 
     expected: Contents = [], []
     for (start, stop), (_, budget) in zip(itertools.pairwise(cuts.tolist()), segments, strict=True):
@@ -145,8 +144,8 @@ def test_bounds_outside(device: str, cuts: list[int]) -> None:
     guarded, values = Guarded(device), drawn("normal", 90, 0)
     bounds = torch.tensor(cuts, dtype=torch.int32, device=device)
     budgets = torch.full((3,), 60, dtype=torch.int32, device=device)
-    with kernels_from("triton"):
-        found = kernels.top_k_rows(guarded.of(values), bounds, budgets, 60, workspace=Dirty(guarded))
+    with kernels_from("triton", guarded):
+        found = kernels.top_k_rows(guarded.of(values), bounds, budgets, 60)
     guarded.check()
     for indices, content in zip(found.indices.tolist(), found.values, strict=True):
         used = [at for at in indices if at >= 0]
@@ -162,7 +161,7 @@ def test_joined(device: str, n: int, drawn_rows: list[tuple[float, int]], family
     holes = with_holes(padded_rows(n, drawn_rows, family, spare), seed)
 
     def call(guarded: Guarded) -> Contents:
-        return contents(kernels.joined(guarded_rows(guarded, holes), workspace=Dirty(guarded)))
+        return contents(kernels.joined(guarded_rows(guarded, holes)))
 
     slots = holes.indices.numel()
     check(device, call, filled(listed(holes), slots), **({"MOVE": 32} if slots else {}))
@@ -177,8 +176,8 @@ def test_part_of_a_list(device: str, n: int, share: float, seed: int, family: st
     threshold = float(torch.tensor(limit))
 
     def call(guarded: Guarded) -> list[object]:
-        row, held = guarded_rows(guarded, rows).row(0), Dirty(guarded)
-        parts = kernels.reaching(row, limit, workspace=held), kernels.largest_padded(row, k, workspace=held)
+        row = guarded_rows(guarded, rows).row(0)
+        parts = kernels.reaching(row, limit), kernels.largest_padded(row, k)
         counts = kernels.count_entries(row), kernels.count_reaching(row.values, limit)
         return [*map(contents, parts), [each.tolist() for each in counts]]
 
@@ -200,8 +199,8 @@ def test_merge_rows(device: str, n: int, drawn_rows: list[tuple[float, int]], fa
     capacity = min(rows.indices.numel(), n)
 
     def call(guarded: Guarded) -> Contents:
-        entries, held = guarded_rows(guarded, rows), Dirty(guarded)
-        found = kernels.merge_rows(entries, n, workspace=held)
+        entries = guarded_rows(guarded, rows)
+        found = kernels.merge_rows(entries, n)
         lists = [entries.row(number).trimmed() for number in range(len(drawn_rows))]
         assert contents(kernels.merge(lists, n)) == contents(found.trimmed())
         return contents(found)
@@ -226,8 +225,8 @@ def test_add_rows(
     moved = rows._replace(indices=torch.where(rows.indices < 0, -1, rows.indices + offset))
 
     def call(guarded: Guarded) -> list[list[int]]:
-        out, entries, held = guarded.of(drawn(family, n, 0)), guarded_rows(guarded, moved), Dirty(guarded)
-        kernels.add_rows(out, entries, offset=offset, scale=scale, workspace=held)
+        out, entries = guarded.of(drawn(family, n, 0)), guarded_rows(guarded, moved)
+        kernels.add_rows(out, entries, offset=offset, scale=scale)
         row = guarded_rows(guarded, rows).row(0)
         dense = guarded.poison(n)
         return [bits(out), bits(SparseVector.padded(row, n).write_to(dense))]
@@ -267,16 +266,15 @@ def test_single_entries(device: str, n: int, share: float, seed: int, family: st
 def test_bad_indices_never_write_outside(device: str, count: int) -> None:
     """An index outside of the vector is skipped, or reads 0. In a list without padding, it is an error."""
     guarded = Guarded(device)
-    held = Dirty(guarded)
     rows = Entries(JUNK.repeat(count, 1), torch.ones(count, JUNK.numel()))
-    with kernels_from("triton"):
+    with kernels_from("triton", guarded):
         entries, out = guarded_rows(guarded, rows), guarded.of(torch.zeros(LENGTH))
         for wrong in (JUNK, JUNK[-1:], JUNK[2:3]):
             with pytest.raises(ValueError, match=rf"index outside \[0, {LENGTH}\)"):
                 kernels.merge([(guarded.of(wrong), guarded.of(torch.ones(len(wrong))))] * count, LENGTH)
-        kernels.merge_rows(entries, LENGTH, workspace=held)
+        kernels.merge_rows(entries, LENGTH)
         for offset in (0, 5, 2**31 - 1):
-            kernels.add_rows(out, entries, offset=offset, workspace=held)
+            kernels.add_rows(out, entries, offset=offset)
         kernels.set_at(out, entries)
         kernels.set_at(out, entries.indices)
         assert kernels.values_at(out, entries.indices).tolist() == [[0.0] * JUNK.numel()] * count
@@ -300,28 +298,28 @@ def test_nothing_waits(device: str) -> None:
 
 def test_nothing() -> None:
     """Without rows, slots or coordinates, results are empty or all padding, and nothing is written."""
-    held, integers = Workspace(), torch.zeros(1, dtype=torch.int32)
+    integers = torch.zeros(1, dtype=torch.int32)
     empty = Entries(integers[:0].reshape(2, 0), torch.zeros(2, 0))
-    assert kernels.top_k_rows(torch.ones(3), integers.repeat(2), integers, 0, workspace=held).values.shape == (1, 0)
-    none = kernels.top_k_rows(torch.ones(0), integers.repeat(2), integers + 2, 2, workspace=held)
+    assert kernels.top_k_rows(torch.ones(3), integers.repeat(2), integers, 0).values.shape == (1, 0)
+    none = kernels.top_k_rows(torch.ones(0), integers.repeat(2), integers + 2, 2)
     assert contents(none) == filled([], 2)
-    assert kernels.joined(empty, workspace=held).room == 0
-    assert kernels.merge_rows(empty, 5, workspace=held).room == 0
+    assert kernels.joined(empty).room == 0
+    assert kernels.merge_rows(empty, 5).room == 0
     assert kernels.count_entries(empty).tolist() == [0, 0]
     out = torch.ones(2)
     assert [part.numel() for part in kernels.merge([(integers[:0], out[:0])], 0)] == [0, 0]
-    kernels.add_rows(out, empty, workspace=held)
-    kernels.add_rows(out[:0], Entries(integers - 1, torch.zeros(1)), workspace=held)
+    kernels.add_rows(out, empty)
+    kernels.add_rows(out[:0], Entries(integers - 1, torch.zeros(1)))
     kernels.set_at(out, integers[:0])
     assert out.tolist() == [1, 1]
     assert kernels.values_at(out, empty.indices).shape == (2, 0)
     assert kernels.values_at(out[:0], integers - 1).tolist() == [0]
     layout = Layout.of(3, 0, FORMATS["4bit"])
     lows, nowhere = integers.repeat(2), Entries(integers.repeat(2, 3) - 1, torch.zeros(2, 3))
-    words, sent = write_rows(layout, lows, nowhere, workspace=held)
+    words, sent = write_rows(layout, lows, nowhere)
     assert words.shape == (2, 0)
     assert sent.indices.tolist() == nowhere.indices.tolist()
-    found, malformed = read_rows(layout, lows, words, workspace=held)
+    found, malformed = read_rows(layout, lows, words)
     assert found.indices.shape == (2, 0)
     assert malformed.tolist() == [0]
 

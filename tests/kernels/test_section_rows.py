@@ -7,9 +7,9 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
-from kernel_cases import Dirty, Guarded, agree, bits, both, cases, drawn, kernels_from, routes, seeds
+from kernel_cases import Guarded, agree, bits, both, cases, drawn, kernels_from, routes, seeds
 
-from tritoncomm_kernels import Entries, Workspace, quantize
+from tritoncomm_kernels import Entries, quantize
 from tritoncomm_kernels.formats import ENTRY_FORMATS, FORMATS, INDICES, Format
 from tritoncomm_kernels.section_layout import Layout
 from tritoncomm_kernels.sections import read_one, read_rows, write_one, write_rows
@@ -73,9 +73,9 @@ def test_rows(
     low, count = int(lows[0]), int((rows.indices[0] >= 0).sum())
 
     def call(guarded: Guarded) -> tuple[object, ...]:
-        held, firsts = Dirty(guarded), guarded.of(lows)
-        words, sent = write_rows(layout, firsts, Entries(*map(guarded.of, rows)), divisor=divisor, workspace=held)
-        found, malformed = read_rows(layout, firsts, words, divisor=divisor, workspace=held)
+        firsts = guarded.of(lows)
+        words, sent = write_rows(layout, firsts, Entries(*map(guarded.of, rows)), divisor=divisor)
+        found, malformed = read_rows(layout, firsts, words, divisor=divisor)
         assert malformed.tolist() == [0]
         assert bits(found.indices) == bits(sent.indices[:, : layout.room])
         if layout.quantized:
@@ -101,7 +101,7 @@ def test_values_that_would_become_0(device: str, fmt: Format) -> None:
 
     def call(guarded: Guarded) -> tuple[list[list[int]], list[int]]:
         rows = Entries(guarded.of(indices), guarded.of(values))
-        words, sent = write_rows(layout, guarded.of(lows), rows, workspace=Dirty(guarded))
+        words, sent = write_rows(layout, guarded.of(lows), rows)
         return sent.indices.tolist(), bits(sent.values) + bits(words)
 
     assert agree(call, device)[0] == [[50, 99, -1, -1], [100, 101, 103, -1]]
@@ -115,14 +115,14 @@ def test_hostile_words(device: str, shape: tuple[int, int], fmt: Format, seed: i
     layout, rng = Layout.of(*shape, fmt), np.random.default_rng(seed)
     lows, rows = rows_of(layout, [("tail", 1), ("tail", 0.5), ("tail", 1)], seed, 0)
     with kernels_from("auto"):
-        words, kept = write_rows(layout, lows, rows, workspace=Workspace())
+        words, kept = write_rows(layout, lows, rows)
     if flips == 0:
         words[1] = torch.from_numpy(rng.integers(-(2**31), 2**31, layout.words, dtype=np.int64)).int()
     for place in rng.integers(0, 32 * layout.words, flips):
         words[1, place // 32] ^= np.uint32(1 << place % 32).astype(np.int32).item()
 
     def call(guarded: Guarded) -> tuple[list[int], ...]:
-        found, malformed = read_rows(layout, guarded.of(lows), guarded.of(words), workspace=Dirty(guarded))
+        found, malformed = read_rows(layout, guarded.of(lows), guarded.of(words))
         assert not layout.quantized or not found.values.isinf().any()
         return found.indices.tolist(), bits(found.values), malformed.tolist()
 
@@ -143,7 +143,7 @@ def test_each_kind_of_malformed_row(device: str, fmt: Format) -> None:
     lows = torch.zeros(10, dtype=torch.int32)
     rows = Entries(torch.tensor([[16, 17, 18]] * 10, dtype=torch.int32), torch.ones(10, 3))
     with kernels_from("auto"):
-        words, _ = write_rows(layout, lows, rows, workspace=Workspace())
+        words, _ = write_rows(layout, lows, rows)
     words[1, 0] = 2
     words[2, 0] = -1
     words[3, 0] = 2**31 - 1
@@ -153,7 +153,7 @@ def test_each_kind_of_malformed_row(device: str, fmt: Format) -> None:
         words[6:, 1] = torch.tensor([5, 0x7F800000, 0xBF800000 - 2**32, 1])
 
     def call(guarded: Guarded) -> tuple[list[list[int]], list[int]]:
-        found, malformed = read_rows(layout, guarded.of(lows), guarded.of(words), workspace=Dirty(guarded))
+        found, malformed = read_rows(layout, guarded.of(lows), guarded.of(words))
         return found.indices.tolist(), malformed.tolist()
 
     found, malformed = agree(call, device)
@@ -225,6 +225,6 @@ def test_more_bits_than_room(device: str) -> None:
     def call(guarded: Guarded) -> list[int]:
         words = guarded.of(torch.full((1, layout.words), -1, dtype=torch.int32))
         lows = guarded.of(torch.zeros(1, dtype=torch.int32))
-        return read_rows(layout, lows, words, workspace=Dirty(guarded))[1].tolist()
+        return read_rows(layout, lows, words)[1].tolist()
 
     assert agree(call, device) == [1]

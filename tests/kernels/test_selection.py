@@ -16,7 +16,6 @@ from kernel_cases import (
     DEVICES,
     FAMILIES,
     SPECIAL,
-    Dirty,
     Guarded,
     agree,
     best,
@@ -72,7 +71,7 @@ def test_mark(
     def call(guarded: Guarded) -> list[list[int]]:
         x, gradients = guarded.of(residual), guarded.of(added) if adds else None
         out = x if place or not adds else guarded.poison(n)
-        marks = triton.empty_marks(n, x.device, Dirty(guarded), tile=tile)
+        marks = triton.empty_marks(x, tile=tile)
         at = torch.tensor(span, dtype=torch.int32, device=guarded.device) if ranged else None
         key = torch.tensor([key_to_reach(limit)], dtype=torch.int32, device=guarded.device)
         by = guarded.of(divisor) if divides else None
@@ -103,7 +102,7 @@ def test_expand(device: str, n: int, family: str, seed: int, limit: float, tile:
 
     def call(guarded: Guarded) -> list[list[int]]:
         x = guarded.of(values)
-        marks = triton.empty_marks(n, x.device, Dirty(guarded), tile=tile)
+        marks = triton.empty_marks(x, tile=tile)
         by = guarded.of(divisor) if divides else None
         key = torch.tensor([key_to_reach(limit)], dtype=torch.int32, device=guarded.device)
         triton.mark(x, None, by, x, key, marks)
@@ -127,7 +126,7 @@ def test_expand(device: str, n: int, family: str, seed: int, limit: float, tile:
 def test_launch_shapes_keep_the_result(device: str, words: int, scanned: bool) -> None:
     """The words per program, and the way in which counts are summed, do not change the result."""
     x, triton = drawn("heavy", 5000, 3).to(device), kernel("select_triton")
-    marks = triton.empty_marks(5000, x.device, kernels.Workspace(), tile=256)
+    marks = triton.empty_marks(x, tile=256)
     with kernels_from("triton"):
         triton.mark(x, None, None, x, torch.tensor([key_of(0.5)], dtype=torch.int32, device=device), marks)
         expected = kernels.select(x, 0.5)
@@ -200,16 +199,16 @@ def test_top_k(device: str, n: int, family: str, seed: int, k: int, divides: boo
 @given(sizes, families, seeds, st.integers(1, 2100), st.booleans())
 @cases(60)
 def test_top_k_padded(device: str, n: int, family: str, seed: int, k: int, divides: bool) -> None:
-    """Three steps with one workspace select exactly k entries, the later ones started from the last threshold."""
+    """Three steps with one guess select exactly k entries, the later ones started from the last threshold."""
     divisor = powers(n, seed) if divides else None
     steps = [drawn(family, n, seed + i) * (1.0, 0.01, 8.0)[i] for i in range(3)]
 
     def call(guarded: Guarded) -> list[list[int]]:
-        workspace, seen = kernels.Workspace(), []
+        guess, seen = kernels.Guess(), []
         for values in steps:
             out, zeros = guarded.poison(n), guarded.of(torch.zeros(n))
             by = guarded.of(divisor) if divides else None
-            found = kernels.top_k_padded(zeros, guarded.of(values), out, k, divisor=by, workspace=workspace)
+            found = kernels.top_k_padded(zeros, guarded.of(values), out, k, divisor=by, guess=guess)
             seen += [bits(t) for t in (out, *found)]
         return seen
 
@@ -393,10 +392,10 @@ def test_cuda_graph_replay(device: str) -> None:
     """A CUDA graph of a selection replays with new inputs: nothing waits for the host or allocates memory."""
     if device == "cpu":
         pytest.skip("CUDA graphs need a GPU")
-    n, k, workspace = 100_000, 1000, kernels.Workspace()
+    n, k, guess = 100_000, 1000, kernels.Guess()
     residual, added, out = (torch.empty(n, device=device) for _ in range(3))
     triton = kernel("select_triton")
-    marks, least = triton.empty_marks(n, out.device, workspace), torch.ones(1, dtype=torch.int32, device=device)
+    marks, least = triton.empty_marks(out), torch.ones(1, dtype=torch.int32, device=device)
     room = 60_000  # enough at the first threshold, not at the second
     indices, values = (torch.empty(room, dtype=d, device=device) for d in (torch.int32, torch.float32))
     found = torch.zeros(1, dtype=torch.int64, device=device)
@@ -404,11 +403,11 @@ def test_cuda_graph_replay(device: str) -> None:
     def step() -> kernels.Entries:
         triton.mark(residual, added, None, out, least, marks)
         triton.expand(out, None, marks, indices, values, found)
-        return kernels.top_k_padded(out, None, out, k, workspace=workspace)
+        return kernels.top_k_padded(out, None, out, k, guess=guess)
 
     residual.normal_()
     added.normal_()
-    step()  # compiles, and allocates the workspace
+    step()  # compiles, and makes a first guess
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

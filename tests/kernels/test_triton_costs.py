@@ -7,6 +7,7 @@ and the reads of values by the host.
 from __future__ import annotations
 
 import inspect
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -107,7 +108,7 @@ def _rounded() -> dict[str, Any]:
 
 
 def _sections(fmt: Format) -> dict[str, Any]:
-    return {"layout": Layout.of(60, N, fmt), "lows": _ints(0, 0), "entries": _rows(), "workspace": kernels.Workspace()}
+    return {"layout": Layout.of(60, N, fmt), "lows": _ints(0, 0), "entries": _rows()}
 
 
 LISTS = [entries(200, 1), entries(0, 2), entries(300, 3)]
@@ -170,12 +171,12 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]]]] = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_triton_route_costs_what_the_table_says(name: str) -> None:
-    """Launches and synchronizations are equal, with a workspace that has been used before if the kernel takes one."""
+    """Launches and synchronizations are equal, with the guess of a call before if the kernel takes one."""
     kernel, make = CASES[name]
-    takes = "workspace" in inspect.signature(kernel).parameters
-    extra = {"workspace": kernels.Workspace()} if takes else {}
+    takes = "guess" in inspect.signature(kernel).parameters
+    extra = {"guess": kernels.Guess()} if takes else {}
     with kernels_from("triton"):
-        kernel(**make() | extra)  # allocates the workspace, and fills caches
+        kernel(**make() | extra)  # makes a guess, and fills caches
         given = inspect.signature(kernel).bind(**make() | extra)
         given.apply_defaults()
         with counting() as count:
@@ -202,9 +203,9 @@ def test_a_selection_by_update_takes_one_pass(
     monkeypatch.setattr(select_triton, "mark", mark)
     residual, gradient, scratch = vector(numel, 1), vector(numel, 2), torch.empty(numel)
     divisor = torch.ldexp(torch.ones(numel), (vector(numel, 3) * 3).round().int())
-    expected, held = residual + gradient, kernels.Workspace()
+    expected, guesses = residual + gradient, defaultdict(kernels.Guess)
     for step in range(2):  # the first step allocates
-        acc = Accumulator(residual, gradient, scratch, held, Verdict(residual.device) if padded else None)
+        acc = Accumulator(residual, gradient, scratch, guesses, Verdict(residual.device) if padded else None)
         marked.clear()
         with kernels_from("triton"), counting(numel) as seen:
             scaled = acc.scaled(divisor)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tritoncomm.primitives import region_sums
 from tritoncomm.primitives.region_sums import RegionSums
 
-from tritoncomm_kernels import Entries, Workspace
+from tritoncomm_kernels import Entries
 
 LOW, HIGH = 50, 250
 VALUES = torch.tensor([1e8, -1e8, 1.0, -1.0, 0.1, 3e38, -3e38, 1e-40, -0.0, float("inf"), float("nan")])
@@ -18,7 +18,7 @@ lists = st.lists(st.sets(st.integers(LOW, HIGH - 1), max_size=12), min_size=1, m
 
 def summed(messages: list[list[Entries]], entries: int) -> RegionSums:
     """The sums of messages, each with several lists."""
-    sums = RegionSums(LOW, HIGH, entries, torch.device("cpu"), Workspace())
+    sums = RegionSums(LOW, HIGH, entries, torch.device("cpu"))
     for message in messages:
         sums.add(message)
     return sums
@@ -50,6 +50,6 @@ def test_few_entries_need_no_dense_region(monkeypatch: pytest.MonkeyPatch) -> No
     """A region of many coordinates with few entries allocates nothing as long as itself."""
     monkeypatch.setattr(region_sums.torch, "zeros", lambda *_, **__: pytest.fail("a dense region is allocated"))
     entries = Entries(torch.tensor([60, 70], dtype=torch.int32), torch.tensor([1.0, 2.0]))
-    sums = RegionSums(LOW, HIGH, 2, torch.device("cpu"), Workspace())
+    sums = RegionSums(LOW, HIGH, 2, torch.device("cpu"))
     sums.add([entries])
     assert sums.at_least(1.5).indices.tolist() == [70]

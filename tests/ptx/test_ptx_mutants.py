@@ -34,7 +34,7 @@ def top(guarded: Guarded) -> list[list[int]]:
 def merge(guarded: Guarded) -> list[list[int]]:
     """Return the union and the sums of rows."""
     rows = padded_rows(12_000, [(0.6, 1), (0.7, 2), (0.5, 3)], "heavy")
-    found = kernels.merge_rows(kernels.Entries(*map(guarded.of, rows)), 12_000, workspace=kernels.Workspace())
+    found = kernels.merge_rows(kernels.Entries(*map(guarded.of, rows)), 12_000)
     return [bits(found.indices), bits(found.values)]
 
 
@@ -42,7 +42,7 @@ def segments(guarded: Guarded) -> list[list[int]]:
     """Return the largest entries of segments."""
     x, cuts = guarded.of(drawn("heavy", 9000, 1)), guarded.of(torch.tensor([0, 4500, 9000], dtype=torch.int32))
     budgets = guarded.of(torch.tensor([300, 40], dtype=torch.int32))
-    return [*map(bits, kernels.top_k_rows(x, cuts, budgets, 350, workspace=kernels.Workspace()))]
+    return [*map(bits, kernels.top_k_rows(x, cuts, budgets, 350))]
 
 
 CALLS = {call.__name__: call for call in (select, top, merge, segments)}

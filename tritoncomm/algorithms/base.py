@@ -17,7 +17,6 @@ from tritoncomm.primitives.packing import NO_VALUES, Encoding
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.scheduler.cost import Forecast, Link
 from tritoncomm.scheduler.rounds import Pattern
-from tritoncomm_kernels import Workspace
 from tritoncomm_kernels.checks import INDEX_LIMIT
 from tritoncomm_kernels.formats import ENTRY_FORMATS
 
@@ -41,7 +40,7 @@ class Algorithm(ABC):
 
     ``state`` is immutable. A successful step replaces it as a whole, so a failed step is undone by restoring the old
     object. ``report`` holds figures about the last step, for the metrics: amounts, which are summed over vectors, and
-    :class:`~tritoncomm.scheduler.meter.Ratio`. ``workspace`` is scratch memory of the kernels. ``static`` says whether
+    :class:`~tritoncomm.scheduler.meter.Ratio`. ``static`` says whether
     steps use the static form, and ``carried_by`` what can carry other values in them, except dense ones.
     """
 
@@ -56,7 +55,6 @@ class Algorithm(ABC):
                 "fully_shard(), or let several optimizers have a part of the parameters each, and wrap each"
             )
         self.numel = numel
-        self.workspace = Workspace()  # scratch memory of the kernels, kept between steps
         self.report: dict[str, float] = {}
 
     @abstractmethod

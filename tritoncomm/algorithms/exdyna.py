@@ -36,8 +36,8 @@ from tritoncomm.scheduler.cost import Flow, Forecast, both
 from tritoncomm.scheduler.meter import Ratio
 from tritoncomm.scheduler.rounds import AllReduce, Pattern
 from tritoncomm_kernels import Entries
+from tritoncomm_kernels.memory import copied_to
 from tritoncomm_kernels.rebalance import MAX_PARTITIONS
-from tritoncomm_kernels.workspace import copied_to
 
 _LINE = 32  # fp32 values in 128 bytes; blocks are multiples of it, except in short vectors
 _TINY = 1e-30
@@ -328,14 +328,14 @@ class ExDynaAlgorithm(BudgetedAlgorithm):
         Also returns the figures of :meth:`_select`. Entries without room stay in the residual. Nothing waits for a GPU.
         """
         acc, room = step.acc, self._room(step.world_size)
-        values, held = acc.dense(), acc.workspace
+        values = acc.dense()
         extremes = torch.stack(torch.aminmax(values))  # one pass over the vector finds NaN, Inf and non-zeros
         step.check_gradient(extremes)
         budget = kernels.constant((room,), acc.device)
-        largest = kernels.top_k_rows(values, span, budget, room, workspace=held).row(0)
-        passed = kernels.count_inside(values, threshold, span, workspace=held)
+        largest = kernels.top_k_rows(values, span, budget, room).row(0)
+        passed = kernels.count_inside(values, threshold, span)
         non_zero = (extremes != 0).any().to(torch.int32).reshape(1)
-        return kernels.reaching(largest, threshold, workspace=held), [passed, non_zero]
+        return kernels.reaching(largest, threshold), [passed, non_zero]
 
     def _partitions(self, state: ExDynaState, layout: Layout, device: torch.device) -> Partitions:
         """Return the partitions of this step, as tensors on ``device``. Nothing waits for a GPU."""

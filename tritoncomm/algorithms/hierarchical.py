@@ -104,7 +104,7 @@ class HierarchicalAlgorithm(WrapperAlgorithm):
         elif kernels.has_non_finite(total):
             part.fill_(torch.nan)
         left = torch.empty_like(part)
-        inner = Accumulator(residual, part, left, acc.workspace, acc.verdict)
+        inner = Accumulator(residual, part, left, acc.guesses, acc.verdict)
         mean, rejected = SparseVector(part[:0].view(torch.int32), part[:0], self._share), False
         try:
             mean = yield InSubgroup(_BETWEEN, rail, self.inner.reduce(inner, rank // size, nodes))
@@ -125,7 +125,7 @@ class HierarchicalAlgorithm(WrapperAlgorithm):
         acc.replace_range(start, left[:kept])
         acc.absorb(inner)
         if not exact:
-            found = kernels.joined(found, workspace=acc.workspace).slice(0, self.numel)
+            found = kernels.joined(found).slice(0, self.numel)
         return acc.vector(found)
 
     def predicted_traffic(self, world_size: int, *, ordinary: bool = False) -> Forecast:

@@ -124,7 +124,7 @@ class OkTopkAlgorithm(BudgetedAlgorithm):
         exactly, threshold = reevaluate or state.local_threshold <= 0, self.rules.lowered(state.local_threshold)
         local = acc.top_k(self.k) if exactly else step.at_least(threshold, self.local_cap)
         step.check_gradient(local.values)
-        selected, kth = kernels.count_entries(local), smallest_key(local, self.k, workspace=acc.workspace)
+        selected, kth = kernels.count_entries(local), smallest_key(local, self.k)
         if world_size == 1:
             return (yield from self._alone(step, local, state, [selected, kth], exactly=exactly))
 
@@ -152,7 +152,7 @@ class OkTopkAlgorithm(BudgetedAlgorithm):
         step.subtract(sums.sent, result)
         if self.encoding.rounds:
             acc.add(*step.rest(gathered))
-        least = smallest_key(result, self.k, workspace=acc.workspace) if gathered.least is None else gathered.least
+        least = smallest_key(result, self.k) if gathered.least is None else gathered.least
         figures, numbers = yield from step.settle([kernels.count_entries(result), least, selected, kth])
         rows, own = [Figures(*row) for row in figures], Own(*numbers)
         acc.selected = own.selected
@@ -220,7 +220,7 @@ class OkTopkAlgorithm(BudgetedAlgorithm):
         if not (self.static and self.encoding.rounds):
             return []
         k = self.k if reevaluate else math.ceil(self.k / step.world_size)
-        return [smallest_key(chosen, k, workspace=step.acc.workspace)]
+        return [smallest_key(chosen, k)]
 
     def common_state(self) -> dict[str, Any]:
         """See :meth:`Algorithm.common_state`: everything except the local threshold, which differs between ranks."""

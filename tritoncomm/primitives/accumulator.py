@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -14,10 +15,11 @@ from tritoncomm.primitives.region_cuts import offsets
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.primitives.verdict import Verdict
 from tritoncomm.scheduler.span import Span
-from tritoncomm_kernels import Entries, Workspace
+from tritoncomm_kernels import Entries, Guess
 from tritoncomm_kernels.lists import inside
 
 Answer = TypeVar("Answer")
+Guesses = defaultdict[str, Guess]
 
 
 class Accumulator:
@@ -28,11 +30,11 @@ class Accumulator:
     sum is stored in ``scratch`` (fp32 ``[n]``), and methods such as :meth:`clear` edit it there. After a successful
     exchange ``scratch`` becomes the new residual.
 
-    ``numel`` is the length n of the vector, and ``device`` its device, on which messages are created.
-    ``workspace`` is scratch memory of the kernels, kept from step to step on a GPU. ``spans`` are the times of the work
-    of this object. ``selected`` is the number of entries that this rank selected last. ``verdict`` collects what is
-    wrong in a step that does not wait for a GPU: in the static form, and on a GPU if the algorithm's
-    ``has_shared_verdict`` is True. It is None in other steps.
+    ``numel`` is the length n of the vector, and ``device`` its device, on which messages are created. ``guesses`` say
+    where searches for the largest entries begin on a GPU, from step to step, by name: those of this vector, and of
+    others that a method computes. ``spans`` are the times of the work of this object. ``selected`` is the number of
+    entries that this rank selected last. ``verdict`` collects what is wrong in a step that does not wait for a GPU: in
+    the static form, and on a GPU if the algorithm's ``has_shared_verdict`` is True. It is None in other steps.
     """
 
     def __init__(
@@ -40,14 +42,14 @@ class Accumulator:
         residual: torch.Tensor,
         gradient: torch.Tensor,
         scratch: torch.Tensor,
-        workspace: Workspace | None = None,
+        guesses: Guesses | None = None,
         verdict: Verdict | None = None,
     ) -> None:
         self.numel, self.device = residual.shape[0], residual.device
         self._residual = residual
         self._gradient = gradient
         self._scratch = scratch
-        self.workspace = workspace if workspace is not None else Workspace()
+        self.guesses = defaultdict(Guess) if guesses is None else guesses
         self.verdict = verdict
         # Callers see everything divided by the scale. The sum in ``scratch`` is divided late or never.
         self._scale: torch.Tensor | None = None
@@ -82,7 +84,7 @@ class Accumulator:
         parts = []
         for own in itertools.starmap(slice, itertools.pairwise((0, *cuts, self.numel))):
             memory = self._residual[own], self._gradient[own], self._scratch[own]
-            part = Accumulator(*memory, self.workspace, self.verdict)
+            part = Accumulator(*memory, self.guesses, self.verdict)
             part._added, part._is_divided = self._added, self._is_divided
             part._scale = None if self._scale is None else self._scale[own]
             parts.append(part)
@@ -96,7 +98,7 @@ class Accumulator:
         it. Multiples of powers of two are exact, so the result is the same.
         """
         assert not self._added
-        scaled = Accumulator(self._residual, self._gradient, self._scratch, self.workspace, self.verdict)
+        scaled = Accumulator(self._residual, self._gradient, self._scratch, self.guesses, self.verdict)
         scaled._scale = scale
         return scaled
 
@@ -162,7 +164,8 @@ class Accumulator:
         Ties go to the lower index. Zeros are never selected. In a step with a verdict, the list has room for ``k``
         entries, and nothing waits for a GPU.
         """
-        return self._select(kernels.accumulate_top_k if self.verdict is None else kernels.top_k_padded, k)
+        operation = kernels.accumulate_top_k if self.verdict is None else kernels.top_k_padded
+        return self._select(operation, k, guess=self.guesses["vector"])
 
     def top_k_blocks(self, bounds: Sequence[int], budgets: Sequence[int], terms: Sequence[Entries] = ()) -> Entries:
         """Return the ``budgets[i]`` largest entries from ``bounds[i]`` up to ``bounds[i + 1]``, after adding ``terms``.
@@ -185,7 +188,6 @@ class Accumulator:
                 [bound - start for bound in bounds],
                 budgets,
                 added,
-                workspace=self.workspace,
             )
         )
         for indices, values in added:
@@ -245,7 +247,7 @@ class Accumulator:
             self._timed(lambda: kernels.scatter_add(self._scratch, indices, values if scale == 1.0 else scale * values))
         else:
             rows = Entries(indices, values)
-            self._timed(lambda: kernels.add_rows(self._scratch, rows, scale=scale, workspace=self.workspace))
+            self._timed(lambda: kernels.add_rows(self._scratch, rows, scale=scale))
 
     def vector(self, entries: Entries) -> SparseVector:
         """Return ``entries`` as a vector of this length. In a step with a verdict, they may have padding."""
@@ -293,12 +295,10 @@ class Accumulator:
             return vector.index_select(0, indices)
         return kernels.values_at(vector, indices)
 
-    def _select(self, operation: Callable[..., Entries], limit: float) -> Entries:
+    def _select(self, operation: Callable[..., Entries], limit: float, **given: Guess) -> Entries:
         """Return the result of an operation of the kernels, which first adds what is not added yet."""
         base, gradient = (self._scratch, None) if self._added else (self._residual, self._gradient)
-        selection = self._timed(
-            lambda: operation(base, gradient, self._scratch, limit, divisor=self._divisor, workspace=self.workspace)
-        )
+        selection = self._timed(lambda: operation(base, gradient, self._scratch, limit, divisor=self._divisor, **given))
         self.selected = selection.indices.shape[0]
         return selection
 

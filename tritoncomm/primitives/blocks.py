@@ -59,12 +59,12 @@ class FixedBlocks:
         bounds = kernels.constant([self._selected[0][0], *(high for _, high, _ in self._selected)], acc.device)
         budgets = kernels.constant([budget for *_, budget in self._selected], acc.device)
         acc.selected += sum(min(self._room, budget) for *_, budget in self._ranges)
-        return kernels.top_k_rows(acc.dense(), bounds, budgets, self._room, workspace=acc.workspace)
+        return kernels.top_k_rows(acc.dense(), bounds, budgets, self._room)
 
     def encode(self, indices: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, Entries]:
         """Return the message (int32 ``[words]``) with the entries of :meth:`largest`, and what receivers get."""
-        lows, held = self._step.lows([bounds[:2] for bounds in self._selected]), self._step.acc.workspace
-        message, sent = self._section.encode_rows(lows, Entries(indices, values), workspace=held)
+        lows = self._step.lows([bounds[:2] for bounds in self._selected])
+        message, sent = self._section.encode_rows(lows, Entries(indices, values))
         if self._gap is not None:
             message = torch.cat([message[: self._gap], message[self._gap + 1 :]])
         return message.reshape(-1), sent

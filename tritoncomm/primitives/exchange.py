@@ -75,7 +75,7 @@ class Step:
 
     def at_least(self, threshold: float, most: int) -> Entries:
         """Return the entries of the accumulator that reach ``threshold``, but only the ``most`` largest of them."""
-        return kernels.largest(self.acc.at_least(threshold), most, workspace=self.acc.workspace)
+        return kernels.largest(self.acc.at_least(threshold), most)
 
     def check_gradient(self, values: torch.Tensor) -> None:
         """Let all ranks reject the step if one of ``values``, which this rank has selected, is NaN or Inf.
@@ -117,7 +117,7 @@ class Step:
 
     def largest(self, entries: Entries, count: int, room: int) -> Entries:
         """Return the ``count`` largest ``entries``, with fixed room in a list of ``room``."""
-        return kernels.largest(entries, count, workspace=self.acc.workspace)
+        return kernels.largest(entries, count)
 
     def to_owners(
         self, phase: str, entries: Entries, cuts: Sequence[int], room: int | None, threshold: float
@@ -128,11 +128,11 @@ class Step:
         rank r, r-1, r-2, ..., regardless of the order of arrival. Sums that do not reach ``threshold`` are no
         candidates for the result.
         """
-        rank, encoding, device, held = self.rank, self.encoding, self.acc.device, self.acc.workspace
+        rank, encoding, device = self.rank, self.encoding, self.acc.device
         low, high = cuts[rank], cuts[rank + 1]
         parts = [entries.slice(start, stop) for start, stop in itertools.pairwise(offsets(entries.indices, cuts))]
         if room is not None:
-            parts = [p if i == rank else kernels.largest(p, room, workspace=held) for i, p in enumerate(parts)]
+            parts = [p if i == rank else kernels.largest(p, room) for i, p in enumerate(parts)]
         sends, delivered = {}, list(parts)  # this rank's own region is not sent, and not rounded
         for p, part in enumerate(parts):
             if p != rank:
@@ -141,7 +141,7 @@ class Step:
         incoming = yield from share_counts(counts, self.is_finite, device, limit=high - low)
         load = sum(incoming)
         arriving = {p: encoding.section(low, high, count) for p, count in enumerate(incoming) if p != rank}
-        region = RegionSums(low, high, load, device, held)
+        region = RegionSums(low, high, load, device)
 
         def add(arrived: Inbox) -> None:
             region.add([arriving[source].decode(message) for source, message in arrived.items()])
@@ -156,7 +156,7 @@ class Step:
         found = region.at_least(threshold)
         found = encoding.section(low, high, found.room, divisor=self.divisor).sendable(found)
         self._check_own_sums(found.values)
-        return ListedSums(found, kernels.magnitude_keys(found.values), load, sent, held)
+        return ListedSums(found, kernels.magnitude_keys(found.values), load, sent)
 
     def gather_parts(
         self, phase: str, entries: Entries, ranges: Ranges, rooms: Sequence[int], order: Sequence[int], ring: Ring
@@ -230,7 +230,7 @@ class Step:
         return self._merged(lists), sent
 
     def _merged(self, lists: Sequence[Entries]) -> Entries:
-        return kernels.merge(lists, self.acc.numel, workspace=self.acc.workspace)
+        return kernels.merge(lists, self.acc.numel)
 
     def _gather(
         self, phase: str, entries: Entries, ranges: Ranges, rooms: Sequence[int], ring: Ring, *, divisor: int

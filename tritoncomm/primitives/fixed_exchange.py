@@ -41,7 +41,7 @@ class FixedStep(Step):
 
     def at_least(self, threshold: float, most: int) -> Entries:
         largest = self.acc.top_k(min(most, self.acc.numel))
-        return kernels.reaching(largest, threshold, workspace=self.acc.workspace)
+        return kernels.reaching(largest, threshold)
 
     def check_gradient(self, values: torch.Tensor) -> None:
         self.verdict.check_gradient(values)
@@ -70,12 +70,12 @@ class FixedStep(Step):
     def largest(self, entries: Entries, count: int, room: int) -> Entries:
         if count >= entries.room == room:
             return entries
-        return kernels.largest_padded(entries, count, room, workspace=self.acc.workspace)
+        return kernels.largest_padded(entries, count, room)
 
     def to_owners(
         self, phase: str, entries: Entries, cuts: Sequence[int], room: int | None, threshold: float
     ) -> Pattern[OwnedSums]:
-        rank, world_size, held, device = self.rank, self.world_size, self.acc.workspace, self.acc.device
+        rank, world_size, device = self.rank, self.world_size, self.acc.device
         low, high, ranges = cuts[rank], cuts[rank + 1], list(itertools.pairwise(cuts))
         bounds = kernels.constant(cuts, device)
         starts = torch.searchsorted(ascending(entries.indices, self.acc.numel), bounds, out_int32=True)
@@ -85,22 +85,20 @@ class FixedStep(Step):
             room = max(1, *(yield from self._counts("rooms", (counts * foreign).amax().reshape(1), entries.room)))
         section = self.encoding.section(0, widest(cuts), room)
         room = section.layout.room
-        parts = kernels.top_k_rows(
-            entries.values, starts, room * foreign, room, indices=entries.indices, workspace=held
-        )
-        messages, sent = section.encode_rows(self.lows(ranges), parts, workspace=held)
+        parts = kernels.top_k_rows(entries.values, starts, room * foreign, room, indices=entries.indices)
+        messages, sent = section.encode_rows(self.lows(ranges), parts)
         received = yield AllToAll(phase, torch.cat([messages, counts[:, None]], dim=1))
         order = kernels.constant([(rank - turn) % world_size for turn in range(1, world_size)], device)
         arrived = received.index_select(0, order)[:, :-1].contiguous()
         lists = self.read(arrived, [(low, high)] * (world_size - 1), section)
         inside = (entries.indices >= low) & (entries.indices < high)
-        own = kernels.joined(entries.only(inside), workspace=held)
-        sums = held.buffer("region", widest(cuts), torch.float32, device).zero_()
+        own = kernels.joined(entries.only(inside))
+        sums = torch.zeros(widest(cuts), dtype=torch.float32, device=device)
         for terms in (own, lists):
-            kernels.add_rows(sums, terms, offset=low, workspace=held)
+            kernels.add_rows(sums, terms, offset=low)
         every = Entries(*(torch.cat([mine, part.reshape(-1)]) for mine, part in zip(own, sent, strict=True)))
         load = received[:, -1].sum(dtype=torch.int32).reshape(1)
-        return DenseSums(sums, low, threshold, load, every, self._check_own_sums, held)
+        return DenseSums(sums, low, threshold, load, every, self._check_own_sums, self.acc.guesses["region"])
 
     def gather_parts(
         self, phase: str, entries: Entries, ranges: Ranges, rooms: Sequence[int], order: Sequence[int], ring: Ring
@@ -134,17 +132,17 @@ class FixedStep(Step):
             return Gathered(self._joined(lists), entries, sent)
         every = Entries(lists.indices.reshape(-1), lists.values.reshape(-1))
         limit = min(limit, self.acc.numel)
-        return Gathered(kernels.largest_padded(every, limit, workspace=self.acc.workspace), entries, sent)
+        return Gathered(kernels.largest_padded(every, limit), entries, sent)
 
     def _joined(self, rows: Entries) -> Entries:
         """Return the entries of all ``rows`` as one list, with no more room than there are coordinates."""
-        return kernels.joined(rows, workspace=self.acc.workspace).slice(0, self.acc.numel)
+        return kernels.joined(rows).slice(0, self.acc.numel)
 
     def union(self, phase: str, entries: Entries, rooms: Sequence[int]) -> Pattern[tuple[Entries, Entries]]:
         self.verdict.check_gradient(entries.values)
         every = [(0, self.acc.numel)] * self.world_size
         lists, sent = yield from self._gather_rows(phase, entries, every, None, divisor=self.divisor)
-        union = kernels.merge_rows(lists, self.acc.numel, workspace=self.acc.workspace)
+        union = kernels.merge_rows(lists, self.acc.numel)
         self.verdict.check_sums(union.values)
         return union, sent
 
@@ -153,7 +151,7 @@ class FixedStep(Step):
     ) -> Pattern[tuple[Entries, Entries]]:
         every = [(bounds[0], bounds[0] + span)] * len(ring)
         lists, sent = yield from self._gather_rows(phase, entries, every, ring, divisor=1)
-        return kernels.merge_rows(lists, self.acc.numel, workspace=self.acc.workspace), sent
+        return kernels.merge_rows(lists, self.acc.numel), sent
 
     def _gather_rows(
         self, phase: str, entries: Entries, ranges: Ranges, ring: Ring, *, divisor: int
@@ -165,7 +163,7 @@ class FixedStep(Step):
         place = self.rank if ring is None else ring.index(self.rank)
         section = self.encoding.section(0, max(high - low for low, high in ranges), entries.room, divisor=divisor)
         own, low = Entries(entries.indices[None], entries.values[None]), self.lows(ranges)[place : place + 1]
-        message, sent = section.encode_rows(low, own, workspace=self.acc.workspace)
+        message, sent = section.encode_rows(low, own)
         if ring is None:
             told = torch.cat([message[0], self.verdict.words(self._figures)])
             gathered = (yield AllGather(phase, told)) if self.world_size > 1 else told[None]
@@ -187,7 +185,7 @@ class FixedStep(Step):
         The ``section`` is as wide as the widest range of all ranks. Entries behind their range are reported as
         malformed. The format itself only ensures that they are inside the widest one.
         """
-        lists, malformed = section.decode_rows(self.lows(ranges), messages, workspace=self.acc.workspace)
+        lists, malformed = section.decode_rows(self.lows(ranges), messages)
         if any(high - low < section.high for low, high in ranges):
             highs = kernels.constant([high for _, high in ranges], self.acc.device)
             outside = lists.indices >= highs[:, None]

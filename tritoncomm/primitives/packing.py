@@ -15,7 +15,7 @@ from functools import cached_property, lru_cache
 import torch
 
 from tritoncomm.errors import ProtocolMismatchError
-from tritoncomm_kernels import Entries, Workspace
+from tritoncomm_kernels import Entries
 from tritoncomm_kernels.formats import ENTRY_FORMATS, FORMATS, INDICES
 from tritoncomm_kernels.quantize import sendable
 from tritoncomm_kernels.section_layout import Layout
@@ -179,30 +179,26 @@ class Section:
             return entries
         return entries._replace(values=quotients(entries.values, self.divisor))
 
-    def encode_rows(
-        self, lows: torch.Tensor, entries: Entries, *, workspace: Workspace
-    ) -> tuple[torch.Tensor, Entries]:
+    def encode_rows(self, lows: torch.Tensor, entries: Entries) -> tuple[torch.Tensor, Entries]:
         """Do the same as :meth:`encode` for each row of ``entries`` (``[rows, room]``). Nothing waits for a GPU.
 
         Ranges of the width of this one begin at ``lows`` (int32 ``[rows]``). There may be padding, also in the result.
         The messages are int32 ``[rows, words]``. The section is one of :attr:`Encoding.of_rows`.
         """
         if self.is_packed:
-            return write_rows(self.layout, lows, entries, divisor=self.divisor, workspace=workspace)
+            return write_rows(self.layout, lows, entries, divisor=self.divisor)
         if self.values == NO_VALUES:
             return entries.indices, entries
         return torch.cat([entries.indices, entries.values.view(torch.int32)], dim=1), entries
 
-    def decode_rows(
-        self, lows: torch.Tensor, messages: torch.Tensor, *, workspace: Workspace
-    ) -> tuple[Entries, torch.Tensor]:
+    def decode_rows(self, lows: torch.Tensor, messages: torch.Tensor) -> tuple[Entries, torch.Tensor]:
         """Return the entries of ``messages`` of :meth:`encode_rows`, and the number of malformed rows (int32 ``[1]``).
 
         Rounded values are divided by ``divisor``. A malformed row has no entries, see
         :func:`tritoncomm_kernels.sections.read_rows`.
         """
         if self.is_packed:
-            return read_rows(self.layout, lows, messages, divisor=self.divisor, workspace=workspace)
+            return read_rows(self.layout, lows, messages, divisor=self.divisor)
         room = self.layout.room
         indices, values = messages[:, :room], messages[:, room:].view(torch.float32)
         if self.values == NO_VALUES:

@@ -74,7 +74,7 @@ class QuantizedMean(NamedTuple):
         acc.selected = indices.numel()
         if acc.verdict is not None:
             yield from acc.verdict.settle(world_size)
-            return acc.vector(kernels.reaching(Entries(indices, mean), _LEAST, workspace=acc.workspace))
+            return acc.vector(kernels.reaching(Entries(indices, mean), _LEAST))
         delivered = mean.nonzero()[:, 0]
         return acc.vector(Entries(indices[delivered], mean[delivered]))
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 import tritoncomm_kernels as kernels
-from tritoncomm_kernels import Entries, Workspace
+from tritoncomm_kernels import Entries, Guess
 from tritoncomm_kernels.lists import PADDING
 
 Count = int | torch.Tensor  # a number that the host knows, or int32 [1] on the device
@@ -25,8 +25,8 @@ class RegionSums:
     that will be added. A region with few entries has no dense form on a CPU: it is not allocated, cleared or searched.
     """
 
-    def __init__(self, low: int, high: int, entries: int, device: torch.device, workspace: Workspace) -> None:
-        self._low, self._high, self._workspace = low, high, workspace
+    def __init__(self, low: int, high: int, entries: int, device: torch.device) -> None:
+        self._low, self._high = low, high
         self._lists: list[Entries] = []
         self._dense: torch.Tensor | None = None
         if device.type != "cpu" or _SPARSE_FROM * entries > high - low:
@@ -46,10 +46,10 @@ class RegionSums:
         NaN and Inf are always selected.
         """
         if self._dense is not None:
-            found = kernels.select(self._dense, threshold, workspace=self._workspace)
+            found = kernels.select(self._dense, threshold)
             return found._replace(indices=found.indices + self._low)
-        merged = kernels.merge(self._lists, self._high, workspace=self._workspace)
-        reaching = kernels.select(merged.values, threshold, workspace=self._workspace)
+        merged = kernels.merge(self._lists, self._high)
+        reaching = kernels.select(merged.values, threshold)
         return Entries(merged.indices[reaching.indices.long()], reaching.values)
 
 
@@ -66,7 +66,6 @@ class ListedSums:
     keys: torch.Tensor
     load: int
     sent: Entries
-    workspace: Workspace
 
     def count(self, threshold: float) -> Count:
         """Return how many candidates reach ``threshold``."""
@@ -74,14 +73,15 @@ class ListedSums:
 
     def largest(self, room: int) -> Entries:
         """Return the ``room`` largest candidates."""
-        return kernels.largest(self.candidates, room, workspace=self.workspace)
+        return kernels.largest(self.candidates, room)
 
 
 @dataclass(frozen=True)
 class DenseSums:
     """The same as :class:`ListedSums` if the host does not know which sums reach the ``threshold``.
 
-    ``sums`` (fp32 ``[span]``) are those of all coordinates from ``low`` on. ``check`` looks for NaN and Inf.
+    ``sums`` (fp32 ``[span]``) are those of all coordinates from ``low`` on. ``check`` looks for NaN and Inf, and
+    ``guess`` says where a search for the largest begins.
     """
 
     sums: torch.Tensor
@@ -90,7 +90,7 @@ class DenseSums:
     load: torch.Tensor
     sent: Entries
     check: Callable[[torch.Tensor], None]
-    workspace: Workspace
+    guess: Guess
 
     def count(self, threshold: float) -> Count:
         """Return how many sums reach ``threshold``."""
@@ -98,10 +98,10 @@ class DenseSums:
 
     def largest(self, room: int) -> Entries:
         """Return the ``room`` largest sums that reach the threshold."""
-        sums, held = self.sums, self.workspace
-        found = kernels.top_k_padded(sums, None, sums, min(room, sums.numel()), workspace=held)
+        sums = self.sums
+        found = kernels.top_k_padded(sums, None, sums, min(room, sums.numel()), guess=self.guess)
         self.check(found.values)
-        found = kernels.reaching(found, self.threshold, workspace=held)
+        found = kernels.reaching(found, self.threshold)
         return found._replace(indices=torch.where(found.indices < 0, PADDING, found.indices + self.low))
 
 

@@ -9,7 +9,7 @@ import torch
 
 import tritoncomm_kernels as kernels
 from tritoncomm.scheduler.meter import Ratio
-from tritoncomm_kernels import Entries, Workspace
+from tritoncomm_kernels import Entries
 
 NO_KEY = 0x7FFFFFFF  # above the key of every finite magnitude
 
@@ -19,7 +19,7 @@ def entries_to_keep(numel: int, density: float) -> int:
     return min(numel, max(1, int(numel * density)))
 
 
-def smallest_key(entries: Entries, k: int, *, workspace: Workspace) -> torch.Tensor:
+def smallest_key(entries: Entries, k: int) -> torch.Tensor:
     """Return the key of the smallest magnitude of the ``k`` largest of ``entries``, int32 ``[1]``.
 
     Without any entry it is :data:`NO_KEY`.
@@ -27,7 +27,7 @@ def smallest_key(entries: Entries, k: int, *, workspace: Workspace) -> torch.Ten
     if not entries.room:
         return torch.full((1,), NO_KEY, dtype=torch.int32, device=entries.indices.device)
     if entries.room > k:
-        entries = kernels.largest_padded(entries, k, workspace=workspace)
+        entries = kernels.largest_padded(entries, k)
     keys = kernels.magnitude_keys(entries.values)
     return torch.where(entries.indices < 0, NO_KEY, keys).amin().reshape(1)
 

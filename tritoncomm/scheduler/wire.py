@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from tritoncomm.errors import ProtocolMismatchError
-from tritoncomm_kernels.workspace import copied_to
+from tritoncomm_kernels.memory import copied_to
 
 _WORD_MASK = 0x7FFFFFFF
 _PHASE_BYTES = 8

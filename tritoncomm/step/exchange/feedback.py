@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,12 +10,12 @@ import torch
 
 from tritoncomm.algorithms.base import Algorithm
 from tritoncomm.errors import ConfigurationError
-from tritoncomm.primitives.accumulator import Accumulator
+from tritoncomm.primitives.accumulator import Accumulator, Guesses
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.primitives.verdict import Verdict
 from tritoncomm.scheduler.rounds import Pattern
 from tritoncomm.step.tensors.shards import local, local_shards
-from tritoncomm_kernels import Workspace, root_mean_squares
+from tritoncomm_kernels import Guess, root_mean_squares
 
 # The root mean square of a parameter is measured every so many steps, and in each of as many first ones, because
 # weights may start at zero. In between, a norm changes little, or it grows and is underestimated.
@@ -91,7 +92,7 @@ class ErrorFeedback:
         pending: The residual after the step, fp32 ``[numel]``, which is computed while that before stays unchanged. A
             commit swaps them.
         ages: How late entries are, if the optimizer has a rule for late gradients.
-        workspace: Scratch memory of the kernels, kept between steps.
+        guesses: Where searches for the largest entries begin.
         accumulator: Residual plus gradient of the last step. None before the first step.
     """
 
@@ -101,7 +102,7 @@ class ErrorFeedback:
         self.pending = torch.zeros_like(self.residual)
         self._before = self._after = algorithm.state  # the algorithm's states around the step
         self.ages = Ages()
-        self.workspace = Workspace()
+        self.guesses: Guesses = defaultdict(Guess)
         self._waits: Sequence[slice] = ()
         self.accumulator: Accumulator | None = None
 
@@ -134,7 +135,7 @@ class ErrorFeedback:
             residual = residual.clone()
             for own in waits:
                 residual[own].zero_()
-        self.accumulator = Accumulator(residual, gradient, self.pending, self.workspace, verdict)
+        self.accumulator = Accumulator(residual, gradient, self.pending, self.guesses, verdict)
         return self._reduced(algorithm.reduce(self.accumulator, rank, world_size), verdict)
 
     def _reduced(self, pattern: Pattern[SparseVector], verdict: Verdict | None) -> Pattern[SparseVector]:
