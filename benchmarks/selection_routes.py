@@ -13,6 +13,7 @@ from tritoncomm.primitives.verdict import Verdict
 
 import tritoncomm_kernels as kernels
 from tritoncomm_kernels.dispatch import kernel
+from tritoncomm_kernels.select import Sum
 
 Found = tuple[torch.Tensor, ...]  # indices, values, and the count if the kernel returns one
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -157,8 +158,9 @@ def _launched_by_update(
     found = torch.zeros(1, dtype=torch.int64, device=out.device)
 
     def launch(residual: torch.Tensor) -> Found:
-        launches.mark(residual, p.gradient, divisor, out, least, marks)
-        launches.expand(out, divisor, marks, indices, values, found)
+        total = Sum(residual, p.gradient, out, divisor)
+        launches.mark(total, least, marks)
+        launches.expand(total, marks, indices, values, found)
         kernels.set_at(out, indices)
         return indices, values
 
@@ -204,8 +206,9 @@ def _fused(p: Problem, *, clear: bool = True) -> Callable[[torch.Tensor], Found]
     found = torch.zeros(1, dtype=torch.int64, device=p.residual.device)
 
     def launch(residual: torch.Tensor) -> Found:
-        launches.mark(residual, p.gradient, None, residual, least, marks)
-        launches.expand(residual, None, marks, indices, values, found)
+        total = Sum(residual, p.gradient, residual)
+        launches.mark(total, least, marks)
+        launches.expand(total, marks, indices, values, found)
         return done(residual, (indices, values, found))
 
     return launch

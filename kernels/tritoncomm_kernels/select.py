@@ -12,6 +12,7 @@ import itertools
 import math
 import struct
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -43,6 +44,55 @@ Places = npt.NDArray[np.intp]
 Flags = npt.NDArray[np.bool_]
 
 
+class Sum(NamedTuple):
+    """A vector to select from: ``out = residual + gradient``, or ``out`` as it is if ``gradient`` is None.
+
+    With a ``divisor``, quotients are compared and returned. The tensors are those of :func:`accumulate_and_select`.
+    """
+
+    residual: torch.Tensor
+    gradient: torch.Tensor | None
+    out: torch.Tensor
+    divisor: torch.Tensor | None = None
+
+    @classmethod
+    def of(
+        cls,
+        residual: torch.Tensor,
+        gradient: torch.Tensor | None,
+        out: torch.Tensor,
+        divisor: torch.Tensor | None = None,
+    ) -> Sum:
+        """Raise ``ValueError`` unless dtypes, sizes, devices and aliasing are valid.
+
+        Without ``gradient``, nothing is added: the other two must be the same tensor.
+        """
+        if gradient is not None:
+            check_vector("residual", residual)
+            check_vector("gradient", gradient, dtypes=GRADIENT_DTYPES, numel=residual.shape[0], like=residual)
+            check_vector("out", out, numel=residual.shape[0], like=residual)
+            check_apart("gradient", gradient, "out", out)
+            check_in_place("residual", residual, "out", out)
+        elif residual is out:
+            check_vector("values", out)
+        else:
+            check_vector("out", out)
+            check_same("residual", residual, "out", out)
+        if divisor is not None:
+            check_vector("divisor", divisor, numel=out.shape[0], like=out)
+        return cls(residual, gradient, out, divisor)
+
+    @property
+    def added(self) -> Sum:
+        """The same, after the addition."""
+        return self._replace(residual=self.out, gradient=None)
+
+    def part(self, start: int, stop: int) -> Sum:
+        """Return the sum of the coordinates from ``start`` up to ``stop``."""
+        parts = (None if each is None else each[start:stop] for each in self)
+        return Sum._make(parts)
+
+
 def magnitude_keys(values: torch.Tensor) -> torch.Tensor:
     """Return integer keys (int32, same shape) that order ``values`` (fp32) by magnitude, with NaN largest."""
     return values.view(torch.int32) & MAGNITUDE_MASK
@@ -62,17 +112,11 @@ def threshold_key(threshold: float) -> int:
         return _INFINITY
 
 
-def select(
-    values: torch.Tensor,
-    threshold: float,
-    *,
-    divisor: torch.Tensor | None = None,
-) -> Entries:
+def select(values: torch.Tensor, threshold: float, *, divisor: torch.Tensor | None = None) -> Entries:
     """Return the entries of ``values`` (fp32 ``[n]``, contiguous) with ``|x| >= threshold``, in ascending order.
 
     Zeros are never selected. NaN is always selected. With a ``divisor`` (fp32 ``[n]``, powers of two from 2^-126 to
-    2^126), quotients are compared and returned. Raises
-    ``ValueError`` for a wrong dtype or shape.
+    2^126), quotients are compared and returned. Raises ``ValueError`` for a wrong dtype or shape.
     """
     return accumulate_and_select(values, None, values, threshold, divisor=divisor)
 
@@ -91,30 +135,21 @@ def accumulate_and_select(
     Without ``gradient``, ``residual`` and ``out`` must be the same tensor, and nothing is added. Raises ``ValueError``
     naming the invalid argument.
     """
-    check_addends(residual, gradient, out, divisor)
-    return select_keys(residual, gradient, out, threshold_key(threshold), divisor=divisor)
+    return select_keys(Sum.of(residual, gradient, out, divisor), threshold_key(threshold))
 
 
-def select_keys(
-    residual: torch.Tensor,
-    gradient: torch.Tensor | None,
-    out: torch.Tensor,
-    key: int,
-    *,
-    divisor: torch.Tensor | None = None,
-    terms: Sequence[SparseList] = (),
-) -> Entries:
-    """Run :func:`accumulate_and_select` with the ``key`` of a threshold, on checked arguments.
+def select_keys(total: Sum, key: int, terms: Sequence[SparseList] = ()) -> Entries:
+    """Run :func:`accumulate_and_select` with the ``key`` of a threshold.
 
     On a CPU, sparse lists of ``terms`` can be added to what is compared and returned, list by list. Their indices are
     ascending and unique. The vector itself stays as it is. With terms there is no ``divisor``.
     """
-    if not out.shape[0]:
-        return Entries.empty((0,), out)
-    if not terms and triton_runs(out):
-        selected: Entries = kernel("select_triton").select_keys(residual, gradient, divisor, out, key)
+    if not total.out.shape[0]:
+        return Entries.empty((0,), total.out)
+    if not terms and triton_runs(total.out):
+        selected: Entries = kernel("select_triton").select_keys(total, key)
         return selected
-    return _scan_host(residual, gradient, out, key, divisor, terms)
+    return _scan_host(total, key, terms)
 
 
 def has_non_finite(values: torch.Tensor) -> bool:
@@ -129,15 +164,9 @@ def has_non_finite(values: torch.Tensor) -> bool:
     return False
 
 
-def _scan_host(
-    residual: torch.Tensor,
-    gradient: torch.Tensor | None,
-    out: torch.Tensor,
-    key: int,
-    divisor: torch.Tensor | None,
-    terms: Sequence[SparseList],
-) -> Entries:
+def _scan_host(total: Sum, key: int, terms: Sequence[SparseList]) -> Entries:
     """Chunk loop in numpy, whose calls, comparisons and nonzero() measured faster than torch's."""
+    residual, gradient, out, divisor = total
     floats = out.numpy()
     add_chunk = _host_addition(floats, residual, gradient) if gradient is not None else None
     divisors = None if divisor is None else divisor.numpy()
@@ -212,25 +241,3 @@ def positions(mask: torch.Tensor) -> torch.Tensor:
     if mask.device.type == "cpu":  # on the CPU, numpy is three times faster than nonzero()
         return torch.from_numpy(mask.numpy().nonzero()[0])
     return mask.nonzero().squeeze(1)
-
-
-def check_addends(
-    residual: torch.Tensor, gradient: torch.Tensor | None, out: torch.Tensor, divisor: torch.Tensor | None = None
-) -> None:
-    """Raise ``ValueError`` unless dtypes, sizes, devices and aliasing are valid.
-
-    Without ``gradient``, nothing is added: the other two must be the same tensor.
-    """
-    if gradient is not None:
-        check_vector("residual", residual)
-        check_vector("gradient", gradient, dtypes=GRADIENT_DTYPES, numel=residual.shape[0], like=residual)
-        check_vector("out", out, numel=residual.shape[0], like=residual)
-        check_apart("gradient", gradient, "out", out)
-        check_in_place("residual", residual, "out", out)
-    elif residual is out:
-        check_vector("values", out)
-    else:
-        check_vector("out", out)
-        check_same("residual", residual, "out", out)
-    if divisor is not None:
-        check_vector("divisor", divisor, numel=out.shape[0], like=out)

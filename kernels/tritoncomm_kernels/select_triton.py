@@ -16,7 +16,7 @@ from tritoncomm_kernels import memory
 from tritoncomm_kernels.bits_triton import bits_in, divided, key_of, lowest_bit, pack_words
 from tritoncomm_kernels.dispatch import launch
 from tritoncomm_kernels.lists import Entries
-from tritoncomm_kernels.select import TILE, TILES_SUMMED_IN_PLACE
+from tritoncomm_kernels.select import TILE, TILES_SUMMED_IN_PLACE, Sum
 
 WARPS = 8  # of a tile of 4096 elements: 16 per thread. 32 would double the registers.
 # Mask words per program: 8192 elements. On an H200, with 25 million elements of which 3 % are marked, marking and
@@ -173,22 +173,13 @@ def empty_marks(like: torch.Tensor, *, tile: int = TILE) -> Marks:
     return Marks(bits, memory.scratch(tiles, torch.int32, like))
 
 
-def mark(
-    residual: torch.Tensor,
-    gradient: torch.Tensor | None,
-    divisor: torch.Tensor | None,
-    out: torch.Tensor,
-    least: torch.Tensor,
-    marks: Marks,
-    *,
-    span: torch.Tensor | None = None,
-) -> None:
-    """Launch the kernel on checked, non-empty arguments: compute ``out = residual + gradient`` and write ``marks``.
+def mark(total: Sum, least: torch.Tensor, marks: Marks, *, span: torch.Tensor | None = None) -> None:
+    """Launch the kernel on checked, non-empty arguments: compute the sum, and write ``marks``.
 
-    Elements are marked if their key, that of the quotient if there is a ``divisor``, is at least the key ``least``
-    (int32 ``[1]``, above 0). ``span`` (int32 ``[2]``) restricts marking to positions ``span[0] <= i < span[1]``.
-    Without ``gradient`` nothing is added.
+    Elements are marked if their key, or that of their quotient, is at least the key ``least`` (int32 ``[1]``, above 0).
+    ``span`` (int32 ``[2]``) restricts marking to positions ``span[0] <= i < span[1]``.
     """
+    residual, gradient, out, divisor = total
     tile = 32 * marks.bits.numel() // marks.counts.numel()
     launch(
         mark_kernel, (marks.counts.numel(),), residual, gradient, divisor, out, least, span, *marks, out.numel(),
@@ -196,18 +187,11 @@ def mark(
     )  # fmt: skip
 
 
-def expand(
-    values: torch.Tensor,
-    divisor: torch.Tensor | None,
-    marks: Marks,
-    indices: torch.Tensor,
-    out: torch.Tensor,
-    found: torch.Tensor,
-) -> None:
-    """Launch the kernel on checked, non-empty arguments: write the marked elements to ``indices`` and ``out``.
+def expand(total: Sum, marks: Marks, indices: torch.Tensor, values: torch.Tensor, found: torch.Tensor) -> None:
+    """Launch the kernel on checked, non-empty arguments: write the marked elements to ``indices`` and ``values``.
 
     Slots after the last entry keep their content. ``found`` (int64 ``[1]``) is set to the number of marked elements,
-    which may exceed the capacity. With a ``divisor``, quotients are written.
+    which may exceed the capacity.
     """
     bits, counts = marks
     tiles = counts.numel()
@@ -218,26 +202,24 @@ def expand(
         counts = counts.cumsum(0, dtype=torch.int32)
     launch(
         expand_kernel, (triton.cdiv(bits.numel(), words),),
-        values, divisor, bits, counts, indices, out, None, found, bits.numel(), indices.numel(), values.numel(),
-        0, 0, 0,
-        like=values, warps=EXPAND_WARPS,
+        total.out, total.divisor, bits, counts, indices, values, None, found,
+        bits.numel(), indices.numel(), total.out.numel(), 0, 0, 0,
+        like=total.out, warps=EXPAND_WARPS,
         TILES=words // per_tile, WORDS=words, SUMMED=summed, ROWS=False,
     )  # fmt: skip
 
 
-def select_keys(
-    residual: torch.Tensor, gradient: torch.Tensor | None, divisor: torch.Tensor | None, out: torch.Tensor, key: int
-) -> Entries:
+def select_keys(total: Sum, key: int) -> Entries:
     """Mark and expand. The only host synchronization is between the two, to allocate exactly what is needed."""
-    marks = empty_marks(out)
-    mark(residual, gradient, divisor, out, memory.scratch(1, torch.int32, out).fill_(key), marks)
+    out, marks = total.out, empty_marks(total.out)
+    mark(total, memory.scratch(1, torch.int32, out).fill_(key), marks)
     entries = Entries.empty((int(marks.counts.sum()),), out)
-    expand(out, divisor, marks, *entries, memory.scratch(1, torch.int64, out))
+    expand(total, marks, *entries, memory.scratch(1, torch.int64, out))
     return entries
 
 
 def count_inside(values: torch.Tensor, key: int, span: torch.Tensor) -> torch.Tensor:
     """Return how many of the ``values`` in the ``span`` reach the ``key``, int32 ``[1]``."""
     marks = empty_marks(values)
-    mark(values, None, None, values, memory.scratch(1, torch.int32, values).fill_(key), marks, span=span)
+    mark(Sum(values, None, values), memory.scratch(1, torch.int32, values).fill_(key), marks, span=span)
     return marks.counts.sum(dtype=torch.int32).reshape(1)

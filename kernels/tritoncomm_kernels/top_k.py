@@ -22,7 +22,7 @@ from tritoncomm_kernels.memory import Guess
 from tritoncomm_kernels.select import (
     MAGNITUDE_MASK,
     SparseList,
-    check_addends,
+    Sum,
     magnitude_keys,
     positions,
     select_keys,
@@ -68,12 +68,12 @@ def accumulate_top_k_segments(
     """
     if len(bounds) != len(budgets) + 1 or any(a > b for a, b in itertools.pairwise(bounds)):
         raise ValueError(f"bounds={bounds!r} must be ascending, with one element more than the {len(budgets)} budgets")
-    check_addends(residual, gradient, out)
+    total = Sum.of(residual, gradient, out)
     if gradient is not None and (bounds[0], bounds[-1]) != (0, out.numel()):
         raise ValueError(f"bounds={bounds!r} must be those of segments that cover all {out.numel()} elements")
     widest = max((stop - start for start, stop in itertools.pairwise(bounds)), default=0)
     if widest >= SAMPLE_FROM and out.device.type == "cpu" and not triton_runs(out):  # else calls cost more than passes
-        return _each_segment(residual, gradient, out, bounds, budgets, terms)
+        return _each_segment(total, bounds, budgets, terms)
     if gradient is not None:
         torch.add(residual, gradient, out=out)
     before = [out.index_select(0, indices) for indices, _ in terms]
@@ -89,20 +89,11 @@ def accumulate_top_k_segments(
     return selected
 
 
-def _each_segment(
-    residual: torch.Tensor,
-    gradient: torch.Tensor | None,
-    out: torch.Tensor,
-    bounds: Sequence[int],
-    budgets: Sequence[int],
-    terms: Sequence[SparseList],
-) -> Entries:
+def _each_segment(total: Sum, bounds: Sequence[int], budgets: Sequence[int], terms: Sequence[SparseList]) -> Entries:
     """Add and select one segment after the other, on the CPU."""
-    parts = [Entries.empty((0,), out)]
+    parts = [Entries.empty((0,), total.out)]
     for start, stop, k in zip(bounds, bounds[1:], budgets, strict=False):
-        own = slice(start, stop)
-        added = None if gradient is None else gradient[own]
-        part = _exact(residual[own], added, out[own], k, terms=inside(terms, start, stop))
+        part = _exact(total.part(start, stop), k, inside(terms, start, stop))
         parts.append(part._replace(indices=part.indices + start))
     return Entries.join(parts)
 
@@ -117,7 +108,7 @@ def _of_segments(vector: torch.Tensor, bounds: Sequence[int], budgets: Sequence[
     starts, stops = ends[:-1, None], ends[1:, None]
     width = int((stops - starts).max(initial=0))
     if len(budgets) <= 1 or not 0 < width <= SHORT_SEGMENT:
-        return _each_segment(vector, None, vector, bounds, budgets, ())
+        return _each_segment(Sum(vector, None, vector), bounds, budgets, ())
     limits = np.minimum(limits, stops[:, 0] - starts[:, 0])
     places = starts + np.arange(width)
     keys = np.where(places < stops, values[np.minimum(places, len(values) - 1)].view(np.int32) & MAGNITUDE_MASK, 0)
@@ -150,15 +141,15 @@ def accumulate_top_k(
     """
     if k < 0:
         raise ValueError(f"k={k} is negative: must be at least 0")
-    check_addends(residual, gradient, out, divisor)
+    total = Sum.of(residual, gradient, out, divisor)
     if not out.numel() or not triton_runs(out):
-        return _exact(residual, gradient, out, k, divisor=divisor)
+        return _exact(total, k)
     k = min(k, out.numel())
     if not k:
         if gradient is not None:
             torch.add(residual, gradient, out=out)
         return Entries.empty((0,), out)
-    entries, taken = _launch(residual, gradient, out, k, divisor, guess)
+    entries, taken = _launch(total, k, guess)
     return entries.slice(0, int(taken))
 
 
@@ -181,8 +172,7 @@ def top_k_padded(
     if k < 1:
         raise ValueError(f"k={k}: must be at least 1")
     if out.numel() and triton_runs(out):
-        check_addends(residual, gradient, out, divisor)
-        return _launch(residual, gradient, out, k, divisor, guess)[0]
+        return _launch(Sum.of(residual, gradient, out, divisor), k, guess)[0]
     return accumulate_top_k(residual, gradient, out, k, divisor=divisor).padded(k)
 
 
@@ -249,20 +239,12 @@ def smallest_magnitude(values: torch.Tensor) -> float:
     return float(magnitude_keys(values).min().view(torch.float32))
 
 
-def _exact(
-    residual: torch.Tensor,
-    gradient: torch.Tensor | None,
-    out: torch.Tensor,
-    k: int,
-    *,
-    divisor: torch.Tensor | None = None,
-    terms: Sequence[SparseList] = (),
-) -> Entries:
+def _exact(total: Sum, k: int, terms: Sequence[SparseList] = ()) -> Entries:
     """Add, filter with a slightly low threshold in the same pass, then select from the candidates only."""
-    key = int(_guess(_with_terms(_sampled(residual, gradient, divisor), terms), k, out.numel()))
-    selected = select_keys(residual, gradient, out, key, divisor=divisor, terms=terms)
+    key = int(_guess(_with_terms(_sampled(total), terms), k, total.out.numel()))
+    selected = select_keys(total, key, terms)
     if selected.room < k and key > 1:  # the estimate was too high, so use every non-zero as a candidate
-        selected = select_keys(out, None, out, 1, divisor=divisor, terms=terms)
+        selected = select_keys(total.added, 1, terms)
     return largest(selected, k)
 
 
@@ -295,26 +277,16 @@ def _largest_on_host(indices: npt.NDArray[np.int32], values: npt.NDArray[np.floa
     return Entries(torch.from_numpy(indices[kept]), torch.from_numpy(values[kept]))
 
 
-def _launch(
-    residual: torch.Tensor,
-    gradient: torch.Tensor | None,
-    out: torch.Tensor,
-    k: int,
-    divisor: torch.Tensor | None,
-    guess: Guess | None,
-) -> tuple[Entries, torch.Tensor]:
+def _launch(total: Sum, k: int, guess: Guess | None) -> tuple[Entries, torch.Tensor]:
     """Select by kernels, which start from the last call with this ``guess``. No host synchronization.
 
     Returns ``[k]`` entries and padding, and the number of entries (int64 ``[1]``).
     """
-    guess = guess or Guess()
+    guess, numel = guess or Guess(), total.out.numel()
     if guess.key is None:
-        guess.key = torch.empty(1, dtype=torch.int32, device=out.device)
-        guess.key.fill_(_guess(_sampled(residual, gradient, divisor), k, out.numel()))
-    room = min(out.numel(), max(2 * k, k + SPARE_ROOM))
-    found: tuple[Entries, torch.Tensor] = kernel("top_k_triton").top_k(
-        residual, gradient, divisor, out, guess.key, k, room
-    )
+        guess.key = torch.empty(1, dtype=torch.int32, device=total.out.device).fill_(_guess(_sampled(total), k, numel))
+    room = min(numel, max(2 * k, k + SPARE_ROOM))
+    found: tuple[Entries, torch.Tensor] = kernel("top_k_triton").top_k(total, guess.key, k, room)
     return found
 
 
@@ -327,12 +299,12 @@ def _sample_lines(values: torch.Tensor) -> torch.Tensor:
     return lines.reshape(-1).to(torch.float32)
 
 
-def _sampled(residual: torch.Tensor, gradient: torch.Tensor | None, divisor: torch.Tensor | None) -> torch.Tensor:
-    """Return a sample of the sum, divided by the ``divisor``."""
-    sample = _sample_lines(residual)
-    if gradient is not None:
-        sample = sample + _sample_lines(gradient)
-    return sample if divisor is None else sample / _sample_lines(divisor)
+def _sampled(total: Sum) -> torch.Tensor:
+    """Return a sample of the sum, divided by the divisor."""
+    sample = _sample_lines(total.residual)
+    if total.gradient is not None:
+        sample = sample + _sample_lines(total.gradient)
+    return sample if total.divisor is None else sample / _sample_lines(total.divisor)
 
 
 def _with_terms(sample: torch.Tensor, terms: Sequence[SparseList]) -> torch.Tensor:

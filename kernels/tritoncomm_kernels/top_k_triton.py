@@ -16,6 +16,7 @@ from tritoncomm_kernels import memory, select_triton
 from tritoncomm_kernels.bits_triton import bits_in, divided, key_of, lowest_bit, pack_words
 from tritoncomm_kernels.dispatch import launch
 from tritoncomm_kernels.lists import Entries
+from tritoncomm_kernels.select import Sum
 
 BLOCK, WARPS = 4096, 8
 PROGRAMS = 512  # maximum; each program reads a contiguous share, and one load covers the counts of all earlier programs
@@ -260,28 +261,21 @@ def emit_kernel(
         taken += programs * PROGRAMS
 
 
-def top_k(
-    residual: torch.Tensor,
-    gradient: torch.Tensor | None,
-    divisor: torch.Tensor | None,
-    out: torch.Tensor,
-    guess: torch.Tensor,
-    k: int,
-    room: int,
-) -> tuple[Entries, torch.Tensor]:
+def top_k(total: Sum, guess: torch.Tensor, k: int, room: int) -> tuple[Entries, torch.Tensor]:
     """Filter candidates by the key ``guess`` (int32 ``[1]``), then select from them. Set the guess of the next call.
 
     There is ``room`` for so many candidates. Arguments are checked, and not empty. Returns ``[k]`` entries and padding,
     and the number of entries (int64 ``[1]``).
     """
+    out = total.out
     places, following = (memory.scratch(size, torch.int32, out) for size in (room, 1))
     passed, found = memory.scratch(room, torch.float32, out), memory.scratch(1, torch.int64, out)
     taken, marks, rows = torch.empty_like(found), select_triton.empty_marks(out), Entries.empty((1, k), out)
-    select_triton.mark(residual, gradient, divisor, out, guess, marks)
-    select_triton.expand(out, divisor, marks, places, passed, found)
+    select_triton.mark(total, guess, marks)
+    select_triton.expand(total, marks, places, passed, found)
     top_k_rows(
         out, None, None, places, rows,
-        divisor=divisor, candidates=(passed, found, guess), told=(taken, following),
+        divisor=total.divisor, candidates=(passed, found, guess), told=(taken, following),
     )  # fmt: skip
     guess.copy_(following)
     return rows.row(0), taken

@@ -23,7 +23,7 @@ from tritoncomm_kernels.bits_triton import divided, key_of
 from tritoncomm_kernels.formats import FORMATS, INDICES
 from tritoncomm_kernels.section_layout import Layout
 from tritoncomm_kernels.sections import read_rows, write_rows
-from tritoncomm_kernels.select import TILE, TILES_SUMMED_IN_PLACE
+from tritoncomm_kernels.select import TILE, TILES_SUMMED_IN_PLACE, Sum
 from tritoncomm_kernels.select_triton import add_tile, write_marks
 
 TYPES = {torch.float32: "fp32", torch.float64: "fp64", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -146,7 +146,7 @@ def selection() -> None:
             select()
     # With this many tiles, a separate scan sums their counts.
     long = torch.zeros(tiles * n)
-    select_triton.expand(long, None, select_triton.empty_marks(long), indices, out, count)
+    select_triton.expand(Sum(long, None, long), select_triton.empty_marks(long), indices, out, count)
     kernels.merge([(indices, x)], n)
 
 

@@ -75,7 +75,7 @@ def test_mark(
         at = torch.tensor(span, dtype=torch.int32, device=guarded.device) if ranged else None
         key = torch.tensor([key_to_reach(limit)], dtype=torch.int32, device=guarded.device)
         by = guarded.of(divisor) if divides else None
-        triton.mark(x, gradients, by, out, key, marks, span=at)
+        triton.mark(select.Sum(x, gradients, out, by), key, marks, span=at)
         return [bits(each) for each in (out, x, *marks)]
 
     triton = kernel("select_triton")
@@ -105,10 +105,10 @@ def test_expand(device: str, n: int, family: str, seed: int, limit: float, tile:
         marks = triton.empty_marks(x, tile=tile)
         by = guarded.of(divisor) if divides else None
         key = torch.tensor([key_to_reach(limit)], dtype=torch.int32, device=guarded.device)
-        triton.mark(x, None, by, x, key, marks)
+        triton.mark(select.Sum(x, None, x, by), key, marks)
         indices, out = guarded.poison(capacity, torch.int32), guarded.poison(capacity)
         found = guarded.poison(1, torch.int64)
-        triton.expand(x, by, marks, indices, out, found)
+        triton.expand(select.Sum(x, None, x, by), marks, indices, out, found)
         return [bits(t) for t in (x, indices, out, found)]
 
     triton = kernel("select_triton")
@@ -128,13 +128,13 @@ def test_launch_shapes_keep_the_result(device: str, words: int, scanned: bool) -
     x, triton = drawn("heavy", 5000, 3).to(device), kernel("select_triton")
     marks = triton.empty_marks(x, tile=256)
     with kernels_from("triton"):
-        triton.mark(x, None, None, x, torch.tensor([key_of(0.5)], dtype=torch.int32, device=device), marks)
+        triton.mark(select.Sum(x, None, x), torch.tensor([key_of(0.5)], dtype=torch.int32, device=device), marks)
         expected = kernels.select(x, 0.5)
     guarded = Guarded(device)
     indices, values = guarded.poison(expected.room, torch.int32), guarded.poison(expected.room)
     found = guarded.poison(1, torch.int64)
     with patch.multiple(triton, WORDS=words, TILES_SUMMED_IN_PLACE=0 if scanned else TILES_SUMMED_IN_PLACE):
-        triton.expand(x, None, marks, indices, values, found)
+        triton.expand(select.Sum(x, None, x), marks, indices, values, found)
     guarded.check()
     assert found.item() == expected.room
     assert torch.equal(indices, expected.indices)
@@ -401,8 +401,8 @@ def test_cuda_graph_replay(device: str) -> None:
     found = torch.zeros(1, dtype=torch.int64, device=device)
 
     def step() -> kernels.Entries:
-        triton.mark(residual, added, None, out, least, marks)
-        triton.expand(out, None, marks, indices, values, found)
+        triton.mark(select.Sum(residual, added, out), least, marks)
+        triton.expand(select.Sum(residual, added, out), marks, indices, values, found)
         return kernels.top_k_padded(out, None, out, k, guess=guess)
 
     residual.normal_()

@@ -196,9 +196,9 @@ def test_a_selection_by_update_takes_one_pass(
     numel, marked, select_triton = 9000, [], module_of("select_triton")
     run = select_triton.mark
 
-    def mark(residual: torch.Tensor, gradient: Any, divisor: Any, *rest: Any) -> None:
-        marked.append([gradient is not None, divisor is not None])
-        run(residual, gradient, divisor, *rest)
+    def mark(total: Any, *rest: Any) -> None:
+        marked.append([total.gradient is not None, total.divisor is not None])
+        run(total, *rest)
 
     monkeypatch.setattr(select_triton, "mark", mark)
     residual, gradient, scratch = vector(numel, 1), vector(numel, 2), torch.empty(numel)
