@@ -22,13 +22,7 @@ from tritoncomm_kernels.lists import Entries
 from tritoncomm_kernels.memory import Guess, copied_to
 from tritoncomm_kernels.rebalance import rebalance
 from tritoncomm_kernels.rms import root_mean_square, root_mean_squares
-from tritoncomm_kernels.select import (
-    accumulate_and_select,
-    has_non_finite,
-    magnitude_keys,
-    select,
-    threshold_key,
-)
+from tritoncomm_kernels.select import accumulate_and_select, has_non_finite, magnitude_keys, select, threshold_key
 from tritoncomm_kernels.top_k import (
     accumulate_top_k,
     accumulate_top_k_segments,

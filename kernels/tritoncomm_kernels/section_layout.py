@@ -11,8 +11,9 @@ from tritoncomm_kernels.formats import Format
 class Layout:
     """Layout of a section: at most ``room`` entries in a range of ``span`` coordinates, whose values are in ``fmt``.
 
-    ``low_bits`` bits of each index are in planes. The others are in a string of ``high_bits`` bits. ``plain`` means
-    that the string is a bitmap of the range, and no index has low bits. The rest follows from these:
+    Rounded values are written divided by ``divisor``. ``low_bits`` bits of each index are in planes. The others are in
+    a string of ``high_bits`` bits. ``plain`` means that the string is a bitmap of the range, and no index has low bits.
+    The rest follows from these:
 
     * ``quantized``: True if values are codes with a header. False for fp32, and without values.
     * ``heads``: Words before the high part: the count, and the header of quantized values.
@@ -26,6 +27,7 @@ class Layout:
     room: int
     span: int
     fmt: Format
+    divisor: int
     plain: bool
     low_bits: int
     high_bits: int
@@ -47,12 +49,12 @@ class Layout:
         )  # fmt: skip
 
     @classmethod
-    def of(cls, room: int, span: int, fmt: Format) -> Layout:
+    def of(cls, room: int, span: int, fmt: Format, divisor: int = 1) -> Layout:
         """Return the layout with the shortest indices."""
         room = min(room, span)
         if room == 0:
-            return cls(0, span, fmt, True, 0, 0)
+            return cls(0, span, fmt, divisor, True, 0, 0)
         if span <= 4 * room:
-            return cls(room, span, fmt, True, 0, span)
+            return cls(room, span, fmt, divisor, True, 0, span)
         low_bits = (span // room).bit_length() - 1
-        return cls(room, span, fmt, False, low_bits, room + -(-span // (1 << low_bits)))
+        return cls(room, span, fmt, divisor, False, low_bits, room + -(-span // (1 << low_bits)))

@@ -33,27 +33,24 @@ _EXACT_BITS = 24  # of an integer in fp32
 _DESCENDING = "its indices do not ascend inside the range"
 
 
-def write_one(
-    layout: Layout, low: int, indices: torch.Tensor, values: torch.Tensor, *, divisor: int = 1
-) -> tuple[torch.Tensor, Entries]:
+def write_one(layout: Layout, low: int, indices: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, Entries]:
     """Return the section of the entries that it can hold together (int32 ``[layout.words]``), and these entries.
 
     ``indices`` (int32 ``[m]``) ascend from ``low`` on, and there are at most as many as the section has room. Those of
-    :func:`~tritoncomm_kernels.quantize.sendable` are written. Rounded ``values`` (fp32 ``[m]``) are written divided by
-    ``divisor``, and those of 0 bits not at all. The returned values are those that :func:`read_one` decodes, times
-    ``divisor`` without rounding, or ``values`` as they are if they are not rounded or not written. On a GPU, the host
-    waits once for the number of entries, if values are rounded.
+    :func:`~tritoncomm_kernels.quantize.sendable` are written. ``values`` (fp32 ``[m]``) of 0 bits are not. The returned
+    values are those that :func:`read_one` decodes, times the divisor without rounding, or ``values`` as they are if
+    they are not rounded or not written. On a GPU, the host waits once for the number of entries, if values are rounded.
     """
     if not indices.is_cpu or triton_runs(indices):
         held = values if layout.fmt.bits else torch.zeros(indices.shape, device=indices.device)
         entries, lows = Entries(indices[None], held[None]), indices.new_full((1,), low)
-        messages, sent = write_rows(layout, lows, entries, divisor=divisor)
+        messages, sent = write_rows(layout, lows, entries)
         return messages[0], sent.row(0).trimmed() if layout.quantized else Entries(indices, values)
     assert indices.shape[0] <= layout.room
     words = np.zeros(layout.words, np.int32)
     if not layout.room:
         return torch.from_numpy(words), Entries(indices, values)
-    at, numbers, codes = indices.numpy(), values.numpy(), None
+    at, numbers, codes, divisor = indices.numpy(), values.numpy(), None, layout.divisor
     if layout.quantized:
         found = quantize.range_of(numbers, layout.fmt, divisor) if numbers.size else None
         chosen = quantize.sendable(numbers, layout.fmt, divisor, found)
@@ -73,7 +70,7 @@ def write_one(
     return torch.from_numpy(words), Entries(indices, values)
 
 
-def read_one(layout: Layout, low: int, section: torch.Tensor, *, divisor: int = 1) -> Entries:
+def read_one(layout: Layout, low: int, section: torch.Tensor) -> Entries:
     """Return the entries of ``section`` (int32 ``[layout.words]``): indices from ``low`` on, and values as written.
 
     Raises ``ValueError`` if no :func:`write_one` with this ``layout`` writes such a section: the count exceeds the
@@ -82,7 +79,7 @@ def read_one(layout: Layout, low: int, section: torch.Tensor, *, divisor: int = 
     """
     if not section.is_cpu or triton_runs(section):
         lows = section.new_full((1,), low)
-        found, malformed = read_rows(layout, lows, section[None], divisor=divisor)
+        found, malformed = read_rows(layout, lows, section[None])
         count, wrong = torch.stack([(found.indices[0] != PADDING).sum(), malformed[0]]).tolist()
         if wrong:
             raise ValueError("its counts differ, its indices do not ascend inside the range, or its header is invalid")
@@ -93,7 +90,7 @@ def read_one(layout: Layout, low: int, section: torch.Tensor, *, divisor: int = 
     count = int(words[0])
     offsets, codes = _read_indices(layout, words, count)
     if layout.quantized:
-        values = quantize.dequantize(codes, int(words[1]) & 0xFFFFFFFF, layout.fmt, divisor)
+        values = quantize.dequantize(codes, int(words[1]) & 0xFFFFFFFF, layout.fmt, layout.divisor)
     else:  # no values follow if they have 0 bits
         first = layout.words - layout.value_words
         values = words[first : first + count].view(np.float32).copy()
@@ -102,33 +99,29 @@ def read_one(layout: Layout, low: int, section: torch.Tensor, *, divisor: int = 
     return Entries(torch.from_numpy(offsets), torch.from_numpy(values))
 
 
-def write_rows(
-    layout: Layout, lows: torch.Tensor, entries: Entries, *, divisor: int = 1
-) -> tuple[torch.Tensor, Entries]:
+def write_rows(layout: Layout, lows: torch.Tensor, entries: Entries) -> tuple[torch.Tensor, Entries]:
     """Return one section per row of ``entries`` (int32 ``[rows, layout.words]``), and the entries as they are read.
 
     Indices of row r start at ``lows[r]`` (int32 ``[rows]``, on the device). Entries that are too small beside the
     largest one of their row are left out (:func:`~tritoncomm_kernels.quantize.sendable`). The values of the
-    returned entries are those that :func:`read_rows` returns, times ``divisor``. Values of 0 bits are returned as they
+    returned entries are those that :func:`read_rows` returns, times the divisor. Values of 0 bits are returned as they
     are.
     """
     messages = entries.indices.new_empty((len(lows), layout.words))
     if not layout.room or not entries.values.numel():
         return messages.zero_(), entries
     if triton_runs(entries.values):
-        sent_rows: Entries = kernel("sections_triton").write_rows(layout, lows, entries, messages, divisor)
+        sent_rows: Entries = kernel("sections_triton").write_rows(layout, lows, entries, messages)
         return messages, sent_rows
     sent = []
     for row, low in enumerate(lows.tolist()):
         part = entries.row(row).trimmed()
-        messages[row], found = write_one(layout, low, part.indices, part.values, divisor=divisor)
+        messages[row], found = write_one(layout, low, part.indices, part.values)
         sent.append(found.padded(entries.room))
     return messages, Entries.stacked(sent)
 
 
-def read_rows(
-    layout: Layout, lows: torch.Tensor, messages: torch.Tensor, *, divisor: int = 1
-) -> tuple[Entries, torch.Tensor]:
+def read_rows(layout: Layout, lows: torch.Tensor, messages: torch.Tensor) -> tuple[Entries, torch.Tensor]:
     """Return the entries of ``messages`` (int32 ``[rows, layout.words]``), and how many are malformed (int32 ``[1]``).
 
     A malformed row (see :func:`read_one`) has no entries. Indices are therefore always ascending and inside their
@@ -138,12 +131,12 @@ def read_rows(
     if not layout.room or not len(lows):
         return Entries.empty(shape, messages), messages.new_zeros(1)
     if triton_runs(messages):
-        found_rows: tuple[Entries, torch.Tensor] = kernel("sections_triton").read_rows(layout, lows, messages, divisor)
+        found_rows: tuple[Entries, torch.Tensor] = kernel("sections_triton").read_rows(layout, lows, messages)
         return found_rows
     rows, malformed = [], 0
     for row, low in enumerate(lows.tolist()):
         try:
-            found = read_one(layout, low, messages[row], divisor=divisor)
+            found = read_one(layout, low, messages[row])
         except ValueError:
             found, malformed = Entries.empty((0,), messages), malformed + 1
         rows.append(found.padded(layout.room))

@@ -359,13 +359,13 @@ def levels_and_midpoints(tables: Sequence[Sequence[float]], device: torch.device
     return torch.stack([levels, midpoints]).float().to(device)
 
 
-def write_rows(layout: Any, lows: torch.Tensor, entries: Entries, messages: torch.Tensor, divisor: int) -> Entries:
+def write_rows(layout: Any, lows: torch.Tensor, entries: Entries, messages: torch.Tensor) -> Entries:
     """Launch the kernels on checked arguments with at least one row and slot. ``messages`` are overwritten."""
     sent = Entries(entries.indices.contiguous(), entries.values.contiguous())
     rows, stride = sent.indices.shape
     grid = blocks, _ = triton.cdiv(stride, BLOCK), rows
     counts = memory.scratch(rows * blocks, torch.int32, messages)
-    tables = menu(layout.fmt, messages.device)
+    tables, divisor = menu(layout.fmt, messages.device), float(layout.divisor)
     size: dict[str, Any] = {"like": messages, "warps": WARPS, "BLOCK": BLOCK}
     if not layout.quantized:
         launch(count_used_kernel, grid, sent.indices, counts, stride, **size)
@@ -375,17 +375,17 @@ def write_rows(layout: Any, lows: torch.Tensor, entries: Entries, messages: torc
         held = Entries(
             *(memory.scratch(rows * stride, kind, messages).view(rows, stride) for kind in (torch.int32, torch.float32))
         )
-        scale_mask = -1 << (24 - quantize.scale_bits(divisor))  # of the bits of a scale that are kept, signed
+        scale_mask = -1 << (24 - quantize.scale_bits(layout.divisor))  # of the bits of a scale that are kept, signed
         known = quantize.lookup(layout.fmt)
         launch(row_extents_kernel, grid, *sent, found, stride, **size)
         launch(
-            drop_rows_kernel, grid, *sent, found, kept, counts, *held, stride, float(divisor), known.cover,
+            drop_rows_kernel, grid, *sent, found, kept, counts, *held, stride, divisor, known.cover,
             known.half_least, KEPT=scale_mask, **size,
         )  # fmt: skip
         sent = moved(held, counts)
         launch(
             choose_rows_kernel, (1, rows), sent.values, kept, tables, counts, messages, stride, blocks,
-            layout.words, float(divisor), known.cover, like=messages, warps=CHOOSE_WARPS,
+            layout.words, divisor, known.cover, like=messages, warps=CHOOSE_WARPS,
             KEPT=scale_mask, TABLES=len(layout.fmt.tables), HALVINGS=layout.fmt.bits - 1, BLOCK=BLOCK,
         )  # fmt: skip
     lengths, first = (stride, blocks, layout.words), layout.heads + layout.high_words
@@ -396,13 +396,13 @@ def write_rows(layout: Any, lows: torch.Tensor, entries: Entries, messages: torc
     )  # fmt: skip
     launch(
         planes_rows_kernel, (triton.cdiv(layout.room, BLOCK), rows), *sent, counts, lows, messages, tables,
-        *lengths, layout.room, first, float(divisor), quantize.limit(divisor),
+        *lengths, layout.room, first, divisor, quantize.limit(layout.divisor),
         **_shape(layout), **size,
     )  # fmt: skip
     return sent
 
 
-def read_rows(layout: Any, lows: torch.Tensor, messages: torch.Tensor, divisor: int) -> tuple[Entries, torch.Tensor]:
+def read_rows(layout: Any, lows: torch.Tensor, messages: torch.Tensor) -> tuple[Entries, torch.Tensor]:
     """Launch the kernels on checked arguments with at least one row and slot."""
     messages, rows, room = messages.contiguous(), len(lows), layout.room
     words, heads, high_words = layout.words, layout.heads, layout.high_words
@@ -420,7 +420,7 @@ def read_rows(layout: Any, lows: torch.Tensor, messages: torch.Tensor, divisor: 
     )  # fmt: skip
     launch(
         join_sections_kernel, (blocks, rows), slots, lows, messages, menu(layout.fmt, messages.device), *found,
-        verdict, words, room, layout.span, heads + high_words, quantize.limit(divisor),
+        verdict, words, room, layout.span, heads + high_words, quantize.limit(layout.divisor),
         **_shape(layout), PLAIN=layout.plain, **size,
     )  # fmt: skip
     launch(

@@ -19,14 +19,7 @@ from tritoncomm_kernels.dispatch import kernel, triton_runs
 from tritoncomm_kernels.entries import constant, joined, scatter_add
 from tritoncomm_kernels.lists import PADDING, Entries, inside
 from tritoncomm_kernels.memory import Guess
-from tritoncomm_kernels.select import (
-    MAGNITUDE_MASK,
-    SparseList,
-    Sum,
-    magnitude_keys,
-    positions,
-    select_keys,
-)
+from tritoncomm_kernels.select import MAGNITUDE_MASK, SparseList, Sum, magnitude_keys, positions, select_keys
 
 # A sample of one 128-byte line in 257 estimates the k-th magnitude. It is accurate enough that little more than k
 # candidates pass the filter. Below SAMPLE_FROM elements, sampling costs more than it saves.
@@ -177,12 +170,7 @@ def top_k_padded(
 
 
 def top_k_rows(
-    values: torch.Tensor,
-    bounds: torch.Tensor,
-    budgets: torch.Tensor,
-    room: int,
-    *,
-    indices: torch.Tensor | None = None,
+    values: torch.Tensor, bounds: torch.Tensor, budgets: torch.Tensor, room: int, *, indices: torch.Tensor | None = None
 ) -> Entries:
     """Return the largest entries of each segment of ``values`` (fp32 ``[n]``), ``[rows, room]``.
 

@@ -68,21 +68,21 @@ def test_rows(
 
     The receiver gets what the sender subtracts. The first row alone has the same section.
     """
-    layout = Layout.of(room, span, fmt)
+    layout = Layout.of(room, span, fmt, divisor)
     lows, rows = rows_of(layout, drawn_rows, seed, spare)
     low, count = int(lows[0]), int((rows.indices[0] >= 0).sum())
 
     def call(guarded: Guarded) -> tuple[object, ...]:
         firsts = guarded.of(lows)
-        words, sent = write_rows(layout, firsts, Entries(*map(guarded.of, rows)), divisor=divisor)
-        found, malformed = read_rows(layout, firsts, words, divisor=divisor)
+        words, sent = write_rows(layout, firsts, Entries(*map(guarded.of, rows)))
+        found, malformed = read_rows(layout, firsts, words)
         assert malformed.tolist() == [0]
         assert bits(found.indices) == bits(sent.indices[:, : layout.room])
         if layout.quantized:
             assert bits(found.values * divisor) == bits(sent.values[:, : layout.room])
         values = guarded.of(rows.values[0, : count if fmt.bits else 0])
-        alone, kept = write_one(layout, low, guarded.of(rows.indices[0, :count]), values, divisor=divisor)
-        back = read_one(layout, low, guarded.of(alone), divisor=divisor)
+        alone, kept = write_one(layout, low, guarded.of(rows.indices[0, :count]), values)
+        back = read_one(layout, low, guarded.of(alone))
         assert bits(alone) == bits(words[0])
         assert bits(back.indices) == bits(kept.indices) == bits(sent.indices[0, : kept.indices.numel()])
         assert bits(back.values) == bits(found.values[0, : back.values.numel()])

@@ -108,7 +108,7 @@ class Section:
     words: int = field(init=False)
 
     def __post_init__(self) -> None:
-        layout = Layout.of(self.room, self.high - self.low, _FORMATS[self.values])
+        layout = Layout.of(self.room, self.high - self.low, _FORMATS[self.values], self.divisor)
         plain_words = layout.room * (1 if self.values == NO_VALUES else 2)
         is_packed = self.room > 0 and bool(self.packed) and (self.packed == "always" or layout.words < plain_words)
         rounds = self.values not in ("fp32", NO_VALUES) and (is_packed or self.divisor > 1)
@@ -143,7 +143,7 @@ class Section:
         if indices.shape[0] > self.room:
             raise ValueError(f"{indices.shape[0]} entries do not fit into a section with room={self.room}")
         if self.is_packed:
-            return write_one(self.layout, self.low, indices, values, divisor=self.divisor)
+            return write_one(self.layout, self.low, indices, values)
         entries = self.sendable(Entries(indices, values))
         if self.values == NO_VALUES:
             return torch.nn.functional.pad(indices, (0, self.words - indices.numel()), value=_PADDING), entries
@@ -162,7 +162,7 @@ class Section:
             )
         if self.is_packed:
             try:
-                entries = read_one(self.layout, self.low, section, divisor=self.divisor)
+                entries = read_one(self.layout, self.low, section)
             except ValueError as error:
                 raise ProtocolMismatchError(
                     f"received a malformed section for [{self.low}, {self.high}): {error}. "
@@ -186,7 +186,7 @@ class Section:
         The messages are int32 ``[rows, words]``. The section is one of :attr:`Encoding.of_rows`.
         """
         if self.is_packed:
-            return write_rows(self.layout, lows, entries, divisor=self.divisor)
+            return write_rows(self.layout, lows, entries)
         if self.values == NO_VALUES:
             return entries.indices, entries
         return torch.cat([entries.indices, entries.values.view(torch.int32)], dim=1), entries
@@ -198,7 +198,7 @@ class Section:
         :func:`tritoncomm_kernels.sections.read_rows`.
         """
         if self.is_packed:
-            return read_rows(self.layout, lows, messages, divisor=self.divisor)
+            return read_rows(self.layout, lows, messages)
         room = self.layout.room
         indices, values = messages[:, :room], messages[:, room:].view(torch.float32)
         if self.values == NO_VALUES:
