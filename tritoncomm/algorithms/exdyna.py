@@ -173,17 +173,6 @@ class ExDynaState:
     blocks: tuple[int, ...] | Partitions = ()
 
 
-class Counts(NamedTuple):
-    """Per rank, how many entries ``passed`` the threshold, and whether the accumulator has a non-zero (1 or 0).
-
-    ``on_device`` are the former, int32 ``[P]``, on the device of the partitions.
-    """
-
-    passed: list[int]
-    non_zero: list[int]
-    on_device: torch.Tensor
-
-
 class Layout(NamedTuple):
     """Elements per block, initial blocks per partition, and the smallest number of blocks of a partition."""
 
@@ -213,32 +202,38 @@ class ExDynaAlgorithm(BudgetedAlgorithm):
         state = self._state_for(world_size, layout)
         threshold = state.threshold or (yield from self._first_threshold(acc, world_size))
         partitions = self._partitions(state, layout, torch.device("cpu") if acc.verdict is None else acc.device)
-        mean, counts = yield from self._exchange(acc, threshold, partitions.bounds, state.step, rank, world_size)
-        total = sum(counts.passed)
-        imbalance = max(counts.passed) * world_size / total if total else 1.0
+        mean, passed, has_any = yield from self._exchange(
+            acc, threshold, partitions.bounds, state.step, rank, world_size
+        )
+        total = sum(passed)
+        imbalance = max(passed) * world_size / total if total else 1.0
         self.report = {"threshold": Ratio(threshold), "passed": float(total), "imbalance": Ratio(imbalance)}
         # Online threshold scaling and dynamic partition allocation, for the next step.
-        if any(counts.non_zero):
+        if has_any:
             empty = 0 if total else state.empty + 1
             scaled = self._scaled(threshold, total, max(1, empty))
             state = replace(state, threshold=scaled, empty=empty if scaled else 0)
         else:
             state = replace(state, threshold=threshold)
+        counts = torch.tensor(passed, dtype=torch.int32, device="cpu")
+        if acc.verdict is not None:  # they are where the partitions are
+            counts = acc.verdict.figures[:, 0].contiguous()
         self.state = replace(
             state,
             step=state.step + 1,
             settled=state.settled or threshold > 0,
-            blocks=self._rebalanced(partitions, layout, counts.on_device, state.step, imbalance),
+            blocks=self._rebalanced(partitions, layout, counts, state.step, imbalance),
         )
         return mean
 
     def _exchange(
         self, acc: Accumulator, threshold: float, bounds: torch.Tensor, number: int, rank: int, world_size: int
-    ) -> Pattern[tuple[SparseVector, Counts]]:
-        """Select, exchange, and remove what is delivered in step ``number``. Return the mean and all ranks' counts.
+    ) -> Pattern[tuple[SparseVector, list[int], bool]]:
+        """Select, exchange, and remove what is delivered in step ``number``.
 
-        ``bounds`` are those of the partitions, int32 ``[P + 1]``. Borders move, so messages with fixed room have the
-        span of the whole vector.
+        Returns the mean, per rank how many entries passed the threshold, and whether there is any non-zero. ``bounds``
+        are those of the partitions, int32 ``[P + 1]``. Borders move, so messages with fixed room have the span of the
+        whole vector.
         """
         step = step_of(acc, self.encoding, rank, world_size)
         # Partition-wise exclusive gradient selection. The partitions rotate among the ranks.
@@ -263,10 +258,7 @@ class ExDynaAlgorithm(BudgetedAlgorithm):
         passed, non_zero = (list(column) for column in zip(*rows, strict=True))
         checked_counts("counts", passed, self.numel)  # the next borders depend on them
         acc.selected = min(passed[rank], rooms[rank])
-        on_device = torch.tensor(passed, dtype=torch.int32, device="cpu")
-        if acc.verdict is not None:
-            on_device = acc.verdict.figures[:, 0].contiguous()
-        return step.vector(union._replace(values=sums)), Counts(passed, non_zero, on_device)
+        return step.vector(union._replace(values=sums)), passed, any(non_zero)
 
     def _state_for(self, world_size: int, layout: Layout) -> ExDynaState:
         """Return the state for ``world_size``. A change of world size starts with equal partitions.
