@@ -40,8 +40,8 @@ class Algorithm(ABC):
 
     ``state`` is immutable. A successful step replaces it as a whole, so a failed step is undone by restoring the old
     object. ``report`` holds figures about the last step, for the metrics: amounts, which are summed over vectors, and
-    :class:`~tritoncomm.scheduler.meter.Ratio`. ``static`` says whether
-    steps use the static form, and ``carried_by`` what can carry other values in them, except dense ones.
+    :class:`~tritoncomm.scheduler.meter.Ratio`. ``static`` says whether steps use the static form, and ``carried_by``
+    what can carry other values in them, except dense ones.
     """
 
     state: Any
