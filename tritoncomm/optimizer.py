@@ -121,7 +121,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         if setup.local is not None:
             setup.local.say_gradients_are_local()
             return
-        stepper.synchronize(shown=True)
+        stepper.synchronize()
         if setup.exchange.pending.parts:
             stepper.late_backward.watch(setup.scope.parameters)
 

@@ -93,7 +93,7 @@ def wrap(
     Args:
         optimizer: Optimizer to wrap, or a list of optimizers of different parameters, which are stepped as one. A
             trainer that takes one optimizer takes an :class:`~tritoncomm.OptimizerList`. A
-            parameter group that says ``dense=True`` travels whole in each step, as small tensors do.
+            parameter group that says ``dense=True`` now travels whole in each step, as small tensors do.
         algo: Name of a method from :func:`tritoncomm.algorithms`, or a recipe. Default: None, which is ``"oktopk"``,
             or ``"quantized"`` for a schedule-free optimizer if neither ``density``, ``updates`` nor a field is given.
         density: Fraction of entries to deliver per step, in (0, 1]. Default: None, which is 0.03, or the density of a

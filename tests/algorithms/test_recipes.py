@@ -128,3 +128,10 @@ def test_what_cannot_be_registered() -> None:
     with pytest.raises(ConfigurationError, match="Hierarchical has no default for recipe, node_size: all fields need"):
         tritoncomm.register(Hierarchical)
     assert tritoncomm.algorithms() == ["oktopk"]
+
+
+def test_nodes_are_not_nested():
+    """Nodes of nodes would exchange in groups that no scheduler has."""
+    inner = Hierarchical(recipe=OkTopk(density=0.1), node_size=2)
+    with pytest.raises(ConfigurationError, match=r"recipe=Hierarchical\(.*must not be a Hierarchical itself"):
+        Hierarchical(recipe=inner, node_size=2)

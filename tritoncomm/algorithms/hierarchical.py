@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import torch
 
 import tritoncomm_kernels as kernels
-from tritoncomm.algorithms.base import Bounds, check_at_least
+from tritoncomm.algorithms.base import Bounds, check, check_at_least
 from tritoncomm.algorithms.wrapper import WrapperAlgorithm, WrapperRecipe
 from tritoncomm.errors import ConfigurationError, NonFiniteError
 from tritoncomm.primitives import packing
@@ -42,6 +42,7 @@ class Hierarchical(WrapperRecipe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check(self, "recipe", not isinstance(self.recipe, Hierarchical), "must not be a Hierarchical itself")
         check_at_least(self, 1, "node_size", whole=True)
 
     def check_world_size(self, world_size: int) -> None:

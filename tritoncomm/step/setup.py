@@ -40,7 +40,7 @@ from tritoncomm.step.saved import state as exchange_state
 from tritoncomm.step.saved.optimizer_state import warn_about_lost_residual
 from tritoncomm.step.settings import WrapOptions
 from tritoncomm.step.tensors.names import device_of, label, named_parameters, parameter_ids
-from tritoncomm.step.tensors.shards import by_split, local, mesh_ranks, pieces
+from tritoncomm.step.tensors.shards import by_split, has_bits, local, mesh_ranks, pieces, sharing
 from tritoncomm.step.torch_internals import original_class
 
 logger = logging.getLogger("tritoncomm")
@@ -252,6 +252,8 @@ class Setup:
             if own or not trained:
                 epsilon = _epsilon(part) if selects_by_update(part, recipe, options.late) else None
                 is_late = takes_aware_step(part, options.late)
+                if is_late and not settings.is_alone(group):
+                    check_memory(own)
                 vectors += _vectors(own, replace(common, epsilon=epsilon, is_late=is_late))
         all_shards = None
         if is_sharded:
@@ -376,6 +378,19 @@ def _vectors(trained: Sequence[tuple[torch.Tensor, str]], options: ExchangeOptio
     named = [(parameter, label(name, i, parameter)) for i, (parameter, name) in enumerate(trained)]
     groups = by_split([parameter for parameter, _ in trained]) or [[]]
     return [VectorExchange([named[i] for i in own], options) for own in groups]
+
+
+def check_memory(trained: Sequence[tuple[torch.Tensor, str]]) -> None:
+    """Raise if two of ``trained``, each given with its name, share memory: only the second would keep its update.
+
+    A staleness-aware step reads several tensors before it writes to the first.
+    """
+    held = [(local(each.detach()), label(name, i, each)) for i, (each, name) in enumerate(trained) if has_bits(each)]
+    held = [(each, name) for each, name in held if each.stride() == torch.empty_like(each, device="meta").stride()]
+    for first, second in sharing([each for each, _ in held]):
+        raise ConfigurationError(
+            f"{held[second][1]} is in the memory of {held[first][1]}: use one Parameter for both, or pass late=False"
+        )
 
 
 def check_shards(trained: Sequence[tuple[torch.Tensor, str]], group: dist.ProcessGroup | None) -> bool:

@@ -133,7 +133,7 @@ class Stepper:
         if pending.is_taken and (pending.are_others(now := setup.scope.gradients) or pending.are_changed(now)):
             self.withdraw()  # a hook has failed after the last step, and these gradients are those of the next
         if not setup.is_synchronized:
-            self.synchronize(shown=False)
+            self._average(shown=False)
         elif self._scale is not None and pending.scale is None:
             raise RuntimeError("synchronize() has averaged scaled gradients: call scaler.unscale_(optimizer) first")
         self._check_unchanged()
@@ -248,8 +248,12 @@ class Stepper:
         self.forget()
 
     @without_compile
+    def synchronize(self) -> None:
+        """See :meth:`tritoncomm.SparseOptimizer.synchronize`."""
+        self._average(shown=True)
+
     @torch.no_grad()
-    def synchronize(self, *, shown: bool) -> None:
+    def _average(self, *, shown: bool) -> None:
         """Exchange. If ``shown``, somebody may look at ``.grad``, which has no decay in it before the step."""
         setup = self.setup
         if setup.steps.alone:

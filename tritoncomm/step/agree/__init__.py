@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
@@ -36,6 +37,7 @@ _WORDED = 5  # fields that a text names
 # What has failed, in errors. Ranks with different groups wait for each other here.
 _CHECK = "configuration check (it needs all ranks, with the same process_group)"
 _around: ContextVar[frozenset[str]] = ContextVar("around", default=frozenset())  # names of groups of contexts around
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # in the text of a function, or of an object without one of its own
 _ERROR, _SHARD, _NUMBER = "error", "shard", "number"  # keys of what a rank tells the others
 
 
@@ -73,7 +75,7 @@ def differences(
     Raises:
         ConfigMismatchError: A rank called :func:`propagate_error`.
     """
-    own = {name: repr(value) for name, value in fields.items()}
+    own = {name: _text(value) for name, value in fields.items()}
     numbers = all_gather({_SHARD: shard, _NUMBER: number_of_text(repr(own))}, group, device)
     shards = dict.fromkeys(entry[_SHARD] for entry in numbers.values())
     if len({(entry[_SHARD], entry[_NUMBER]) for entry in numbers.values()}) == len(shards):
@@ -81,6 +83,11 @@ def differences(
     gathered = all_gather(own, group, device)
     of_shards = ({rank: gathered[rank] for rank in gathered if numbers[rank][_SHARD] == each} for each in shards)
     return next(filter(None, map(_differences, of_shards)), {})
+
+
+def _text(value: object) -> str:
+    """Return a text of ``value`` that does not depend on the process: without addresses, and with sets in order."""
+    return _ADDRESS.sub("", repr(sorted(value, key=repr) if isinstance(value, (set, frozenset)) else value))
 
 
 def _differences(told: Mapping[int, Mapping[str, str]]) -> dict[str, str]:

@@ -13,7 +13,7 @@ from tritoncomm.errors import ConfigurationError, NonFiniteError
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.step.exchange.feedback import Ages
 from tritoncomm.step.tensors.names import label
-from tritoncomm.step.tensors.shards import PLAIN, like_parameter, local, local_gradient, local_shards
+from tritoncomm.step.tensors.shards import PLAIN, like_parameter, local, local_gradient, sharing
 from tritoncomm.step.torch_internals import gradient_dtype
 from tritoncomm_kernels import constant
 from tritoncomm_kernels.devices import is_asynchronous
@@ -131,11 +131,13 @@ class BucketLayout:
         The ``.grad`` of a parameter that was frozen, or whose id is in ``left``, becomes None.
         """
         held = self._writable_gradients(left)
-        zeros = [gradient for place, gradient in held if delivered[place][0] is not None]
-        if zeros:
-            torch._foreach_zero_(zeros)
-        for place, gradient in held:
-            _write(delivered[place], gradient)
+        whole = [(to, delivered[place][1].view(to.shape)) for place, to in held if delivered[place][0] is None]
+        _copy_all(whole)
+        parts = [(delivered[place], to) for place, to in held if delivered[place][0] is not None]
+        if parts:
+            torch._foreach_zero_([to for _, to in parts])
+        for entries, to in parts:
+            _write(entries, to)
 
     def scatter_flat(self, flat: torch.Tensor, left: Container[int] = ()) -> None:
         """Do the same as :meth:`scatter` from the dense vector ``flat`` (fp32 ``[numel]``), in one call."""
@@ -148,15 +150,34 @@ class BucketLayout:
         Missing ones are created. The ``.grad`` of a parameter that was frozen, or whose id is in ``left``, becomes
         None.
         """
-        held: dict[int, torch.Tensor] = {}
+        shards: dict[int, torch.Tensor] = {}
         for (key, place), parameter in zip(self.places.items(), self.parameters, strict=True):
             if not parameter.requires_grad or key in left:
                 parameter.grad = None
                 continue
-            if parameter.grad is None or not _writable(parameter.grad, parameter):
-                parameter.grad = _zeros(parameter)
-            held[place] = parameter.grad.detach() if parameter.grad.requires_grad else parameter.grad
-        return [*zip(held, local_shards([*held.values()]), strict=True)]
+            gradient = parameter.grad
+            # Nearly all gradients have the strides of their parameter.
+            if (
+                gradient is None
+                or gradient.is_inference()
+                or not (
+                    (
+                        type(gradient) in PLAIN
+                        and gradient.layout is torch.strided
+                        and gradient.stride() == parameter.stride()
+                    )
+                    or _writable(gradient, parameter)
+                )
+            ):
+                parameter.grad = gradient = _zeros(parameter)
+            held = gradient.detach() if gradient.requires_grad else gradient
+            shards[place] = held if type(held) in PLAIN else local(held)
+        places, found = [*shards], [*shards.values()]
+        for _, position in sharing(found):  # torch.autograd.grad() may return one tensor for several parameters
+            parameter = self.parameters[places[position]]
+            parameter.grad = _zeros(parameter)
+            found[position] = local(parameter.grad)
+        return [*zip(places, found, strict=True)]
 
     def parts(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Return the view of ``flat`` that belongs to each parameter."""
@@ -212,11 +233,10 @@ def _writable(gradient: torch.Tensor, parameter: torch.Tensor) -> bool:
 
 
 def _write(entries: ParameterEntries, out: torch.Tensor) -> None:
-    """Write ``entries`` to ``out``, of any strides and dtype. It holds zeros, unless these are all entries."""
+    """Write ``entries``, with their indices, to ``out``, which holds zeros and has any strides and dtype."""
     indices, values = entries
-    if indices is None:
-        out.copy_(values.view(out.shape))
-    elif out.is_contiguous():
+    assert indices is not None
+    if out.is_contiguous():
         out.view(-1).index_copy_(0, indices, values if values.dtype is out.dtype else values.to(out.dtype))
     else:
         out.copy_(out.new_zeros(out.numel()).index_copy_(0, indices, values.to(out.dtype)).view(out.shape))

@@ -252,8 +252,13 @@ class LocalSteps:
         deltas = self._deltas()
         norms = torch.stack([delta.norm() for delta in deltas])
         figures = norms.tolist()  # the host waits for a GPU once
+        finite = all(map(math.isfinite, figures))
+        if not finite:
+            finite = self._only_changes(deltas)
+            norms = torch.stack([delta.norm() for delta in deltas])
+            figures = norms.tolist()
         if self._options.on_nonfinite != "raise":
-            self._drop_broken(deltas, finite=all(map(math.isfinite, figures)) or all_finite(deltas))
+            self._drop_broken(deltas, finite=finite)
             norms = torch.zeros_like(norms) if self._is_broken else norms
         self.delta_norm = torch.linalg.vector_norm(norms)
         still = frozen(self._whole, self._pairs())
@@ -266,6 +271,13 @@ class LocalSteps:
         """Return what this worker has changed of each parameter, in the dtype of its anchor."""
         self._is_broken = False
         return [delta_of(local(a.detach()), local(p.detach())) for a, p in self._pairs()]
+
+    def _only_changes(self, deltas: Sequence[torch.Tensor]) -> bool:
+        """Let ``deltas`` be 0 where a parameter is as NaN or Inf as its anchor. Return whether all are finite then."""
+        for (anchor, parameter), delta in zip(self._pairs(), deltas, strict=True):
+            own, before = local(parameter.detach()), local(anchor.detach()).to(parameter.dtype)
+            delta.masked_fill_((own == before) | (own.isnan() & before.isnan()), 0)
+        return all_finite(deltas)
 
     def _drop_broken(self, deltas: Sequence[torch.Tensor], *, finite: bool) -> None:
         """Replace ``deltas`` by zeros unless they are ``finite``, and so are those of other shards."""
@@ -341,7 +353,7 @@ class LocalSteps:
         """
         self.note_loading()
         deltas = self._deltas()
-        self._drop_broken(deltas, finite=all_finite(deltas))
+        self._drop_broken(deltas, finite=all_finite(deltas) or self._only_changes(deltas))
         for anchor, delta in zip(self.anchors, deltas, strict=True):
             residuals[anchor].view(delta.shape).add_(delta)
         self.settle()

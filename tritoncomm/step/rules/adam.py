@@ -100,7 +100,7 @@ class StalenessAwareAdam(AwareStep):
         for group in self.optimizer.param_groups:
             alike: defaultdict[int, dict[int, dict[str, Any]]] = defaultdict(dict)
             for place, parameter in zip(map(places.get, map(id, group["params"])), group["params"], strict=True):
-                if place is not None and parameter.grad is not None and 0 not in parameter.shape:
+                if place is not None and parameter.grad is not None:
                     state = self.optimizer.state[parameter]
                     if not state or state["step"].device.type != "cpu":
                         self._prepare(group, parameter, state)

@@ -19,6 +19,22 @@ def local(tensor: Any) -> torch.Tensor:
     return shard
 
 
+def sharing(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
+    """Return the positions of ``tensors`` whose memory begins inside that of another one, each after the other's.
+
+    The tensors have no gaps in memory.
+    """
+    starts = sorted(zip([each.data_ptr() for each in tensors], range(len(tensors)), strict=True))
+    found, end, holder = list[tuple[int, int]](), 0, 0
+    for start, position in starts:
+        if start < end:
+            found.append((holder, position))
+        stop = start + tensors[position].nbytes
+        if stop > end:
+            end, holder = stop, position
+    return found
+
+
 def all_finite(tensors: Sequence[torch.Tensor]) -> bool:
     """Return True if no tensor has a NaN or Inf. The host waits for a GPU once.
 
