@@ -69,8 +69,13 @@ def pytest_configure(config: pytest.Config) -> None:
     if _only_distributes(config):
         return
     import tritoncomm.__main__  # noqa: F401 - it reads the defaults, which a fixture changes for each test
+    from tritoncomm.demo import local_workers
 
     import baselines  # noqa: F401 - every test knows their names
+    import ranks
+
+    # Python has one server that forks. It imports what all tests need, whichever of them starts it.
+    local_workers.set_forkserver_preload = lambda _: ranks.forking()
 
     if "TRITONCOMM_PTX" in os.environ and os.environ.get("TRITON_INTERPRET") != "1":
         from ptx import beside, launch

@@ -25,7 +25,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import cache
@@ -45,9 +45,11 @@ _GRACE = 3.0  # seconds that other ranks have to report when one has failed, and
 def forking(method: str = "forkserver") -> Any:
     """Return a context of multiprocessing, whose processes are forked from one that has imported much.
 
-    That one finds modules where this process finds them, and the package not in the current folder.
+    That one finds modules where this process finds them, and the package not in the current folder. Threads of several
+    ranks share few cores: one that waits must not take the core of one that has work. OpenMP learns that at its import.
     """
     context: Any = multiprocessing.get_context(method)
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if method == "forkserver":
         context.set_forkserver_preload(["tritoncomm", *PRELOADED, "frozen"])
         with pytest.MonkeyPatch.context() as patch:
@@ -77,8 +79,8 @@ def ranks(*world_sizes: int, limit: float = 60.0, lost: Collection[int] = ()) ->
 
     The test is ``def test(rank, world_size, ...)``. Other arguments are fixtures or parameters that can be pickled. The
     test fails if the body fails on any rank, and shows the traceback of the first one. It fails if a rank is killed, or
-    has not ended after ``limit`` seconds. The processes are then replaced. Collectives of the group
-    wait for a third of that.
+    has not ended after ``limit`` seconds. Collectives of the group wait for a third of that. All processes are replaced
+    after a failure, otherwise those alone that are ``lost``.
 
     Args:
         world_sizes: The numbers of ranks.
@@ -129,8 +131,7 @@ class Pool:
             failures = self._reports(workers, limit, lost)
             for rank in [] if failures else set(range(world_size)) - set(lost):
                 workers[rank].pipe.send("close the group")
-        if failures or lost:
-            self.close()
+        self._end(self._workers if failures else [workers[rank] for rank in lost])
         if failures:
             rank, first = min(failures.items(), key=lambda item: item[1].time)
             others = sorted(set(failures) - {rank})
@@ -168,8 +169,6 @@ class Pool:
         if self._folder is None:
             self._folder = tempfile.TemporaryDirectory()
             atexit.register(self.close)
-            # Threads of several ranks share few cores: one that waits must not take the core of one that has work.
-            os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         context = forking(START_METHOD)
         here, there = context.Pipe()
         log = Path(tempfile.mkstemp(dir=self._folder.name)[1])
@@ -180,11 +179,14 @@ class Pool:
 
     def close(self) -> None:
         """End all processes."""
-        for worker in self._workers:
+        self._end(self._workers)
+
+    def _end(self, workers: Sequence[_Worker]) -> None:
+        for worker in workers:
             worker.process.kill()
             worker.process.join()
             worker.pipe.close()
-        self._workers = []
+        self._workers = [worker for worker in self._workers if worker not in workers]
 
 
 POOL = Pool()
@@ -212,6 +214,7 @@ def _main(pipe: Connection, log: str) -> None:  # runs in the process of a rank
     os.environ |= {"OMP_NUM_THREADS": "1"} | ({"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {})
     gc.collect()
     gc.freeze()  # a test that collects garbage does not look at all of torch
+    gc.set_threshold(20_000, 20, 50)  # as in conftest.py
     with suppress(EOFError), Path(log).open("w") as file:  # the session has ended
         while True:
             file_of_test, name, rank, world_size, arguments, store, limit = pipe.recv()
