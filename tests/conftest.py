@@ -58,6 +58,10 @@ def launcher() -> PreparedLauncher:
     return depth.launcher("matplotlib.pyplot")
 
 
+def _groups(name: str) -> list[str]:
+    return [group for group, parts in GROUPS.items() if any(part in name for part in parts)]
+
+
 def _only_distributes(config: pytest.Config) -> bool:
     """Whether this process has workers of pytest-xdist, which collect and run all tests."""
     is_worker = hasattr(config, "workerinput")
@@ -81,6 +85,14 @@ def pytest_configure(config: pytest.Config) -> None:
         from ptx import beside, launch
 
         (beside if os.environ[launch.VARIABLE] == beside.GPU else launch).install()
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Let the process that others are forked from import trainers, too, before the first test that may need them."""
+    if hasattr(item.config, "workerinput") and "pages" in _groups(item.nodeid):
+        import ranks
+
+        ranks.PRELOADED = [*dict.fromkeys([*ranks.PRELOADED, *ranks.TRAINERS])]
 
 
 def pytest_collection_finish() -> None:
@@ -115,7 +127,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class ByGroup(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            found = [group for group, parts in GROUPS.items() if any(part in nodeid for part in parts)]
+            found = _groups(nodeid)
             if "test_compile.py" in nodeid:  # a kernel is compiled once for all tests of it
                 return re.sub(r"-(sm_\d+|gfx\d+)\]$", "]", nodeid).partition("[")[2]
             return found[0] if found else nodeid

@@ -37,7 +37,11 @@ from typing import Any, NamedTuple
 import pytest
 
 # Imported once, in the process that all others are forked from.
-PRELOADED = ["torch._dynamo", "hypothesis", "pytest", "torch.distributed.checkpoint", "torch.distributed.fsdp"]
+PRELOADED = [
+    *("torch._dynamo", "hypothesis", "pytest", "torch.distributed.fsdp"),
+    *("torch.distributed.checkpoint", "torch.distributed.checkpoint._fsspec_filesystem"),  # whose first save imports it
+]
+TRAINERS = ["transformers.trainer", "lightning", "accelerate"]
 START_METHOD = "forkserver"  # or "fork", in a process that has imported these and started no threads
 _GRACE = 3.0  # seconds that other ranks have to report when one has failed, and that a process has to end after a limit
 

@@ -37,7 +37,7 @@ from tritoncomm.scheduler.simulated import SimulatedScheduler
 from tritoncomm.step.exchange.feedback import ErrorFeedback
 
 import laws
-from depth import DEEP, trials
+from depth import DEEP
 from ranks import ranks
 from recipes import possible, shared_out
 
@@ -75,12 +75,13 @@ def names(world_size):
 
 
 @ranks(1, 2, 3, 5, limit=200.0)
-@pytest.mark.parametrize("steps", [trials(5, 7)])  # five reach both periods of every recipe whose periods are short
-def test_equals_simulation(rank, world_size, steps, names):
-    """Bits, residuals, states and traffic of every recipe equal those of the simulation."""
+@pytest.mark.parametrize("deep", [DEEP])
+def test_equals_simulation(rank, world_size, deep, names):
+    """Bits, residuals, states and traffic of every recipe equal those of the simulation, in each of its branches."""
     for name in names:
         recipe = possible(0.07, world_size)[name]
-        case = laws.Case(world_size, laws.length(recipe, 211), FAMILIES[:steps], seed=world_size)
+        families = FAMILIES if deep else FAMILIES[: laws.steps_of(recipe)]
+        case = laws.Case(world_size, laws.length(recipe, 211), families, seed=world_size)
         scheduler = ProcessGroupScheduler(subgroups=recipe.subgroups(world_size))
         feedback, found = ErrorFeedback(recipe.build(case.numel)), []
         for gradient in case.gradients():

@@ -17,7 +17,7 @@ from tritoncomm.step.tensors.shards import local
 from depth import DEEP, trials
 from ranks import ranks
 
-STEPS = trials((2, 9), (16, 40))  # those that are dense, and all: scales are computed every 4
+STEPS = trials((1, 5), (16, 40))  # those that are dense, and all: scales are computed every 2
 ROWS, COLUMNS = 700, 1500  # torch sums more than a million values in parts, one per thread
 SPARSE = {"values": "4bit"}  # and the other defaults of wrap()
 optim = torch.optim
@@ -29,7 +29,7 @@ RUNS = {
     "updates of Adafactor": (partial(optim.Adafactor, lr=0.01), {}),
     "local steps": (
         partial(optim.AdamW, lr=0.01),
-        {"local_steps": 4, "updates": tritoncomm.Updates(outer_lr=0.9, outer_momentum=0.6)},
+        {"local_steps": 2, "updates": tritoncomm.Updates(outer_lr=0.9, outer_momentum=0.6)},
     ),
 }
 # They differ from one of these in what is computed alike for every entry.
@@ -43,7 +43,7 @@ DEEP_RUNS = {
 }
 
 
-@renewed_every(4)
+@renewed_every(2)
 def trains_alike(rank: int, name: str, steps: int, shards: bool = False, **more) -> None:
     """Train by heavy-tailed gradients, and compare parameters after every exchange.
 
@@ -91,4 +91,4 @@ def test_four_ranks(rank, world_size, kind):
     """Nor do those of nodes and of shards."""
     nodes = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     more = {"node_group": nodes[rank // 2]} if kind == "nodes" else {}
-    trains_alike(rank, "momentum", 6, kind == "shards", warmup_steps=2, **more)
+    trains_alike(rank, "momentum", 4, kind == "shards", warmup_steps=1, **more)
