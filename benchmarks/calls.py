@@ -14,7 +14,7 @@ import sys
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -47,17 +47,16 @@ def count(rank: int, _: int, send: Send, wraps: bool, steps: int) -> None:
         optimizer = tritoncomm.wrap(optimizer)
     else:
         trained = DistributedDataParallel(model)
-    found: list[Counter[str]] = []
+    found: list[Counter[CodeType]] = []
     generator = torch.Generator().manual_seed(rank)
     for _ in range(START + 2 + steps):
         optimizer.zero_grad()
         loss = trained(torch.randn(8, WIDTHS[0], generator=generator)).square().mean()
-        calls: Counter[str] = Counter()
+        calls: Counter[CodeType] = Counter()
 
-        def note(frame: FrameType, event: str, _: Any, calls: Counter[str] = calls) -> None:
+        def note(frame: FrameType, event: str, _: Any, calls: Counter[CodeType] = calls) -> None:
             if event in ("call", "c_call"):
-                code = frame.f_code  # a call of C counts for the function that makes it
-                calls[f"{Path(code.co_filename).parent.name}/{Path(code.co_filename).name}:{code.co_name}"] += 1
+                calls[frame.f_code] += 1  # a call of C counts for the function that makes it
 
         sys.setprofile(note)
         loss.backward()  # type: ignore[no-untyped-call]
@@ -67,7 +66,11 @@ def count(rank: int, _: int, send: Send, wraps: bool, steps: int) -> None:
     if rank == 0:
         found = found[START + 2 :]
         middle = statistics.median_low([each.total() for each in found])
-        send(next(each for each in found if each.total() == middle))
+        names: Counter[str] = Counter()
+        for code, calls in next(each for each in found if each.total() == middle).items():
+            file = Path(code.co_filename)
+            names[f"{file.parent.name}/{file.name}:{code.co_name}"] += calls
+        send(names)
 
 
 def counted(steps: int, *, wraps: bool) -> Counter[str]:

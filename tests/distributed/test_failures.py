@@ -30,6 +30,7 @@ from tritoncomm.scheduler import failure_report
 from tritoncomm.scheduler.process_group import ProcessGroupScheduler
 from tritoncomm.scheduler.rounds import AllReduce, InSubgroup, Post, Round, Wait
 
+from depth import DEEP
 from ranks import ranks
 
 FAST = timedelta(seconds=5)
@@ -69,8 +70,8 @@ def die_at(optimizer: tritoncomm.SparseOptimizer, number: int) -> None:
 DEATHS = [
     *(("oktopk", number, "plain") for number in (0, 1, 3)),
     *(("oktopk", 1, kind) for kind in KINDS[1:]),
-    *(("spardl", 1, "plain"), ("exdyna", 3, "plain"), ("topk_allgather", 1, "ddp"), ("dense", 0, "plain")),
-    ("hierarchical", 3, "plain"),
+    *(("exdyna", 3, "plain"), ("dense", 0, "plain"), ("hierarchical", 3, "plain")),
+    *([("spardl", 1, "plain"), ("topk_allgather", 1, "ddp")] if DEEP else []),
 ]
 
 

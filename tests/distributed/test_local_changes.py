@@ -123,8 +123,7 @@ def test_clipping_now_and_then(rank, world_size):
 
 
 @ranks(2)
-@pytest.mark.parametrize("kind", ["plain", "ddp"])
-@pytest.mark.parametrize("make", [torch.amp.GradScaler, tritoncomm.amp.GradScaler])
+@pytest.mark.parametrize(("kind", "make"), [("plain", torch.amp.GradScaler), ("ddp", tritoncomm.amp.GradScaler)])
 @pytest.mark.parametrize("limit", [None, 1e3, 0.1])
 def test_scaled_loops(rank, world_size, kind, make, limit):
     """A scaler changes gradients, and nothing is said. If they are clipped as well, the limit is named."""
