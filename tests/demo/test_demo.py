@@ -54,20 +54,23 @@ def test_demo(launcher: PreparedLauncher, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "fields"),
+    ("arguments", "described", "fields"),
     [
-        (["--algo", "spardl", "--values", "1bit"], {"algo": "spardl", "values": "1bit"}),
-        (["--values", "4bit", "--density", "0.02"], {"algo": "oktopk", "values": "4bit", "density": 0.02}),
-        (["--algo", "exdyna", "--small", "fp32"], {"algo": "exdyna", "small": "fp32"}),  # its values are not rounded
+        (["--algo", "spardl", "--values", "1bit"], "spardl at density", {"algo": "spardl", "values": "1bit"}),
+        (["--values", "4bit", "--density", "0.02"], "oktopk at density 2.000%", {"values": "4bit", "density": 0.02}),
+        # ExDyna rounds no values.
+        (["--algo", "exdyna", "--small", "fp32"], "exdyna at", {"algo": "exdyna", "small": "fp32"}),
+        (["--optimizer", "muon"], "muon and adamw, updates", {"local_steps": 1}),
     ],
 )
 def test_options_reach_wrap(
-    arguments: list[str], fields: dict[str, object], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], described: str, fields: dict[str, object], monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:
-    """The options of the command are the arguments of ``wrap`` in the second run of a worker."""
+    """The options of the command are the arguments of ``wrap`` in the second run of a worker, which is described."""
     given: list[dict[str, object]] = []
 
     def in_this_process(function, workers, settings, listen) -> None:
+        assert settings.described.startswith(described)
         function(0, workers, listen, settings)
         raise WorkerError("nothing was trained")
 
@@ -76,9 +79,10 @@ def test_options_reach_wrap(
     monkeypatch.setattr(train, "_train", lambda *arguments: given.append(arguments[6]))
     assert main(["demo", *arguments]) == 1
     assert "nothing was trained" in capsys.readouterr().err
-    assert given[0] == {"algo": "dense", "updates": False}
-    assert given[1].items() >= fields.items()
-    assert ("values" in given[1]) == ("values" in fields)
+    dense, ours = given
+    assert dense == {"algo": "dense", "updates": False}
+    assert ours.items() >= fields.items()
+    assert ("values" in ours) == ("values" in fields)
 
 
 @pytest.mark.parametrize(
@@ -119,18 +123,17 @@ def test_model_and_text() -> None:
     assert ByteGPT(Shape())(first).item() == pytest.approx(5.55, abs=0.15)
 
 
-@pytest.mark.parametrize("arguments", [["--local-steps", "3"], []])
-def test_muon(arguments: list[str], launcher: PreparedLauncher, tmp_path: Path) -> None:
-    """Both runs train with Muon and AdamW. The second one exchanges updates, after several local steps if asked for."""
+def test_muon(launcher: PreparedLauncher, tmp_path: Path) -> None:
+    """Both runs train with Muon and AdamW. The second one exchanges updates, after several local steps."""
     script, file = tmp_path / "command.py", tmp_path / "figures.json"
     script.write_text(COMMAND)
-    options = ["--optimizer", "muon", "--steps", "4", "--workers", "2", "--json", str(file), *arguments]
+    options = ["--optimizer", "muon", "--steps", "4", "--workers", "2", "--json", str(file), "--local-steps", "3"]
     done = launcher.run(script, "demo", *options, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     figures = json.loads(file.read_text())
     assert 0 < figures["val_loss"] < 5.6
     assert figures["bytes_per_step"] < 0.25 * figures["dense_bytes_per_step"]
-    assert ("updates of 3 local steps" if arguments else "muon and adamw, updates") in done.stdout
+    assert "updates of 3 local steps" in done.stdout
     assert "without effect" not in done.stderr
-    if arguments:  # of the two exchanges, whose every value travels, and not of the steps between
-        assert figures["achieved_density"] == pytest.approx(1)
+    # Of the two exchanges, whose every value travels, and not of the steps between.
+    assert figures["achieved_density"] == pytest.approx(1)
