@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import tritoncomm
-from models import exact, flat, residual
+from models import adamw, equal, exact, flat, residual, train
 from torch import nn
 from tritoncomm import ExchangeError
 from tritoncomm.scheduler import failure_report
@@ -90,7 +89,7 @@ def host(rank: int, world_size: int, send, plan: Plan) -> None:
         if rank < plan.members:
             store = dist.TCPStore(address(plan.store), PORT, is_master=False, timeout=LONG)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=plan.members, timeout=LONG)
-            train(rank, plan, send)
+            take_part(rank, plan, send)
     except BaseException:
         send((rank, "failed", (), 0.0, traceback.format_exc()))
     finally:
@@ -100,21 +99,12 @@ def host(rank: int, world_size: int, send, plan: Plan) -> None:
     os._exit(0)  # the default group is broken
 
 
-def loss_of(model: nn.Module, rank: int, step: int) -> torch.Tensor:
-    """Return the loss of a batch that depends on rank and step."""
-    x = torch.randn(4, 64, generator=torch.Generator().manual_seed(1000 * step + rank))
-    return (model(x) - x.sum(1, keepdim=True)).square().mean()
-
-
-def train(rank: int, plan: Plan, send: Callable[[Any], None]) -> None:
+def take_part(rank: int, plan: Plan, send: Callable[[Any], None]) -> None:
     """Take two steps, then one on the bad network, and three with the ranks that are left."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 1))
-    inner = torch.optim.AdamW(model.parameters(), lr=0.01)
-    seconds = timedelta(seconds=plan.seconds)
-    optimizer = exact(inner, plan.algo, density=0.05, timeout=seconds)
-    for number in range(2):
-        step(optimizer, model, rank, number)
+    model = nn.Sequential(nn.Linear(6, 2000), nn.Tanh(), nn.Linear(2000, 3))
+    optimizer = exact(adamw(model), plan.algo, density=0.05, timeout=timedelta(seconds=plan.seconds))
+    train(model, optimizer, rank, range(2))
     dist.barrier()
     if rank == 0:
         send("now")
@@ -122,7 +112,7 @@ def train(rank: int, plan: Plan, send: Callable[[Any], None]) -> None:
     collecting = timed_collect()
     before, held = flat(model), residual(optimizer)
     try:
-        step(optimizer, model, rank, 2)
+        train(model, optimizer, rank, [2])
         send((rank, "no error"))
         peers, caught = (), False
     except ExchangeError as error:
@@ -153,13 +143,6 @@ def timed_collect() -> list[float]:
     return seconds
 
 
-def step(optimizer: tritoncomm.SparseOptimizer, model: nn.Module, rank: int, number: int) -> None:
-    """Take one step."""
-    optimizer.zero_grad()
-    loss_of(model, rank, number).backward()
-    optimizer.step()
-
-
 def go_on(optimizer, model, rank: int, plan: Plan, send, left: list[int], held: torch.Tensor) -> None:
     """Regroup, if a rank was given up, and take three steps. No residual is lost."""
     if len(left) < plan.members:
@@ -169,15 +152,12 @@ def go_on(optimizer, model, rank: int, plan: Plan, send, left: list[int], held: 
         if optimizer.metrics()["steps"] == before:
             assert torch.allclose(residual(optimizer), held * (len(left) / plan.members), atol=1e-7)
     for number in range(3, 6):
-        step(optimizer, model, rank, number)
+        train(model, optimizer, rank, [number])
         if number == 4 and plan.returns:
             if rank == left[0]:
                 send("went on")
             wait_for(plan, "returned")
-    group = optimizer.process_group
-    parameters: list[Any] = [None] * len(left)
-    dist.all_gather_object(parameters, flat(model), group=group)
-    assert all(torch.equal(other, parameters[0]) for other in parameters)
+    assert equal(model, optimizer.process_group)
     send((rank, "went on"))
 
 
@@ -185,7 +165,7 @@ def came_back(optimizer, model, rank: int, plan: Plan, send) -> None:
     """A host that was given up returns, and takes a step as if nothing had happened."""
     wait_for(plan, "back")
     try:
-        step(optimizer, model, rank, 2)
+        train(model, optimizer, rank, [2])
     except ExchangeError as error:
         send((rank, "again", error.peers, 0.0, str(error)))
     Path(plan.signals, "returned").touch()

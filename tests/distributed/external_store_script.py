@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 sys.path += os.environ["PYTHONPATH"].split(os.pathsep)  # a forked process has not read it
 
-from bad_network_workers import Plan, train
+from bad_network_workers import Plan, take_part
 
 host, port, folder = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
 rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -31,5 +31,5 @@ def send(message: Any) -> None:
 
 
 (folder / f"host {rank} {os.environ['GROUP_RANK']}").touch()
-train(rank, Plan(size, -1, str(folder)), send)
+take_part(rank, Plan(size, -1, str(folder)), send)
 os._exit(0)

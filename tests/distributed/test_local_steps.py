@@ -11,28 +11,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import tritoncomm
 from kit import log_lines
-from models import (
-    Uneven,
-    content,
-    equal,
-    flat,
-    load,
-    loss_of,
-    mesh,
-    net,
-    sharded,
-    total,
-    train,
-)
+from models import Uneven, content, equal, flat, load, loss_of, mesh, net, sharded, total, train
 from torch import nn
-from tritoncomm import (
-    ConfigMismatchError,
-    ConfigurationError,
-    NonFiniteError,
-    OkTopk,
-    ProtocolMismatchError,
-    Updates,
-)
+from tritoncomm import ConfigMismatchError, ConfigurationError, NonFiniteError, OkTopk, ProtocolMismatchError, Updates
 from tritoncomm.checkpoint import ResidualState
 
 from ranks import ranks

@@ -5,22 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 import tritoncomm
-from models import (
-    equal,
-    exact,
-    flat,
-    loss_of,
-    muon,
-    net,
-    same,
-    total,
-    train,
-)
+from models import equal, exact, flat, loss_of, muon, net, same, total, train
 from torch import nn
-from tritoncomm import (
-    ConfigurationError,
-    Updates,
-)
+from tritoncomm import ConfigurationError, Updates
 
 from ranks import ranks
 

@@ -6,13 +6,7 @@ import pytest
 import torch
 import tritoncomm
 from torch import nn
-from tritoncomm import (
-    OkTopk,
-    Quantized,
-    Recipe,
-    SimulatedWorld,
-    TopkAllgather,
-)
+from tritoncomm import OkTopk, Quantized, Recipe, SimulatedWorld, TopkAllgather
 from tritoncomm.algorithms.staged import Staged
 from tritoncomm.scheduler.cost import HEADER_WORDS, WORD, Flow
 from tritoncomm.step.exchange.layout import small_ids
