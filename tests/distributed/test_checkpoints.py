@@ -209,11 +209,7 @@ class Attempts:
         dist.barrier()
 
 
-DAMAGES = {
-    "truncated": lambda content: content[: len(content) // 2],
-    "changed": lambda content: content[:-300] + bytes([content[-300] ^ 1]) + content[-299:],
-    "missing": lambda content: None,
-}
+DAMAGES = {"truncated": lambda content: content[: len(content) // 2], "missing": lambda content: None}
 
 
 @ranks(3)
@@ -226,7 +222,7 @@ def test_damaged_files(rank, world_size, damage, tmp_path):
     for name in names:
         with attempts.changed(name, DAMAGES[damage]):
             attempts.refused(f"{re.escape(name)} cannot be loaded: .*(checksum does not match|No such file)")
-    with attempts.changed("checkpoint.json", DAMAGES["truncated" if damage == "changed" else damage]):
+    with attempts.changed("checkpoint.json", DAMAGES[damage]):
         said = "contains no checkpoint: pass a folder" if damage == "missing" else r"checkpoint\.json cannot be loaded"
         attempts.refused(said)
     checkpoint.load(attempts.optimizer, tmp_path)
