@@ -51,8 +51,10 @@ def states_of(net: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Te
 
 
 @ranks(2)
-@pytest.mark.parametrize("kind", RULES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [*((kind, torch.float32) for kind in RULES), *((kind, torch.bfloat16) for kind in ("momentum", "amsgrad", "lion"))],
+)
 def test_state_is_that_of_the_original_optimizer(rank, world_size, kind, dtype) -> None:
     """Its entries are the original optimizer's alone: it loads them and goes on, and the wrapped one from there."""
     make, net, dense = RULES[kind], model().to(dtype), model().to(dtype)

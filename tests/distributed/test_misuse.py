@@ -235,7 +235,7 @@ def test_one_folder_for_two(rank, world_size, tmp_path):
 
 @ranks(2)
 @pytest.mark.parametrize(
-    "fields", [{}, {"values": "4bit", "small": "8bit", "dense_below": 8}, {"late": Late(select_by="update")}]
+    "fields", [{"values": "4bit", "small": "8bit", "dense_below": 8}, {"late": Late(select_by="update")}]
 )
 def test_default_dtype(rank, world_size, fields):
     """Training does not depend on the dtype in which torch creates tensors by default."""
