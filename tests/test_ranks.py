@@ -49,10 +49,18 @@ def _dies(rank, world_size):
 
 
 @ranks(2, lost=(1,))
-def test_rank_may_be_lost_on_purpose(rank, world_size):
-    """A rank that the test ends is no failure, and the next test has a new process in its place."""
+def _loses_one(rank, world_size, folder):
+    (folder / str(os.getpid())).touch()
+    dist.barrier()
     if rank == 1:
         os._exit(0)
+
+
+def test_rank_may_be_lost_on_purpose(tmp_path):
+    """A rank that the test ends is no failure, and the next test has a new process in its place alone."""
+    for _ in range(2):
+        _loses_one(world_size=2, folder=tmp_path)
+    assert len([*tmp_path.iterdir()]) == 3
 
 
 @ranks(2, lost=(1,))
