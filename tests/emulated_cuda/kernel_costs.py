@@ -23,6 +23,7 @@ import tritoncomm_kernels
 from emulated_cuda.device import CudaTensor, Gpu, check_devices, extent, wrapped
 from emulated_cuda.streams import current_stream
 from tritoncomm_kernels import sections
+from tritoncomm_kernels.formats import Format
 from tritoncomm_kernels.select import TILE, TILES_SUMMED_IN_PLACE
 
 # Elements from which on the counts of the tiles are summed by a kernel of their own.
@@ -141,6 +142,7 @@ _TABLE: dict[Callable[..., Any], tuple[Callable[..., Cost], tuple[str, ...]]] = 
 }
 
 
+@functools.cache
 def declared() -> dict[Callable[..., Any], Callable[..., Any]]:
     """Return what replaces each operation of the table while ranks have emulated GPUs."""
     return {kernel: _charged(kernel, cost, writes) for kernel, (cost, writes) in _TABLE.items()}
@@ -193,13 +195,13 @@ def _charge(name: str, gpu: Gpu, cost: Cost) -> None:
 
 
 def _tensors(value: Any, kind: type) -> Iterator[Any]:
-    """Return the tensors of a type in an argument: a tensor, a sequence, or a dataclass."""
+    """Return the tensors of a type in an argument: a tensor, a sequence, or a dataclass. Formats have none."""
     if isinstance(value, kind):
         yield value
     elif isinstance(value, (list, tuple)):
         for each in value:
             yield from _tensors(each, kind)
-    elif dataclasses.is_dataclass(value):
+    elif dataclasses.is_dataclass(value) and not isinstance(value, Format):
         for field in dataclasses.fields(value):
             yield from _tensors(getattr(value, field.name), kind)
 

@@ -21,7 +21,7 @@ from tritoncomm.step.agree import private_group
 from emulated_cuda import kernel_costs, nccl, streams
 from emulated_cuda.device import CudaTensor, Gpu, current_gpu, parse_to, upload, written
 from emulated_cuda.network import Network, Turn
-from tritoncomm_kernels import entries
+from tritoncomm_kernels import AdamFlat, entries
 
 # Factories that take ``device=``. The last ones copy from the host.
 _FACTORIES = (
@@ -174,9 +174,7 @@ def installed(network: Network) -> Iterator[None]:
             sharded = sys.modules["torch.distributed.tensor"].DTensor
             patch(mock.patch.object(sharded, "device", property(lambda self: self._local_tensor.device)))
             patch(mock.patch.object(sharded, "is_cuda", property(lambda self: self._local_tensor.is_cuda)))
-        replacements = kernel_costs.declared()
-        replacements |= {made.__base__: made for made in (kernel_costs.AdamFlat,)}
-        for module, name, value in _uses(replacements):
+        for module, name, value in _uses(kernel_costs.declared() | {AdamFlat: kernel_costs.AdamFlat}):
             patch(mock.patch.object(module, name, value))
         torch._C._distributed_c10d._set_thread_isolation_mode(True)
         try:
@@ -191,13 +189,14 @@ def _refuse(*_: Any) -> None:
 
 def _uses(replacements: dict[Any, Any]) -> list[tuple[Any, str, Any]]:
     """Return where the operations are used: module, name and replacement."""
-    found = []
-    for name, module in list(sys.modules.items()):
-        if name.partition(".")[0] in ("tritoncomm", "tritoncomm_kernels") and module is not None:
-            for key, value in list(vars(module).items()):
-                if isinstance(value, type | type(_refuse)) and value in replacements:
-                    found.append((module, key, replacements[value]))
-    return found
+    known = {id(operation): replacement for operation, replacement in replacements.items()}
+    modules = [module for name, module in sys.modules.items() if name.startswith("tritoncomm")]
+    return [
+        (module, key, known[id(value)])
+        for module in modules
+        for key, value in vars(module).items()
+        if id(value) in known
+    ]
 
 
 def _start(self: threading.Thread) -> None:
