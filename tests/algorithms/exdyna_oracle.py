@@ -1,4 +1,4 @@
-"""A reference implementation of ExDyna and MiCRO in plain Python lists and exact numbers, for all ranks at once.
+"""A reference implementation of ExDyna and MiCRO in plain Python lists, for all ranks at once.
 
 Blocks, partitions, rotation, thresholds and residuals, as Yoon and Oh's reference programs compute them
 ("Preserving Near-Optimal Gradient Sparsification Cost" and "MiCRO", both 2023-24), and the variants of this library:
@@ -123,12 +123,12 @@ class ExDynaOracle:
         self.delta = threshold_start(self.k)
         self.number = 0
         self.counts: list[int] = []
-        self.residuals: list[list[int | Fraction]] = [[0] * numel for _ in range(world_size)]
+        self.residuals: list[list[float]] = [[0.0] * numel for _ in range(world_size)]
 
-    def step(self, gradients: Sequence[Sequence[float]]) -> tuple[list[int], list[int | Fraction]]:
+    def step(self, gradients: Sequence[Sequence[float]]) -> tuple[list[int], list[float]]:
         """Run one iteration. Return the selected indices, ascending, and the sums over all ranks there."""
         pairs = zip(self.residuals, gradients, strict=True)
-        acc = [[e + _exact(g) for e, g in zip(*pair, strict=True)] for pair in pairs]
+        acc = [[e + g for e, g in zip(*pair, strict=True)] for pair in pairs]
         t, self.number = self.number, self.number + 1
         if t > 0:
             # Both follow from the counts of the previous iteration, which every rank has.
@@ -146,7 +146,7 @@ class ExDynaOracle:
         self.residuals = acc
         return indices, sums
 
-    def _choose(self, acc: list[int | Fraction], j: int, t: int) -> list[int]:
+    def _choose(self, acc: list[float], j: int, t: int) -> list[int]:
         start, stop = self.layout.bounds(j)
         limit = float(np.float32(self.delta))
         chosen = [i for i in range(start, stop) if abs(acc[i]) >= limit]
@@ -197,8 +197,3 @@ def _starts(counts: list[int]) -> list[int]:
 
 def _ceil_div(a: int, b: int) -> int:
     return -(-a // b)
-
-
-def _exact(value: float) -> int | Fraction:
-    """Return whole numbers as integers, which add much faster, and others as fractions."""
-    return int(value) if value == int(value) else Fraction(value)

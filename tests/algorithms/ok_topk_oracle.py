@@ -7,6 +7,8 @@ the formula that corrects reused thresholds.
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
+from collections import Counter
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -59,14 +61,14 @@ class Oracle:
                 sums[j] = sums.get(j, 0.0) + acc[r][j]
         sums = {j: v for j, v in sums.items() if v != 0}
         kept, wanted = self._select(sums, reevaluate=reevaluate)
-        loads = [sum(self._owner(j) == r for c in chosen for j in c) for r in ranks]
-        reaching = sum(key(v) >= key(self.threshold) for v in sums.values())
-        self._adapt({j: sums[j] for j in kept}, wanted, reaching, loads, reevaluate=reevaluate)
-        self.residuals = [
-            [0.0 if j in chosen[r] and j in kept else acc[r][j] for j in range(self.numel)] for r in ranks
-        ]
-        self.number += 1
         delivered = {j: sums[j] for j in kept}
+        loads = Counter(self._owner(j) for c in chosen for j in c)
+        self._adapt(delivered, wanted, len(reaching(sums, self.threshold)), loads, reevaluate=reevaluate)
+        for r in ranks:
+            for j in delivered.keys() & chosen[r]:
+                acc[r][j] = 0.0
+        self.residuals = acc
+        self.number += 1
         return Step([set(c) for c in chosen], delivered, self.residuals, reevaluate)
 
     def _choose(self, rank: int, acc: list[float], *, reevaluate: bool) -> list[int]:
@@ -76,7 +78,7 @@ class Oracle:
             self.local[rank] = min((abs(acc[j]) for j in best), default=0.0) if len(best) == self.k else 0.0
             return sorted(best)
         limit = self._lowered(limit)
-        passing = {j: v for j, v in enumerate(acc) if key(v) >= key(limit) and v}
+        passing = reaching({j: v for j, v in enumerate(acc) if v}, limit)
         self.local[rank] = self._corrected(limit, passing, len(passing))
         return sorted(largest(passing, self.local_cap))
 
@@ -99,7 +101,7 @@ class Oracle:
         return [0, *inner, self.numel]
 
     def _owner(self, j: int) -> int:
-        return next(r for r in range(self.world_size) if self.cuts[r] <= j < self.cuts[r + 1])
+        return bisect_right(self.cuts, j) - 1  # the last of those that begin there: others are empty
 
     def _limit_pairs(self, rank: int, acc: list[float], chosen: list[int]) -> list[int]:
         limit = math.ceil(self.k / self.world_size)
@@ -114,8 +116,7 @@ class Oracle:
             return list(sums), len(sums)
         if reevaluate:
             return largest(sums, self.k), len(sums)
-        limit = self._lowered(self.threshold)
-        passing = {j: v for j, v in sums.items() if key(v) >= key(limit)}
+        passing = reaching(sums, self._lowered(self.threshold))
         wanted = len(passing)
         if wanted <= self.global_cap:
             return list(passing), wanted
@@ -126,11 +127,13 @@ class Oracle:
             places[r] += sum(places) < self.global_cap
         return [j for part, places_ in zip(parts, places, strict=True) for j in largest(part, places_)], wanted
 
-    def _adapt(self, kept: dict[int, float], wanted: int, reaching: int, loads: list[int], *, reevaluate: bool) -> None:
+    def _adapt(
+        self, kept: dict[int, float], wanted: int, candidates: int, loads: Counter[int], *, reevaluate: bool
+    ) -> None:
         self.reevaluate = self.repartition = False
         if self.world_size == 1:
             return
-        skewed = max(loads) > self.recipe.skew_trigger * sum(loads) / self.world_size
+        skewed = max(loads.values(), default=0) > self.recipe.skew_trigger * loads.total() / self.world_size
         self.repartition = skewed and self.k >= self.world_size
         if reevaluate:
             if not kept:
@@ -138,13 +141,14 @@ class Oracle:
             else:
                 self.threshold = min(map(abs, kept.values()))
             return
-        self.reevaluate = not self.recipe.drift_low * self.k <= reaching <= self.recipe.drift_high * self.k
+        self.reevaluate = not self.recipe.drift_low * self.k <= candidates <= self.recipe.drift_high * self.k
         self.threshold = self._corrected(self._lowered(self.threshold), kept, wanted)
 
 
-def key(value: float) -> np.float32:
-    """Return the magnitude in fp32, in which it is compared with thresholds."""
-    return np.float32(abs(value))
+def reaching(values: dict[int, float], limit: float) -> dict[int, float]:
+    """Return the values whose magnitude reaches a limit, which is rounded to fp32. They have no more bits."""
+    least = float(np.float32(limit))
+    return {j: v for j, v in values.items() if abs(v) >= least}
 
 
 def largest(values: dict[int, float], k: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""A reference implementation of SparDL in exact fractions, for all ranks at once.
+"""A reference implementation of SparDL in plain Python, for all ranks at once.
 
 It is only for inputs whose sums are exact in any order. It sends nothing: it follows every block along the tree of its
 contributions, and only counts messages. It shares nothing with the library.
@@ -7,10 +7,9 @@ contributions, and only counts messages. It shares nothing with the library.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from fractions import Fraction
 from typing import Literal
 
-Entries = dict[int, Fraction]
+Entries = dict[int, float]
 
 # By workers and teams: latencies, words/k of B-SAG from and to, words/k of R-SAG.
 SPARDL_TABLE = {
@@ -55,14 +54,14 @@ class SparDLOracle:
         self.h = list(self.lowest if self.bruck else self.budgets)
         starts = [max(1, (budget - low) // 100) for budget, low in zip(self.budgets, self.lowest, strict=True)]
         self._controllers = [(start, False) for start in starts]
-        self.residuals = [[Fraction(0)] * numel for _ in range(world_size)]
-        self.dropped = [[Fraction(0)] * numel for _ in range(world_size)]
+        self.residuals = [[0.0] * numel for _ in range(world_size)]
+        self.dropped = [[0.0] * numel for _ in range(world_size)]
         self.sent = [(0, 0)] * world_size
 
-    def step(self, gradients: Sequence[Sequence[float | Fraction]]) -> tuple[list[int], list[Fraction]]:
+    def step(self, gradients: Sequence[Sequence[float]]) -> tuple[list[int], list[float]]:
         """Return the final indices, ascending, and the sums over all ranks that are delivered there."""
         acc = [
-            [e + Fraction(g) for e, g in zip(mine, theirs, strict=True)]
+            [e + g for e, g in zip(mine, theirs, strict=True)]
             for mine, theirs in zip(self.residuals, gradients, strict=True)
         ]
         self._count_messages()  # before the controllers move: this step still sends the old number of entries
@@ -79,12 +78,12 @@ class SparDLOracle:
         ]
         return sorted(final), [final[j] for j in sorted(final)]
 
-    def _left_over(self, rank: int, j: int, own: Fraction, chosen: bool, survived: bool) -> Fraction:
+    def _left_over(self, rank: int, j: int, own: float, chosen: bool, survived: bool) -> float:
         """Return the residual of one rank at one index."""
         if self.kind == "global":
             return self.dropped[rank][j] if survived else own
         gone = chosen and (survived or self.kind == "local")
-        return Fraction(0) if gone else own
+        return 0.0 if gone else own
 
     def _rank(self, team: int, worker: int) -> int:
         return team * self.team_size + worker % self.team_size
@@ -107,7 +106,7 @@ class SparDLOracle:
         row = self.dropped[rank]
         taken = largest({j: row[j] for j in self.blocks[b] if row[j]}, count)
         for j in taken:
-            row[j] = Fraction(0)
+            row[j] = 0.0
         chosen[rank] |= taken.keys()
         return taken
 
@@ -178,7 +177,7 @@ def add_up(lists: list[Entries]) -> Entries:
     total: Entries = {}
     for entries in lists:
         for j, value in entries.items():
-            total[j] = total.get(j, Fraction(0)) + value
+            total[j] = total.get(j, 0.0) + value
     return total
 
 
