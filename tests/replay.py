@@ -31,6 +31,7 @@ from tritoncomm.scheduler.rounds import (
 from tritoncomm.step.exchange.feedback import ErrorFeedback
 
 import laws
+from depth import trials
 
 WORLD_SIZES = (2, 3)
 FAMILIES = ("random", "random", "disjoint", "ties", "random")
@@ -58,9 +59,9 @@ class Recording:
 
 def record(recipe: Recipe, numel: int) -> list[Recording]:
     """Return the recordings of the first steps of rank 0 and of the last rank, for each of :data:`WORLD_SIZES`."""
-    found = []
+    found, families = [], FAMILIES[: trials(max(3, laws.steps_of(recipe)), len(FAMILIES))]
     for world_size in WORLD_SIZES:
-        case = laws.fitted(laws.Case(world_size, numel, FAMILIES, seed=world_size, exact=False), recipe)
+        case = laws.fitted(laws.Case(world_size, numel, families, seed=world_size, exact=False), recipe)
         world = SimulatedWorld(recipe, case.world_size, case.numel)
         for gradient in case.gradients():
             before = copy.deepcopy(world.workers)

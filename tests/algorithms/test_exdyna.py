@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
-from fractions import Fraction
 
 import exdyna_oracle as oracle
 import pytest
@@ -79,20 +78,20 @@ def test_threshold_control_without_residuals(rule: str, low: float, high: float)
     mode = {"mode": "paper"} if rule != "prop" else {}
     world = SimulatedWorld(ExDyna(density=0.05, threshold_rule=rule, **mode), 2, 12_000)
     generator, k, passed = torch.Generator().manual_seed(0), 600, []
-    for worker in world.workers:  # start near the result, because the paper's rules are slow
+    for worker in world.workers:  # start at the result, because the paper's rules are slow
         worker.algorithm.state = replace(worker.algorithm.state, threshold=3.0)
     noise = torch.empty(2, 12_000).exponential_(generator=generator)
-    for step in range(trials(1000, 1500)):
+    for step in range(trials(250, 1500)):
         for worker in world.workers:
             worker.residual.zero_()
         world.step(noise.roll(step * 7919 % 12_000, 1))
         passed.append(world.workers[0].algorithm.report["passed"] / k)
-    assert low < sum(passed[-500:]) / 500 < high
+    assert low < sum(passed[-200:]) / 200 < high
 
 
 @pytest.mark.parametrize(
     ("density", "numel", "steps", "off"),
-    [(0.01, 8_000, trials(500, 3000), 0.1), (0.001, 12_000, trials(1250, 4000), 0.15)],
+    [(0.01, 8_000, trials(250, 3000), 0.1), (0.001, 12_000, trials(600, 4000), 0.15)],
 )
 def test_threshold_control_with_residuals(density: float, numel: int, steps: int, off: float) -> None:
     """The count stays near k although residuals grow."""
@@ -175,10 +174,10 @@ def test_oracle(world_size: int, extra: int, moving: bool, families: tuple[str, 
     for gradient in case.gradients():
         state = world.workers[0].algorithm.state
         mean = world.step(gradient)[0]
-        indices, sums = reference.step([[Fraction(x) for x in row] for row in gradient.tolist()])
+        indices, sums = reference.step(gradient.tolist())
         assert mean.indices.tolist() == indices
-        assert [Fraction(x) * world_size for x in mean.values.tolist()] == sums
-        assert [[Fraction(x) for x in row] for row in world.residuals.tolist()] == reference.residuals
+        assert [x * world_size for x in mean.values.tolist()] == sums
+        assert world.residuals.tolist() == reference.residuals
         if state.blocks:
             assert list(state.blocks) == reference.layout.counts
             assert state.threshold == reference.delta
@@ -213,7 +212,7 @@ def run(recipe: ExDyna, world_size: int, numel: int, steps: int) -> tuple[list[f
 
 def test_density_is_kept_and_load_balanced() -> None:
     """On layers of unequal scale, the count stays near k and moving borders reduce the imbalance."""
-    steps, late = trials(300, 500), 120
+    steps, late = trials(160, 500), 80
     passed, imbalance = run(ExDyna(density=0.02), 4, 24_000, steps)
     assert 0.9 < sum(passed[-late:]) / late < 1.1
     assert max(passed[:50]) < 30
@@ -252,13 +251,13 @@ def test_concentrated_gradients_are_delivered(recipe: ExDyna, world_size: int) -
     world = SimulatedWorld(recipe, world_size, numel)
     generator = torch.Generator().manual_seed(0)
     delivered = []
-    for step in range(140):
+    for step in range(80):
         gradient = torch.zeros(world_size, numel)
-        start = 0 if step < 70 else numel // 2
+        start = 0 if step < 40 else numel // 2
         gradient[:, start : start + numel // 32] = torch.randn(world_size, numel // 32, generator=generator)
         delivered.append(len(world.step(gradient)[0]) / (numel * 0.01))
-    assert sum(delivered[40:70]) / 30 > 0.6
-    assert sum(delivered[110:]) / 30 > 0.6
+    assert sum(delivered[25:40]) / 15 > 0.6
+    assert sum(delivered[65:]) / 15 > 0.6
 
 
 @pytest.mark.parametrize("density", [1e-5, 2e-4])
@@ -266,9 +265,9 @@ def test_small_k(density: float) -> None:
     """With k of 1 or 2, about k entries are delivered per step while residuals grow."""
     world = SimulatedWorld(ExDyna(density=density), 4, 10_000)
     generator = torch.Generator().manual_seed(0)
-    delivered = [len(world.step(torch.randn(4, 10_000, generator=generator))[0]) for _ in range(250)]
+    delivered = [len(world.step(torch.randn(4, 10_000, generator=generator))[0]) for _ in range(trials(120, 250))]
     k = max(1, int(10_000 * density))
-    assert 0.5 * k < sum(delivered[100:]) / 150 <= 2 * k
+    assert 0.5 * k < sum(delivered[40:]) / len(delivered[40:]) <= 2 * k
 
 
 @pytest.mark.parametrize(("density", "most"), [(1e-5, 10), (5e-4, 2), (9e-4, 2)])
@@ -303,7 +302,7 @@ def test_zero_gradients_keep_the_threshold() -> None:
     assert world.workers[0].algorithm.state.threshold == 0
     gradient = torch.randn(3, 300, generator=torch.Generator().manual_seed(0))
     world.step(gradient)
-    for _ in range(300):  # until all residuals are zero
+    for _ in range(30):  # until all residuals are zero
         world.step(zeros)
     assert not world.residuals.any()
     held = world.workers[0].algorithm.state.threshold

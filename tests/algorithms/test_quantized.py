@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import warnings
 
@@ -13,15 +12,16 @@ from tritoncomm import ConfigurationError, Quantized, SimulatedWorld
 from tritoncomm.scheduler import cost
 
 import laws
+from depth import trials
 
 FORMATS = [f"{bits}bit" for bits in range(1, 9)]
 
 
 @pytest.mark.parametrize("values", FORMATS)
-@pytest.mark.parametrize("world_size", [1, 2, 3, 7, 17])
+@pytest.mark.parametrize("world_size", trials([1, 2, 7], [1, 2, 3, 7, 17]))
 def test_the_first_step_is_exact(values: str, world_size: int) -> None:
     """Where sums are exact, nothing is lost to the bit: in a step from integers, before residuals have many bits."""
-    for family, numel in itertools.product(("random", "ties", "sparse", "one-entry"), (1, 700)):
+    for family, numel in (("random", 1), ("random", 700), ("ties", 700), ("sparse", 700), ("one-entry", 700)):
         case = laws.Case(world_size, numel, (family,), seed=world_size)
         laws.conservation.check(laws.recorded(Quantized(values=values), case, with_states=False), tolerance=0.0)
 

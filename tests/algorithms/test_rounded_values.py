@@ -17,7 +17,7 @@ from tritoncomm.primitives.packing import Encoding
 from tritoncomm.scheduler.rounds import Op, round_of
 
 import laws
-from depth import DEEP
+from depth import DEEP, trials
 from laws import heavy_tailed
 from recipes import FIELDS, SHORT, always_packed, under_test
 from tritoncomm_kernels.formats import ENTRY_FORMATS, FORMATS
@@ -61,10 +61,13 @@ def test_laws_of_every_format(name: str, form: str, values: str) -> None:
     """
     more = {**({"static": True} if form == "static" else {}), **(SHORT if name == "oktopk" else {})}
     recipe = always_packed(method(name, density=0.1, values=values, **more))
-    run = laws.recorded(recipe, laws.FOUR_STEPS)
+    steps, two_steps = (
+        dataclasses.replace(laws.FOUR_STEPS, families=laws.FOUR_STEPS.families[:number])
+        for number in (laws.steps_of(recipe), 2)
+    )
+    run = laws.recorded(recipe, steps)
     for law in laws.OF_RUNS:
         law.check(run)
-    two_steps = dataclasses.replace(laws.FOUR_STEPS, families=laws.FOUR_STEPS.families[:2])
     laws.refusal(recipe, two_steps, math.inf)
     laws.overflow(recipe, two_steps)
     if DEEP or values == "4bit":
@@ -130,11 +133,11 @@ def test_bits_per_entry_of_oktopk(density: float, numel: int) -> None:
 
 def test_ties_are_no_drift() -> None:
     """With few levels, sums are often equal. Ok-Topk still determines its thresholds as seldom as with exact values."""
-    counts = dict.fromkeys(("fp32", "3bit", "2bit", "1bit"), 0.0)
+    counts = dict.fromkeys(trials(("fp32", "2bit", "1bit"), ("fp32", "3bit", "2bit", "1bit")), 0.0)
     for values in counts:
         world = SimulatedWorld(method("oktopk", density=0.01, values=values), 4, 20_000)
         generator = torch.Generator().manual_seed(0)
-        for _ in range(70):
+        for _ in range(trials(40, 70)):
             world.step(torch.randn(4, 20_000, generator=generator))
             counts[values] += world.workers[0].algorithm.report["reevaluated"]
     assert max(counts.values()) <= counts["fp32"] + 2, counts

@@ -17,6 +17,7 @@ from tritoncomm.primitives.packing import Encoding, Section
 from tritoncomm.scheduler.simulated import SimulatedScheduler
 
 import laws
+from depth import trials
 from recipes import always_packed
 from tritoncomm_kernels import Entries
 
@@ -132,7 +133,8 @@ CAUGHT = [
 ]
 
 
-@pytest.mark.parametrize("values", ROUNDED)
+# Formats with most and with fewest levels.
+@pytest.mark.parametrize("values", trials([ROUNDED[0], ROUNDED[-1]], ROUNDED))
 @pytest.mark.parametrize(("check", "mutation"), CAUGHT, ids=lambda each: getattr(each, "__name__", each))
 def test_a_broken_rounding_is_caught(check: str, mutation: Callable[[Patch], None], values: str) -> None:
     """The check fails on the mutation, and passes on the code as it is."""

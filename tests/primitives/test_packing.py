@@ -104,7 +104,7 @@ def situations(draw: st.DrawFn) -> tuple[Section, list[int], torch.Tensor]:
 
 
 @given(situation=situations())
-@examples(600)
+@examples(300)
 def test_what_rounding_takes_away_is_exact(situation: tuple[Section, list[int], torch.Tensor]) -> None:
     """Delivered values have the sign of the entry, are at most twice as large, and leave an exact remainder.
 
