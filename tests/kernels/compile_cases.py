@@ -191,9 +191,9 @@ def packing() -> None:
         read_rows(layout, lows, words)
 
 
-def rebalance() -> None:
+def rebalance(sizes: tuple[int, ...] = (2, 64, 256, 1024)) -> None:
     """Move borders of few partitions and of many, by both rules."""
-    for partitions, rule in product((2, 64, 256, 1024), ("paper", "prefix")):
+    for partitions, rule in product(sizes, ("paper", "prefix")):
         topology = [torch.ones(size, dtype=torch.int32) for size in (partitions, partitions + 1, partitions)]
         kernels.rebalance(*topology, iteration=1, block=64, numel=TILE, min_blocks=1, rule=rule)
 

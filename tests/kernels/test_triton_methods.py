@@ -42,7 +42,7 @@ METHODS = {
     "oktopk static": Method(OkTopk(density=0.05, static=True, repartition_every=3), 3, 4),
     "oktopk 4bit": Method(OkTopk(density=0.05, static=True, values="4bit", global_cap=2.0, reevaluate_every=64), 3, 4),
     "oktopk 4bit, new regions": Method(
-        OkTopk(density=0.05, static=True, repartition_every=2, values="4bit"), 4, 3,
+        OkTopk(density=0.05, static=True, repartition_every=1, values="4bit"), 3, 2,
         frozenset({"mark_kernel", "emit_kernel", "planes_rows_kernel", "join_sections_kernel", "add_rows_kernel"}),
     ),
     "topk_allgather 4bit": Method(TopkAllgather(density=0.05, static=True, values="4bit"), 3, 2),

@@ -12,6 +12,7 @@ from compile_cases import adam, launched_cases, rebalance, static_form
 from kernel_cases import EXECUTED, Guarded, agree, bits, drawn, gradient, kernels_from, padded_rows
 
 import tritoncomm_kernels as kernels
+from depth import trials
 from ptx.launch import EXECUTOR
 
 pytestmark = pytest.mark.skipif(not EXECUTED, reason="needs TRITONCOMM_PTX=1: tox -e ptx")
@@ -136,7 +137,7 @@ def test_every_kernel_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
         agree(call, "cpu")
     with kernels_from("triton"):
         static_form(2)
-        rebalance()
+        rebalance(trials((2, 64), (2, 64, 256, 1024)))
         adam()
     assert {case.kernel.__name__ for case in launched_cases()} == {*EXECUTOR.launched}
 
