@@ -13,7 +13,7 @@ from tritoncomm import Recipe
 import laws
 from recipes import under_test
 
-NUMEL, WORKERS = 700, 3
+NUMEL, WORKERS = 700, 2
 RECIPES = under_test(0.02)
 
 

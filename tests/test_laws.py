@@ -42,12 +42,15 @@ SIZES = [
     for size in dict.fromkeys(laws.fitted(laws.Case(n, 1, ()), under_test(0.1)[name]).world_size for n in range(1, 18))
     if DEEP or name in SHAPED
 ]
-# Every method runs with 33 workers, and other recipes with 8. A deep run has all recipes with 20, 32 and 64.
+# The methods, the format that wrap() takes by default, and what has several teams or nodes of workers.
+WIDE = {*METHODS, "oktopk-4bit", *(name for name in NAMES if "teams" in name or "hierarchical" in name)}
+# Every method runs with 33 workers, and of the others those in WIDE, and half of the rest, with 8. A deep run has all
+# recipes with 20, 32 and 64.
 CROWDS = [
     pytest.param(name, case, id=f"{case.world_size}-{name}")
     for case in (*BIG, MANY)
-    for name in NAMES
-    if DEEP or (name in METHODS) == (case in BIG)
+    for i, name in enumerate(NAMES)
+    if DEEP or ((name in METHODS) == (case in BIG) and (name in WIDE or i % 2))
 ]
 
 
@@ -55,10 +58,6 @@ def in_turn(turn: int) -> pytest.MarkDecorator:
     """Give a test every method, and the other recipes that have this turn: 0 to 3. In a deep run, it has all."""
     chosen = [name for i, name in enumerate(NAMES) if DEEP or name in METHODS or i % 4 == turn]
     return pytest.mark.parametrize("name", chosen)
-
-
-# The methods, the format that wrap() takes by default, and what has several teams or nodes of workers.
-WIDE = {*METHODS, "oktopk-4bit", *(name for name in NAMES if "teams" in name or "hierarchical" in name)}
 
 
 def smaller(name: str, case: laws.Case, drawn: int = 4) -> laws.Case:
