@@ -13,7 +13,6 @@ import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import pytest
@@ -213,14 +212,13 @@ def recorded(
 class LawOfRuns:
     """A law that checks a recorded run. Calling it with a recipe and a case records the run first."""
 
-    def __init__(self, check: Callable[..., None], *, of_states: bool = False) -> None:
+    def __init__(self, check: Callable[..., None]) -> None:
         self.check = check
-        self.of_states = of_states
         self.__name__, self.__doc__ = check.__name__, check.__doc__
 
     def __call__(self, recipe: Recipe, case: Case, **options: object) -> None:
         """Record a run of ``case`` and check it."""
-        self.check(recorded(recipe, case, with_states=self.of_states), **options)
+        self.check(recorded(recipe, case), **options)
 
 
 def slack(recipe: Recipe) -> float:
@@ -298,24 +296,21 @@ def budget(run: Run) -> None:
         assert sum(m.sent.bytes for m in step.meters) == sum(m.received.bytes for m in step.meters)
 
 
-@partial(LawOfRuns, of_states=True)
+@LawOfRuns
 def resume(run: Run) -> None:
-    """A run that is saved, loaded and continued gives the same bits as an uninterrupted run."""
+    """A run that is saved, loaded and continued gives the same bits as an uninterrupted run.
+
+    So the same inputs and state give the same bits.
+    """
     for step, saved in zip(run.steps, run.saved, strict=True):
         world = world_of(run.recipe, run.case)
         world.load_state_dict(saved)
-        _same_as(step, world)
+        assert all(same_vector(a, b) for a, b in zip(step.means, world.step(step.gradient), strict=True))
+        assert same_bits(step.after, world.residuals)
+        assert step.states == states_of(world)
 
 
-@partial(LawOfRuns, of_states=True)
-def determinism(run: Run) -> None:
-    """The same inputs and state give the same bits."""
-    world = world_of(run.recipe, run.case)
-    for step in run.steps:
-        _same_as(step, world)
-
-
-# The laws that check one recorded run. Resuming every step from its saved state implies determinism.
+# The laws that check one recorded run.
 OF_RUNS = (equivalence, conservation, agreement, form, budget, resume)
 
 
@@ -461,13 +456,6 @@ def overflow(recipe: Recipe, case: Case) -> None:
             else:
                 assert torch.equal(residual, held)
             return
-
-
-def _same_as(step: Step, world: SimulatedWorld) -> None:
-    """Assert that ``world`` repeats a recorded step with the same bits."""
-    assert all(same_vector(a, b) for a, b in zip(step.means, world.step(step.gradient), strict=True))
-    assert same_bits(step.after, world.residuals)
-    assert step.states == states_of(world)
 
 
 def _same_result(

@@ -38,9 +38,10 @@ def test_documented_method_obeys_the_laws() -> None:
     case = laws.Case(5, 60, ("random", "ties", "zero", "random"))
     for fields in ({"density": 0.4}, {"density": 1.0}, {"density": 0.1, "values": "4bit"}):
         recipe = method(**fields)
-        for law in (laws.conservation, laws.agreement, laws.form, laws.equivalence, laws.identity, laws.budget):
-            law(recipe, case)
-        for law in (laws.atomicity, laws.refusal, laws.resume, laws.determinism, laws.overflow, laws.faults):
+        run = laws.recorded(recipe, case)
+        for law in laws.OF_RUNS:
+            law.check(run)
+        for law in (laws.identity, laws.atomicity, laws.refusal, laws.overflow, laws.faults):
             law(recipe, case)
 
 

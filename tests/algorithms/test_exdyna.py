@@ -47,10 +47,7 @@ def test_golden_layouts() -> None:
     assert micro.bounds(micro.layout(4), micro.layout(4).blocks) == [0, 3, 6, 8, 10]
 
 
-ORACLES = {
-    "paper": oracle.rebalance_paper,
-    "prefix": oracle.rebalance_prefix,
-}
+ORACLES = {"paper": oracle.rebalance_paper, "prefix": oracle.rebalance_prefix}
 
 
 @given(st.data(), st.sampled_from(sorted(ORACLES)))
@@ -112,12 +109,6 @@ def test_golden_borders() -> None:
     ):
         blocks = moved(layout, blocks, kappa, 100_000, "paper")
         assert blocks == expected
-
-
-def test_a_pair_sees_the_move_before_it() -> None:
-    """By the paper's rule, a partition that gets a block counts its entries when it is compared with the next one."""
-    layout = Layout(64, (2, 1, 1), 1)
-    assert moved(layout, layout.blocks, [160, 94, 46], 256, "paper") == (1, 1, 2)
 
 
 def test_golden_thresholds() -> None:

@@ -306,6 +306,7 @@ def check_steps(device: str, name: str, parts: int, values: torch.Tensor, seed: 
     name=st.sampled_from([*LEVELS]), parts=st.sampled_from([1, 2, 3, 4, 7]), numel=st.sampled_from(LENGTHS),
     family=st.sampled_from(FAMILIES), scale=st.sampled_from(SCALES), seed=seeds,
 )  # fmt: skip
+@example(name="1bit", parts=1, numel=1030, family="special", scale=1.0, seed=0)  # the scale of a mean is rounded up
 @cases(40)
 def test_steps(device: str, name: str, parts: int, numel: int, family: str, scale: float, seed: int) -> None:
     """Any values and received words, with a part that is empty or partly behind the last value."""
