@@ -34,8 +34,11 @@ def in_inference(a, b, x):
         return x.clone(), x.neg()
 
 
+GRADIENTS = {"one tensor": of_sum, "views of one": of_views, "of inference": in_inference}
+
+
 @ranks(2)
-@pytest.mark.parametrize("gradients", [of_sum, of_views, in_inference])
+@pytest.mark.parametrize("gradients", GRADIENTS)
 @pytest.mark.parametrize("kind", ["SGD", "AdamW"])
 def test_gradients_that_share_memory(rank, world_size, gradients, kind):
     """Means do not overwrite each other: training is that with a copy of each gradient, to the bit."""
@@ -44,7 +47,7 @@ def test_gradients_that_share_memory(rank, world_size, gradients, kind):
     optimizers = [tritoncomm.wrap(each, density=0.03, warmup_steps=1) for each in made]
     for step in range(4):
         for model, optimizer, copies in zip(models, optimizers, (False, True), strict=True):
-            given = gradients(*model, batch(rank, step))
+            given = GRADIENTS[gradients](*model, batch(rank, step))
             for parameter, gradient in zip(model, given, strict=True):
                 parameter.grad = gradient.clone() if copies else gradient
             if kind == "AdamW":  # whose step reads .grad in this case alone
