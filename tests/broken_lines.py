@@ -719,8 +719,8 @@ BROKEN = [
     BrokenLine(
         "an argument that is invalid on one rank is not told to others",
         "step/agree/__init__.py",
-        "            propagate_error(str(error), group, device)\n        raise",
-        "            pass\n        raise",
+        "                all_gather({_ERROR: str(error)}, group, device)\n",
+        "                pass\n",
         "agreement test_argument_that_is_invalid_on_one_rank_is_an_error_on_all",
     ),
     BrokenLine(

@@ -13,6 +13,7 @@ import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -212,13 +213,14 @@ def recorded(
 class LawOfRuns:
     """A law that checks a recorded run. Calling it with a recipe and a case records the run first."""
 
-    def __init__(self, check: Callable[..., None]) -> None:
+    def __init__(self, check: Callable[..., None], *, of_states: bool = False) -> None:
         self.check = check
+        self.of_states = of_states
         self.__name__, self.__doc__ = check.__name__, check.__doc__
 
     def __call__(self, recipe: Recipe, case: Case, **options: object) -> None:
         """Record a run of ``case`` and check it."""
-        self.check(recorded(recipe, case), **options)
+        self.check(recorded(recipe, case, with_states=self.of_states), **options)
 
 
 def slack(recipe: Recipe) -> float:
@@ -296,21 +298,24 @@ def budget(run: Run) -> None:
         assert sum(m.sent.bytes for m in step.meters) == sum(m.received.bytes for m in step.meters)
 
 
-@LawOfRuns
+@partial(LawOfRuns, of_states=True)
 def resume(run: Run) -> None:
-    """A run that is saved, loaded and continued gives the same bits as an uninterrupted run.
-
-    So the same inputs and state give the same bits.
-    """
+    """A run that is saved, loaded and continued gives the same bits as an uninterrupted run."""
     for step, saved in zip(run.steps, run.saved, strict=True):
         world = world_of(run.recipe, run.case)
         world.load_state_dict(saved)
-        assert all(same_vector(a, b) for a, b in zip(step.means, world.step(step.gradient), strict=True))
-        assert same_bits(step.after, world.residuals)
-        assert step.states == states_of(world)
+        _same_as(step, world)
 
 
-# The laws that check one recorded run.
+@partial(LawOfRuns, of_states=True)
+def determinism(run: Run) -> None:
+    """The same inputs and state give the same bits."""
+    world = world_of(run.recipe, run.case)
+    for step in run.steps:
+        _same_as(step, world)
+
+
+# The laws that check one recorded run. Resuming every step from its saved state implies determinism.
 OF_RUNS = (equivalence, conservation, agreement, form, budget, resume)
 
 
@@ -456,6 +461,13 @@ def overflow(recipe: Recipe, case: Case) -> None:
             else:
                 assert torch.equal(residual, held)
             return
+
+
+def _same_as(step: Step, world: SimulatedWorld) -> None:
+    """Assert that ``world`` repeats a recorded step with the same bits."""
+    assert all(same_vector(a, b) for a, b in zip(step.means, world.step(step.gradient), strict=True))
+    assert same_bits(step.after, world.residuals)
+    assert step.states == states_of(world)
 
 
 def _same_result(

@@ -41,7 +41,7 @@ def test_documented_method_obeys_the_laws() -> None:
         run = laws.recorded(recipe, case)
         for law in laws.OF_RUNS:
             law.check(run)
-        for law in (laws.identity, laws.atomicity, laws.refusal, laws.overflow, laws.faults):
+        for law in (laws.identity, laws.atomicity, laws.refusal, laws.determinism, laws.overflow, laws.faults):
             law(recipe, case)
 
 

@@ -170,7 +170,7 @@ def atomicity_in_every_round(recipe, case: laws.Case) -> None:
         (laws.atomicity, WritesWhileItReuses, laws.FOUR_STEPS),
         (laws.faults, ForgetsToRollBack, CASE),
         (laws.resume, ForgetsToRollBack, CASE),
-        (laws.resume, CountsItsCalls, CASE),
+        (laws.determinism, CountsItsCalls, CASE),
         (laws.form, ReturnsDescending, CASE),
         (laws.identity, LosesOneAlone, CASE),
         (laws.refusal, HidesNonFinite, CASE),

@@ -63,7 +63,7 @@ def test_parameters_that_share_memory(rank, world_size):
     memory = torch.zeros(40, 60)
     model = nn.ParameterDict({"a": nn.Parameter(memory), "b": nn.Parameter(memory[20:])})
     if world_size > 1:
-        with pytest.raises(tritoncomm.ConfigurationError, match=r"^b is in the memory of a: use one Parameter"):
+        with pytest.raises(tritoncomm.ConfigurationError, match=r"^b shares memory with a, .*: use one Parameter"):
             tritoncomm.wrap(adamw(model), model=model)
     for memory in (torch.zeros(40, 60), torch.zeros(60, 40).t()):
         for cut in ((slice(20), slice(20, None)), ((..., slice(30)), (..., slice(30, None)))):

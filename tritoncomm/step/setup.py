@@ -389,7 +389,8 @@ def check_memory(trained: Sequence[tuple[torch.Tensor, str]]) -> None:
     held = [(each, name) for each, name in held if each.stride() == torch.empty_like(each, device="meta").stride()]
     for first, second in sharing([each for each, _ in held]):
         raise ConfigurationError(
-            f"{held[second][1]} is in the memory of {held[first][1]}: use one Parameter for both, or pass late=False"
+            f"{held[second][1]} shares memory with {held[first][1]}, so the update of one would be lost: use one "
+            "Parameter for both, or pass late=False"
         )
 
 

@@ -47,8 +47,8 @@ def compare(
     """Compare ``fields`` of all ranks, and raise on all ranks if any value differs. See :func:`differences`.
 
     Raises:
-        ConfigMismatchError: A field differs between ranks, or a rank called :func:`propagate_error`. The message names
-            the fields, their values and the ranks, and says what to do.
+        ConfigMismatchError: A field differs between ranks, or a rank raised an error in :func:`propagate_errors`. The
+            message names the fields, their values and the ranks, and says what to do.
     """
     found = differences(fields, group, device, shard)
     if found:
@@ -73,7 +73,7 @@ def differences(
     :func:`all_gather`.
 
     Raises:
-        ConfigMismatchError: A rank called :func:`propagate_error`.
+        ConfigMismatchError: A rank raised an error in :func:`propagate_errors`.
     """
     own = {name: _text(value) for name, value in fields.items()}
     numbers = all_gather({_SHARD: shard, _NUMBER: number_of_text(repr(own))}, group, device)
@@ -136,16 +136,11 @@ def propagate_errors(group: dist.ProcessGroup | None, device: torch.device | Non
         if is_interruption(error):
             report_failure(group, device, _CHECK, error, is_interruption)
         else:
-            propagate_error(str(error), group, device)
+            with suppress(ConfigMismatchError, ExchangeError):  # a group that is broken does not hide the reason
+                all_gather({_ERROR: str(error)}, group, device)
         raise
     finally:
         _around.reset(token)
-
-
-def propagate_error(reason: str, group: dist.ProcessGroup | None, device: torch.device | None = None) -> None:
-    """Take part in the :func:`all_gather` of the other ranks with the ``reason`` why this rank cannot go on."""
-    with suppress(ConfigMismatchError, ExchangeError):  # a group that is broken does not hide the reason
-        all_gather({_ERROR: reason}, group, device)
 
 
 def all_gather(
@@ -158,7 +153,7 @@ def all_gather(
     exchange. None is the current device.
 
     Raises:
-        ConfigMismatchError: A rank called :func:`propagate_error`.
+        ConfigMismatchError: A rank raised an error in :func:`propagate_errors`.
         ExchangeError: A rank was lost, was interrupted, or did not take part.
     """
     if not is_distributed():

@@ -160,13 +160,9 @@ class BucketLayout:
             if (
                 gradient is None
                 or gradient.is_inference()
+                or gradient.layout is not torch.strided
                 or not (
-                    (
-                        type(gradient) in PLAIN
-                        and gradient.layout is torch.strided
-                        and gradient.stride() == parameter.stride()
-                    )
-                    or _writable(gradient, parameter)
+                    (type(gradient) in PLAIN and gradient.stride() == parameter.stride()) or _alike(gradient, parameter)
                 )
             ):
                 parameter.grad = gradient = _zeros(parameter)
@@ -212,13 +208,11 @@ def _copy_all(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])
 
 
-def _writable(gradient: torch.Tensor, parameter: torch.Tensor) -> bool:
-    """Return False if ``gradient`` is sparse, a partial sum of a DTensor, or laid out otherwise than ``parameter``.
+def _alike(gradient: torch.Tensor, parameter: torch.Tensor) -> bool:
+    """Return False if ``gradient`` is a partial sum of a DTensor, or has other strides than ``parameter``.
 
     A step may give other bits for other strides, and on another rank, the gradient is missing.
     """
-    if gradient.layout is not torch.strided:
-        return False
     if type(gradient) not in PLAIN and hasattr(gradient, "placements"):
         if gradient.placements != parameter.placements:  # type: ignore[attr-defined]
             return False
