@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 import tritoncomm
@@ -9,11 +12,22 @@ from tritoncomm import ConfigurationError, OkTopk, SimulatedWorld
 from tritoncomm.algorithms import at_density
 
 
-@pytest.mark.parametrize(("arguments", "named"), [((0, 5), "world_size=0"), ((2, -1), "numel=-1")])
-def test_impossible_sizes_are_rejected(arguments: tuple[int, int], named: str) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [((0, 5), "world_size=0"), ((2, -1), "numel=-1"), ((2, 5.0), "numel=5.0"), (("2", 5), "world_size='2'")],
+)
+def test_impossible_sizes_are_rejected(arguments: tuple[Any, Any], named: str) -> None:
     """An impossible world size or vector length is rejected by name."""
     with pytest.raises(ConfigurationError, match=named):
         SimulatedWorld(OkTopk(), *arguments)
+
+
+def test_gradients_are_one_tensor() -> None:
+    """A list of gradients is rejected with what to do. Sizes may be integers of NumPy."""
+    world = SimulatedWorld(OkTopk(), np.int64(2), np.int64(8))
+    with pytest.raises(ConfigurationError, match=r"one tensor, got a list: use torch.stack\(\)"):
+        world.step([torch.ones(8), torch.ones(8)])  # type: ignore[arg-type]
+    assert len(world.step(torch.ones(2, 8))) == 2
 
 
 def test_empty_vector() -> None:

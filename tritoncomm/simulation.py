@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import index
 from typing import Any
 
 import torch
@@ -38,6 +39,12 @@ class SimulatedWorld:
         device: torch.device | str = "cpu",
         bounds: Sequence[int] = (),
     ) -> None:
+        try:
+            world_size, numel = index(world_size), index(numel)
+        except TypeError:
+            raise ConfigurationError(
+                f"world_size and numel must be integers, got world_size={world_size!r} and numel={numel!r}"
+            ) from None
         if world_size < 1:
             raise ConfigurationError(f"world_size must be at least 1, got world_size={world_size}")
         if link is not None and not isinstance(link, Link):
@@ -64,6 +71,10 @@ class SimulatedWorld:
         raise to inject a failure. ``faults`` injects faults into messages. After any error, residuals and states are
         bit-identical to before. Raises :class:`~tritoncomm.NonFiniteError` when a gradient has a NaN or Inf.
         """
+        if not isinstance(gradients, torch.Tensor):
+            raise ConfigurationError(
+                f"gradients must be one tensor, got a {type(gradients).__name__}: use torch.stack()"
+            )
         if gradients.shape != (self.world_size, self.numel):
             raise ConfigurationError(
                 f"gradients has shape {tuple(gradients.shape)}, "

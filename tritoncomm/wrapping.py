@@ -121,9 +121,8 @@ def wrap(
         small: Format of these tensors: ``"fp32"``, or ``"8bit"`` for about a quarter of the bytes. Values are then
             quantized in both directions, and what this cuts off stays in the residual. A magnitude of 2**112 or more
             rejects the step. In the dense steps at the start, all other tensors are quantized to 2 bits in the same
-            way, but not if ``small="fp32"``, nor with a method whose
-            dense steps do more than average. A :class:`~tritoncomm.Warmup` that is passed has a
-            format of its own. Default: None, which is ``"8bit"``.
+            way, up to 2**106, but not if ``small="fp32"``, nor with a method whose dense steps do more than average. A
+            :class:`~tritoncomm.Warmup` that is passed has a format of its own. Default: None, which is ``"8bit"``.
         broadcast_parameters: Whether to copy all parameters and buffers of ``model`` from the group's first rank to its
             other ranks first, as ``DistributedDataParallel`` does. Without ``model``, these are the parameters of the
             optimizer alone. If False, parameters that differ raise an error, and buffers a warning: each rank may have

@@ -56,11 +56,15 @@ def test_demo(launcher: PreparedLauncher, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "described", "fields"),
     [
-        (["--algo", "spardl", "--values", "1bit"], "spardl at density", {"algo": "spardl", "values": "1bit"}),
-        (["--values", "4bit", "--density", "0.02"], "oktopk at density 2.000%", {"values": "4bit", "density": 0.02}),
+        (["--algo", "spardl", "--values", "1bit"], "spardl: spardl at density", {"algo": "spardl", "values": "1bit"}),
+        (
+            ["--values", "4bit", "--density", "0.02"],
+            "oktopk: oktopk at density 2.000%",
+            {"values": "4bit", "density": 0.02},
+        ),
         # ExDyna rounds no values.
-        (["--algo", "exdyna", "--small", "fp32"], "exdyna at", {"algo": "exdyna", "small": "fp32"}),
-        (["--optimizer", "muon"], "muon and adamw, updates", {"local_steps": 1}),
+        (["--algo", "exdyna", "--small", "fp32"], "exdyna: exdyna at", {"algo": "exdyna", "small": "fp32"}),
+        (["--optimizer", "muon"], "updates: muon and adamw, updates", {"local_steps": 1}),
     ],
 )
 def test_options_reach_wrap(
@@ -70,7 +74,7 @@ def test_options_reach_wrap(
     given: list[dict[str, object]] = []
 
     def in_this_process(function, workers, settings, listen) -> None:
-        assert settings.described.startswith(described)
+        assert f"{settings.label}: {settings.described}".startswith(described)
         function(0, workers, listen, settings)
         raise WorkerError("nothing was trained")
 

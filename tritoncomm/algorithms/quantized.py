@@ -35,8 +35,9 @@ class Quantized(StaticRecipe):
     another one with levels of :data:`tritoncomm_kernels.formats.FORMATS`. 64 values share a scale of 16 bits. With 1
     bit, a value is sent as its sign times the mean magnitude of these 64. The library's formats of more bits have
     levels of equal distance up to the largest magnitude, and only 8 bits have one for zero, see
-    :mod:`tritoncomm_kernels.dense_bits`. What rounding cuts off stays in the residual of the rank that rounds. With
-    ``"fp32"``, nothing is rounded, and the exchange is a dense all-reduce.
+    :mod:`tritoncomm_kernels.dense_bits`. What rounding cuts off stays in the residual of the rank that rounds. A
+    magnitude of 2**104 or more, with 8 bits 2**112, rejects the step. With ``"fp32"``, nothing is rounded, and the
+    exchange is a dense all-reduce.
 
     All messages have a known length, and the host never waits for a GPU to learn one. ``static`` says whether they
     travel by an all-to-all and an all-gather instead of messages between two ranks. ``density`` must be 1, because

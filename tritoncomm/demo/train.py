@@ -44,13 +44,15 @@ class Settings:
     @property
     def warmup(self) -> int:
         """Number of dense steps at the start of the sparse run. An exchange of updates alone has none."""
-        return int(self.steps * WARMUP_SHARE) if self.local_steps == 1 else 0
+        return 0 if self.exchanges_updates else int(self.steps * WARMUP_SHARE)
 
     @property
     def label(self) -> str:
         """A short name of the second run."""
         if self.local_steps > 1:
             return f"{self.local_steps} local steps"
+        if self.exchanges_updates:
+            return "updates"
         return self.algo if self.algo != "dense" else "dense, again"
 
     @property
