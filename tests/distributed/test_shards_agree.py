@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -65,7 +66,20 @@ def test_wrap(rank, world_size, said):
 
 
 @ranks(4, limit=30)
-@pytest.mark.parametrize("fault", ["it is held already", "lr", "memory"])
+@pytest.mark.parametrize("fails_in", ["tritoncomm.step.agree.setup.local", "torch.distributed.broadcast"])
+def test_broadcast(rank, world_size, fails_in):
+    """Nobody waits for a rank that cannot copy parameters, or for two whose broadcast has failed."""
+    model, groups = sharded(Uneven(), mesh()), [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(fails_in, out_of_memory)
+        with pytest.raises(ERRORS, match="out of memory"):
+            tritoncomm.wrap(adamw(model), model=model, process_group=groups[rank % 2], broadcast_parameters=True)
+    tritoncomm.wrap(adamw(model), model=model, process_group=mesh()["replicate"].get_group())
+
+
+@ranks(4, limit=30)
+@pytest.mark.parametrize("fault", ["it is held already", "lr", "memory", "memory of residuals", "a hook"])
 def test_add_param_group(rank, world_size, fault):
     """A group that one rank cannot add, or adds with other options, is added nowhere. Training goes on."""
     over = mesh()
@@ -75,13 +89,23 @@ def test_add_param_group(rank, world_size, fault):
         dist.broadcast(each.to_local().detach(), src=dist.get_process_group_ranks(group)[0], group=group)
     optimizer = exact(adamw(model), model=model, process_group=group)
     train(model, optimizer, rank, range(2))
+    if fault == "a hook":  # has failed after the update of rank 1
+        hook = optimizer.register_step_post_hook(out_of_memory if rank == 1 else lambda *_: None)
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        with pytest.raises(RuntimeError) if rank == 1 else nullcontext():
+            optimizer.step()
+        hook.remove()
     new = {"params": [*more.parameters()], "lr": 0.02 if fault == "lr" and rank == 1 else 0.01}
     if fault == "it is held already" and rank == 1:
         new["params"] = [model.head.weight]
     with pytest.MonkeyPatch.context() as patch:
         if fault == "memory" and rank == 1:
             patch.setattr(NUMBERS, out_of_memory)
+        if fault == "memory of residuals" and rank == 1:
+            patch.setattr("tritoncomm.step.saved.state.carry_over", out_of_memory)
         said = {"it is held already": "some parameters appear in more than one", "lr": "lr of parameter group 1"}
+        said["a hook"] = r"call zero_grad\(\) before add_param_group"
         fails(lambda: optimizer.add_param_group(dict(new)), said.get(fault, "out of memory"))
     assert len(optimizer.param_groups) == 1
     train(model, optimizer, rank, range(2, 4))

@@ -39,11 +39,14 @@ GRADIENTS = {"one tensor": of_sum, "views of one": of_views, "of inference": in_
 
 @ranks(2)
 @pytest.mark.parametrize("gradients", GRADIENTS)
-@pytest.mark.parametrize("kind", ["SGD", "AdamW"])
+@pytest.mark.parametrize("kind", ["SGD", "AdamW", "a list"])
 def test_gradients_that_share_memory(rank, world_size, gradients, kind):
     """Means do not overwrite each other: training is that with a copy of each gradient, to the bit."""
     models = [nn.ParameterList(nn.Parameter(torch.zeros(60, 50)) for _ in range(2)) for _ in range(2)]
-    made = [getattr(torch.optim, kind)(model.parameters(), lr=0.1) for model in models]
+    if kind == "a list":
+        made = [[torch.optim.SGD([a], lr=0.1), torch.optim.AdamW([b], lr=0.1)] for a, b in models]
+    else:
+        made = [getattr(torch.optim, kind)(model.parameters(), lr=0.1) for model in models]
     optimizers = [tritoncomm.wrap(each, density=0.03, warmup_steps=1) for each in made]
     for step in range(4):
         for model, optimizer, copies in zip(models, optimizers, (False, True), strict=True):
@@ -57,14 +60,40 @@ def test_gradients_that_share_memory(rank, world_size, gradients, kind):
     assert bool(models[0][1].any())
 
 
+@ranks(2)
+def test_gradients_with_gaps(rank, world_size):
+    """Parameters are columns of one matrix, and so are their gradients, of which columns overlap."""
+    whole = [torch.zeros(60, 100) for _ in range(2)]
+    models = [nn.ParameterList([nn.Parameter(each[:, :50]), nn.Parameter(each[:, 50:])]) for each in whole]
+    made = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    optimizers = [tritoncomm.wrap(each, density=0.03, warmup_steps=1) for each in made]
+    for step in range(3):
+        x = batch(rank, step).repeat(2, 2)
+        for model, optimizer, copies in zip(models, optimizers, (False, True), strict=True):
+            for parameter, gradient in zip(model, (x[:60, :50], x[35:95, :50]), strict=True):
+                parameter.grad = gradient.clone() if copies else gradient
+            optimizer.step()
+        assert torch.equal(*whole), step
+    assert bool(whole[0].any())
+
+
+def overlapping():
+    """Return pairs of parameters that have entries in common, and what is said of the second one."""
+    memory = torch.zeros(40, 60)
+    yield memory, memory[20:], "b shares memory with a,"
+    yield memory[:, :40], memory[:, 20:], "b shares memory with a,"
+    yield torch.zeros(30, 50), torch.zeros(200).as_strided((50, 60), (2, 1)), "b shares memory with itself,"
+
+
 @ranks(1, 2)
 def test_parameters_that_share_memory(rank, world_size):
-    """Two parameters in the same memory are refused by name, but not two that lie next to each other."""
-    memory = torch.zeros(40, 60)
-    model = nn.ParameterDict({"a": nn.Parameter(memory), "b": nn.Parameter(memory[20:])})
-    if world_size > 1:
-        with pytest.raises(tritoncomm.ConfigurationError, match=r"^b shares memory with a, .*: use one Parameter"):
-            tritoncomm.wrap(adamw(model), model=model)
+    """What would lose an update is refused by name, but not what lies next to another one, or is added alone."""
+    for first, second, said in overlapping():
+        model = nn.ParameterDict({"a": nn.Parameter(first), "b": nn.Parameter(second)})
+        if world_size > 1:
+            with pytest.raises(tritoncomm.ConfigurationError, match=f"^{said} .*: use one Parameter"):
+                tritoncomm.wrap(adamw(model), model=model)
+        tritoncomm.wrap(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), model=model)
     for memory in (torch.zeros(40, 60), torch.zeros(60, 40).t()):
         for cut in ((slice(20), slice(20, None)), ((..., slice(30)), (..., slice(30, None)))):
             neighbours = nn.ParameterList(nn.Parameter(memory[own]) for own in cut)
@@ -100,7 +129,7 @@ def test_options_that_are_objects(rank, world_size):
     ordered = set[int]()
     for each in (8, 0) if rank else (0, 8):
         ordered.add(each)
-    own = {"schedule": schedule, "owner": object(), "tags": ordered, "all": [others[-1], {"f": schedule}]}
+    own = {"schedule": schedule, "owner": object(), "tags": ordered, "all": [others[-1], {"f": schedule}, [ordered]]}
     tritoncomm.wrap(torch.optim.SGD([{"params": model.parameters(), **own}], lr=0.1), broadcast_parameters=True)
     own["tags"] = {0, 8 + rank}
     with pytest.raises(

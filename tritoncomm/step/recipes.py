@@ -152,6 +152,8 @@ def with_nodes(chosen: Recipe, node_group: dist.ProcessGroup | None, group: dist
     if node_group is None:
         return chosen
     check_group("node_group", node_group)
+    if isinstance(chosen, Hierarchical):
+        raise ConfigurationError(f"node_group was given, and algo={chosen!r} has nodes already: pass one of both")
     group_ranks = global_ranks(group)
     node = global_ranks(node_group)
     places = [group_ranks.index(rank) if rank in group_ranks else -1 for rank in node]

@@ -34,13 +34,13 @@ from tritoncomm.step.model.optimizers import check_optimizer
 from tritoncomm.step.model.parameters import KnownParameters
 from tritoncomm.step.optimizer_list import parts_of
 from tritoncomm.step.recipes import log_choice, nodes_of, with_nodes
-from tritoncomm.step.rules.choose import selects_by_update, takes_aware_step
+from tritoncomm.step.rules.choose import find_rule, selects_by_update, takes_aware_step
 from tritoncomm.step.rules.step import OptimizerSteps
 from tritoncomm.step.saved import state as exchange_state
 from tritoncomm.step.saved.optimizer_state import warn_about_lost_residual
 from tritoncomm.step.settings import WrapOptions
 from tritoncomm.step.tensors.names import device_of, label, named_parameters, parameter_ids
-from tritoncomm.step.tensors.shards import by_split, has_bits, local, mesh_ranks, pieces, sharing
+from tritoncomm.step.tensors.shards import by_split, has_bits, local, mesh_ranks, overlapping, pieces
 from tritoncomm.step.torch_internals import original_class
 
 logger = logging.getLogger("tritoncomm")
@@ -163,20 +163,22 @@ class Setup:
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add the same parameter group on all ranks. Residuals are kept. If this raises, nothing has changed."""
-        self.check_no_pending_step("add_param_group()")
         before, local_steps, options = len(self.optimizer.param_groups), self.local, self.scope.options
         try:
             with self._extending():
                 with agree.propagate_errors(self.everybody, self.device):
+                    self.check_no_pending_step("add_param_group()")
                     original_class(self.optimizer).add_param_group(self.optimizer, param_group)
                     if local_steps is not None:
                         local_steps.add_new_parameters()
                     options.recipe.check_optimizer(self.optimizer)
                     self.steps.check()
                     scope = self._build(options.recipe, options.group, self.scope)
+                    exchange_state.extend(self.exchange, scope)
                 self._compare(scope, options.recipe, scope.everybody, steps_alone=local_steps is not None)
                 scope.agree_on_exchange_id()
-                exchange_state.extend(self.exchange, scope)
+                agree.compare({"parameter group": "is added"}, scope.everybody, self.device)
+                self.exchange.adopt(scope)
         except BaseException:
             del self.optimizer.param_groups[before:]
             raise
@@ -231,7 +233,9 @@ class Setup:
             if self.local is not None:
                 self.local.add_new_parameters()
             options = self.scope.options
-            exchange_state.extend(self.exchange, self._build(options.recipe, options.group, self.scope))
+            scope = self._build(options.recipe, options.group, self.scope)
+            exchange_state.extend(self.exchange, scope)
+            self.exchange.adopt(scope)
 
     def _build(self, recipe: Recipe, group: dist.ProcessGroup | None, before: Scope | None = None) -> Scope:
         """Return what is exchanged by ``recipe`` in ``group``, in place of ``before``: all that requires gradients."""
@@ -252,7 +256,8 @@ class Setup:
             if own or not trained:
                 epsilon = _epsilon(part) if selects_by_update(part, recipe, options.late) else None
                 is_late = takes_aware_step(part, options.late)
-                if is_late and not settings.is_alone(group):
+                rule = find_rule(part)
+                if is_late and rule is not None and rule.reads_first and not settings.is_alone(group):
                     check_memory(own)
                 vectors += _vectors(own, replace(common, epsilon=epsilon, is_late=is_late))
         all_shards = None
@@ -381,16 +386,13 @@ def _vectors(trained: Sequence[tuple[torch.Tensor, str]], options: ExchangeOptio
 
 
 def check_memory(trained: Sequence[tuple[torch.Tensor, str]]) -> None:
-    """Raise if two of ``trained``, each given with its name, share memory: only the second would keep its update.
-
-    A staleness-aware step reads several tensors before it writes to the first.
-    """
+    """Raise if two of ``trained``, each given with its name, share memory: only the second would keep its update."""
     held = [(local(each.detach()), label(name, i, each)) for i, (each, name) in enumerate(trained) if has_bits(each)]
-    held = [(each, name) for each, name in held if each.stride() == torch.empty_like(each, device="meta").stride()]
-    for first, second in sharing([each for each, _ in held]):
+    for first, second in overlapping([each for each, _ in held]):
+        other = "itself" if first == second else held[first][1]
         raise ConfigurationError(
-            f"{held[second][1]} shares memory with {held[first][1]}, so the update of one would be lost: use one "
-            "Parameter for both, or pass late=False"
+            f"{held[second][1]} shares memory with {other}, so an update would be lost: use one Parameter for what is "
+            "shared, or pass late=False"
         )
 
 

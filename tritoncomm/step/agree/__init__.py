@@ -87,7 +87,19 @@ def differences(
 
 def _text(value: object) -> str:
     """Return a text of ``value`` that does not depend on the process: without addresses, and with sets in order."""
-    return _ADDRESS.sub("", repr(sorted(value, key=repr) if isinstance(value, (set, frozenset)) else value))
+    return _ADDRESS.sub("", repr(_in_order(value)))
+
+
+def _in_order(value: object) -> object:
+    """Return ``value`` with lists in place of its sets."""
+    match value:
+        case set() | frozenset():
+            return sorted(map(_in_order, value), key=repr)
+        case dict():
+            return {key: _in_order(each) for key, each in value.items()}
+        case list() | tuple() if type(value) in (list, tuple):
+            return type(value)(map(_in_order, value))
+    return value
 
 
 def _differences(told: Mapping[int, Mapping[str, str]]) -> dict[str, str]:
@@ -141,6 +153,20 @@ def propagate_errors(group: dist.ProcessGroup | None, device: torch.device | Non
         raise
     finally:
         _around.reset(token)
+
+
+@contextmanager
+def telling(
+    everybody: dist.ProcessGroup | None, group: dist.ProcessGroup | None, device: torch.device | None = None
+) -> Iterator[None]:
+    """Report an error of the body, which all ranks of ``group`` raise, to the other ranks of ``everybody``."""
+    try:
+        yield
+    except (ConfigMismatchError, ExchangeError) as error:
+        if is_distributed() and name_of(group) != name_of(everybody):
+            with suppress(ConfigMismatchError, ExchangeError):
+                all_gather({_ERROR: str(error)}, everybody, device)
+        raise
 
 
 def all_gather(

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from tritoncomm.algorithms import Recipe
 from tritoncomm.scheduler.process_group import is_distributed, reporting
 from tritoncomm.scheduler.ranks import global_ranks
-from tritoncomm.step.agree import LOADED, STATE, compare
+from tritoncomm.step.agree import LOADED, STATE, compare, telling
 from tritoncomm.step.settings import Late, Updates
 from tritoncomm.step.tensors.shards import has_bits, local
 from tritoncomm.step.torch_internals import is_interruption, original_class
@@ -120,7 +120,8 @@ def broadcast(
     shards = [local(tensor.detach()) for tensor, _ in named]
     sender = shards[0].device if shards else None
     received = [shard.to(sender, copy=True, memory_format=torch.contiguous_format) for shard in shards]
-    with reporting(group, sender, "broadcast of parameters", is_interruption):
+    compare({"memory": "is enough"}, everybody, device)  # else the others would wait in a broadcast
+    with telling(everybody, group, device), reporting(group, sender, "broadcast of parameters", is_interruption):
         for values in filter(torch.numel, received):
             dist.broadcast(values.reshape(-1).view(torch.uint8), src=source, group=group)  # any dtype
     for shard, values in zip(shards, received, strict=True):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 
@@ -66,6 +67,9 @@ class BucketLayout:
         self.numel = self.bounds[-1]
         self.device = self.parameters[0].device if self.parameters else torch.device("cpu")
         self.places: dict[int, int] = {}
+        self._with_gaps = {
+            place for place, each in enumerate(self.parameters) if not (each.is_contiguous() or _alike(each, each))
+        }
         devices: dict[torch.device, str] = {}
         for place, (parameter, name) in enumerate(zip(self.parameters, self.labels, strict=True)):
             devices.setdefault(parameter.device, name)
@@ -150,7 +154,7 @@ class BucketLayout:
         Missing ones are created. The ``.grad`` of a parameter that was frozen, or whose id is in ``left``, becomes
         None.
         """
-        shards: dict[int, torch.Tensor] = {}
+        found: dict[int, torch.Tensor] = {}
         for (key, place), parameter in zip(self.places.items(), self.parameters, strict=True):
             if not parameter.requires_grad or key in left:
                 parameter.grad = None
@@ -162,18 +166,18 @@ class BucketLayout:
                 or gradient.is_inference()
                 or gradient.layout is not torch.strided
                 or not (
-                    (type(gradient) in PLAIN and gradient.stride() == parameter.stride()) or _alike(gradient, parameter)
+                    (
+                        type(gradient) in PLAIN
+                        and gradient.stride() == parameter.stride()
+                        and place not in self._with_gaps
+                    )
+                    or _alike(gradient, parameter)
                 )
             ):
                 parameter.grad = gradient = _zeros(parameter)
             held = gradient.detach() if gradient.requires_grad else gradient
-            shards[place] = held if type(held) in PLAIN else local(held)
-        places, found = [*shards], [*shards.values()]
-        for _, position in sharing(found):  # torch.autograd.grad() may return one tensor for several parameters
-            parameter = self.parameters[places[position]]
-            parameter.grad = _zeros(parameter)
-            found[position] = local(parameter.grad)
-        return [*zip(places, found, strict=True)]
+            found[place] = held if type(held) in PLAIN else local(held)
+        return [*found.items()]
 
     def parts(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Return the view of ``flat`` that belongs to each parameter."""
@@ -209,16 +213,17 @@ def _copy_all(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
 
 
 def _alike(gradient: torch.Tensor, parameter: torch.Tensor) -> bool:
-    """Return False if ``gradient`` is a partial sum of a DTensor, or has other strides than ``parameter``.
+    """Return False if ``gradient`` is a partial sum of a DTensor, or has other strides than what is like ``parameter``.
 
-    A step may give other bits for other strides, and on another rank, the gradient is missing.
+    So has a parameter with gaps in memory, such as some columns of a matrix. A step may give other bits for other
+    strides, and on another rank, the gradient is missing.
     """
     if type(gradient) not in PLAIN and hasattr(gradient, "placements"):
         if gradient.placements != parameter.placements:  # type: ignore[attr-defined]
             return False
         gradient, parameter = local(gradient), local(parameter)
     # What is like a parameter has no gaps in memory, and without a second element, a stride has no meaning.
-    return gradient.stride() == parameter.stride() or all(
+    return all(
         size == 1 or own == other
         for size, own, other in zip(
             gradient.shape, gradient.stride(), torch.empty_like(parameter, device="meta").stride(), strict=True
@@ -234,6 +239,13 @@ def _write(entries: ParameterEntries, out: torch.Tensor) -> None:
         out.view(-1).index_copy_(0, indices, values if values.dtype is out.dtype else values.to(out.dtype))
     else:
         out.copy_(out.new_zeros(out.numel()).index_copy_(0, indices, values.to(out.dtype)).view(out.shape))
+
+
+def separate(parameters: Iterable[Any]) -> None:
+    """Give gradients that begin in the memory of another one, as ``torch.autograd.grad`` may return them, their own."""
+    trained = [each for each in parameters if type(each.grad) in PLAIN and each.grad.layout is torch.strided]
+    for position in sharing([each.grad for each in trained]):
+        trained[position].grad = trained[position].grad.detach().clone()
 
 
 def _zeros(parameter: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ from tritoncomm.scheduler.rounds import Pattern
 from tritoncomm.scheduler.span import Span
 from tritoncomm.scheduler.together import Running, run_together
 from tritoncomm.step.exchange.decay import add_decay, with_decay
-from tritoncomm.step.exchange.layout import Delivered, check_range
+from tritoncomm.step.exchange.layout import Delivered, check_range, separate
 from tritoncomm.step.exchange.vector import VectorExchange, listed
 from tritoncomm.step.torch_internals import version_of
 
@@ -175,6 +175,7 @@ class Pending:
 
         One that is shown has no decay. A single worker may keep its own.
         """
+        separate([parameter for part in self.parts for parameter in part.vector.layout.parameters])
         for part in self.parts:
             each = part.sent if self.shown else part.mean
             if each.mean.is_padded:  # only the GPU knows the number of entries of each parameter

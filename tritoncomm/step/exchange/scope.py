@@ -18,7 +18,7 @@ from tritoncomm.algorithms import Recipe
 from tritoncomm.scheduler.process_group import ProcessGroupScheduler, take_suspects
 from tritoncomm.scheduler.ranks import global_ranks, speaks
 from tritoncomm.scheduler.rounds import AllGather, AllReduce, Pattern
-from tritoncomm.step.agree import LOADED
+from tritoncomm.step.agree import LOADED, telling
 from tritoncomm.step.agree.number import number_of
 from tritoncomm.step.agree.replica import Replica
 from tritoncomm.step.exchange.feedback import ErrorFeedback
@@ -109,8 +109,9 @@ class Scope:
 
     def agree_on_exchange_id(self) -> None:
         """Agree on an identifier of each vector within its group. All ranks call this after comparing settings."""
-        for scheduler in self.schedulers:
-            scheduler.agree_on_exchange_id()
+        with telling(self.everybody, self.options.group, self.vectors[0].device):
+            for scheduler in self.schedulers:
+                scheduler.agree_on_exchange_id()
 
     def moved(self, recipe: Recipe, group: dist.ProcessGroup | None) -> Scope:
         """Return what is exchanged by ``recipe`` in ``group``, whose ranks all call this. It has no residual yet."""

@@ -53,6 +53,7 @@ class StalenessAwareAdam(AwareStep):
     """
 
     unsupported: ClassVar[tuple[str, ...]] = ("capturable", "differentiable")
+    reads_first: ClassVar[bool] = True
 
     @staticmethod
     def fits(optimizer: torch.optim.Optimizer) -> bool:

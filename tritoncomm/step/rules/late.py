@@ -50,11 +50,13 @@ class AwareStep(ABC):
         optimizer: The optimizer.
         unsupported: Options that the optimizer must not use.
         others: Names of optimizers outside torch to which the rule applies, for the table in the pages.
+        reads_first: Whether a step reads several parameters before it writes to the first. They cannot share memory.
     """
 
     optimizer: torch.optim.Optimizer
     unsupported: ClassVar[tuple[str, ...]] = ()
     others: ClassVar[tuple[str, ...]] = ()
+    reads_first: ClassVar[bool] = False
 
     def __init__(self, optimizer: torch.optim.Optimizer, late: Late) -> None:
         self.optimizer, self._late = optimizer, late

@@ -320,7 +320,7 @@ def for_this_rank(state_dict: dict[str, Any], scope: Scope, *, reset: bool) -> d
 
 
 def extend(exchange: GradientExchange, new: Scope) -> None:
-    """Let ``exchange`` exchange what ``new`` does, with other parameters. Residuals and methods' states are kept."""
+    """Let ``new``, with other parameters, go on from the residuals and methods' states of ``exchange``."""
     old = _held(exchange, new.parameters)
     if any(map(_has_tensors, old["algorithm"])):
         logger.warning("the parameters have changed: the momentum of %s begins again", _name(exchange.scope))
@@ -335,7 +335,6 @@ def extend(exchange: GradientExchange, new: Scope) -> None:
     for vector in new.vectors:
         if vector.scale is not None:
             vector.scale.adopt_tensors([sources.get(id(parameter)) for parameter in vector.large])
-    exchange.adopt(new)
 
 
 def without_entries(method: Mapping[str, Any]) -> dict[str, Any]:

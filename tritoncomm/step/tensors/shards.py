@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,20 +19,40 @@ def local(tensor: Any) -> torch.Tensor:
     return shard
 
 
-def sharing(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
-    """Return the positions of ``tensors`` whose memory begins inside that of another one, each after the other's.
-
-    The tensors have no gaps in memory.
-    """
-    starts = sorted(zip([each.data_ptr() for each in tensors], range(len(tensors)), strict=True))
-    found, end, holder = list[tuple[int, int]](), 0, 0
-    for start, position in starts:
+def sharing(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Return the positions of ``tensors`` whose memory begins inside that of another one. They have no gaps in it."""
+    found, end = list[int](), 0
+    for start, position in sorted(zip([each.data_ptr() for each in tensors], range(len(tensors)), strict=True)):
         if start < end:
-            found.append((holder, position))
+            found.append(position)
         stop = start + tensors[position].nbytes
-        if stop > end:
-            end, holder = stop, position
+        end = max(end, stop)
     return found
+
+
+def overlapping(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[int, int]]:
+    """Return the positions of ``tensors`` that have memory in common, each with that of the other one before it.
+
+    One whose own entries have memory in common is given twice.
+    """
+    storages: dict[int, list[int]] = {}
+    for position, tensor in enumerate(tensors):
+        storages.setdefault(tensor.untyped_storage().data_ptr(), []).append(position)
+    for positions in storages.values():
+        if len(positions) == 1 and tensors[positions[0]].is_contiguous():
+            continue
+        unit = min(tensors[position].element_size() for position in positions)
+        owners = torch.zeros(tensors[positions[0]].untyped_storage().nbytes() // unit, dtype=torch.int32, device="cpu")
+        for position in positions:
+            own = tensors[position]
+            units = own.element_size() // unit
+            strides = [each * units for each in own.stride()]
+            held = owners.as_strided([*own.shape, units], [*strides, 1], own.storage_offset() * units)
+            if held.any():
+                yield int(held.max()) - 1, position
+            held.fill_(position + 1)
+            if not own.is_contiguous() and int((owners == position + 1).sum()) < held.numel():
+                yield position, position
 
 
 def all_finite(tensors: Sequence[torch.Tensor]) -> bool:
