@@ -345,8 +345,8 @@ BROKEN = [
     BrokenLine(
         "synchronize() exchanges again",
         "step/exchange/machine.py",
-        '            raise RuntimeError("gradients were exchanged already',
-        '            self.discard()\n        if False:\n            raise RuntimeError("gradients were exchanged already',
+        '            raise RuntimeError(\n                "gradients were exchanged already',
+        '            self.discard()\n        if False:\n            raise RuntimeError(\n                "gradients were exchanged already',
         "around test_synchronize_shows_the_mean_once",
     ),
     BrokenLine(
@@ -1021,17 +1021,31 @@ BROKEN = [
         "saved test_files_of_more_ranks_keep_the_pending_update test_checkpoint_of_torch_keeps_the_pending_update_on_fewer_ranks",
     ),
     BrokenLine(
+        "residuals of parameters in another order are loaded",
+        "step/saved/state.py",
+        '    _check_names(state["names"], scope.names)\n',
+        "",
+        "saved test_parameters_in_another_order_are_refused",
+    ),
+    BrokenLine(
+        "ages of other parameters are loaded",
+        "step/saved/state.py",
+        'if len(state["last"]) != len(lengths) or any(',
+        "if any(",
+        "saved test_state_of_one_rank_of_other_parameters_is_refused",
+    ),
+    BrokenLine(
         "the state of another rank is loaded",
         "step/saved/state.py",
-        "check(state, rank=first.rank, world_size=first.world_size, recipe=_name(scope))",
-        "check(state, recipe=_name(scope))",
+        "_check_fields(state, rank=first.rank, world_size=first.world_size, recipe=_name(scope))",
+        "_check_fields(state, recipe=_name(scope))",
         "saved test_state_of_another_rank_or_method_is_refused",
     ),
     BrokenLine(
         "the state of another method is loaded",
         "step/saved/state.py",
-        "check(state, rank=first.rank, world_size=first.world_size, recipe=_name(scope))",
-        "check(state, rank=first.rank, world_size=first.world_size)",
+        "_check_fields(state, rank=first.rank, world_size=first.world_size, recipe=_name(scope))",
+        "_check_fields(state, rank=first.rank, world_size=first.world_size)",
         "saved test_state_of_another_rank_or_method_is_refused",
     ),
     BrokenLine(

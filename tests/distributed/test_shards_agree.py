@@ -12,6 +12,7 @@ import tritoncomm
 from models import Uneven, adamw, equal, exact, flat, mesh, sharded, train
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from tritoncomm import Hierarchical, OkTopk
 
 from ranks import ranks
 
@@ -76,6 +77,24 @@ def test_broadcast(rank, world_size, fails_in):
         with pytest.raises(ERRORS, match="out of memory"):
             tritoncomm.wrap(adamw(model), model=model, process_group=groups[rank % 2], broadcast_parameters=True)
     tritoncomm.wrap(adamw(model), model=model, process_group=mesh()["replicate"].get_group())
+
+
+@ranks(4, limit=30)
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_nodes(rank, world_size, is_sharded):
+    """Nobody waits in a process group of nodes for a rank that lacks memory for its vector."""
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])] if is_sharded else [None]
+    model = sharded(Uneven(), mesh()) if is_sharded else Uneven()
+    group = groups[rank % len(groups)]
+    nodes = Hierarchical(recipe=OkTopk(density=0.1), node_size=2)
+    given = {"model": model, "process_group": group, "algo": nodes}
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr("tritoncomm.step.exchange.vector.with_form", out_of_memory)
+        fails(lambda: tritoncomm.wrap(adamw(model), **given), "out of memory")
+    optimizer = tritoncomm.wrap(adamw(model), **given)
+    train(model, optimizer, rank, range(2))
+    assert equal(model, group)
 
 
 @ranks(4, limit=30)

@@ -468,6 +468,55 @@ def test_what_was_frozen_otherwise_is_named_as_a_cause(rank, world_size, tmp_pat
         checkpoint.load(again, tmp_path)
 
 
+def two_layers(first, *, frozen=None, named=True):
+    """Return a model of two equal layers, and its wrapped optimizer, in which the layer ``first`` is the first one."""
+    model = nn.Sequential(nn.Linear(16, 16, bias=False), nn.Linear(16, 16, bias=False))
+    if frozen is not None:
+        model[frozen].requires_grad_(False)
+    parts = [*model[first].parameters(), *model[1 - first].parameters()]
+    fields = {"density": 1 / 16, "model": model if named else None, "broadcast_parameters": True}
+    return model, sparse(OPTIMIZERS["adamw"](parts), **fields)
+
+
+@ranks(2)
+def test_parameters_in_another_order_are_refused(rank, world_size, tmp_path):
+    """Residuals belong to parameters, which have names if the model is given."""
+    model, optimizer = two_layers(0)
+    take(optimizer, [*model.parameters()], rank, range(3), world_size)
+    checkpoint.save(optimizer, tmp_path / "own")
+    dcp.save({"residuals": checkpoint.ResidualState(optimizer)}, checkpoint_id=tmp_path / "part")
+    _, again = two_layers(1)
+    with pytest.raises(ERRORS, match=r"in another order.*: parameter 0 was 0\.weight, and is 1\.weight"):
+        checkpoint.load(again, tmp_path / "own")
+    content = {"residuals": checkpoint.ResidualState(again, checkpoint_id=tmp_path / "part")}
+    with pytest.raises(Exception, match=r"parameter 0 was 0\.weight, and is 1\.weight"):
+        dcp.load(content, checkpoint_id=tmp_path / "part")
+    checkpoint.load(two_layers(0)[1], tmp_path / "own")
+
+
+@ranks(2)
+@pytest.mark.parametrize(("before", "now"), [(0, None), (None, 0)])
+def test_state_of_one_rank_of_other_parameters_is_refused(rank, world_size, before, now):
+    """So is one whose residuals are thrown away, if others were frozen: ages and means belong to parameters, too."""
+    model, optimizer = two_layers(0, frozen=before, named=False)
+    take(optimizer, [each for each in model.parameters() if each.requires_grad], rank, range(3), world_size)
+    state = [copy.deepcopy(optimizer.state_dict())]
+    dist.broadcast_object_list(state)
+    _, again = two_layers(0, frozen=now, named=False)
+    with pytest.raises(ERRORS, match="others were frozen"):
+        again.load_state_dict(state[0], residuals="reset")
+
+
+@ranks(2)
+def test_state_of_gradients_is_not_one_of_updates(rank, world_size):
+    """What the error says to change is what was changed, and not the method that belongs to it."""
+    _, gradients = made()
+    _, updates = made(local_steps=2)
+    for one, other, said in ((gradients, updates, "gradients"), (updates, gradients, "updates")):
+        with pytest.raises(ERRORS, match=f"written by an exchange of {said}"):
+            other.load_state_dict(copy.deepcopy(one.state_dict()))
+
+
 @ranks(2)
 def test_totals_are_of_this_process(rank, world_size):
     """A run that is loaded goes on with the count of steps, and adds up what it has sent and skipped by itself."""

@@ -25,7 +25,7 @@ from tritoncomm.step.agree.setup import Named, broadcast, labelled, options_of, 
 from tritoncomm.step.exchange.layout import small_ids
 from tritoncomm.step.exchange.machine import GradientExchange
 from tritoncomm.step.exchange.pending import State
-from tritoncomm.step.exchange.scope import Scope
+from tritoncomm.step.exchange.scope import Scope, connect
 from tritoncomm.step.exchange.vector import ExchangeOptions, VectorExchange
 from tritoncomm.step.local.steps import LocalSteps
 from tritoncomm.step.model.misuse import UnreducedPasses
@@ -260,6 +260,7 @@ class Setup:
                 if is_late and rule is not None and rule.reads_first and not settings.is_alone(group):
                     check_memory(own)
                 vectors += _vectors(own, replace(common, epsilon=epsilon, is_late=is_late))
+        connect(vectors, None if is_sharded else group)
         all_shards = None
         if is_sharded:
             device = local(parameters[0]).device
@@ -275,6 +276,7 @@ class Setup:
             exchanged=self.exchanged,
             vectors=vectors,
             parameters=parameters,
+            names=[name for _, name in trained],
             owners=owners,
             all_shards=all_shards,
             replica=replica,

@@ -14,7 +14,7 @@ from tritoncomm.errors import ConfigurationError, NonFiniteError
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.step.exchange.feedback import Ages
 from tritoncomm.step.tensors.names import label
-from tritoncomm.step.tensors.shards import PLAIN, like_parameter, local, local_gradient, sharing
+from tritoncomm.step.tensors.shards import PLAIN, like_parameter, local, local_gradient
 from tritoncomm.step.torch_internals import gradient_dtype
 from tritoncomm_kernels import constant
 from tritoncomm_kernels.devices import is_asynchronous
@@ -244,8 +244,11 @@ def _write(entries: ParameterEntries, out: torch.Tensor) -> None:
 def separate(parameters: Iterable[Any]) -> None:
     """Give gradients that begin in the memory of another one, as ``torch.autograd.grad`` may return them, their own."""
     trained = [each for each in parameters if type(each.grad) in PLAIN and each.grad.layout is torch.strided]
-    for position in sharing([each.grad for each in trained]):
-        trained[position].grad = trained[position].grad.detach().clone()
+    begins = sorted([(each.grad.data_ptr(), position, each.grad.nbytes) for position, each in enumerate(trained)])
+    ends = accumulate([begin + size for begin, _, size in begins], max)
+    for (begin, position, _), end in zip(begins[1:], ends, strict=False):
+        if begin < end:
+            trained[position].grad = trained[position].grad.detach().clone()
 
 
 def _zeros(parameter: torch.Tensor) -> torch.Tensor:

@@ -226,7 +226,9 @@ class GradientExchange:
     def _begin(self, step: Pending) -> None:
         """Begin ``step``."""
         if self.state is State.READY:
-            raise RuntimeError("gradients were exchanged already: call step() or zero_grad() first")
+            raise RuntimeError(
+                "gradients were exchanged already: call step() first, or zero_grad() of the optimizer, not of the model"
+            )
         self.check_group()  # raises if it has failed, and a suspended step is kept
         if self.state is State.MEANS:  # a signal came between the confirmation and the next line
             self.stop()

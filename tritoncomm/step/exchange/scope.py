@@ -18,7 +18,7 @@ from tritoncomm.algorithms import Recipe
 from tritoncomm.scheduler.process_group import ProcessGroupScheduler, take_suspects
 from tritoncomm.scheduler.ranks import global_ranks, speaks
 from tritoncomm.scheduler.rounds import AllGather, AllReduce, Pattern
-from tritoncomm.step.agree import LOADED, telling
+from tritoncomm.step.agree import LOADED, compare, telling
 from tritoncomm.step.agree.number import number_of
 from tritoncomm.step.agree.replica import Replica
 from tritoncomm.step.exchange.feedback import ErrorFeedback
@@ -59,6 +59,7 @@ class Scope:
         exchanged: The optimizer whose gradients are exchanged: that of the anchors if updates are, else the same.
         vectors: The flat vectors, in the order in which they are exchanged.
         parameters: Their parameters in the order of the optimizer.
+        names: Their names. That of a parameter without one is empty.
         owners: The owner of each of them: the parameter of an anchor if updates are exchanged, else the same.
         all_shards: Scheduler of a group that is larger than the group of the exchange, for models that are sharded. A
             step is confirmed only if no rank of this larger group has rejected it. None for others.
@@ -69,6 +70,7 @@ class Scope:
     exchanged: torch.optim.Optimizer
     vectors: Sequence[VectorExchange]
     parameters: Sequence[torch.Tensor]
+    names: Sequence[str]
     owners: Mapping[torch.Tensor, torch.Tensor]
     all_shards: ProcessGroupScheduler | None
     replica: Replica
@@ -118,6 +120,7 @@ class Scope:
         vectors = [
             VectorExchange(old.layout.named, replace(old.options, recipe=recipe, group=group)) for old in self.vectors
         ]
+        connect(vectors, group)
         found = replace(self, vectors=vectors)
         found.agree_on_exchange_id()
         return found
@@ -126,6 +129,18 @@ class Scope:
         """Let each vector continue with the residual and method state in ``feedbacks``."""
         for vector, feedback in zip(self.vectors, feedbacks, strict=True):
             vector.feedback = feedback
+
+
+def connect(vectors: Sequence[VectorExchange], everybody: dist.ProcessGroup | None) -> None:
+    """Make the schedulers of ``vectors``. All ranks of ``everybody`` call this together.
+
+    They tell each other first that none lacks memory: the others would wait for it in a new process group.
+    """
+    first = vectors[0]
+    if first.options.recipe.subgroups(first.world_size):
+        compare({"memory": "is enough"}, everybody, first.device)
+    for vector in vectors:
+        vector.connect()
 
 
 def advice(found: Collection[str]) -> str:

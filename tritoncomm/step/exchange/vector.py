@@ -88,6 +88,7 @@ class VectorExchange:
         flat: The flat vector, fp32 ``[numel]``.
         feedback: The residual, the ages of its entries, and the algorithm with its state.
         dense_numel: Number of elements that are sent dense.
+        scheduler: Runs the exchange. None before :meth:`connect`, and without a process group.
         delays: Whether the recipe delivers entries with a delay.
         is_bare: Whether a single worker delivers every entry. The method's state waits until there are several workers.
         keeps_gradient: Whether the mean is the gradient itself: a single worker has no residual that it could apply.
@@ -110,13 +111,6 @@ class VectorExchange:
         recipe.check_world_size(self.world_size)  # before process groups are created for it
         self.method = with_form(recipe, self.device, self.layout.numel - self.dense_numel, self.world_size)
         self.scheduler: ProcessGroupScheduler | None = None
-        if is_distributed():
-            shapes = [(name, tuple(p.shape)) for p, name in self.layout.named]
-            stamp = f"{recipe.name} {self.method!r} {self.dense_numel} values dense in {options.wrap.small} {shapes}"
-            subgroups = recipe.subgroups(self.world_size)
-            self.scheduler = ProcessGroupScheduler(
-                group, options.wrap.timeout, self.device, stamp, subgroups, is_interruption=is_interruption
-            )
         self.feedback = self.new_feedback()
         self._without_residual: ErrorFeedback | None = None
         self.keeps_gradient = False
@@ -127,6 +121,18 @@ class VectorExchange:
         self._last_mean: SparseVector | None = None
         self._times = _Times(self.meter, [], None)
         self.measure(None, None)
+
+    def connect(self) -> None:
+        """Make the scheduler, if there is a process group. Its ranks call this together, and may create others."""
+        if not is_distributed():
+            return
+        recipe, wrap = self.options.recipe, self.options.wrap
+        shapes = [(name, tuple(p.shape)) for p, name in self.layout.named]
+        stamp = f"{recipe.name} {self.method!r} {self.dense_numel} values dense in {wrap.small} {shapes}"
+        subgroups = recipe.subgroups(self.world_size)
+        self.scheduler = ProcessGroupScheduler(
+            self.options.group, wrap.timeout, self.device, stamp, subgroups, is_interruption=is_interruption
+        )
 
     def look_for_residual(self, rests: Collection[int]) -> bool:
         """Set and return :attr:`keeps_gradient`. The residual of parameters in ``rests`` (ids) waits."""

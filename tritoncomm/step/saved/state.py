@@ -24,7 +24,7 @@ from tritoncomm.step.tensors.shards import like_parameter, local
 
 logger = logging.getLogger("tritoncomm")
 
-SCHEMA = 11
+SCHEMA = 12
 State = Mapping[str, Any]  # what saved() returns, or a part of it
 _OF_PARAMETERS = ("residuals", "last", "rms")  # its fields with an entry for each parameter
 
@@ -69,6 +69,10 @@ def check(state: Mapping[str, Any], **here: Any) -> None:
     check_schema(state)
     if not _is_converted(state) and checksum(state) != state.get("checksum"):
         raise ConfigurationError("this checkpoint is corrupt: its checksum does not match its content")
+    _check_fields(state, **here)
+
+
+def _check_fields(state: State, **here: Any) -> None:
     for field, value in here.items():
         if state[field] != value:
             fix = {
@@ -122,6 +126,7 @@ def saved(exchange: GradientExchange, local_steps: LocalSteps | None = None) -> 
         world_size=first.world_size,
         recipe=_name(scope),
         settings=_settings(scope),
+        names=list(scope.names),
         **{field: [None if each is None else each.clone() for each in held.pop(field)] for field in _OF_PARAMETERS},
         **held,
         absent=exchange.presence.positions(scope.parameters),
@@ -168,20 +173,24 @@ def loaded(scope: Scope, state: State, local_steps: LocalSteps | None = None) ->
         ConfigurationError: The state is damaged, or belongs to another rank, world size, method or model.
     """
     first, is_converted, own = scope.vectors[0], _is_converted(state), state.get("local")
-    check(state, rank=first.rank, world_size=first.world_size, recipe=_name(scope))
+    check(state)
     if (own is None) != (local_steps is None):
         kinds = ("gradients", "updates") if own is None else ("updates", "gradients")
         raise ConfigurationError(
             f"this checkpoint was written by an exchange of {kinds[0]}, and here {kinds[1]} are exchanged: pass the "
             "optimizers, updates and local_steps that it was saved with"
         )
+    _check_fields(state, rank=first.rank, world_size=first.world_size, recipe=_name(scope))
     states = [state, *state["others"]] if is_converted else [state]
     of_parameters = [old["residuals"] for old in states[is_converted:]]
     if own is not None and own["anchors"]:
         of_parameters.append(own["anchors"])
     lengths = [local(parameter).numel() for parameter in scope.parameters]
-    if any([local(each).numel() for each in values] != lengths for values in of_parameters):
+    if len(state["last"]) != len(lengths) or any(
+        [local(each).numel() for each in values] != lengths for values in of_parameters
+    ):
         raise ConfigurationError(OTHER_PARAMETERS)
+    _check_names(state["names"], scope.names)
     feedbacks = carry_over(scope, states, state.get("share", 1.0))
     if is_converted:
         return feedbacks
@@ -195,6 +204,15 @@ def loaded(scope: Scope, state: State, local_steps: LocalSteps | None = None) ->
         for feedback, method in zip(feedbacks, state["algorithm"], strict=True):
             feedback.algorithm.load_state_dict(method)
     return feedbacks
+
+
+def _check_names(before: Sequence[str], here: Sequence[str]) -> None:
+    """Raise if a parameter had another name at the save, unless all had: a model may have been renamed as a whole."""
+    if not {*before} & {*here} - {""}:
+        return
+    for number, (old, new) in enumerate(zip(before, here, strict=True)):
+        if old and new and old != new:
+            raise ConfigurationError(f"{OTHER_PARAMETERS}: parameter {number} was {old}, and is {new}")
 
 
 def carry_over(new: Scope, states: Sequence[State], share: float) -> list[ErrorFeedback]:

@@ -9,8 +9,9 @@ from torch.nn.parameter import is_lazy
 
 # Why a checkpoint cannot be loaded.
 OTHER_PARAMETERS = (
-    "this checkpoint belongs to a model with other parameters, or others were frozen at wrap(): freeze before wrap() "
-    "what was frozen before it in the run that saved, and the rest afterwards"
+    "this checkpoint belongs to a model with other parameters, or in another order, or others were frozen at wrap(): "
+    "pass them to the optimizer in the order of the run that saved, and freeze before wrap() what was frozen before it "
+    "in that run, and the rest afterwards"
 )
 
 

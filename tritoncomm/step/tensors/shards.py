@@ -19,17 +19,6 @@ def local(tensor: Any) -> torch.Tensor:
     return shard
 
 
-def sharing(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Return the positions of ``tensors`` whose memory begins inside that of another one. They have no gaps in it."""
-    found, end = list[int](), 0
-    for start, position in sorted(zip([each.data_ptr() for each in tensors], range(len(tensors)), strict=True)):
-        if start < end:
-            found.append(position)
-        stop = start + tensors[position].nbytes
-        end = max(end, stop)
-    return found
-
-
 def overlapping(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[int, int]]:
     """Return the positions of ``tensors`` that have memory in common, each with that of the other one before it.
 
