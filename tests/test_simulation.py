@@ -56,6 +56,9 @@ def test_foreign_state_is_rejected() -> None:
         world.load_state_dict(SimulatedWorld(OkTopk(), 2, 21).state_dict())
     with pytest.raises(ConfigurationError, match="not a state of OkTopkAlgorithm"):
         world.load_state_dict(SimulatedWorld(tritoncomm.Dense(), 2, 20).state_dict())
+    for other in (None, {}, {"workers": [{}, {}]}):
+        with pytest.raises(ConfigurationError, match="not a state of a SimulatedWorld"):
+            world.load_state_dict(other)  # type: ignore[arg-type]
     half_good = world.state_dict()
     half_good["workers"][0]["residual"] += 1
     half_good["workers"][1]["algorithm"] = {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from operator import index
 from typing import Any
 
@@ -129,7 +129,12 @@ class SimulatedWorld:
 
         Raises :class:`~tritoncomm.ConfigurationError`, and changes nothing, when any part of it does not fit.
         """
-        workers = state["workers"]
+        workers: Any = state.get("workers") if isinstance(state, Mapping) else None
+        fit = isinstance(workers, (list, tuple)) and all(
+            isinstance(each, Mapping) and {"residual", "algorithm"} <= each.keys() for each in workers
+        )
+        if not fit:
+            raise ConfigurationError("not a state of a SimulatedWorld: pass what its state_dict() has returned")
         if len(workers) != self.world_size:
             raise ConfigurationError(
                 f"the state dict was saved by {len(workers)} workers, but this world has {self.world_size}: "

@@ -64,6 +64,8 @@ def test_demo(launcher: PreparedLauncher, tmp_path: Path) -> None:
         ),
         # ExDyna rounds no values.
         (["--algo", "exdyna", "--small", "fp32"], "exdyna: exdyna at", {"algo": "exdyna", "small": "fp32"}),
+        (["--algo", "quantized"], "quantized: quantized with 1bit values", {"algo": "quantized", "values": "1bit"}),
+        (["--algo", "random_block", "--values", "1bit"], "random_block: ", {"algo": "random_block", "values": "1bit"}),
         (["--optimizer", "muon"], "updates: muon and adamw, updates", {"local_steps": 1}),
     ],
 )
@@ -110,6 +112,16 @@ def test_bad_arguments(arguments: list[str], named: str, capsys: pytest.CaptureF
         main(arguments)
     assert left.value.code == 2
     assert named in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "given", [["--algo", "spardl"], ["--values", "8bit"], ["--density", "0.5"], ["--small", "fp32"]]
+)
+def test_options_for_gradients_are_refused_with_updates(given: list[str], capsys) -> None:
+    """What has no effect is named, before any worker starts."""
+    for updates in (["--optimizer", "muon"], ["--local-steps", "2"]):
+        assert main(["demo", *updates, *given]) == 2
+        assert f"{given[0]} is for gradients" in capsys.readouterr().err
 
 
 def test_model_and_text() -> None:

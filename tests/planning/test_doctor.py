@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -184,4 +185,8 @@ def test_no_dense_start_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
         found = doctor.diagnose(1_000_000, lambda density, name=name: planner.at(name, density, "4bit"), 0.03)
         assert found.pays
         assert found.values == values
-        assert ("steps are dense" in found.report()) == starts
+        report = found.report()
+        assert ("steps are dense" in report) == starts
+        # What delivers every entry has no density, and `plan` does not recommend it.
+        assert [text in report for text in ("break-even", "pays at density", "For other links")] == [starts] * 3
+        assert ("above density 20.00%" in replace(found, break_even=max(found.sparse)).report()) == starts

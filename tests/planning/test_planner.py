@@ -264,9 +264,11 @@ def test_simulate_in_a_format(tmp_path: Path) -> None:
     figures = tmp_path / "rows.json"
     arguments = ["--workers", "2", "--numel", "4e3", "--density", "0.05", "--steps", "1", "--json", str(figures)]
     for values in ("4bit", "1bit"):
-        assert main(["simulate", "--algo", "topk_allgather", "random_k", "--values", values, *arguments]) == 0
-        row, other = json.loads(figures.read_text())
+        methods = ["topk_allgather", "random_k", "random_block"]
+        assert main(["simulate", "--algo", *methods, "--values", values, *arguments]) == 0
+        row, other, block = json.loads(figures.read_text())
         assert row["words"] == Encoding(values, True).words(4_000, 200) + HEADER_WORDS
+        assert block["words"] < 100
         assert other["words"] == 200  # indices do not travel, and the format is one of entries
 
 

@@ -8,10 +8,11 @@ import sys
 from dataclasses import fields
 from functools import partial
 
-from tritoncomm.algorithms import Quantized, algorithms, recipe
+from tritoncomm.algorithms import Quantized, algorithms
 from tritoncomm.demo import report
 from tritoncomm.demo.local_workers import WorkerError, run_workers
 from tritoncomm.demo.train import Run, Settings, compare
+from tritoncomm.errors import ConfigurationError
 from tritoncomm.planning import arguments
 from tritoncomm.step.recipes import default_fields
 from tritoncomm_kernels.formats import SMALL_FORMATS
@@ -61,11 +62,18 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Train twice and print a table. Return 1 if a worker failed, and otherwise 0."""
-    if options.values is not None:
-        recipe(options.algo, values=options.values)  # raises if the method has no such field
+    arguments.check_values(options)
     by_default = {"values": Quantized().values} if options.algo == Quantized.name else default_fields(options.algo, {})
     given = {field.name: getattr(options, field.name) for field in fields(Settings)}
     settings = Settings(**given | {"values": options.values or by_default.get("values", "fp32")})
+    if settings.exchanges_updates:
+        unused = [name for name in ("algo", "density", "small") if given[name] != getattr(Settings(), name)]
+        unused += ["values"] if options.values is not None else []
+        for name in unused:
+            raise ConfigurationError(
+                f"--{name} is for gradients, and the second run exchanges updates: leave it out, or --local-steps and "
+                "--optimizer muon"
+            )
     try:
         with report.progress(settings) as show:
             runs: list[Run] = run_workers(compare, settings.workers, settings, listen=show)[0]

@@ -63,7 +63,8 @@ class Settings:
         if self.exchanges_updates:
             return "muon and adamw, updates"
         values = "" if self.values == "fp32" else f" with {self.values} values"
-        return f"{self.algo} at density {self.density:.3%}{values}"
+        density = f" at density {self.density:.3%}" if takes_density(self.algo) and self.algo != "dense" else ""
+        return f"{self.algo}{density}{values}"
 
     @property
     def exchanges_updates(self) -> bool:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import warnings
 from pathlib import Path
 
+from tritoncomm.algorithms import recipe
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.scheduler.cost import Link
 from tritoncomm.step.settings import DEFAULT_VALUES
@@ -39,6 +41,14 @@ def number(text: str) -> float:
     if not abs(value) < float("inf"):
         raise argparse.ArgumentTypeError(f"must be finite, got {text!r}")
     return value
+
+
+def check_values(options: argparse.Namespace) -> None:
+    """Raise :class:`~tritoncomm.ConfigurationError` if the method has no ``--values``, or not these."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the density, which is not the chosen one
+        if options.values is not None:
+            recipe(options.algo, values=options.values)
 
 
 def count(text: str, least: int = 1, most: float = float("inf")) -> int:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from tritoncomm.algorithms import Quantized, Recipe, algorithms, recipe
+from tritoncomm.algorithms import Quantized, Recipe, algorithms, field_names, recipe
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.planning import arguments, planner
 from tritoncomm.planning.comparison import STEPS, Row, compare_methods, picture, table
@@ -140,8 +140,7 @@ def _doctor(options: argparse.Namespace) -> int:
 
 
 def _measure(options: argparse.Namespace) -> int:
-    if options.values is not None:
-        recipe(options.algo, values=options.values)  # raises if the method has no such field
+    arguments.check_values(options)
     kind = devices.available()
     together = int(os.environ.get("WORLD_SIZE", "1")) > 1
     if together:
@@ -244,7 +243,8 @@ def _numbers(text: str) -> list[int]:
 def _at(name: str, density: float, values: str | None, otherwise: str) -> Recipe:
     """Return the recipe of the method ``name``. Without ``values``, entries have the format ``otherwise``."""
     found = planner.at(name, density, values or otherwise)
-    return replace(found, values=values) if values and isinstance(found, Quantized) else found
+    chosen: dict[str, Any] = {"values": values} if values and "values" in field_names(name) else {}
+    return replace(found, **chosen)
 
 
 def _imported(name: str) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tritoncomm.algorithms import Dense, Recipe
+from tritoncomm.algorithms import Dense, Recipe, takes_density
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.planning import planner
 from tritoncomm.planning.link import measure_link
@@ -87,21 +87,29 @@ class Diagnosis:
             f"work        {1e3 * self.work:.2f} ms at density {self.density:.2%}: selection, packing, merging",
             f"dense       {1e3 * self.dense:.2f} ms",
         ]
+        varies = takes_density(self.method)
+        sparse = self.sparse if varies else {self.density: self.sparse[self.density]}
         lines += [
-            f"{self.method:12}{1e3 * seconds:.2f} ms at density {density:.2%}, {seconds / self.dense:.2f}x dense"
-            for density, seconds in self.sparse.items()
+            f"{self.method:11} {1e3 * seconds:.2f} ms{f' at density {density:.2%}' if varies else ''}, "
+            f"{seconds / self.dense:.2f}x dense"
+            for density, seconds in sparse.items()
         ]
-        lines.append(
-            f"break-even  at density {self.break_even:.2%}" if self.break_even else "break-even  none: dense is faster"
-        )
+        if not self.break_even:
+            lines.append("break-even  none: dense is faster")
+        elif varies:
+            where = "above" if self.break_even == max(sparse) else "at"
+            lines.append(f"break-even  {where} density {self.break_even:.2%}")
         conclusion = "Compression pays" if self.pays else "Stay dense: compression does not pay"
         lines.append(
-            f"{conclusion} at density {self.density:.2%}"
+            conclusion
+            + (f" at density {self.density:.2%}" if varies else "")
             + (f" with {1e3 * self.step:g} ms of computation per step." if self.step else ".")
         )
         lines += self.advice
         lines.append("Not counted: the update of the parameters, which takes longer after a sparse exchange.")
-        return "\n".join([*lines, f"For other links: {self.command()}"])
+        if self.method in planner.TRUSTED:  # what is planned
+            lines.append(f"For other links: {self.command()}")
+        return "\n".join(lines)
 
     def command(self) -> str:
         """Return the command that plans with these figures."""
