@@ -299,6 +299,13 @@ def test_bad_command_line_arguments(arguments: list[str], said: str, capsys: pyt
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("given", [["--density", "0.5"], ["--all"]])
+def test_options_for_gradients_are_refused_with_updates(given: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """What a plan for updates does not read is named."""
+    assert main(["plan", "--numel", "1e6", "--workers", "4", "--local-steps", "4", *given]) == 2
+    assert f"{given[0]} is for gradients" in capsys.readouterr().err
+
+
 def test_recipe_fields_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     """The command line sets the fields of a recipe."""
     arguments = ["simulate", "--workers", "8", "--numel", "1e5", "--algo"]
@@ -306,6 +313,10 @@ def test_recipe_fields_on_the_command_line(capsys: pytest.CaptureFixture[str]) -
     out = capsys.readouterr().out
     assert "spardl teams=2 sag=recursive " in out
     assert "oktopk strict_volume=True " in out
+    small = ["simulate", "--workers", "2", "--numel", "1e3", "--steps", "1", "--algo"]
+    assert main([*small, "all", "oktopk:strict_volume=True"]) == 0
+    assert "oktopk strict_volume=True " in (out := capsys.readouterr().out)
+    assert all(name in out for name in algorithms())
 
 
 def test_long_vectors_are_extrapolated() -> None:

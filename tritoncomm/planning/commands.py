@@ -88,6 +88,9 @@ def _plan(options: argparse.Namespace) -> int:
         values=options.values or (DEFAULT_VALUES if options.local_steps is None else Quantized().values),
         device=options.device,
     )
+    given = {"--density": options.density != DEFAULT_DENSITY, "--all": options.all}
+    for name in (name for name, is_given in given.items() if is_given and options.local_steps is not None):
+        raise ConfigurationError(f"{name} is for gradients, and --local-steps plans for updates: leave out one of both")
     if options.local_steps is None:
         print(planner.advice(setting, options.density, everything=options.all))
     else:
@@ -215,7 +218,8 @@ def add_simulate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def _simulate(options: argparse.Namespace) -> int:
-    methods = [(name, {}) for name in algorithms()] if "all" in options.algo else options.algo
+    every = [(name, dict[str, Any]()) for name in algorithms()]
+    methods = [method for each in options.algo for method in (every if each == "all" else [each])]
     recipes = [replace(_at(name, options.density, options.values, "fp32"), **fields) for name, fields in methods]
     rows: list[Row] = []
     for row in compare_methods(
