@@ -93,8 +93,28 @@ def test_nodes(rank, world_size, is_sharded):
             patch.setattr("tritoncomm.step.exchange.vector.with_form", out_of_memory)
         fails(lambda: tritoncomm.wrap(adamw(model), **given), "out of memory")
     optimizer = tritoncomm.wrap(adamw(model), **given)
+    more = fully_shard(nn.Linear(4, 4), mesh=mesh()["shard"]) if is_sharded else nn.Linear(4, 4)
+    held = [model.head.weight] if rank == 1 else [*more.parameters()]
+    fails(lambda: optimizer.add_param_group({"params": held}), "appear in more than one")
     train(model, optimizer, rank, range(2))
     assert equal(model, group)
+
+
+def refused(*_):
+    """Fail as on all ranks of a group."""
+    raise tritoncomm.ConfigMismatchError("refused")
+
+
+@ranks(4, limit=30)
+def test_what_fails_in_a_group(rank, world_size):
+    """The ranks of other shards hear what all ranks of one have raised."""
+    model = sharded(Uneven(), mesh())
+    given = {"model": model, "process_group": mesh()["replicate"].get_group()}
+    with pytest.MonkeyPatch.context() as patch:
+        if rank % 2:
+            patch.setattr("tritoncomm.scheduler.process_group.ProcessGroupScheduler.agree_on_exchange_id", refused)
+        fails(lambda: tritoncomm.wrap(adamw(model), **given), "refused")
+    train(model, tritoncomm.wrap(adamw(model), **given), rank, range(2))
 
 
 @ranks(4, limit=30)

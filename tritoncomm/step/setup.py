@@ -107,7 +107,7 @@ class Setup:
         held = [(each, f"parameter {number} of the optimizer") for number, each in enumerate(every)]
         shaped = [*buffers, *(held if broadcast_parameters else ())]
         self._compare(self.scope, recipe, everybody, others=self._others, shaped=shaped, broadcast=broadcast_parameters)
-        self.scope.agree_on_exchange_id()
+        self.scope.agree_on_exchange_id(everybody)
         if broadcast_parameters:
             broadcast([*held, *self._others, *buffers], process_group, everybody, self.device)
             if self.local is not None:
@@ -176,7 +176,7 @@ class Setup:
                     scope = self._build(options.recipe, options.group, self.scope)
                     exchange_state.extend(self.exchange, scope)
                 self._compare(scope, options.recipe, scope.everybody, steps_alone=local_steps is not None)
-                scope.agree_on_exchange_id()
+                scope.agree_on_exchange_id(scope.everybody)
                 agree.compare({"parameter group": "is added"}, scope.everybody, self.device)
                 self.exchange.adopt(scope)
         except BaseException:
@@ -260,7 +260,8 @@ class Setup:
                 if is_late and rule is not None and rule.reads_first and not settings.is_alone(group):
                     check_memory(own)
                 vectors += _vectors(own, replace(common, epsilon=epsilon, is_late=is_late))
-        connect(vectors, None if is_sharded else group)
+        together = None if is_sharded else group  # in wrap()
+        connect(vectors, together if before is None else before.everybody)
         all_shards = None
         if is_sharded:
             device = local(parameters[0]).device

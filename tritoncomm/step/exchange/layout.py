@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -14,7 +14,7 @@ from tritoncomm.errors import ConfigurationError, NonFiniteError
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.step.exchange.feedback import Ages
 from tritoncomm.step.tensors.names import label
-from tritoncomm.step.tensors.shards import PLAIN, like_parameter, local, local_gradient
+from tritoncomm.step.tensors.shards import PLAIN, like_parameter, local, local_gradient, local_shards
 from tritoncomm.step.torch_internals import gradient_dtype
 from tritoncomm_kernels import constant
 from tritoncomm_kernels.devices import is_asynchronous
@@ -241,14 +241,20 @@ def _write(entries: ParameterEntries, out: torch.Tensor) -> None:
         out.copy_(out.new_zeros(out.numel()).index_copy_(0, indices, values.to(out.dtype)).view(out.shape))
 
 
-def separate(parameters: Iterable[Any]) -> None:
+def separate(parameters: Sequence[Any]) -> None:
     """Give gradients that begin in the memory of another one, as ``torch.autograd.grad`` may return them, their own."""
-    trained = [each for each in parameters if type(each.grad) in PLAIN and each.grad.layout is torch.strided]
-    begins = sorted([(each.grad.data_ptr(), position, each.grad.nbytes) for position, each in enumerate(trained)])
+    shards: list[Any] = local_shards([each.grad for each in parameters])  # with None for one without
+    begins = sorted(
+        [
+            (own.data_ptr(), position, own.nbytes)
+            for position, own in enumerate(shards)
+            if own is not None and own.layout is torch.strided
+        ]
+    )
     ends = accumulate([begin + size for begin, _, size in begins], max)
     for (begin, position, _), end in zip(begins[1:], ends, strict=False):
         if begin < end:
-            trained[position].grad = trained[position].grad.detach().clone()
+            parameters[position].grad = parameters[position].grad.detach().clone()
 
 
 def _zeros(parameter: torch.Tensor) -> torch.Tensor:

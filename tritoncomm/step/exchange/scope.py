@@ -109,9 +109,9 @@ class Scope:
         """Return the ids of the parameters that cannot change, or whose owners cannot."""
         return frozen(self.optimizer, self.owners.items())
 
-    def agree_on_exchange_id(self) -> None:
-        """Agree on an identifier of each vector within its group. All ranks call this after comparing settings."""
-        with telling(self.everybody, self.options.group, self.vectors[0].device):
+    def agree_on_exchange_id(self, everybody: dist.ProcessGroup | None) -> None:
+        """Agree on an identifier of each vector within its group. All of ``everybody`` compare something next."""
+        with telling(everybody, self.options.group, self.vectors[0].device):
             for scheduler in self.schedulers:
                 scheduler.agree_on_exchange_id()
 
@@ -122,7 +122,7 @@ class Scope:
         ]
         connect(vectors, group)
         found = replace(self, vectors=vectors)
-        found.agree_on_exchange_id()
+        found.agree_on_exchange_id(group)
         return found
 
     def restore(self, feedbacks: Sequence[ErrorFeedback]) -> None:

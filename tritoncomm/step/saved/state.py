@@ -207,11 +207,10 @@ def loaded(scope: Scope, state: State, local_steps: LocalSteps | None = None) ->
 
 
 def _check_names(before: Sequence[str], here: Sequence[str]) -> None:
-    """Raise if a parameter had another name at the save, unless all had: a model may have been renamed as a whole."""
-    if not {*before} & {*here} - {""}:
-        return
+    """Raise if a parameter had the name of another one at the save. A wrapper around a module gives it a new name."""
+    known, now = {*before}, {*here}
     for number, (old, new) in enumerate(zip(before, here, strict=True)):
-        if old and new and old != new:
+        if old and new and old != new and (old in now or new in known):
             raise ConfigurationError(f"{OTHER_PARAMETERS}: parameter {number} was {old}, and is {new}")
 
 
