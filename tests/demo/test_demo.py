@@ -124,6 +124,12 @@ def test_options_for_gradients_are_refused_with_updates(given: list[str], capsys
         assert f"{given[0]} is for gradients" in capsys.readouterr().err
 
 
+def test_density_of_a_method_without_one(capsys) -> None:
+    """A density that would have no effect is refused."""
+    assert main(["demo", "--algo", "quantized", "--density", "0.01"]) == 2
+    assert "quantized delivers every entry" in capsys.readouterr().err
+
+
 def test_model_and_text() -> None:
     """The text is real and split by file, batches depend on seed, step and rank, and the model starts at chance."""
     text = standard_library()

@@ -8,7 +8,7 @@ import sys
 from dataclasses import fields
 from functools import partial
 
-from tritoncomm.algorithms import Quantized, algorithms
+from tritoncomm.algorithms import Quantized, algorithms, takes_density
 from tritoncomm.demo import report
 from tritoncomm.demo.local_workers import WorkerError, run_workers
 from tritoncomm.demo.train import Run, Settings, compare
@@ -66,8 +66,10 @@ def run(options: argparse.Namespace) -> int:
     by_default = {"values": Quantized().values} if options.algo == Quantized.name else default_fields(options.algo, {})
     given = {field.name: getattr(options, field.name) for field in fields(Settings)}
     settings = Settings(**given | {"values": options.values or by_default.get("values", "fp32")})
+    if settings.density != Settings.density and not takes_density(settings.algo):
+        raise ConfigurationError(f"--density: {settings.algo} delivers every entry, in few bits: leave it out")
     if settings.exchanges_updates:
-        unused = [name for name in ("algo", "density", "small") if given[name] != getattr(Settings(), name)]
+        unused = [name for name in ("algo", "density", "small") if given[name] != getattr(Settings, name)]
         unused += ["values"] if options.values is not None else []
         for name in unused:
             raise ConfigurationError(
