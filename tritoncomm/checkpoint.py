@@ -91,8 +91,8 @@ def save(optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
         with agree.propagate_errors(group, device), _prefixed(failed):
             own = [*data.glob(f"__{rank}_*"), *(data.glob(".metadata") if rank == 0 else ())]
             digests = {file.name: _digest(file) for file in own}
-        told = agree.all_gather(digests, group, device)
-        files = {name: digest for own in told.values() for name, digest in own.items()}
+        told = agree.all_gather({"digests": digests}, group, device)
+        files = {name: digest for own in told.values() for name, digest in own["digests"].items()}
         assert files, "torch.distributed.checkpoint has written no file with a name that is known"
         with agree.propagate_errors(group, device), _prefixed(failed):
             if rank == 0:

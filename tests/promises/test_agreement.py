@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -168,3 +170,14 @@ def test_rank_with_other_updates_is_refused(rank, world_size):
         optimizer.load_state_dict(state if rank == 1 else other)
     take(optimizer, [p], rank, [3], world_size)
     assert equal_on_all_ranks([p])
+
+
+@ranks(2)
+def test_ranks_at_different_calls_say_so(rank, world_size, tmp_path):
+    """A save on one rank beside a load on another is told on both, and both go on."""
+    optimizer = sparse(sgd([weight()]))
+    state = optimizer.state_dict()
+    calls = partial(tritoncomm.checkpoint.save, optimizer, tmp_path), partial(optimizer.load_state_dict, state)
+    with pytest.raises(ConfigMismatchError, match=r"different calls.*rank 0 tells .*rank 1 tells"):
+        calls[rank]()
+    optimizer.load_state_dict(state)

@@ -38,7 +38,7 @@ _WORDED = 5  # fields that a text names
 _CHECK = "configuration check (it needs all ranks, with the same process_group)"
 _around: ContextVar[frozenset[str]] = ContextVar("around", default=frozenset())  # names of groups of contexts around
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # in the text of a function, or of an object without one of its own
-_ERROR, _SHARD, _NUMBER = "error", "shard", "number"  # keys of what a rank tells the others
+_ERROR, _SHARD, _NUMBER, _FIELDS = "error", "shard", "number", "fields"  # keys of what a rank tells the others
 
 
 def compare(
@@ -80,8 +80,10 @@ def differences(
     shards = dict.fromkeys(entry[_SHARD] for entry in numbers.values())
     if len({(entry[_SHARD], entry[_NUMBER]) for entry in numbers.values()}) == len(shards):
         return {}
-    gathered = all_gather(own, group, device)
-    of_shards = ({rank: gathered[rank] for rank in gathered if numbers[rank][_SHARD] == each} for each in shards)
+    gathered = all_gather({_FIELDS: own}, group, device)
+    of_shards = (
+        {rank: each[_FIELDS] for rank, each in gathered.items() if numbers[rank][_SHARD] == shard} for shard in shards
+    )
     return next(filter(None, map(_differences, of_shards)), {})
 
 
@@ -174,12 +176,14 @@ def all_gather(
 ) -> dict[int, dict[str, Any]]:
     """Return ``fields`` (small, picklable) of every rank by its global number, in the order of the group.
 
+    All ranks have the same fields. Other ones show that a rank is at another call, such as a save beside a load.
+
     Without process groups, there is one rank, with the number 0. NCCL sends objects from the current CUDA device, which
     is GPU 0 on every rank of a program that has not set it. They are therefore sent from ``device``, the one of the
     exchange. None is the current device.
 
     Raises:
-        ConfigMismatchError: A rank raised an error in :func:`propagate_errors`.
+        ConfigMismatchError: A rank raised an error in :func:`propagate_errors`, or is at another call.
         ExchangeError: A rank was lost, was interrupted, or did not take part.
     """
     if not is_distributed():
@@ -191,6 +195,12 @@ def all_gather(
     errors = {rank: entry[_ERROR] for rank, entry in told.items() if _ERROR in entry}
     if errors:
         raise ConfigMismatchError(text_by_rank(errors, " reported an error:"))
+    if len({frozenset(entry) for entry in told.values()}) > 1:
+        told_by = text_by_rank({rank: ", ".join(entry) for rank, entry in told.items()}, " tells")
+        raise ConfigMismatchError(
+            "ranks are at different calls, such as a save and a load: make the same calls of wrap(), of what it "
+            f"returned and of tritoncomm.checkpoint on all ranks, in the same order ({told_by})"
+        )
     return told
 
 
