@@ -44,7 +44,7 @@ __all__ = ["ResidualState", "load", "save"]
 logger = logging.getLogger("tritoncomm")
 
 _POINTER = "checkpoint.json"  # names the folder of the last complete save
-_DATA = "data-"  # begins the names of such folders
+_DATA = "data-"  # begins the names of such folders, before 16 hexadecimal digits
 
 
 def save(optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
@@ -93,6 +93,13 @@ def save(optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
             digests = {file.name: _digest(file) for file in own}
         told = agree.all_gather({"digests": digests}, group, device)
         files = {name: digest for own in told.values() for name, digest in own["digests"].items()}
+        if not (data / ".metadata").exists():
+            logger.warning(
+                "%s does not see what %s has written into %s: all ranks that load must find all files in one folder",
+                rank_text(own_rank()),
+                rank_text(global_ranks(group)[0]),
+                data,
+            )
         assert files, "torch.distributed.checkpoint has written no file with a name that is known"
         with agree.propagate_errors(group, device), _prefixed(failed):
             if rank == 0:
@@ -111,7 +118,7 @@ def save(optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
 
 def _remove_earlier(folder: Path, data: Path, group: dist.ProcessGroup | None) -> None:
     """Remove what earlier saves have left in ``folder`` beside ``data``, which ``group`` has written."""
-    for old in set(folder.glob(f"{_DATA}*")) - {data}:
+    for old in set(folder.glob(_DATA + 16 * "[0-9a-f]")) - {data}:  # and nothing of the user's
         shutil.rmtree(old, ignore_errors=True)
     if len(global_ranks(group)) == len(global_ranks(None)):
         for owner in folder.glob("group-of-rank-*.json"):  # of a smaller group

@@ -19,7 +19,7 @@ from tritoncomm.scheduler.meter import of_all
 from tritoncomm.step import agree
 from tritoncomm.step.exchange.machine import GradientExchange
 from tritoncomm.step.model.module import checked_module, group_of
-from tritoncomm.step.model.refuse import checked_methods, guard, is_wrapped
+from tritoncomm.step.model.refuse import checked_methods, guard, is_wrapped, optimizers_inside
 from tritoncomm.step.optimizer_list import parts_of
 from tritoncomm.step.saved import state as exchange_state
 from tritoncomm.step.saved.optimizer_state import (
@@ -383,6 +383,11 @@ def check_free(optimizers: Iterable[torch.optim.Optimizer]) -> None:
             raise ConfigurationError(
                 f"optimizer is a {kind}, which is wrapped already, by itself or in a list: call step() of what wrap() "
                 "returned, or its flush() and release() to wrap with other settings"
+            )
+        for inside in filter(is_wrapped, optimizers_inside(optimizer)):
+            raise ConfigurationError(
+                f"optimizer is a {kind}, and the {original_class(inside).__name__} inside it is wrapped already: step "
+                f"this {kind} as it is, or release() the one inside first"
             )
         if has_own_step(optimizer):
             raise ConfigurationError(

@@ -266,6 +266,19 @@ def refused(trained: nn.Module, group: dist.ProcessGroup | None, match: str, **f
 
 
 @ranks(4)
+def test_wrap_after_a_forward_pass(rank, world_size):
+    """FSDP2 has then left whole tensors in the place of the root's parameters. The optimizer holds shards."""
+    model, group = shards_of()
+    inner = adamw(model)
+    with torch.no_grad():
+        model(torch.ones(1, 6))
+    assert not hasattr(model.head.weight, "device_mesh")
+    optimizer = exact(inner, model=model, process_group=group)
+    train(model, optimizer, rank, range(2))
+    assert equal(model, group)
+
+
+@ranks(4)
 def test_refused_models(rank, world_size):
     """HSDP, parameters that ``fully_shard`` missed, several meshes, other replicas, and FSDP1 are named."""
     over = mesh()

@@ -104,6 +104,40 @@ def test_accelerate_gan(rank, world_size, name):
 
 
 @needs("accelerate")
+@ranks(1, 2, limit=200.0)
+@pytest.mark.parametrize("limit", [None, MAX_NORM])
+def test_accelerate_clips_what_is_not_wrapped(rank, world_size, limit):
+    """Gradients of another model, which DDP averages, are clipped together with those of the wrapped optimizer."""
+    accelerated, nets = accelerator(), [linear(), linear()]
+    *models, optimizer, _ = accelerated.prepare(*nets, *(torch.optim.SGD(net.parameters(), lr=LR) for net in nets))
+    wrap_prepared(accelerated, models[0], optimizer, algo="dense", small="fp32", max_grad_norm=limit)
+    x = torch.randn(8, 16, generator=torch.Generator().manual_seed(rank))
+    accelerated.backward(models[0](x).square().sum() + models[1](x).square().sum())
+    norm = accelerated.clip_grad_norm_([each for net in nets for each in net.parameters()], MAX_NORM)
+    optimizer.step()  # a single worker clips here
+    found = [nn.utils.get_total_norm([each.grad for each in net.parameters()]) for net in nets]
+    assert norm > 2 * MAX_NORM
+    torch.testing.assert_close(found, [torch.tensor(limit or MAX_NORM / 2**0.5)] * 2, rtol=0.2, atol=0.0)
+
+
+@needs("accelerate")
+@ranks(2, limit=200.0)
+def test_accelerate_two_models_of_one_optimizer(rank, world_size):
+    """They are passed as a list of modules. One alone is refused: DDP would average the other one densely."""
+    accelerated, first, second = accelerator(), linear(), linear()
+    inner = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=LR)
+    first, second, optimizer = accelerated.prepare(first, second, inner)
+    with pytest.raises(ConfigurationError, match=r"another prepared model.*model=torch.nn.ModuleList"):
+        wrap_prepared(accelerated, first, optimizer, **SETTINGS)
+    wrap_prepared(accelerated, nn.ModuleList([first, second]), optimizer, **SETTINGS)
+    accelerated.backward(second(first(torch.full((2, 16), 1.0 + rank))).square().sum())
+    gradients = torch.cat([each.grad.reshape(-1) for net in (first, second) for each in net.parameters()])
+    assert not same(gradients.tolist())
+    optimizer.step()
+    assert same(values(first) + values(second))
+
+
+@needs("accelerate")
 @ranks(2, limit=200.0)
 @pytest.mark.parametrize("clips", [True, False])
 def test_accelerate_fp16(rank, world_size, clips):

@@ -32,7 +32,7 @@ from tritoncomm.scheduler import group_collectives, messages
 from tritoncomm.scheduler.cost import Traffic
 from tritoncomm.scheduler.group_collectives import RADIX, SMALL
 from tritoncomm.scheduler.process_group import ProcessGroupScheduler
-from tritoncomm.scheduler.rounds import AllGather, AllReduce, AllToAll, Pattern, Post, Round
+from tritoncomm.scheduler.rounds import AllGather, AllReduce, AllToAll, InSubgroup, Pattern, Post, Round
 from tritoncomm.scheduler.simulated import SimulatedScheduler
 from tritoncomm.step.exchange.feedback import ErrorFeedback
 
@@ -378,3 +378,25 @@ def test_profiles(rank, world_size):
         assert {"confirm", "between nodes"} <= {event.name for event in profiler.events() if event.is_user_annotation}
         assert any("gloo:recv" in name for name in names)
         del profiler
+
+
+# What a method must not yield, by what the error says. Both ranks do it.
+WRONG = {
+    "peer 2: peers are numbers below 2": Round("x", {2: torch.zeros(1, dtype=torch.int32)}, {}),
+    "peer -1": Round("x", {}, {-1: 1}),
+    "its own": Round("x", {0: torch.zeros(1, dtype=torch.int32)}, {0: 1, 1: 1}),
+    "None, which is no operation: yield one of Round": None,
+    r"runs in \(0, 1\), and subgroups": InSubgroup("x", (0, 1), iter(())),
+}
+
+
+@ranks(2)
+@pytest.mark.parametrize("said", WRONG)
+def test_what_a_method_must_not_yield(rank, world_size, said):
+    """The error says so, and the process lives: gloo would end it."""
+
+    def pattern():
+        yield WRONG[said]
+
+    with pytest.raises((tritoncomm.ExchangeError, tritoncomm.ProtocolMismatchError), match=said):
+        ProcessGroupScheduler(None).run(pattern())

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import tritoncomm
-from models import Uneven, adamw, equal, exact, flat, mesh, sharded, train
+from models import Uneven, adamw, equal, exact, flat, mesh, sharded, tiny, train
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from tritoncomm import Hierarchical, OkTopk
@@ -178,3 +178,20 @@ def test_load_state_dict(rank, world_size, said):
     train(model, optimizer, rank, range(4, 6))
     assert equal(model, group)
     optimizer.load_state_dict(first)
+
+
+@ranks(4, limit=30)
+@pytest.mark.parametrize("residuals", ["restore", "reset"])
+def test_state_of_another_shard(rank, world_size, residuals):
+    """It is refused on all ranks, also without residuals: the moments are of other entries. Their own shard is not."""
+    over = mesh()
+    model = sharded(tiny(), over)
+    optimizer = exact(adamw(model), model=model, process_group=over["replicate"].get_group())
+    train(model, optimizer, rank, range(2))
+    optimizer.flush()
+    told = [optimizer.state_dict() if rank < 2 else None]
+    dist.broadcast_object_list(told, src=0)
+    fails(lambda: optimizer.load_state_dict(told[0], residuals=residuals), "with shards=")
+    of_shard = [optimizer.state_dict()]
+    dist.broadcast_object_list(of_shard, group_src=0, group=over["replicate"].get_group())
+    optimizer.load_state_dict(of_shard[0], residuals=residuals)

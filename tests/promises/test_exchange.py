@@ -54,11 +54,12 @@ def test_thrown_away_mean_leaves_no_trace(rank, world_size, algo):
 @ranks(2, 3)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_non_finite_gradient_skips_the_step_everywhere(rank, world_size, bad):
-    """One rank's NaN skips the step on all ranks, which changes nothing but a count."""
+    """One rank's NaN skips the step on all ranks, which changes nothing but counts: bytes that were sent count."""
     p = weight()
     optimizer = sparse(sgd([p]))
     take(optimizer, [p], rank, range(2), world_size)
     before, norm = flat([p]), optimizer.metrics()["residual_norm"]
+    sent = optimizer.metrics()["bytes_sent_total"]
     p.grad = gradient(16, rank, 9, world_size)
     if rank == 1:
         p.grad[3] = bad
@@ -67,6 +68,7 @@ def test_non_finite_gradient_skips_the_step_everywhere(rank, world_size, bad):
     assert torch.equal(flat([p]), before)
     assert optimizer.metrics()["residual_norm"] == norm
     assert optimizer.metrics()["skipped_steps"] == 1
+    assert optimizer.metrics()["bytes_sent_total"] == sent + optimizer.metrics()["bytes_sent"] > sent
     assert any("rank 1" in line for line in lines)
     take(optimizer, [p], rank, range(2, 4), world_size)
     optimizer.flush()

@@ -356,3 +356,32 @@ def test_other_methods_that_use_gradients_are_refused(rank, world_size):
     p.grad = gradient(16, rank, 0)
     with pytest.raises(RuntimeError, match="first_step"):
         optimizer.first_step()
+
+
+class _Around(torch.optim.Optimizer):
+    """Steps the optimizer inside, and moves parameters by what all ranks have in common, as Lookahead does."""
+
+    def __init__(self, inside: torch.optim.Optimizer) -> None:
+        super().__init__(inside.param_groups[0]["params"], {})
+        self.inside, self.param_groups = inside, inside.param_groups
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        """Take the step, and halve the parameters."""
+        self.inside.step()
+        for p in self.param_groups[0]["params"]:
+            p.mul_(0.5)
+
+
+@ranks(2)
+def test_optimizer_around_a_wrapped_one_steps(rank, world_size):
+    """Also where DDP averages nothing. It cannot be wrapped, too: gradients would be exchanged twice."""
+    model = DistributedDataParallel(net())
+    inside = sparse(sgd(model.parameters(), lr=0.5), model=model, density=1.0)
+    around, before = _Around(inside), flat(model.parameters())
+    loss_of(model, rank).backward()
+    means = mean(flat([p.grad for p in model.parameters()]))
+    around.step()
+    torch.testing.assert_close(flat(model.parameters()), (before - 0.5 * means) * 0.5)
+    with pytest.raises(ConfigurationError, match="_Around, and the SGD inside it is wrapped already: step this"):
+        sparse(around, model=model)

@@ -307,15 +307,18 @@ def test_state_between_exchanges_goes_on_to_the_bit(rank, world_size, tmp_path):
 
 @ranks(2)
 def test_save_into_a_used_folder_removes_the_one_before(rank, world_size, tmp_path):
-    """The last one is loaded, and the folder does not grow."""
+    """The last one is loaded, and the folder does not grow. What else is there stays, whatever its name begins with."""
     p, optimizer = made("adamw")
-    counts = []
+    counts, others = [], tmp_path / "saved" / "data-train"
+    others.mkdir(parents=True, exist_ok=True)
+    (others / "images").touch()
     for step in range(3):
         take(optimizer, [p], rank, [step], world_size)
         checkpoint.save(optimizer, tmp_path / "saved")
         counts.append(len(list((tmp_path / "saved").rglob("*"))))
         dist.barrier()
     assert counts[0] == counts[1] == counts[2]
+    assert (others / "images").exists()
     _, again = made("adamw")
     checkpoint.load(again, tmp_path / "saved")
     assert again.metrics()["steps"] == 3

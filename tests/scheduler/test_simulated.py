@@ -7,7 +7,7 @@ import torch
 from tritoncomm import ExchangeTimeoutError, NonFiniteError, ProtocolMismatchError
 from tritoncomm.primitives.collectives import share_counts
 from tritoncomm.scheduler.faults import Faults
-from tritoncomm.scheduler.rounds import AllGather, AllReduce, InSubgroup, Read, Round
+from tritoncomm.scheduler.rounds import AllGather, AllReduce, AllToAll, InSubgroup, Post, Read, Round, Wait
 from tritoncomm.scheduler.simulated import SimulatedScheduler
 
 
@@ -56,9 +56,12 @@ def test_every_rank_has_its_own_reply(first, second) -> None:
         ([], [Round("x", {}, {})], "rank 0 has finished, but rank 1 yields Round"),
         ([Read("x", words(1))], [AllReduce("x", words(1))], "rank 0 yields Read.*rank 1 yields AllReduce"),
         ([], [Read("x", words(1))], "rank 0 has finished, but rank 1 yields Read"),
-        ([Round("x", {1: words(7)}, {})], [Round("x", {}, {})], "rank 0 sends 1 words .* rank 1, .*expects nothing"),
+        ([Round("x", {1: words(7)}, {})], [Round("x", {}, {})], r"rank 0 sends .*\(1,\).* rank 1, .*expects nothing"),
         ([Round("x", {}, {1: 2})], [Round("x", {}, {})], "rank 0 expects 2 words from rank 1, which sends nothing"),
-        ([Round("x", {1: words(7)}, {})], [Round("x", {}, {0: 2})], "sends 1 words .*expects 2"),
+        ([Round("x", {1: words(7)}, {})], [Round("x", {}, {0: 2})], r"shape \(1,\).*expects 2"),
+        ([Round("x", {1: words(7, 8).view(2, 1)}, {})], [Round("x", {}, {0: 2})], "must be one-dimensional"),
+        ([AllToAll("x", words(1))], [AllToAll("x", words(1))], "must have a row for each of 2 ranks"),
+        ([Post(Round("x", {}, {}))], [Post(Round("x", {}, {}))], r"'x': a round was posted, .*Wait\(ticket\)"),
         ([Round("x", {1: torch.ones(2)}, {})], [Round("x", {}, {0: 2})], "torch.float32"),
         ([Round("x", {5: words(7)}, {})], [Round("x", {}, {})], "to rank 5"),
         ([AllReduce("x", words(1))], [AllReduce("x", words(1, 2))], "rank 0 passes .*rank 1 passes"),
@@ -142,3 +145,23 @@ def test_every_pattern_is_closed_after_an_error() -> None:
     with pytest.raises(ProtocolMismatchError):
         SimulatedScheduler(3).run([careful(r) for r in range(3)])
     assert sorted(closed) == [0, 1, 2]
+
+
+def waits_twice():
+    """Wait again for a round that has ended."""
+    ticket = yield Post(Round("x", {}, {}))
+    yield Wait(ticket)
+    yield Wait(ticket)
+
+
+def test_a_ticket_is_used_once():
+    """A network would wait for a message that never comes."""
+    with pytest.raises(ProtocolMismatchError, match="'x': a ticket is waited for once"):
+        SimulatedScheduler(2).run([waits_twice(), waits_twice()])
+
+
+@pytest.mark.parametrize("op", [None, words(1), AllReduce])
+def test_what_is_no_operation_is_refused(op):
+    """The error says what a pattern may yield."""
+    with pytest.raises(TypeError, match="which is no operation: yield one of Round, Post"):
+        SimulatedScheduler(1).run([pattern(op)])

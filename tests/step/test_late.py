@@ -431,3 +431,32 @@ def test_counts_in_is_checked() -> None:
     kind = type("Wrong", (OurLateAdan,), {"counts_in": "groups"})
     with pytest.raises(tritoncomm.ConfigurationError, match=r"counts_in='groups'.*'state'.*'group'"):
         kind(Adan([nn.Parameter(torch.ones(4))]), Late())
+
+
+FORGETS = {
+    "direction": lambda mean, direction, new: (direction[:1], new),
+    "average": lambda mean, direction, new: (direction, {name: new[name] for name in new if name != "average"}),
+    "change": lambda mean, direction, new: (direction, new | {"change": mean.sum()}),
+}
+
+
+@pytest.mark.parametrize("name", FORGETS)
+def test_what_a_rule_returns_is_checked(name: str) -> None:
+    """A direction or a state of another shape, or a missing one, is told: it would be broadcast, or stay as it was."""
+
+    def advance(self, group, held, mean, tau):
+        return FORGETS[name](mean, *OurLateAdan.advance(self, group, held, mean, tau))
+
+    parameter = nn.Parameter(torch.zeros(4))
+    rule = type("Wrong", (OurLateAdan,), {"advance": advance})(Adan([parameter]), Late())
+    parameter.grad = torch.ones(4)
+    layout = BucketLayout([parameter])
+    step = Delivered(SparseVector.full(parameter.grad), layout, begin_step(rule, layout))
+    with pytest.raises(tritoncomm.ConfigurationError, match=r"Wrong\.advance\(\) has returned .*each of shape \(4,\)"):
+        rule.step(step)
+
+
+def test_names_of_states_are_a_tuple() -> None:
+    """A single text would count as its letters."""
+    with pytest.raises(tritoncomm.ConfigurationError, match=r"held='v': must be a tuple of names, such as \('v',\)"):
+        type("Wrong", (OurLateAdan,), {"held": "v"})(Adan([nn.Parameter(torch.ones(4))]), Late())

@@ -127,7 +127,8 @@ class StagedAlgorithm(WrapperAlgorithm):
             return (yield from self._reduce_head(acc, rank, world_size))
         self.inner.prepare(acc, world_size)
         head, small = acc.split(self.inner.numel)
-        carriers = self.inner.carriers(world_size)
+        # Without a head, its verdict would be read before the tail is there.
+        carriers = self.inner.carriers(world_size) if self.inner.numel else Carriers()
         tail = self._reduce_tail(small, rank, world_size, carriers.width)
         head_pattern = self._reduce_head(head, rank, world_size)
         mean, (dense, left) = yield from carried(head_pattern, tail, _riding(carriers))

@@ -63,6 +63,7 @@ class Verdict:
         self._add(_MESSAGES, malformed)
 
     def _add(self, kind: int, count: torch.Tensor) -> None:
+        assert not self.is_settled, "the method checks values after it has read what the ranks found wrong in its step"
         self._counts[kind : kind + 1] += count
 
     def words(self, figures: Sequence[torch.Tensor] = ()) -> torch.Tensor:

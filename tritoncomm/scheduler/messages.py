@@ -116,8 +116,15 @@ class Messages:
     def post(self, sends: Mapping[int, torch.Tensor], receives: Mapping[int, int], frame: wire.Frame) -> Any:
         """Start to send and receive messages with the header ``frame``, and return what to :meth:`wait` for.
 
-        ``sends`` and ``receives`` are those of a :class:`~tritoncomm.scheduler.rounds.Round`.
+        ``sends`` and ``receives`` are those of a :class:`~tritoncomm.scheduler.rounds.Round`. A peer that does not
+        exist raises :class:`~tritoncomm.ProtocolMismatchError`.
         """
+        for peer in {**sends, **receives}:  # gloo would end the process, or wait for itself
+            if not 0 <= peer < self.world_size or peer == self.rank:
+                raise ProtocolMismatchError(
+                    f"phase {frame.phase!r}: {rank_text(self._global_ranks[self.rank])} has a message to or from peer "
+                    f"{peer}: peers are numbers below {self.world_size}, in the group of the exchange, and not its own"
+                )
         if not self.checks_on_arrival:
             return frame, *self._post_on_device(sends, receives, frame)
         # These are the calls that isend() and irecv() make, without their time. gloo accepts messages that are shorter

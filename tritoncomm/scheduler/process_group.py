@@ -29,6 +29,7 @@ from tritoncomm.scheduler.rounds import (
     Round,
     Ticket,
     Wait,
+    check_operation,
     round_of,
     traffic,
 )
@@ -361,7 +362,12 @@ class ProcessGroupScheduler:
         return result
 
     def _run_in_subgroup(self, op: InSubgroup) -> Any:
-        group = self._subgroups[op.ranks]
+        group = self._subgroups.get(op.ranks)
+        if group is None:
+            raise ConfigurationError(
+                f"the pattern runs in {op.ranks}, and subgroups() of its recipe returns {[*self._subgroups]} for this "
+                "rank: return all that its patterns use"
+            )
         try:
             return group.run(op.pattern)
         finally:
@@ -382,6 +388,10 @@ class ProcessGroupScheduler:
 
     def _failed(self, op: Op, error: BaseException) -> ExchangeError | ProtocolMismatchError:
         """Report ``error`` in ``op`` to the other ranks, collect their reports, and return the error to raise."""
+        try:
+            check_operation(op)
+        except TypeError as wrong:
+            op, error = _START, wrong
         if self.watcher is not None:
             error = self.watcher.fail(error)
         place, at, details = self._place(op), [self.step, self._number], ""

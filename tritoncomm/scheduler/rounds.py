@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import torch
 
@@ -129,6 +129,13 @@ Op = Round | Post | Wait | InSubgroup | Collective | Read
 # A pattern yields operations. It receives the reply to each (an Inbox, a Ticket, a tensor or a list), and returns a
 # result.
 Pattern = Generator[Op, Any, Result]
+
+
+def check_operation(op: object) -> None:
+    """Raise :class:`TypeError` unless ``op``, which a pattern has yielded, is an :data:`Op`."""
+    if not isinstance(op, Op):
+        kinds = ", ".join(each.__name__ for each in get_args(Op))
+        raise TypeError(f"a pattern has yielded {op!r}, which is no operation: yield one of {kinds}")
 
 
 def round_of(op: Op) -> Round:

@@ -31,6 +31,7 @@ from tritoncomm.scheduler.rounds import (
     Round,
     Ticket,
     Wait,
+    check_operation,
     traffic,
 )
 
@@ -60,6 +61,7 @@ class SimulatedScheduler:
         self.meters = [Meter() for _ in range(world_size)]
         self.raised: dict[int, BaseException] = {}
         self._faults: Faults | None = None
+        self._posted: set[Ticket] = set()  # rounds for which no pattern has waited
 
     def run(
         self,
@@ -74,7 +76,7 @@ class SimulatedScheduler:
         ``raised`` then holds the errors of that round by rank, and the error of the lowest rank is raised here.
         """
         self.meters = [Meter() for _ in range(self.world_size)]
-        self.raised = {}
+        self.raised, self._posted = {}, set()
         self._faults = faults
         replies: list[Any] = [None] * self.world_size
         number = 0
@@ -82,6 +84,11 @@ class SimulatedScheduler:
             while True:
                 ops, results = self._advance(patterns, replies)
                 if len(results) == self.world_size:
+                    for ticket in self._posted:
+                        raise ProtocolMismatchError(
+                            f"phase {ticket.phase!r}: a round was posted, and nothing has waited for it: yield "
+                            "Wait(ticket) once for each Post"
+                        )
                     return [results[rank] for rank in range(self.world_size)]
                 self._check_same_op(number, ops, results)
                 reads = [op.tensor.tolist() for op in ops.values() if isinstance(op, Read)]
@@ -105,6 +112,7 @@ class SimulatedScheduler:
             reply = replies[rank]
             try:
                 ops[rank] = pattern.throw(reply.error) if isinstance(reply, _Raised) else pattern.send(reply)
+                check_operation(ops[rank])
             except StopIteration as stop:
                 results[rank] = stop.value
             except Exception as error:  # advance the other ranks, too, before one error is raised
@@ -129,8 +137,15 @@ class SimulatedScheduler:
         if isinstance(first, Round):
             return self._complete(self._deliver_messages(number, ops), first.phase)
         if isinstance(first, Post):
-            return [Ticket(first.phase, token) for token in self._deliver_messages(number, [op.round for op in ops])]
+            tickets = [Ticket(first.phase, token) for token in self._deliver_messages(number, [op.round for op in ops])]
+            self._posted.update(tickets)
+            return tickets
         if isinstance(first, Wait):
+            if not self._posted.issuperset(op.ticket for op in ops):
+                raise ProtocolMismatchError(
+                    f"round {number}, phase {first.phase!r}: a ticket is waited for once, and this was done before"
+                )
+            self._posted.difference_update(op.ticket for op in ops)
             return self._complete([op.ticket.token for op in ops], first.phase)
         if isinstance(first, InSubgroup):
             return self._in_subgroups(number, ops)
@@ -177,12 +192,13 @@ class SimulatedScheduler:
         for source, round_ in enumerate(rounds):
             for peer, payload in round_.sends.items():
                 expected = rounds[peer].receives.get(source) if 0 <= peer < len(rounds) else None
-                if expected != payload.numel() or payload.dtype != torch.int32 or peer == source:
+                fits = payload.dtype == torch.int32 and payload.ndim == 1
+                if expected != payload.numel() or not fits or peer == source:
                     own, other = map(rank_text, named([source, peer]))
                     raise ProtocolMismatchError(
-                        f"round {number}, phase {round_.phase!r}: {own} sends {payload.numel()} words "
-                        f"of {payload.dtype} to {other}, which expects {expected or 'nothing'}; "
-                        "a message must be int32 and have the length that the peer expects"
+                        f"round {number}, phase {round_.phase!r}: {own} sends a message of shape "
+                        f"{tuple(payload.shape)}, {payload.dtype}, to {other}, which expects {expected or 'nothing'}; "
+                        "a message must be one-dimensional int32, and as long as the peer expects"
                     )
                 if self._faults is None:
                     inboxes[peer][source] = payload.clone()
@@ -204,6 +220,11 @@ class SimulatedScheduler:
     def _collective(self, number: int, ops: list[Any]) -> list[torch.Tensor]:
         first, tensors = ops[0], [op.tensor for op in ops]
         shape = first.tensor.shape
+        if isinstance(first, AllToAll) and shape[:1] != (self.world_size,):
+            raise ProtocolMismatchError(
+                f"round {number}, phase {first.phase!r}: AllToAll has shape {tuple(shape)}, and must have a row for "
+                f"each of {self.world_size} ranks"
+            )
         for rank, tensor in enumerate(tensors):
             if tensor.shape != shape or tensor.dtype != first.tensor.dtype:
                 own, other = map(rank_text, named([0, rank]))

@@ -263,9 +263,9 @@ def log_choice(
     if small and not is_dense(recipe):
         text += f", of which {small:,} in small tensors are sent dense"
     text += f"; each rank receives {readable_size(received)} per step"
-    if received < dense:
+    if 0 < received < dense:
         text += f", {dense / received:.3g} times less than the {readable_size(dense)} of a dense all-reduce"
-    elif not dense_chosen:
+    elif received and not dense_chosen:
         text += f", which is not less than the {readable_size(dense)} of a dense all-reduce: use algo='dense'"
     logger.log(logging.INFO if saves else logging.WARNING, "%s", text)
 

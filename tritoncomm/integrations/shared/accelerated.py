@@ -10,7 +10,6 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 import tritoncomm
 from tritoncomm.algorithms import Recipe
@@ -18,6 +17,7 @@ from tritoncomm.amp import with_equal_scales
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.optimizer import SparseOptimizer, setup_of
 from tritoncomm.scheduler.process_group import is_distributed
+from tritoncomm.step.model.module import ddp_of, stays_local
 from tritoncomm.step.rules.step import gradients_of
 from tritoncomm.step.tensors.names import parameter_ids
 
@@ -43,11 +43,19 @@ def connect(
         raise ConfigurationError(
             f"optimizer is a {type(prepared).__name__}: pass the one that accelerator.prepare() returned"
         )
-    if has_peers() and not isinstance(model, DistributedDataParallel):
-        raise ConfigurationError(
-            f"model is a {type(model).__name__}, not a DistributedDataParallel module: pass the one that "
-            "accelerator.prepare() returned, in a run without FSDP, DeepSpeed and torch.compile"
-        )
+    if has_peers():
+        if not ddp_of(model):
+            raise ConfigurationError(
+                f"model is a {type(model).__name__}, not a DistributedDataParallel module: pass the one that "
+                "accelerator.prepare() returned, in a run without FSDP, DeepSpeed and torch.compile"
+            )
+        inside, held = [*model.modules()], parameter_ids(prepared)
+        others = [each for each in accelerator._models if all(each is not module for module in inside)]  # noqa: SLF001
+        if any(id(parameter) in held for other in others for parameter in other.parameters()):
+            raise ConfigurationError(
+                "optimizer holds parameters of another prepared model, whose gradients DDP would average densely: pass "
+                "all of its models, as model=torch.nn.ModuleList([first, second])"
+            )
     sparse = tritoncomm.wrap(prepared.optimizer, algo, model=model, **settings)
     if prepared.scaler is not None:
         accelerator.scaler = with_equal_scales(accelerator.scaler, accelerator.device)
@@ -96,11 +104,16 @@ def _average_before_clipping(accelerator: Accelerator) -> None:
         averaged = _average(accelerator, chosen)
         if not averaged:
             return clip_norm(chosen, max_norm, norm_type)
-        if all(setup_of(each).options.max_grad_norm is not None for each in averaged):  # the exchange clips
-            return _norm_of_means(averaged)
-        # Gradients of other parameters are local, and would make norms differ between ranks. Of an anchor, its owner.
+        # Of an anchor, its owner. Other gradients that are local would make norms differ between ranks.
         held = {id(owner) for each in averaged for owner in setup_of(each).scope.owners.values()}
-        return nn.utils.clip_grad_norm_([each for each in chosen if id(each) in held], max_norm, norm_type)
+        local = {key for each in averaged for key in setup_of(each).parameters.ignored}
+        local |= {id(each) for each in chosen if stays_local(each)}
+        if all(setup_of(each).options.max_grad_norm is not None for each in averaged):  # the exchange clips
+            rest = nn.utils.clip_grad_norm_([each for each in chosen if id(each) not in held | local], max_norm)
+            return torch.linalg.vector_norm(torch.stack([_norm_of_means(averaged), rest]))
+        return nn.utils.clip_grad_norm_(
+            [each for each in chosen if id(each) in held or id(each) not in local], max_norm, norm_type
+        )
 
     def clip_grad_value_(parameters: Any, value: float) -> None:
         chosen = _listed(parameters)

@@ -56,6 +56,7 @@ def scheduler_of_all_shards(method: str, timeout: timedelta | None, device: torc
 
 def numbered_groups() -> dict[str, int]:
     """Return what ranks compare before some of them create a process group, which finds its members by this number."""
-    return (
-        {} if needs_all_ranks() else {"number of process groups of this rank, which must be equal": number_of_groups()}
+    field = (
+        "number of process groups of this rank (a group of some ranks counts on these alone: make one of the others)"
     )
+    return {} if needs_all_ranks() else {field: number_of_groups()}

@@ -141,6 +141,11 @@ class ErrorFeedback:
     def _reduced(self, pattern: Pattern[SparseVector], verdict: Verdict | None) -> Pattern[SparseVector]:
         """Run ``pattern``, and set the algorithm's new state aside until the commit."""
         mean = yield from pattern
+        if mean.__class__ is not SparseVector or mean.numel != self.algorithm.numel:
+            raise TypeError(
+                f"{type(self.algorithm).__name__}.reduce has returned {mean!r}: return the SparseVector of "
+                f"{self.algorithm.numel} coordinates that acc.vector() makes"
+            )
         assert verdict is None or verdict.is_settled, "the method has not read what the ranks found wrong in its step"
         self._after, self.algorithm.state = self.algorithm.state, self._before
         return mean

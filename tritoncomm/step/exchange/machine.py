@@ -328,8 +328,9 @@ class GradientExchange:
                 self._move("lose")
             self._tell(error)
             raise
-        for part in self.pending.parts:
-            self.total.count("all", part.vector.meter.sent, part.vector.meter.received)
+        finally:
+            for vector in self.scope.vectors:  # also of a step that is skipped
+                self.total.count("all", vector.meter.sent, vector.meter.received)
 
     def _confirm(self) -> None:
         """Return after all ranks have called this for the same step, and none has rejected it.

@@ -20,7 +20,7 @@ from tritoncomm.errors import ConfigurationError
 from tritoncomm.scheduler.ranks import rank_text, speaks
 from tritoncomm.step import agree
 from tritoncomm.step.agree.number import numbers
-from tritoncomm.step.model.refuse import is_stepping, is_wrapped
+from tritoncomm.step.model.refuse import is_stepping, is_wrapped, optimizers_inside
 from tritoncomm.step.tensors.names import device_of, parameter_ids
 from tritoncomm.step.tensors.shards import has_bits, mesh_ranks
 from tritoncomm.step.torch_internals import (
@@ -41,6 +41,8 @@ Named = list[tuple[torch.Tensor, str]]  # tensors, each with its name
 def checked_module(model: Any) -> nn.Module | None:
     """Return ``model``, without what torch.compile or Fabric has put around it.
 
+    After a forward pass, FSDP2 may have left whole tensors in the place of its parameters. They are sharded again.
+
     Raises:
         ConfigurationError: It is neither a module nor None.
     """
@@ -48,6 +50,8 @@ def checked_module(model: Any) -> nn.Module | None:
     model = getattr(model, "_orig_mod", model)
     if not (model is None or isinstance(model, nn.Module)):
         raise ConfigurationError(f"model is a {type(model).__name__}: pass the torch.nn.Module that optimizer trains")
+    for each in fsdp_modules(model):
+        each.reshard()  # type: ignore[operator]
     return model
 
 
@@ -57,7 +61,7 @@ def group_of(model: nn.Module | None, group: dist.ProcessGroup | None) -> dist.P
     Raises:
         ConfigurationError: ``group`` is not the one of these modules, or they have several.
     """
-    for module in _ddp_of(model):
+    for module in ddp_of(model):
         if group is not None and group is not module.process_group:
             raise ConfigurationError(
                 "process_group is not the one of the model: leave it out, and use the same group in every "
@@ -67,7 +71,7 @@ def group_of(model: nn.Module | None, group: dist.ProcessGroup | None) -> dist.P
     return group
 
 
-def _ddp_of(model: nn.Module | None) -> list[DistributedDataParallel]:
+def ddp_of(model: nn.Module | None) -> list[DistributedDataParallel]:
     """Return the DDP modules in ``model``, which may be a container."""
     return [] if model is None else [each for each in model.modules() if isinstance(each, DistributedDataParallel)]
 
@@ -85,7 +89,7 @@ def ignored_ids(model: nn.Module | None) -> Collection[int]:
 
     These are the ids of those that still exist: the id of one that is gone may be given to another.
     """
-    ignored = (each for module in _ddp_of(model) for each in ignored_by(module))
+    ignored = (each for module in ddp_of(model) for each in ignored_by(module))
     return weakref.WeakValueDictionary((id(each), each) for each in ignored)
 
 
@@ -144,7 +148,7 @@ def check_model(model: nn.Module | None) -> None:
 
     The group in which its shards are exchanged is checked with the parameters that the optimizer holds.
     """
-    found = _ddp_of(model)
+    found = ddp_of(model)
     for module in found:
         _check_hooks(module)
     if model is not None and not found:
@@ -172,7 +176,7 @@ def keep_gradients_local(model: nn.Module | None) -> None:
     Raises:
         ConfigurationError: A module has another communication hook.
     """
-    for module in _ddp_of(model):
+    for module in ddp_of(model):
         if module in _local:
             continue
         if not let_average_nothing(module):
@@ -197,20 +201,26 @@ _guards: list[RemovableHandle] = []  # the hook of all optimizers, once a module
 def check_not_stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """Raise if ``optimizer`` steps local gradients by itself. A wrapped one, and what it consists of, may step.
 
-    A part of a wrapped list has a hook of its own, which raises next.
+    So may one that has a wrapped one inside. A part of a wrapped list has a hook of its own, which raises next.
     """
     if is_stepping() or is_wrapped(optimizer) or creates_state(optimizer):
         return
     for parameter in (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None):
-        name, reference = _names.get(parameter, ("", lambda: None))
-        module = reference()
-        if module is not None and dist.is_initialized() and dist.get_world_size(module.process_group) > 1:
+        if stays_local(parameter) and not any(map(is_wrapped, optimizers_inside(optimizer))):
+            name = _names[parameter][0]
             raise ConfigurationError(
                 f"this {type(optimizer).__name__} steps {name!r}, and it is not wrapped. DDP averages no gradients of "
                 "this model any more, because an optimizer was wrapped with it: call tritoncomm.wrap(optimizer, "
                 "model=model, ...) with this one, too. To train without tritoncomm again, put model.module into a new "
                 "DistributedDataParallel, and drop the old one"
             )
+
+
+def stays_local(parameter: torch.Tensor) -> bool:
+    """Return True if the gradient of ``parameter`` is this rank's own, of several: its DDP module averages nothing."""
+    _, reference = _names.get(parameter, ("", lambda: None))
+    module = reference()
+    return module is not None and dist.is_initialized() and dist.get_world_size(module.process_group) > 1
 
 
 def _check_new_join(modules: Iterable[Any]) -> None:

@@ -120,6 +120,8 @@ class LateRule(AwareStep):
     def __init__(self, optimizer: torch.optim.Optimizer, late: Late) -> None:
         if self.counts_in not in (None, "state", "group"):
             raise ConfigurationError(f"counts_in={self.counts_in!r}: must be 'state', 'group' or None")
+        if isinstance(self.held, str):
+            raise ConfigurationError(f"held={self.held!r}: must be a tuple of names, such as ({self.held!r},)")
         super().__init__(optimizer, late)
 
     @abstractmethod
@@ -209,6 +211,14 @@ class LateRule(AwareStep):
         tau = (steps - at["last"]).clamp_(min=1).float()
         held = {name: _wide(value) for name, value in at.items() if name not in ("parameter", "last")}
         direction, new = self.advance(group, held, given / tau, tau)
+        if {"direction": direction.shape, **{name: each.shape for name, each in new.items()}} != dict.fromkeys(
+            ("direction", *self.held), tau.shape
+        ):
+            shapes = {name: tuple(each.shape) for name, each in new.items()}
+            raise ConfigurationError(
+                f"{type(self).__name__}.advance() has returned a direction of shape {tuple(direction.shape)} and "
+                f"{shapes}: return a direction and {self.held}, each of shape {tuple(tau.shape)}"
+            )
         factor = tau if self.is_proportional else torch.minimum(tau, MAX_SQRT_STALENESS * tau.sqrt())
         factor = factor.clamp(max=self._late.limit(is_proportional=self.is_proportional))
         counted = direction if chosen is None else torch.where(chosen, direction, 0.0)

@@ -20,11 +20,11 @@ from tritoncomm.step.exchange.scope import Scope
 from tritoncomm.step.local.steps import LocalSteps
 from tritoncomm.step.recipes import without_encoding
 from tritoncomm.step.tensors.names import OTHER_PARAMETERS, device_of
-from tritoncomm.step.tensors.shards import like_parameter, local
+from tritoncomm.step.tensors.shards import like_parameter, local, part
 
 logger = logging.getLogger("tritoncomm")
 
-SCHEMA = 12
+SCHEMA = 13
 State = Mapping[str, Any]  # what saved() returns, or a part of it
 _OF_PARAMETERS = ("residuals", "last", "rms")  # its fields with an entry for each parameter
 
@@ -79,6 +79,7 @@ def _check_fields(state: State, **here: Any) -> None:
                 "rank": ": load the state of this rank (tritoncomm.checkpoint.save() saves those of all), or discard "
                 'the residuals with load_state_dict(state, residuals="reset")',
                 "recipe": ": use the algo that it was saved with",
+                "shards": ": load the state of a rank with the same shards, or save with tritoncomm.checkpoint.save()",
                 "world_size": ": save with tritoncomm.checkpoint.save(), whose checkpoints any number of ranks loads",
             }
             where = " in its process group" if field == "rank" else ""
@@ -127,6 +128,7 @@ def saved(exchange: GradientExchange, local_steps: LocalSteps | None = None) -> 
         recipe=_name(scope),
         settings=_settings(scope),
         names=list(scope.names),
+        shards=_shards(scope),
         **{field: [None if each is None else each.clone() for each in held.pop(field)] for field in _OF_PARAMETERS},
         **held,
         absent=exchange.presence.positions(scope.parameters),
@@ -156,6 +158,11 @@ def _held(exchange: GradientExchange, parameters: Sequence[torch.Tensor]) -> dic
 def _name(scope: Scope) -> str:
     """Return the name of the method. Whether it runs between nodes does not matter: residuals are alike."""
     return scope.options.recipe.layers[-1].name
+
+
+def _shards(scope: Scope) -> list[str]:
+    """Return the parts of parameters that this rank has. That of a whole parameter is ``""``."""
+    return sorted(set(map(part, scope.parameters)))
 
 
 def _settings(scope: Scope) -> str:
@@ -323,7 +330,7 @@ def for_this_rank(state_dict: dict[str, Any], scope: Scope, *, reset: bool) -> d
     rank, size = first.rank, first.world_size
     is_own, keeps = saved is None, False
     if saved is not None:
-        check(saved)
+        check(saved, **({} if _is_converted(saved) else {"shards": _shards(scope)}))
         keeps = not reset and any(bool(local(part).any()) for part in saved["residuals"])
         is_own = _is_converted(saved) or (not reset and (keeps or (saved["rank"], saved["world_size"]) == (rank, size)))
     told = agree.all_gather({"is own": is_own}, scope.everybody)

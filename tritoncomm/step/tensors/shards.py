@@ -207,3 +207,15 @@ def place(parameter: Any) -> str:
         return ""
     mesh = parameter.device_mesh
     return f"{mesh.get_coordinate()} of {tuple(mesh.shape)}, {parameter.placements}"
+
+
+def part(parameter: Any) -> str:
+    """Return which part of ``parameter`` this rank has, as text that is the same on all ranks with copies of it."""
+    if not hasattr(parameter, "device_mesh"):
+        return ""
+    mesh = parameter.device_mesh
+    return ", ".join(
+        f"{placement} {number} of {mesh.size(dimension)}"
+        for dimension, (placement, number) in enumerate(zip(parameter.placements, mesh.get_coordinate(), strict=True))
+        if not placement.is_replicate()
+    )
