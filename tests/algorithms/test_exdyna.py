@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 
 import exdyna_oracle as oracle
 import pytest
@@ -69,32 +68,12 @@ def test_rebalance_equals_oracle(data: st.DataObject, rule: str) -> None:
     assert ours == tuple(ORACLES[rule](layout, kappa).counts)
 
 
-@pytest.mark.parametrize(("rule", "low", "high"), [("ref", 0.9, 0.96), ("prop", 0.98, 1.02)])
-def test_threshold_control_without_residuals(rule: str, low: float, high: float) -> None:
-    """Each threshold rule keeps the count in its range when accumulators follow one distribution."""
-    mode = {"mode": "paper"} if rule != "prop" else {}
-    world = SimulatedWorld(ExDyna(density=0.05, threshold_rule=rule, **mode), 2, 12_000)
-    generator, k, passed = torch.Generator().manual_seed(0), 600, []
-    for worker in world.workers:  # start at the result, because the paper's rules are slow
-        worker.algorithm.state = replace(worker.algorithm.state, threshold=3.0)
-    noise = torch.empty(2, 12_000).exponential_(generator=generator)
-    for step in range(trials(250, 1500)):
-        for worker in world.workers:
-            worker.residual.zero_()
-        world.step(noise.roll(step * 7919 % 12_000, 1))
-        passed.append(world.workers[0].algorithm.report["passed"] / k)
-    assert low < sum(passed[-200:]) / 200 < high
-
-
-@pytest.mark.parametrize(
-    ("density", "numel", "steps", "off"),
-    [(0.01, 8_000, trials(250, 3000), 0.1), (0.001, 12_000, trials(600, 4000), 0.15)],
-)
-def test_threshold_control_with_residuals(density: float, numel: int, steps: int, off: float) -> None:
-    """The count stays near k although residuals grow."""
-    passed, _ = run(ExDyna(density=density), 2, numel, steps)
+def test_threshold_control_with_residuals() -> None:
+    """The count stays near a k of 12 although residuals grow."""
+    steps = trials(600, 4000)
+    passed, _ = run(ExDyna(density=0.001), 2, 12_000, steps)
     later = passed[-steps * 2 // 5 :]
-    assert abs(sum(later) / len(later) - 1) < off
+    assert abs(sum(later) / len(later) - 1) < 0.15
 
 
 def test_golden_borders() -> None:
@@ -211,25 +190,6 @@ def test_density_is_kept_and_load_balanced() -> None:
     balanced, unbalanced = sum(imbalance[-late:]) / late, sum(fixed[-late:]) / late
     assert balanced < 1 + 0.35 * (unbalanced - 1)
     assert balanced < 1.15
-
-
-def test_capacity_limits_delivery() -> None:
-    """If far more than 2k entries pass, the largest 2k are delivered and residuals keep the rest."""
-    recipe = ExDyna(density=0.05, lift=1.0, threshold_rule="off")
-    world = SimulatedWorld(recipe, 4, 800)
-    gradient = torch.randn(4, 800, generator=torch.Generator().manual_seed(0))
-    for worker in world.workers:
-        worker.algorithm.state = ExDynaState(world_size=4, threshold=0.01, settled=True, blocks=(7, 7, 6, 5))
-    mean = world.step(gradient)[0]
-    bounds = world.workers[0].algorithm.bounds(world.workers[0].algorithm.layout(4), (7, 7, 6, 5))
-    assert len(mean) == 80
-    assert torch.equal(world.residuals[:, mean.indices.long()], torch.zeros(4, 80))
-    for rank, (start, stop) in enumerate(itertools.pairwise(bounds)):
-        inside = (mean.indices >= start) & (mean.indices < stop)
-        sent = mean.indices[inside].long()
-        residual = world.residuals[rank, start:stop].abs()
-        assert float(gradient[rank, sent].abs().min()) >= float(residual.max())
-        assert torch.equal(residual[residual > 0], gradient[rank, start:stop].abs()[residual > 0])
 
 
 @pytest.mark.parametrize("world_size", trials([4], [4, 8, 16]))

@@ -21,8 +21,6 @@ from depth import trials
 from recipes import always_packed
 from tritoncomm_kernels import Entries
 
-Patch = pytest.MonkeyPatch
-
 
 class LongerIntegers(laws.Case):
     """Gradients with more bits than rounded values have, whose sums are still exact."""
@@ -51,65 +49,9 @@ def least_is_exact(values: str) -> None:
         assert gathered.least.view(torch.float32) == blocks[0].values[0]
 
 
-def error_is_dropped(patch: Patch) -> None:
-    """Clear what was sent, as if it had arrived in full."""
-    patch.setattr(Accumulator, "subtract", lambda self, sent, *, rounded: self.clear(sent.indices))
-
-
-def error_is_returned_twice(patch: Patch) -> None:
-    """Let the owner keep what the block's rounding cut off twice."""
-    right = Step.rest
-
-    def wrong(self, gathered):
-        rest = right(self, gathered)
-        return rest._replace(values=2 * rest.values)
-
-    patch.setattr(Step, "rest", wrong)
-
-
-def sender_keeps_half_of_what_it_sent(patch: Patch) -> None:
-    """Subtract half of what was sent."""
-    patch.setattr(Accumulator, "subtract", lambda self, sent, *, rounded: self.add(sent.indices, -sent.values / 2))
-
-
-def forwarder_drops_its_error(patch: Patch) -> None:
-    """Keep nothing of what rounding cuts off from merged entries."""
-    patch.setattr(WorkingVector, "keep_rest", lambda self, entries, sent, share: None)
-
-
-def forwarder_returns_its_error_twice(patch: Patch) -> None:
-    """Keep what rounding cuts off from merged entries twice."""
-    right = WorkingVector.keep_rest
-
-    def wrong(self, entries, sent, share):
-        right(self, entries, sent, share)
-        right(self, entries, sent, share)
-
-    patch.setattr(WorkingVector, "keep_rest", wrong)
-
-
-def last_hop_in_units_of_the_sum(patch: Patch) -> None:
-    """Send rounded sums, and divide them by the world size afterwards."""
-    right_encode, right_decode = Section.encode, Section.decode
-
-    def in_sums(section: Section) -> Section:
-        return Section(section.low, section.high, section.room, section.values, 1, section.packed)
-
-    def decode(section: Section, message: torch.Tensor):
-        found = right_decode(in_sums(section), message)
-        return found._replace(values=found.values / section.divisor)
-
-    patch.setattr(Section, "encode", lambda section, *entries: right_encode(in_sums(section), *entries))
-    patch.setattr(Section, "decode", decode)
-
-
-def threshold_of_rounded_sums(patch: Patch) -> None:
-    """Learn the threshold from the values that were sent."""
-
-    def wrong(entries, sent):
-        return sent.values.abs()
-
-    patch.setattr(collectives, "sent_magnitudes", wrong)
+def in_sums(section: Section) -> Section:
+    """Return the section of sums, of which the given one is that of means."""
+    return Section(section.low, section.high, section.room, section.values, 1, section.packed)
 
 
 # Owners of Ok-Topk round sums. Ranks of SparDL round whatever they send on, and those of teams what they have merged.
@@ -119,27 +61,58 @@ CHECKS: dict[str, Callable[[str], None]] = {
     "teams": partial(conserves, name="spardl", world_size=8, teams=4),
     "least": least_is_exact,
 }
-CAUGHT = [
-    ("oktopk", error_is_dropped),
-    ("oktopk", error_is_returned_twice),
-    ("oktopk", sender_keeps_half_of_what_it_sent),
-    ("spardl", error_is_dropped),
-    ("spardl", sender_keeps_half_of_what_it_sent),
-    ("teams", forwarder_drops_its_error),
-    ("teams", forwarder_returns_its_error_twice),
-    ("oktopk", last_hop_in_units_of_the_sum),
-    ("spardl", last_hop_in_units_of_the_sum),
-    ("least", threshold_of_rounded_sums),
-]
-
-
+rest, keep_rest, encode, decode = Step.rest, WorkingVector.keep_rest, Section.encode, Section.decode
+# The checks that fail, and what is replaced by what.
+MUTANTS: dict[str, tuple[tuple[str, ...], dict[tuple[object, str], Callable[..., object]]]] = {
+    "what was sent is cleared, as if it had arrived in full": (
+        ("oktopk", "spardl"),
+        {(Accumulator, "subtract"): lambda self, sent, *, rounded: self.clear(sent.indices)},
+    ),
+    "the sender keeps half of what it sent": (
+        ("oktopk", "spardl"),
+        {(Accumulator, "subtract"): lambda self, sent, *, rounded: self.add(sent.indices, -sent.values / 2)},
+    ),
+    "the owner keeps twice what rounding cut off": (
+        ("oktopk",),
+        {(Step, "rest"): lambda *given: (found := rest(*given))._replace(values=2 * found.values)},
+    ),
+    "nothing of what rounding cuts off merged entries is kept": (
+        ("teams",), {(WorkingVector, "keep_rest"): lambda *given: None}
+    ),
+    "what rounding cuts off merged entries is kept twice": (
+        ("teams",), {(WorkingVector, "keep_rest"): lambda *given: [keep_rest(*given) for _ in range(2)]}
+    ),
+    "rounded sums are sent, and divided by the world size afterwards": (
+        ("oktopk", "spardl"),
+        {
+            (Section, "encode"): lambda section, *entries: encode(in_sums(section), *entries),
+            (Section, "decode"): lambda section, message: (found := decode(in_sums(section), message))._replace(
+                values=found.values / section.divisor
+            ),
+        },
+    ),
+    "the threshold is learnt from the values that were sent": (
+        ("least",), {(collectives, "sent_magnitudes"): lambda entries, sent: sent.values.abs()}
+    ),
+}  # fmt: skip
 # Formats with most and with fewest levels.
-@pytest.mark.parametrize("values", trials([ROUNDED[0], ROUNDED[-1]], ROUNDED))
-@pytest.mark.parametrize(("check", "mutation"), CAUGHT, ids=lambda each: getattr(each, "__name__", each))
-def test_a_broken_rounding_is_caught(check: str, mutation: Callable[[Patch], None], values: str) -> None:
-    """The check fails on the mutation, and passes on the code as it is."""
-    with pytest.MonkeyPatch.context() as patch:
-        mutation(patch)
-        with pytest.raises(AssertionError):
-            CHECKS[check](values)
+some_formats = pytest.mark.parametrize("values", trials([ROUNDED[0], ROUNDED[-1]], ROUNDED))
+
+
+@some_formats
+@pytest.mark.parametrize(
+    ("mutant", "check"), [(name, check) for name, (fails, _) in MUTANTS.items() for check in fails]
+)
+def test_a_broken_rounding_is_caught(check: str, mutant: str, values: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check fails on the mutant."""
+    for replaced, by in MUTANTS[mutant][1].items():
+        monkeypatch.setattr(*replaced, by)
+    with pytest.raises(AssertionError):
+        CHECKS[check](values)
+
+
+@some_formats
+@pytest.mark.parametrize("check", CHECKS)
+def test_nothing_is_broken(check: str, values: str) -> None:
+    """Each check passes on the code as it is."""
     CHECKS[check](values)
