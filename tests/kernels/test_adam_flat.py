@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable
 from itertools import accumulate
 from typing import Any
+from unittest import mock
 
 import adam_oracle
 import pytest
@@ -58,25 +59,40 @@ def placed(guarded: Guarded, values: torch.Tensor, kind: str, *, channels_last: 
 
 
 def one_by_one(
-    parameters: list[torch.Tensor],
-    state: kernels.AdamStates,
-    starts: list[int],
-    control: kernels.AdamControl,
-    *,
-    indices: torch.Tensor | None,
-    values: torch.Tensor,
-    keep: float,
-) -> None:
+    parameters: list[torch.Tensor], states: kernels.AdamStates, starts: list[int], control: kernels.AdamControl,
+    indices: torch.Tensor | None, values: torch.Tensor,
+) -> None:  # fmt: skip
     """Do what ``AdamFlat.update`` does with the oracle."""
     for i, (parameter, start) in enumerate(zip(parameters, starts, strict=True)):
-        parameter.mul_(keep)
         inside, at = slice(start, start + parameter.numel()), slice(None)
         if indices is not None:
             inside = (indices >= start) & (indices < start + parameter.numel())
             at = (indices[inside] - start).long()
         gradient = torch.zeros(parameter.numel(), dtype=parameter.dtype)
         gradient[at] = values[inside].to(parameter.dtype)
-        adam_oracle.update(parameter, gradient, state, i, control, at)
+        adam_oracle.update(parameter, gradient, states, i, control, at)
+
+
+def check(
+    device: str, make: Callable[[Guarded], tuple[list[torch.Tensor], kernels.AdamStates]], starts: list[int],
+    fields: dict[str, Any], indices: torch.Tensor | None, values: torch.Tensor, keep: float = 1.0,
+) -> None:  # fmt: skip
+    """Assert that an update of what ``make`` returns leaves the same bits in all implementations and the oracle."""
+
+    def call(guarded: Guarded, *, flat: bool = True) -> list[list[int]]:
+        parameters, states = make(guarded)
+        control, at = control_of(guarded.device, **fields), None if indices is None else guarded.of(indices)
+        if flat:
+            kernels.AdamFlat(parameters, states, starts).update(at, control, values=guarded.of(values), keep=keep)
+        else:
+            for parameter in parameters:
+                parameter.mul_(keep)
+            one_by_one(parameters, states, starts, control, indices, values)
+        return [bits(each) for column in (parameters, *states.columns()) for each in column]
+
+    with kernels_from("auto"):
+        found = call(Guarded("cpu"), flat=False)
+    assert agree(call, device) == found
 
 
 @both
@@ -123,7 +139,7 @@ def test_adam_flat(device: str, data: st.DataObject, seed: int, amsgrad: bool) -
     lasts = [torch.randint(0, steps + 1, (n,), generator=generator, dtype=torch.int32) for n in sizes]
     family, parts, chunks = vary("heavy", "special"), vary(adam_numpy._PART, 1000), vary(adam_numpy._CHUNK, 100)
 
-    def call(guarded: Guarded, *, flat: bool = True) -> list[list[int]]:
+    def make(guarded: Guarded) -> tuple[list[torch.Tensor], kernels.AdamStates]:
         def held(column: list[torch.Tensor], number: int) -> list[torch.Tensor]:
             each = zip(column, kinds, layouts[number % len(layouts)], strict=True)
             return [placed(guarded, values, kind, channels_last=image) for values, kind, image in each]
@@ -138,20 +154,10 @@ def test_adam_flat(device: str, data: st.DataObject, seed: int, amsgrad: bool) -
         floats = [[typed(*each) for each in zip(column, kinds, strict=True)] for column in floats]
         parameters, first, second, maximum, last = (held(column, i) for i, column in enumerate([*floats, lasts]))
         param_rms = [torch.tensor(size, device=guarded.device) for size in rms]
-        states = kernels.AdamStates(first, second, last, param_rms, maximum if amsgrad else None)
-        control, at = control_of(guarded.device, **fields), None if indices is None else guarded.of(indices)
-        if flat:
-            kernels.AdamFlat(parameters, states, starts).update(at, control, values=guarded.of(values), keep=keep)
-        else:
-            one_by_one(parameters, states, starts, control, indices=indices, values=values, keep=keep)
-        return [bits(each) for column in (parameters, first, second, maximum, last) for each in column]
+        return parameters, kernels.AdamStates(first, second, last, param_rms, maximum if amsgrad else None)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(adam_numpy, "_PART", parts)
-        patch.setattr(adam_numpy, "_CHUNK", chunks)
-        with kernels_from("auto"):
-            found = call(Guarded("cpu"), flat=False)
-        assert agree(call, device) == found
+    with mock.patch.multiple(adam_numpy, _PART=parts, _CHUNK=chunks):
+        check(device, make, starts, fields, indices, values, keep)
 
 
 def test_positions_have_the_names_of_fields() -> None:
@@ -178,24 +184,16 @@ def test_votes(device: str) -> None:
     moments = torch.where(torch.arange(sum(sizes)) % 5 > 0, 0.5, 0.0)
     fields = {"steps": steps, "max_relative_update": math.inf}
 
-    def call(guarded: Guarded, *, flat: bool = True) -> list[list[int]]:
+    def make(guarded: Guarded) -> tuple[list[torch.Tensor], kernels.AdamStates]:
         parameters, first, second = (
             [guarded.of(part) for part in values.split(sizes)]
             for values in (torch.ones(sum(sizes)), moments, torch.ones(sum(sizes)))
         )
         last = [guarded.of((steps - late).int()) for late in waited]
         rms = [torch.tensor(1.0, device=guarded.device) for _ in sizes]
-        states = kernels.AdamStates(first, second, last, rms)
-        control, values = control_of(guarded.device, **fields), guarded.of((signs * torch.cat(waited)).float())
-        if flat:
-            kernels.AdamFlat(parameters, states, starts).update(None, control, values=values)
-        else:
-            one_by_one(parameters, states, starts, control, indices=None, values=values, keep=1.0)
-        return [bits(each) for column in (parameters, first, second, last) for each in column]
+        return parameters, kernels.AdamStates(first, second, last, rms)
 
-    with kernels_from("auto"):
-        found = call(Guarded("cpu"), flat=False)
-    assert agree(call, device) == found
+    check(device, make, starts, fields, None, (signs * torch.cat(waited)).float())
 
 
 @given(st.lists(st.tuples(st.sampled_from([1, 33, 700, 20_000]), st.sampled_from([*KINDS])), max_size=6), seeds)
