@@ -17,7 +17,7 @@ import torch
 import tritoncomm
 
 import tritoncomm_kernels
-from emulated_cuda.streams import Memory, RaceError, Stream, current_device, current_gpu, current_stream
+from emulated_cuda.streams import Memory, Stream, current_device, current_gpu, current_stream
 
 aten = torch.ops.aten
 # Where the packages are installed, and how a place in them is named.
@@ -462,5 +462,3 @@ _REPLACED: dict[Any, Callable[..., Any]] = {
     aten.sqrt.default: _square_root,
     aten.sqrt_.default: lambda values: values.copy_(_square_root(values)),
 }
-
-__all__ = ["CudaTensor", "Gpu", "RaceError", "current_gpu", "to_gpu", "values_of"]

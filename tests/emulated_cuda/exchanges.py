@@ -14,6 +14,7 @@ from tritoncomm.scheduler.together import run_together
 from tritoncomm.step.exchange.feedback import ErrorFeedback
 from tritoncomm.step.exchange.scope import Vote, vote
 
+import laws
 from emulated_cuda import ranks
 from emulated_cuda.device import to_gpu, values_of
 
@@ -29,10 +30,7 @@ class Outcome(NamedTuple):
 
     def equals(self, other: Outcome) -> bool:
         """Whether all bits are equal, those of NaN included."""
-        return self[3:] == other[3:] and all(
-            a.shape == b.shape and torch.equal(a.view(torch.int32), b.view(torch.int32))
-            for a, b in zip(self[:3], other[:3], strict=True)
-        )
+        return self[3:] == other[3:] and all(map(laws.same_bits, self[:3], other[:3]))
 
 
 def gradients(world_size: int, numel: int, steps: int, *, seed: int = 0) -> list[torch.Tensor]:

@@ -39,6 +39,7 @@ _STATE = (
     (watcher, "_last"),
     (entries, "_constants"),
 )
+TIMEOUT = timedelta(seconds=20)  # of process groups
 _installing = threading.RLock()
 
 
@@ -55,7 +56,6 @@ def run(
     world_size: int,
     *,
     seed: int | None = 0,
-    timeout: timedelta = timedelta(seconds=20),
     bind_device: bool = False,
     errors: bool = False,
     backend: str = nccl.BACKEND,
@@ -70,7 +70,6 @@ def run(
         function: Function of the rank.
         world_size: Number of ranks.
         seed: Seed of random delays. None is without delays.
-        timeout: Time-out of the process groups.
         bind_device: Whether the default group is bound to its device, as by ``init_process_group(device_id=...)``.
         errors: Whether to return exceptions as results, and to let the other ranks go on. If False, the others are
             stopped, and :class:`RankError` is raised.
@@ -84,7 +83,7 @@ def run(
 
     def main(rank: int) -> None:
         try:
-            dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+            dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=TIMEOUT)
             if bind_device:
                 dist.group.WORLD.bound_device_id = torch.device("cuda", streams.current_device())
             if backend == nccl.BACKEND:  # others wait in C++, where a turn is not given away
@@ -316,7 +315,7 @@ def _cuda() -> dict[str, Any]:
         "Stream": streams.Stream,
         "Event": streams.Event,
         "StreamContext": streams.StreamContext,
-        "stream": streams.stream,
+        "stream": streams.StreamContext,
         "current_stream": streams.current_stream,
         "set_stream": streams.set_stream,
         "default_stream": lambda device=None: current_gpu().default_stream,

@@ -225,7 +225,7 @@ def set_stream(stream: Stream | None) -> None:
 
 
 class StreamContext:
-    """Stands for ``torch.cuda.StreamContext``. Entering returns None, as the original does."""
+    """Stands for ``torch.cuda.StreamContext`` and ``torch.cuda.stream``. Entering returns None, as the originals do."""
 
     def __init__(self, stream: Stream | None) -> None:
         self.stream = stream
@@ -236,11 +236,6 @@ class StreamContext:
 
     def __exit__(self, *_: object) -> None:
         set_stream(self._before)
-
-
-def stream(stream: Stream | None) -> StreamContext:
-    """Stand for ``torch.cuda.stream``."""
-    return StreamContext(stream)
 
 
 def current_device() -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
 from functools import cache
 from typing import NamedTuple
 
@@ -108,6 +109,37 @@ def steps_of(
     ]
 
 
+def check_waits(steps: list[Step], most: int) -> None:
+    """Assert that the host waits at most ``most`` times in ordinary steps, of which there are some."""
+    ordinary = [step for step in steps[1:] if step.is_ordinary]
+    assert len(ordinary) >= 2
+    assert [step.places for step in steps if step.syncs > OTHERS] == []
+    assert [step.places for step in ordinary if step.syncs > most] == []
+
+
+Training = tuple[tritoncomm.SparseOptimizer, Callable[[int], None]]
+
+
+def waits(start: Callable[[int], Training], steps: int) -> list[list[int]]:
+    """Return by rank how often the host waits in each step.
+
+    ``start(rank)`` returns an optimizer, and what computes the gradients of a step.
+    """
+
+    def main(rank: int) -> list[int]:
+        optimizer, backward = start(rank)
+        found = []
+        for step in range(steps):
+            optimizer.zero_grad()
+            current_gpu().reset()
+            backward(step)
+            optimizer.step()
+            found.append(current_gpu().syncs.total())
+        return found
+
+    return ranks.run(main, 2)
+
+
 def innermost(optimizer: tritoncomm.SparseOptimizer) -> object:
     """Return the algorithm inside of those that wrap it."""
     algorithm = optimizer._tritoncomm.setup.scope.vectors[0].feedback.algorithm
@@ -131,11 +163,7 @@ def test_budget(method: str, values: str) -> None:
     Launches do not grow with tensors, and with workers only slowly.
     """
     for world_size in trials((2, MOST), (1, 2, 3, 4, MOST)):
-        steps = steps_of(method, values, world_size)
-        ordinary = [step for step in steps[1:] if step.is_ordinary]
-        assert len(ordinary) >= 2
-        assert all(step.syncs <= OTHERS for step in steps), [step.places for step in steps if step.syncs > OTHERS]
-        assert all(step.syncs <= ORDINARY for step in ordinary), [s.places for s in ordinary if s.syncs > ORDINARY]
+        check_waits(steps_of(method, values, world_size), ORDINARY)
     few, many, workers = (
         [step for step in steps_of(method, values, *case)[SETTLED : SETTLED + 2] if step.is_ordinary]
         for case in ((2,), (2, SETTLED + 2, MATRICES), (MOST,))
@@ -175,11 +203,7 @@ def test_clipped_gradients() -> None:
 def test_nodes(method: str) -> None:
     """With nodes, the host waits once more: the workers of a node tell each other whether a part was rejected."""
     for world_size in trials((4,), (4, 8)):
-        steps = steps_of(method, "4bit", world_size, node_size=2)
-        ordinary = [step for step in steps[1:] if step.is_ordinary]
-        assert len(ordinary) >= 2
-        assert all(step.syncs <= OTHERS for step in steps), [step.places for step in steps if step.syncs > OTHERS]
-        assert all(step.syncs <= ORDINARY + 1 for step in ordinary), [step.places for step in ordinary]
+        check_waits(steps_of(method, "4bit", world_size, node_size=2), ORDINARY + 1)
 
 
 @pytest.mark.parametrize("world_size", trials([4], [2, 8]))
@@ -203,6 +227,7 @@ def test_comparison_of_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 RENEWED = 20  # the step that renews the scale of the selection
+FIELDS = {"density": 0.1, "warmup_steps": 0, "static": True}
 
 
 @pytest.mark.parametrize("kind", ["plain", "ddp", "fsdp"])
@@ -212,23 +237,18 @@ def test_modules(kind: str) -> None:
     The tenth step reads the norms of local gradients, to tell those that were averaged.
     """
 
-    def main(rank: int) -> list[int]:
+    def start(rank: int) -> Training:
         model, given = doors.grouped("cuda") if kind == "fsdp" else (doors.model_on("cuda"), {})
-        fields = {"density": 0.1, "warmup_steps": 0, "dense_below": 20, "static": True}
-        optimizer = tritoncomm.wrap(torch.optim.AdamW(model.parameters(), lr=1e-3), "topk_allgather", **given, **fields)
-        syncs = []
-        for step in range(RENEWED + 1):
-            optimizer.zero_grad()
-            loss = doors.loss_of(model, rank, step, "cuda")
-            current_gpu().reset()
-            loss.backward()
+        inner = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+        def backward(step: int) -> None:
+            doors.loss_of(model, rank, step, "cuda").backward()
             if kind == "ddp":
                 doors.fill_buckets(model, 3)
-            optimizer.step()
-            syncs.append(current_gpu().syncs.total())
-        return syncs
 
-    for rank, syncs in enumerate(ranks.run(main, 2)):
+        return tritoncomm.wrap(inner, "topk_allgather", **FIELDS, **given, dense_below=20), backward
+
+    for rank, syncs in enumerate(waits(start, RENEWED + 1)):
         looks = ORDINARY + (kind != "fsdp" and rank == 0)
         assert syncs[1:] == [*[ORDINARY] * 8, looks, *[ORDINARY] * (RENEWED - 11), ORDINARY + 2, ORDINARY]
 
@@ -238,7 +258,7 @@ def test_half_precision(kind: str) -> None:
     """One wait more checks the range of gradients in fp16. FSDP2 gives fp32 to ``step()``, also if it reduces fp16."""
     layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
 
-    def main(rank: int) -> list[int]:
+    def start(rank: int) -> Training:
         model = doors.moved(copy.deepcopy(layers).half() if kind == "plain" else copy.deepcopy(layers))
         given: dict[str, object] = {}
         if kind == "fsdp":
@@ -247,42 +267,33 @@ def test_half_precision(kind: str) -> None:
             for layer in model:
                 fully_shard(layer, mesh=mesh["shard"], mp_policy=half)
             given = {"model": model, "process_group": mesh["replicate"].get_group()}
-        fields = {"density": 0.1, "warmup_steps": 0, "dense_below": 5, "static": True}
         inner = torch.optim.SGD(model.parameters(), lr=0.01)
-        optimizer = tritoncomm.wrap(inner, "topk_allgather", **fields, **given)
-        found = []
-        for _ in range(4):
-            optimizer.zero_grad()
-            batch = torch.randn(4, 8)
-            loss = model(to_gpu(batch.half() if kind == "plain" else batch)).float().square().mean()
-            current_gpu().reset()
-            loss.backward()
-            optimizer.step()
-            found.append(current_gpu().syncs.total())
-        return found
 
-    for found in ranks.run(main, 2):
-        assert found[1:] == [ORDINARY + (kind == "plain")] * 3
+        def backward(step: int) -> None:
+            batch = torch.randn(4, 8)
+            model(to_gpu(batch.half() if kind == "plain" else batch)).float().square().mean().backward()
+
+        return tritoncomm.wrap(inner, "topk_allgather", **FIELDS, **given, dense_below=5), backward
+
+    for syncs in waits(start, 4):
+        assert syncs[1:] == [ORDINARY + (kind == "plain")] * 3
 
 
 def test_unused_parameters() -> None:
     """What no rank uses adds no wait after the first step without it. If ranks differ, they wait more."""
 
-    def main(rank: int) -> list[int]:
+    def start(rank: int) -> Training:
         parameters = [nn.Parameter(to_gpu(torch.ones(24, 32))) for _ in range(3)]
-        inner = torch.optim.AdamW(parameters, lr=1e-3)
-        optimizer = tritoncomm.wrap(inner, "topk_allgather", density=0.05, warmup_steps=0)
-        found = []
-        for step in range(12):
+
+        def backward(step: int) -> None:
             for position, parameter in enumerate(parameters):
                 unused = (position == 2 and 4 <= step < 8) or (step >= 8 and position == rank)
                 parameter.grad = None if unused else torch.ones_like(parameter)
-            current_gpu().reset()
-            optimizer.step()
-            found.append(current_gpu().syncs.total())
-        return found
 
-    for syncs in ranks.run(main, 2):
+        inner = torch.optim.AdamW(parameters, lr=1e-3)
+        return tritoncomm.wrap(inner, "topk_allgather", density=0.05, warmup_steps=0), backward
+
+    for syncs in waits(start, 12):
         assert syncs[1:4] == syncs[5:8] == [ORDINARY] * 3
         assert max(syncs[8:]) <= ORDINARY + 3
 
