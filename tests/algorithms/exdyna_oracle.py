@@ -44,10 +44,8 @@ class Layout:
 def paper_layout(numel: int, world_size: int, blocks: int = 1024) -> Layout:
     """Return equal blocks of a multiple of 32 elements. The last partition keeps the remaining elements."""
     block = numel // blocks // 32 * 32
-    if block == 0:
-        raise ValueError(f"{numel} elements do not fill {blocks} blocks of 32")
     counts = _shares(blocks, world_size)
-    return Layout(block, counts, _starts(counts), numel, numel - block * blocks, _ceil_div(blocks, 4 * world_size))
+    return Layout(block, counts, _starts(counts), numel, numel - block * blocks, -(-blocks // (4 * world_size)))
 
 
 def static_layout(numel: int, world_size: int) -> Layout:
@@ -56,19 +54,9 @@ def static_layout(numel: int, world_size: int) -> Layout:
     return Layout(1, sizes, _starts(sizes), numel)
 
 
-def part(rank: int, t: int, world_size: int) -> int:
-    """Return the partition from which ``rank`` selects in iteration ``t``."""
-    return (t + rank) % world_size
-
-
-def owner(j: int, t: int, world_size: int) -> int:
-    """Return the rank that selects from partition ``j`` in iteration ``t``."""
-    return (j - t) % world_size
-
-
 def by_partition(counts: Sequence[int], t: int) -> list[int]:
-    """Return the counts by rank of iteration ``t`` in partition order."""
-    return [counts[owner(j, t, len(counts))] for j in range(len(counts))]
+    """Return the counts by rank of iteration ``t``, in which rank r selects from partition t + r, by partition."""
+    return [counts[(j - t) % len(counts)] for j in range(len(counts))]
 
 
 def rebalance_paper(layout: Layout, kappa: Sequence[int]) -> Layout:
@@ -135,7 +123,7 @@ class ExDynaOracle:
             if self.moving:
                 self.layout = rebalance_paper(self.layout, by_partition(self.counts, t - 1))
             self.delta = threshold_ref(self.delta, sum(self.counts), self.k)
-        chosen = [self._choose(acc[r], part(r, t, self.world_size), t) for r in range(self.world_size)]
+        chosen = [self._choose(acc[r], (t + r) % self.world_size, t) for r in range(self.world_size)]
         self.counts = [len(c) for c in chosen]
         indices = sorted(i for c in chosen for i in c)
         sums = [sum(a[i] for a in acc) for i in indices]
@@ -193,7 +181,3 @@ def _shares(total: int, size: int) -> list[int]:
 
 def _starts(counts: list[int]) -> list[int]:
     return [0, *accumulate(counts[:-1])]
-
-
-def _ceil_div(a: int, b: int) -> int:
-    return -(-a // b)

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tritoncomm import ConfigurationError, ExDyna, MiCRO, SimulatedWorld
-from tritoncomm.algorithms.exdyna import ExDynaState, Layout
+from tritoncomm.algorithms.exdyna import ExDynaState
 
 import laws
 from depth import examples, trials
@@ -20,16 +20,6 @@ from tritoncomm_kernels import rebalance
 def algorithm(numel: int, **fields: object):
     """Return a new algorithm."""
     return ExDyna(**fields).build(numel)
-
-
-def moved(layout: Layout, blocks: tuple[int, ...], kappa: list[int], numel: int, rule: str) -> tuple[int, ...]:
-    """Return the blocks per partition after a step with counts ``kappa`` in partition order."""
-    tensor = torch.tensor(blocks, dtype=torch.int32)
-    rebalance(
-        tensor, tensor.new_empty(len(blocks) + 1), torch.tensor(kappa, dtype=torch.int32),
-        iteration=0, block=layout.block, numel=numel, min_blocks=layout.least, rule=rule,
-    )  # fmt: skip
-    return tuple(tensor.tolist())
 
 
 def test_golden_layouts() -> None:
@@ -46,28 +36,6 @@ def test_golden_layouts() -> None:
     assert micro.bounds(micro.layout(4), micro.layout(4).blocks) == [0, 3, 6, 8, 10]
 
 
-ORACLES = {"paper": oracle.rebalance_paper, "prefix": oracle.rebalance_prefix}
-
-
-@given(st.data(), st.sampled_from(sorted(ORACLES)))
-@examples(300)
-def test_rebalance_equals_oracle(data: st.DataObject, rule: str) -> None:
-    """Each rule moves the same blocks as the oracle, for all kinds of partitions and counts.
-
-    Of few blocks with similar counts, a move decides about the next one.
-    """
-    size, most = data.draw(st.integers(1, 12)), data.draw(st.sampled_from([3, 40]))
-    blocks = data.draw(st.lists(st.integers(1, most), min_size=size, max_size=size))
-    counts = data.draw(st.sampled_from([st.integers(0, 3), st.integers(70, 130), st.integers(0, 5000)]))
-    kappa = data.draw(st.lists(counts, min_size=size, max_size=size))
-    starts = list(itertools.accumulate(blocks, initial=0))
-    block, least = data.draw(st.integers(1000, 9000)), data.draw(st.integers(0, 6))
-    numel = block * starts[-1]
-    layout = oracle.Layout(block, blocks, starts[:-1], numel, least=least)
-    ours = moved(Layout(block, tuple(blocks), least), tuple(blocks), kappa, numel, rule)
-    assert ours == tuple(ORACLES[rule](layout, kappa).counts)
-
-
 def test_threshold_control_with_residuals() -> None:
     """The count stays near a k of 12 although residuals grow."""
     steps = trials(600, 4000)
@@ -78,7 +46,8 @@ def test_threshold_control_with_residuals() -> None:
 
 def test_golden_borders() -> None:
     """The borders after given counts follow the authors' rule, including a plateau where it stalls."""
-    layout, blocks = algorithm(100_000, mode="paper").layout(4), (256,) * 4
+    layout, bounds = algorithm(100_000, mode="paper").layout(4), torch.empty(5, dtype=torch.int32)
+    blocks = torch.tensor(layout.blocks, dtype=torch.int32)
     for kappa, expected in (
         ([160, 60, 90, 90], (255, 257, 256, 256)),
         ([106, 94, 106, 94], (254, 259, 254, 257)),
@@ -86,8 +55,10 @@ def test_golden_borders() -> None:
         ([130, 100, 100, 70], (254, 260, 253, 257)),
         ([300, 50, 300, 50], (253, 262, 251, 258)),
     ):
-        blocks = moved(layout, blocks, kappa, 100_000, "paper")
-        assert blocks == expected
+        counts = torch.tensor(kappa, dtype=torch.int32)
+        given = {"block": layout.block, "numel": 100_000, "min_blocks": layout.least, "rule": "paper"}
+        rebalance(blocks, bounds, counts, iteration=0, **given)
+        assert tuple(blocks.tolist()) == expected
 
 
 def test_golden_thresholds() -> None:

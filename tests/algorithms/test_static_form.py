@@ -67,19 +67,10 @@ SAME = [
 ]
 
 
-def named(entry: tuple[Recipe, int]) -> str:
-    """Return a name for the test report."""
-    recipe, world_size = entry
-    fields = {f.name: getattr(recipe, f.name) for f in dataclasses.fields(recipe)}
-    changed = [f"{f.name}={fields[f.name]}" for f in dataclasses.fields(recipe) if fields[f.name] != f.default]
-    return f"{recipe.name}-{world_size}-{','.join(changed[1:])}"
-
-
-@pytest.mark.parametrize("entry", SAME, ids=named)
+@pytest.mark.parametrize(("recipe", "world_size"), SAME, ids=repr)
 @pytest.mark.parametrize("numel", trials([1003], [1003, 4000]))
-def test_same_as_the_exact_form(entry: tuple[StaticRecipe, int], numel: int) -> None:
+def test_same_as_the_exact_form(recipe: StaticRecipe, world_size: int, numel: int) -> None:
     """With room for all entries, both forms deliver the same bits, and keep the same residuals and states."""
-    recipe, world_size = entry
     exact, static = (
         SimulatedWorld(dataclasses.replace(recipe, static=static), world_size, numel) for static in (False, True)
     )

@@ -45,6 +45,7 @@ DEVICES = [
     ),
 ]
 kernels_only = pytest.mark.parametrize("device", DEVICES)
+gpu_only = pytest.mark.parametrize("device", DEVICES[1:])
 # The reference alone, against an oracle, and beside it the kernel. ``-k triton`` chooses the kernels.
 both = pytest.mark.parametrize("device", ["reference", *DEVICES])
 
@@ -252,18 +253,6 @@ def launched(call: Callable[[Guarded], Result], device: str) -> Result:
         result = call(guarded)
     guarded.check()
     return result
-
-
-def never_waits(work: Callable[[], object], device: str) -> None:
-    """Assert that ``work`` does not wait for the GPU, after a first call, which compiles and copies constants."""
-    if device == "cpu":
-        pytest.skip("waiting needs a GPU")
-    work()
-    try:
-        torch.cuda.set_sync_debug_mode("error")
-        work()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import exdyna_oracle as oracle
 import numpy as np
 import pytest
 import torch
@@ -19,16 +20,18 @@ supports = st.lists(st.tuples(st.floats(0, 1), seeds), min_size=1, max_size=6)
 
 @st.composite
 def topologies(draw: st.DrawFn) -> dict[str, object]:
-    """Draw partitions with counts, some of them extreme."""
+    """Draw partitions with counts, some of them extreme. Of few blocks, a move decides about the next one."""
     partitions = draw(st.one_of(st.integers(1, 20), st.sampled_from([33, 64, 100])))
     generator = torch.Generator().manual_seed(draw(seeds))
-    blocks = torch.randint(0, 40, (partitions,), generator=generator) + draw(st.integers(0, 2))
-    counts = (torch.rand(partitions, generator=generator) ** draw(st.sampled_from([0.1, 1, 5, 30]))) * 10_000
+    blocks = torch.randint(0, draw(st.sampled_from([4, 40])), (partitions,), generator=generator)
+    blocks += draw(st.integers(0, 2))
+    low, width = draw(st.sampled_from([(0, 0), (0, 4), (0, 10), (0, 10_000), (70, 60), (70, 60)]))
+    counts = low + (torch.rand(partitions, generator=generator) ** draw(st.sampled_from([0.1, 1, 5, 30]))) * width
     block = draw(st.sampled_from([1, 32, 1000]))
     total = max(1, int(blocks.sum()))
     return {
         "blocks": blocks.to(torch.int32),
-        "counts": (counts * draw(st.sampled_from([0, 1e-3, 1]))).to(torch.int32),
+        "counts": counts.to(torch.int32),
         "iteration": draw(st.integers(-100, 10**6)),
         "block": block,
         "numel": max(1, total * block - draw(st.integers(0, block - 1))),
@@ -48,6 +51,10 @@ AT_FLOOR = {
     "max_step": 1,
 }
 
+# Just so much above the mean, and below it, that a block moves.
+EDGE = AT_FLOOR | {"blocks": torch.tensor([10, 6, 6], dtype=torch.int32)}
+EDGE |= {"counts": torch.tensor([106, 95, 99], dtype=torch.int32)}
+
 # The second partition is above the mean only with what the first one gives to it.
 CHAIN = AT_FLOOR | {
     "blocks": torch.tensor([2, 1, 1], dtype=torch.int32),
@@ -63,29 +70,30 @@ CHAIN = AT_FLOOR | {
 @example(CHAIN, "paper")
 @example(AT_FLOOR, "paper")
 @example(AT_FLOOR, "prefix")
+@example(EDGE, "paper")
 @cases(200)
 def test_rebalance(device: str, drawn_case: dict[str, object], rule: str) -> None:
-    """Topology and bounds equal the reference, and the number of blocks stays the same, and the minimum holds.
-
-    The last partition ends with the vector.
-    """
+    """Each rule moves the blocks that the oracle of ExDyna moves. The last partition ends with the vector."""
     given_blocks = drawn_case["blocks"]
-    partitions = given_blocks.numel()
+    numbers = {name: drawn_case[name] for name in ("iteration", "block", "numel", "min_blocks", "max_step")}
 
     def call(guarded: Guarded) -> tuple[list[int], ...]:
         blocks, counts = guarded.of(given_blocks), guarded.of(drawn_case["counts"])
-        bounds = guarded.poison(partitions + 1, torch.int32)
-        numbers = {name: drawn_case[name] for name in ("iteration", "block", "numel", "min_blocks", "max_step")}
+        bounds = guarded.poison(given_blocks.numel() + 1, torch.int32)
         kernels.rebalance(blocks, bounds, counts, rule=rule, **numbers)
         return bits(blocks), bits(bounds), bits(counts)
 
-    blocks, bounds, _ = agree(call, device)
-    assert sum(blocks) == int(given_blocks.sum())
+    blocks, bounds, counts = agree(call, device)
+    before = given_blocks.tolist()
+    starts = [*itertools.accumulate(before[:-1], initial=0)]
+    layout = oracle.Layout(numbers["block"], before, starts, numbers["numel"], least=numbers["min_blocks"])
+    kappa = oracle.by_partition(counts, numbers["iteration"])
+    if rule == "paper":
+        assert blocks == oracle.rebalance_paper(layout, kappa).counts
+    else:
+        assert blocks == oracle.rebalance_prefix(layout, kappa, max_step=numbers["max_step"]).counts
     starts = itertools.accumulate(blocks[:-1], initial=0)
-    assert bounds[:-1] == [min(start * drawn_case["block"], drawn_case["numel"]) for start in starts]
-    assert bounds[-1] == drawn_case["numel"]
-    for before, after in zip(given_blocks.tolist(), blocks, strict=True):
-        assert after >= min(before, drawn_case["min_blocks"])
+    assert bounds == [*(min(start * numbers["block"], numbers["numel"]) for start in starts), numbers["numel"]]
 
 
 @given(st.sets(st.integers(0, 99)), st.sets(st.integers(0, 99)), st.booleans())

@@ -25,6 +25,7 @@ from kernel_cases import (
     drawn,
     dtypes,
     families,
+    gpu_only,
     gradient,
     kernels_from,
     kernels_only,
@@ -372,10 +373,10 @@ def test_has_non_finite(value: float | None, position: int) -> None:
     assert not kernels.has_non_finite(values[:0])
 
 
-@kernels_only
+@gpu_only
 def test_longest_vector(device: str) -> None:
     """Positions near the limit of int32 are selected. Only a GPU has the memory for this test."""
-    if device == "cpu" or torch.cuda.mem_get_info()[0] < 40 << 30:
+    if torch.cuda.mem_get_info()[0] < 40 << 30:
         pytest.skip("needs a GPU with 40 GiB free")
     n = INDEX_LIMIT
     places = [0, 1, 4095, 2**30, n - 4097, n - 2, n - 1]
@@ -387,11 +388,9 @@ def test_longest_vector(device: str) -> None:
     assert kernels.top_k(residual, 3).indices.tolist() == places[-3:]
 
 
-@kernels_only
+@gpu_only
 def test_cuda_graph_replay(device: str) -> None:
     """A CUDA graph of a selection replays with new inputs: nothing waits for the host or allocates memory."""
-    if device == "cpu":
-        pytest.skip("CUDA graphs need a GPU")
     n, k, guess = 100_000, 1000, kernels.Guess()
     residual, added, out = (torch.empty(n, device=device) for _ in range(3))
     triton = kernel("select_triton")
