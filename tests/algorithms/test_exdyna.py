@@ -14,6 +14,7 @@ from tritoncomm.algorithms.exdyna import ExDynaState
 
 import laws
 from depth import examples, trials
+from laws import normal
 from tritoncomm_kernels import rebalance
 
 
@@ -140,11 +141,10 @@ def test_tight_layout(world_size: int, numel: int, blocks: int) -> None:
 def run(recipe: ExDyna, world_size: int, numel: int, steps: int) -> tuple[list[float], list[float]]:
     """Train on gradients of unequal layers. Return, for each step, passed entries / k and the imbalance."""
     world = SimulatedWorld(recipe, world_size, numel)
-    generator = torch.Generator().manual_seed(0)
-    scale = torch.randn(24, generator=generator).exp().repeat_interleave(numel // 24 + 1)[:numel]
+    scale = normal(24).exp().repeat_interleave(numel // 24 + 1)[:numel]
     k, passed, imbalance = int(numel * recipe.density), [], []
-    for _ in range(steps):
-        world.step(scale * torch.randn(world_size, numel, generator=generator))
+    for step in range(steps):
+        world.step(scale * normal(world_size, numel, seed=1 + step))
         report = world.workers[0].algorithm.report
         passed.append(report["passed"] / k)
         imbalance.append(report["imbalance"])
@@ -170,13 +170,11 @@ def test_density_is_kept_and_load_balanced() -> None:
 def test_concentrated_gradients_are_delivered(recipe: ExDyna, world_size: int) -> None:
     """About k entries are delivered if all gradients lie in 1/32 of the vector, and after this region moves."""
     numel = 16_384
-    world = SimulatedWorld(recipe, world_size, numel)
-    generator = torch.Generator().manual_seed(0)
-    delivered = []
+    world, delivered = SimulatedWorld(recipe, world_size, numel), []
     for step in range(80):
         gradient = torch.zeros(world_size, numel)
         start = 0 if step < 40 else numel // 2
-        gradient[:, start : start + numel // 32] = torch.randn(world_size, numel // 32, generator=generator)
+        gradient[:, start : start + numel // 32] = normal(world_size, numel // 32, seed=step)
         delivered.append(len(world.step(gradient)[0]) / (numel * 0.01))
     assert sum(delivered[25:40]) / 15 > 0.6
     assert sum(delivered[65:]) / 15 > 0.6
@@ -186,8 +184,7 @@ def test_concentrated_gradients_are_delivered(recipe: ExDyna, world_size: int) -
 def test_small_k(density: float) -> None:
     """With k of 1 or 2, about k entries are delivered per step while residuals grow."""
     world = SimulatedWorld(ExDyna(density=density), 4, 10_000)
-    generator = torch.Generator().manual_seed(0)
-    delivered = [len(world.step(torch.randn(4, 10_000, generator=generator))[0]) for _ in range(trials(120, 250))]
+    delivered = [len(world.step(normal(4, 10_000, seed=step))[0]) for step in range(trials(120, 250))]
     k = max(1, int(10_000 * density))
     assert 0.5 * k < sum(delivered[40:]) / len(delivered[40:]) <= 2 * k
 
@@ -209,7 +206,7 @@ def test_small_k_follows_a_fall_of_scale(density: float, most: int) -> None:
 def test_threshold_with_zero_columns() -> None:
     """Zero columns of a matrix do not distort the threshold."""
     world = SimulatedWorld(ExDyna(density=0.01), 2, 65_536)
-    gradient = torch.randn(2, 4096, 16, generator=torch.Generator().manual_seed(0))
+    gradient = normal(2, 4096, 16)
     gradient[:, :, 0] = 0
     for _ in range(3):
         world.step(gradient.view(2, -1))
@@ -222,7 +219,7 @@ def test_zero_gradients_keep_the_threshold() -> None:
     zeros = torch.zeros(3, 300)
     world.step(zeros)
     assert world.workers[0].algorithm.state.threshold == 0
-    gradient = torch.randn(3, 300, generator=torch.Generator().manual_seed(0))
+    gradient = normal(3, 300)
     world.step(gradient)
     for _ in range(30):  # until all residuals are zero
         world.step(zeros)
@@ -237,14 +234,12 @@ def test_zero_gradients_keep_the_threshold() -> None:
 @pytest.mark.parametrize("factor", [1000.0, 0.001])
 def test_threshold_follows_a_jump_of_scale(factor: float) -> None:
     """If gradients become a thousand times larger or smaller, about k entries pass again within a few steps."""
-    world = SimulatedWorld(ExDyna(density=0.02), 4, 5000)
-    generator = torch.Generator().manual_seed(0)
-    passed = []
+    world, passed = SimulatedWorld(ExDyna(density=0.02), 4, 5000), []
     for step in range(60):
         if step == 30:  # clear the residuals of the old scale
             for worker in world.workers:
                 worker.residual.zero_()
-        world.step(torch.randn(4, 5000, generator=generator) * (factor if step >= 30 else 1.0))
+        world.step(normal(4, 5000, seed=step) * (factor if step >= 30 else 1.0))
         passed.append(world.workers[0].algorithm.report["passed"] / 100)
     assert 0.3 < sum(passed[20:30]) / 10 < 3
     assert 0.3 < sum(passed[40:50]) / 10 < 3

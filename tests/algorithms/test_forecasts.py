@@ -97,7 +97,7 @@ def test_forecasts_of_known_lengths_are_exact(method: Recipe, encoding: dict[str
         alike = numel % members == 0 and numel // 20 % members == 0
         world = SimulatedWorld(replace(method, **encoding), world_size, numel)
         expected = world.predicted_traffic
-        world.step(torch.randn(world_size, numel, generator=torch.Generator().manual_seed(0)))
+        world.step(laws.normal(world_size, numel))
         for meter, forecast in zip(world.scheduler.meters, expected, strict=True):
             for phase, flow in forecast.phases.items():
                 for by_phase, most in ((meter.sent_by_phase, flow.sent), (meter.received_by_phase, flow.received)):
@@ -114,10 +114,10 @@ def test_forecast_of_oktopk_is_not_its_bound() -> None:
     k = numel // 100
     assert 4 * k * 7 / 8 <= ordinary.received.bytes / WORD <= 6 * k * 7 / 8
     assert bound.received.bytes > 3 * ordinary.received.bytes
-    generator, world = torch.Generator().manual_seed(0), SimulatedWorld(OkTopk(density=0.2, values="4bit"), 8, 2000)
+    world = SimulatedWorld(OkTopk(density=0.2, values="4bit"), 8, 2000)
     first = world.predicted_traffic[0].phases["split-and-reduce"].received
-    for _ in range(4):
-        world.step(torch.randn(8, 2000, generator=generator))
+    for step in range(4):
+        world.step(laws.normal(8, 2000, seed=step))
     later = world.predicted_traffic[0].phases["split-and-reduce"].received
     assert later.bytes < 0.8 * first.bytes  # the regions are known, and have no room for all entries
     for phase, flow in ordinary.phases.items():

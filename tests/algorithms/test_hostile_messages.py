@@ -141,9 +141,8 @@ def test_a_smallest_magnitude_that_is_none(static: bool, word: int) -> None:
     The static form also rejects one that is infinite.
     """
     world = SimulatedWorld(replace(under_test(0.1)["oktopk-4bit"], static=static), 3, 600)
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(3):
-        world.step(torch.randn(3, 600, generator=generator))
+    for step in range(3):
+        world.step(laws.normal(3, 600, seed=step))
     before, residuals = laws.states_of(world), world.residuals
 
     def damage(_: int, ops: Sequence[Op]) -> None:
@@ -156,6 +155,6 @@ def test_a_smallest_magnitude_that_is_none(static: bool, word: int) -> None:
             next(iter(ops[0].sends.values()))[-1] = word
 
     with pytest.raises(ProtocolMismatchError, match="smallest magnitude"):
-        world.step(torch.randn(3, 600, generator=generator), before_round=damage)
+        world.step(laws.normal(3, 600, seed=3), before_round=damage)
     assert laws.states_of(world) == before
     assert laws.same_bits(world.residuals, residuals)

@@ -110,8 +110,7 @@ def test_bits_per_entry_of_oktopk(density: float, numel: int) -> None:
     Message headers are included. What depends on no entry, counts and sizes, is 96 bytes per rank.
     """
     world = SimulatedWorld(method("oktopk", density=density, values="4bit"), 4, numel)
-    generator = torch.Generator().manual_seed(0)
-    world.step(torch.randn(4, numel, generator=generator))
+    world.step(laws.normal(4, numel))
     for worker in world.workers:  # the first steps determine thresholds again
         worker.algorithm.state = dataclasses.replace(worker.algorithm.state, step=3)
     entries: Counter[str] = Counter()
@@ -121,7 +120,7 @@ def test_bits_per_entry_of_oktopk(density: float, numel: int) -> None:
             sends = round_of(op).sends  # the first word of a section is its number of entries
             entries[op.phase] += sum(int(message[0]) for message in sends.values())
 
-    mean = world.step(torch.randn(4, numel, generator=generator), before_round=count)[0]
+    mean = world.step(laws.normal(4, numel, seed=1), before_round=count)[0]
     assert world.workers[0].algorithm.report["reevaluated"] == 0
     entries["all-gather"] = 3 * len(mean)  # each block arrives at three ranks
     moved = [meter.received_by_phase for meter in world.scheduler.meters]
@@ -136,9 +135,8 @@ def test_ties_are_no_drift() -> None:
     counts = dict.fromkeys(trials(("fp32", "2bit", "1bit"), ("fp32", "3bit", "2bit", "1bit")), 0.0)
     for values in counts:
         world = SimulatedWorld(method("oktopk", density=0.01, values=values), 4, 20_000)
-        generator = torch.Generator().manual_seed(0)
-        for _ in range(trials(40, 70)):
-            world.step(torch.randn(4, 20_000, generator=generator))
+        for step in range(trials(40, 70)):
+            world.step(laws.normal(4, 20_000, seed=step))
             counts[values] += world.workers[0].algorithm.report["reevaluated"]
     assert max(counts.values()) <= counts["fp32"] + 2, counts
 

@@ -114,7 +114,7 @@ def test_oracle(drawn: tuple[SparDL, laws.Case]) -> None:
             assert used == (messages, WORD * (words + HEADER_WORDS * messages))
 
 
-@pytest.mark.parametrize("size", [*range(1, 70), 128, 255, 257, 600])
+@pytest.mark.parametrize("size", [*range(1, 70), 128, 255, 257])
 def test_reduce_scatter_schedule(size: int) -> None:
     """Every worker ends with its own block, which holds each worker's contribution exactly once."""
     schedule = reduce_scatter_schedule(size)

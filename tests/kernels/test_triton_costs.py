@@ -103,6 +103,10 @@ def _ints(*content: int) -> torch.Tensor:
     return torch.tensor(content, dtype=torch.int32)
 
 
+def _sum(**more: float) -> dict[str, Any]:
+    return {"residual": vector(), "gradient": vector(), "out": vector()} | more
+
+
 def _rounded() -> dict[str, Any]:
     return {"messages": kernels.round_parts(vector(), 3, 1, FORMATS["1bit"]), "fmt": FORMATS["1bit"]}
 
@@ -123,24 +127,15 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]]]] = {
     ),
     "select": (kernels.select, lambda: {"values": vector(), "threshold": 1.0}),
     "select nothing": (kernels.select, lambda: {"values": vector(), "threshold": 100.0}),
-    "accumulate_and_select": (
-        kernels.accumulate_and_select,
-        lambda: {"residual": vector(), "gradient": vector(), "out": vector(), "threshold": 1.0},
-    ),
+    "accumulate_and_select": (kernels.accumulate_and_select, lambda: _sum(threshold=1.0)),
     "top_k": (kernels.top_k, lambda: {"values": vector(), "k": 90}),
-    "accumulate_top_k": (
-        kernels.accumulate_top_k,
-        lambda: {"residual": vector(), "gradient": vector(), "out": vector(), "k": 90},
-    ),
+    "accumulate_top_k": (kernels.accumulate_top_k, lambda: _sum(k=90)),
     "kth_magnitude": (kernels.kth_magnitude, lambda: {"values": vector(), "k": 90}),
     "largest": (kernels.largest, lambda: {"selected": kernels.Entries(*entries(500)), "k": 90}),
     "largest of few": (kernels.largest, lambda: {"selected": kernels.Entries(*entries(50)), "k": 90}),
     "count_inside": (kernels.count_inside, lambda: {"values": vector(), "threshold": 1.0, "span": _ints(7, 4200)}),
     "merge": (kernels.merge, lambda: {"lists": LISTS, "numel": N}),
-    "top_k_padded": (
-        kernels.top_k_padded,
-        lambda: {"residual": vector(), "gradient": vector(), "out": vector(), "k": 90},
-    ),
+    "top_k_padded": (kernels.top_k_padded, lambda: _sum(k=90)),
     "top_k_rows": (
         kernels.top_k_rows,
         lambda: {"values": vector(), "bounds": _ints(0, 4000, N), "budgets": _ints(9, 9), "room": 9},
