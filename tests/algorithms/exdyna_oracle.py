@@ -66,12 +66,12 @@ def rebalance_paper(layout: Layout, kappa: Sequence[int]) -> Layout:
     return _sweep(layout, kappa, lambda full, empty: 100 * full > 105 * mean and 100000 * empty < 95238 * mean)
 
 
-def rebalance_prefix(layout: Layout, kappa: Sequence[int], gain: float = 0.25, max_step: int = 1) -> Layout:
+def rebalance_prefix(layout: Layout, kappa: Sequence[int], max_step: int = 1) -> Layout:
     """Move every border independently, towards the place where the counts before it add up to its share."""
     size, total = len(kappa), sum(kappa)
     if total < size:
         return layout
-    moves = [_border_move(layout, kappa, i, gain, max_step) for i in range(size - 1)]
+    moves = [_border_move(layout, kappa, i, max_step) for i in range(size - 1)]
     # Entry j is the border before partition j, entry j + 1 the one after it; a positive move goes left.
     around = [0, *moves, 0]
     left = [layout.counts[j] - max(around[j + 1], 0) - max(-around[j], 0) for j in range(size)]
@@ -79,11 +79,6 @@ def rebalance_prefix(layout: Layout, kappa: Sequence[int], gain: float = 0.25, m
         if left[i if move > 0 else i + 1] < layout.least:
             around[i + 1] = 0
     return layout.recounted([layout.counts[j] + around[j] - around[j + 1] for j in range(size)])
-
-
-def threshold_start(k: int) -> float:
-    """Return the threshold of the first iteration."""
-    return 1 / (2 * math.sqrt(k))
 
 
 def threshold_ref(delta: float, total: int, k: int) -> float:
@@ -108,7 +103,7 @@ class ExDynaOracle:
     def __init__(self, world_size: int, numel: int, density: float, layout: Layout, *, moving: bool) -> None:
         self.world_size, self.layout, self.moving = world_size, layout, moving
         self.k = max(1, int(density * numel))
-        self.delta = threshold_start(self.k)
+        self.delta = 1 / (2 * math.sqrt(self.k))
         self.number = 0
         self.counts: list[int] = []
         self.residuals: list[list[float]] = [[0.0] * numel for _ in range(world_size)]
@@ -160,7 +155,7 @@ def _sweep(layout: Layout, kappa: Sequence[int], sheds: Callable[[int, int], boo
     return layout.recounted(counts)
 
 
-def _border_move(layout: Layout, kappa: Sequence[int], i: int, gain: float, max_step: int) -> int:
+def _border_move(layout: Layout, kappa: Sequence[int], i: int, max_step: int) -> int:
     """Return by how many blocks the border after partition ``i`` should move to the left."""
     size, total = len(kappa), sum(kappa)
     u = Fraction(i + 1, size)
@@ -171,7 +166,7 @@ def _border_move(layout: Layout, kappa: Sequence[int], i: int, gain: float, max_
     shrinks = i if excess > 0 else i + 1
     # An empty partition cannot shrink: its move is cancelled later.
     per_block = Fraction(max(kappa[shrinks], 1), max(layout.counts[shrinks], 1))
-    blocks = min(max(math.floor(Fraction(gain) * abs(excess) / per_block), 1), max_step)
+    blocks = min(max(math.floor(abs(excess) / 4 / per_block), 1), max_step)
     return blocks if excess > 0 else -blocks
 
 

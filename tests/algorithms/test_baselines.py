@@ -103,22 +103,17 @@ def test_sidco_adapts_its_stages() -> None:
         assert algorithm.state.stages == expected
 
 
-def dgc_steps(recipe: DGC, world_size: int = 2, numel: int = 20, steps: int = 6) -> list[torch.Tensor]:
-    """Return the updates that the optimizer receives, one per step."""
-    world = SimulatedWorld(recipe, world_size, numel)
-    return [world.step(normal(world_size, numel, seed=step))[0].to_dense() for step in range(steps)]
-
-
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_dgc_at_density_one_equals_momentum_sgd(nesterov: bool) -> None:
     """At density 1 the updates equal the steps of SGD with momentum."""
     parameter = torch.zeros(20, requires_grad=True)
     optimizer = torch.optim.SGD([parameter], lr=1.0, momentum=0.9, nesterov=nesterov)
-    total = torch.zeros(20)
-    for step, update in enumerate(dgc_steps(DGC(density=1.0, nesterov=nesterov))):
-        parameter.grad = normal(2, 20, seed=step).mean(0)
+    world, total = SimulatedWorld(DGC(density=1.0, nesterov=nesterov), 2, 20), torch.zeros(20)
+    for step in range(6):
+        gradients = normal(2, 20, seed=step)
+        parameter.grad = gradients.mean(0)
         optimizer.step()
-        total += update
+        total += world.step(gradients)[0].to_dense()
         assert torch.allclose(parameter.detach(), -total, rtol=1e-5, atol=1e-6)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import pytest
@@ -12,10 +12,10 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from ok_topk_oracle import Oracle
-from tritoncomm import OkTopk, ProtocolMismatchError, SimulatedWorld, SparseVector, recipe
+from tritoncomm import OkTopk, ProtocolMismatchError, SimulatedWorld, recipe
 from tritoncomm.primitives.accumulator import Accumulator
 from tritoncomm.primitives.region_cuts import consensus_cuts, offsets, propose_cuts, widest
-from tritoncomm.scheduler.cost import HEADER_WORDS, WORD, Forecast
+from tritoncomm.scheduler.cost import HEADER_WORDS, WORD
 from tritoncomm.scheduler.rounds import Op
 from tritoncomm.scheduler.simulated import SimulatedScheduler
 from tritoncomm.step.exchange.feedback import ErrorFeedback
@@ -43,10 +43,10 @@ def report(world: SimulatedWorld) -> dict[str, float]:
     return world.workers[0].algorithm.report
 
 
-def after(recipe: OkTopk, world_size: int, numel: int, steps: int = 3) -> SimulatedWorld:
-    """Return a world that has taken some steps. The fourth step is the first that reuses thresholds."""
+def after(recipe: OkTopk, world_size: int, numel: int) -> SimulatedWorld:
+    """Return a world that has taken three steps. The fourth step is the first that reuses thresholds."""
     world = SimulatedWorld(recipe, world_size, numel)
-    for step in range(steps):
+    for step in range(3):
         world.step(heavy_tailed(world_size, numel, step))
     return world
 
@@ -228,15 +228,16 @@ def test_each_rank_selects_once(monkeypatch: pytest.MonkeyPatch) -> None:
         assert len(passes) == 6
 
 
-def test_reduction_overlaps_the_next_bucket() -> None:
-    """Every bucket is posted before the previous one is reduced."""
+@pytest.mark.parametrize("width", [1, 2, 4, 100])
+def test_reduction_overlaps_the_next_bucket(width: int) -> None:
+    """Every bucket is posted before the previous one is reduced. There are ceil(P/W) of them."""
     kinds: list[str] = []
 
     def watch(_: int, ops: Sequence[Op]) -> None:
         kinds.extend([type(ops[0]).__name__] if ops[0].phase == "split-and-reduce" else [])
 
-    SimulatedWorld(OkTopk(density=0.2, bucket_width=2), 7, 200).step(normal(7, 200), before_round=watch)
-    assert kinds == ["Round", *["Post", "Wait"] * (math.ceil(7 / 2) - 1)]
+    SimulatedWorld(OkTopk(density=0.2, bucket_width=width), 7, 200).step(normal(7, 200), before_round=watch)
+    assert kinds == ["Round", *["Post", "Wait"] * (math.ceil(7 / width) - 1)]
 
 
 def test_world_size_change_forces_reevaluation() -> None:
@@ -288,19 +289,14 @@ def test_what_does_not_fit_stays_in_the_residual(values: str) -> None:
         assert not left[low : low + room].any()
 
 
-def reuse_steps(world: SimulatedWorld, numbers: range) -> Iterator[tuple[list[Forecast], list[SparseVector]]]:
-    """Run steps, and yield the predicted traffic and the means of those that neither re-evaluate nor cut."""
-    for step in numbers:
-        predicted = world.predicted_traffic
-        means = world.step(heavy_tailed(len(world.workers), world.workers[0].algorithm.numel, step))
-        if not report(world)["reevaluated"] and not report(world)["repartitioned"]:
-            yield predicted, means
-
-
 def test_more_sums_than_the_cap() -> None:
     """If the owners send more sums than the global cap, the largest of them are delivered, on all ranks."""
     world = SimulatedWorld(OkTopk(density=0.05, static=True, local_cap=2.0, **SHORT), 4, 800)
-    counts = [(report(world)["candidates"], len(means[0])) for _, means in reuse_steps(world, range(24))]
+    counts = []
+    for step in range(24):
+        mean = world.step(heavy_tailed(4, 800, step))[0]
+        if not report(world)["reevaluated"] and not report(world)["repartitioned"]:
+            counts.append((report(world)["candidates"], len(mean)))
     assert all(delivered <= 40 for _, delivered in counts)
     trimmed = [delivered for candidates, delivered in counts if candidates > 40]
     assert len(trimmed) > 3

@@ -8,7 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from spardl_oracle import SparDLOracle, adapt
 from tritoncomm import ConfigurationError, SimulatedWorld, SparDL
-from tritoncomm.algorithms.spardl_teams import adapted, reduce_scatter_schedule
+from tritoncomm.algorithms.spardl_teams import adapted
 from tritoncomm.scheduler.cost import HEADER_WORDS, WORD
 
 import laws
@@ -112,24 +112,6 @@ def test_oracle(drawn: tuple[SparDL, laws.Case]) -> None:
         assert world.residuals.tolist() == oracle.residuals
         for used, (messages, words) in zip(world.traffic, oracle.sent, strict=True):
             assert used == (messages, WORD * (words + HEADER_WORDS * messages))
-
-
-@pytest.mark.parametrize("size", [*range(1, 70), 128, 255, 257])
-def test_reduce_scatter_schedule(size: int) -> None:
-    """Every worker ends with its own block, which holds each worker's contribution exactly once."""
-    schedule = reduce_scatter_schedule(size)
-    assert sum(count for _, count in schedule) == size - 1
-    holds = [{b: {w} for b in range(size)} for w in range(size)]
-    for distance, count in schedule:
-        moving = []
-        for w in range(size):
-            for i in range(count):
-                block = (w + distance + i) % size
-                moving.append(((w + distance) % size, block, holds[w].pop(block)))
-        for to, block, contributors in moving:
-            assert not holds[to][block] & contributors
-            holds[to][block] |= contributors
-    assert all(holds[w] == {w: set(range(size))} for w in range(size))
 
 
 def test_controller_trace() -> None:

@@ -13,7 +13,6 @@ import tempfile
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any
 
 import triton
 from compile_cases import find, launched_cases
@@ -60,9 +59,15 @@ def compiled_for(target: str) -> list[str]:
 
 
 @cache
-def compiled(name: str, target: str, *, fusion: bool = False) -> Compiled:
+def compiled(name: str, target: str) -> Compiled:
     """Compile one case for one target."""
-    result = assembly(name, target, fusion=fusion)
+    case = find(name)
+    arguments = case.kernel.arg_names
+    signature = {name: "constexpr" if name in case.constants else case.types[name] for name in arguments}
+    attributes = {(arguments.index(name),): [["tt.divisibility", 16]] for name in case.aligned}
+    source = ASTSource(case.kernel, signature=signature, constexprs=case.constants, attrs=attributes)
+    options = {"num_warps": case.warps, "enable_fp_fusion": False}
+    result = triton.compile(source, target=GPUTarget(*TARGETS[target]), options=options)
     if target.startswith("gfx"):
         text = result.asm["amdgcn"]
         spilled = sum(_number(text, key) for key in ("private_segment_fixed_size", "vgpr_spill_count"))
@@ -72,18 +77,6 @@ def compiled(name: str, target: str, *, fusion: bool = False) -> Compiled:
     found = re.search(r"STACK:(\d+)", usage)
     assert found, usage
     return Compiled(result.asm["ptx"], int(found[1]), cubin)
-
-
-@cache
-def assembly(name: str, target: str, *, fusion: bool = False) -> Any:
-    """Return what Triton makes of one case for one target: texts, machine code and metadata."""
-    case = find(name)
-    arguments = case.kernel.arg_names
-    signature = {name: "constexpr" if name in case.constants else case.types[name] for name in arguments}
-    attributes = {(arguments.index(name),): [["tt.divisibility", 16]] for name in case.aligned}
-    source = ASTSource(case.kernel, signature=signature, constexprs=case.constants, attrs=attributes)
-    options = {"num_warps": case.warps, "enable_fp_fusion": fusion}
-    return triton.compile(source, target=GPUTarget(*TARGETS[target]), options=options)
 
 
 def _cuobjdump(cubin: bytes, option: str) -> str:

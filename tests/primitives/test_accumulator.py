@@ -8,12 +8,13 @@ import pytest
 import torch
 from tritoncomm.primitives.accumulator import Accumulator
 
+from laws import normal
 from tritoncomm_kernels import Entries
 
 
-def random_accumulator(numel: int = 1000) -> tuple[Accumulator, torch.Tensor]:
+def random_accumulator() -> tuple[Accumulator, torch.Tensor]:
     """An accumulator of random values, and its sum."""
-    residual, gradient = torch.randn(2, numel, generator=torch.Generator().manual_seed(0))
+    residual, gradient = normal(2, 1000)
     return Accumulator(residual, gradient, torch.full_like(residual, math.nan)), residual + gradient
 
 
