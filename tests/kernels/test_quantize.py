@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
 from kernel_cases import DENSE_LEVELS
 
-from tritoncomm_kernels import quantize
+import tritoncomm_kernels as kernels
+from tritoncomm_kernels import dense_bits, quantize
 from tritoncomm_kernels.formats import DENSE_FORMATS, ENTRY_FORMATS, FORMATS, INDICES, SMALL_FORMATS
 from tritoncomm_kernels.section_layout import Layout
 from tritoncomm_kernels.sections import write_one
@@ -80,12 +83,6 @@ def test_every_format_is_listed_here() -> None:
     assert {name for name, levels in DENSE_LEVELS.items() if 0 in levels} == {*SMALL_FORMATS} - {"fp32"}
 
 
-@pytest.mark.parametrize("values", DENSE_LEVELS)
-def test_levels_of_dense_values(values: str) -> None:
-    """The levels are those of the format, literally."""
-    assert list(FORMATS[values].levels) == DENSE_LEVELS[values]
-
-
 @pytest.mark.parametrize("values", MENU)
 def test_reach_of_tables(values: str) -> None:
     """A table that fits best is taken if the largest ratio is at most 32 times its top level, and not above."""
@@ -138,6 +135,12 @@ def test_bits_of_a_scale(world_size: int) -> None:
     values = np.float32([world_size * 255 / 128])
     scale = np.float32(2 - 2.0 ** (1 - SCALE_BITS[world_size]))
     assert quantize.quantize(values, FORMATS["8bit"], world_size).header // 2**16 == int(scale.view(np.uint32)) // 2**16
+    # Also that of a mean of dense values, of which the other ranks have zeros: 4/3, rounded up.
+    fmt, own = FORMATS["2bit"], torch.full((dense_bits.BLOCK * world_size,), world_size * 4 * 4 / 3)
+    received = torch.zeros((world_size, dense_bits.words(dense_bits.BLOCK, fmt)), dtype=torch.int32)
+    mean = kernels.round_mean(received, own, 0, fmt).repeat(world_size, 1)
+    unit = 2 ** (SCALE_BITS[world_size] - 1)
+    assert dense_bits.scales_of(mean, own.numel(), fmt)[0].tolist() == [math.ceil(4 / 3 * unit) / unit]
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 7, 8, 9, 15, 31, 63, 64, 100, 127, 255, 500, 511, 1000, 1023, 1024])
