@@ -69,24 +69,14 @@ def steps_of(
         generator = torch.Generator().manual_seed(0)
         parameters = [nn.Parameter(drawn(shape, generator)) for shape in shapes]
         fields: dict[str, object] = {"values": values} if "values" in field_names(method) else {}
+        fields |= {"density": 0.05} if takes_density(method) else {}
         fields |= {"reduced_lr": True} if method == "random_block" else {}
         fields |= {"static": static} if static is not None else {}
-        algo: str | tritoncomm.Recipe = method
-        if node_size > 1:
-            recipe = tritoncomm.recipe(method, density=0.05, **fields)
-            algo, fields = tritoncomm.Hierarchical(recipe=recipe, node_size=node_size), {}
-        if limit is not None:
-            fields |= {"max_grad_norm": limit}
-        inner: torch.optim.Optimizer = torch.optim.AdamW(parameters, lr=1e-3)
-        optimizer = tritoncomm.wrap(
-            inner,
-            algo=algo,
-            density=0.05 if takes_density(method) and node_size == 1 else None,
-            small="8bit",
-            warmup_steps=warmup_steps,
-            dense_below=100,
-            **fields,
-        )
+        recipe = tritoncomm.recipe(method, **fields)
+        recipe = tritoncomm.Hierarchical(recipe=recipe, node_size=node_size) if node_size > 1 else recipe
+        inner = torch.optim.AdamW(parameters, lr=1e-3)
+        given = {"small": "8bit", "warmup_steps": warmup_steps, "dense_below": 100, "max_grad_norm": limit}
+        optimizer = tritoncomm.wrap(inner, recipe, **given)
         generator, gpu, found = torch.Generator().manual_seed(1 + rank), current_gpu(), []
         for number in range(steps):
             estimates = innermost(optimizer).state_dict().get("threshold") == 0

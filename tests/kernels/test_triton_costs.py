@@ -16,6 +16,7 @@ from unittest import mock
 import pytest
 import torch
 from kernel_cases import INTERPRETED, kernels_from
+from test_adam_flat import control_of, states_of
 from torch.utils._python_dispatch import TorchDispatchMode
 from tritoncomm.primitives.accumulator import Accumulator
 from tritoncomm.primitives.verdict import Verdict
@@ -87,11 +88,6 @@ def entries(count: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ``count`` ascending indices and their values."""
     chosen = torch.randperm(N, generator=torch.Generator().manual_seed(seed))[:count]
     return chosen.sort().values.to(torch.int32), vector(count, seed)
-
-
-def _control(**fields: Any) -> kernels.AdamControl:
-    settings = {"steps": 3, "learning_rate": 0.1, "betas": (0.9, 0.99), "epsilon": 1e-8, "max_catch_up": 20.0}
-    return kernels.AdamControl.of(**settings, device=torch.device("cpu"), **fields)
 
 
 def _rows() -> kernels.Entries:
@@ -227,13 +223,8 @@ def test_adam_costs_what_the_table_says(keep: float, half: bool, indices: torch.
     """Launches are equal, and the host reads nothing."""
     dtype = torch.bfloat16 if half else torch.float32
     parameters = [vector(n).to(dtype) for n in (40, 700)]
-    states = kernels.AdamStates(
-        *([torch.zeros_like(parameter) for parameter in parameters] for _ in range(2)),
-        [torch.zeros_like(parameter, dtype=torch.int32) for parameter in parameters],
-        [torch.tensor(1.0) for _ in parameters],
-    )
-    flat = kernel_costs.AdamFlat(parameters, states, [0, 40])
-    arguments = {"indices": indices, "control": _control(), "values": vector(740 if indices is None else 4)}
+    flat = kernel_costs.AdamFlat(parameters, states_of(parameters), [0, 40])
+    arguments = {"indices": indices, "control": control_of(), "values": vector(740 if indices is None else 4)}
     with kernels_from("triton"):
         flat.update(**arguments, keep=keep)
         with counting() as count:

@@ -87,15 +87,10 @@ def situations(draw: st.DrawFn) -> tuple[Section, list[int], torch.Tensor]:
     room = count + draw(st.sampled_from([0, 0, 1, 31, 40, 300]))
     generator = np.random.default_rng(draw(st.integers(0, 2**32)))
     indices = np.sort(generator.choice(span, count, replace=False)) + low
-    kind = draw(st.sampled_from(["bits", "denormal", *KINDS]))
-    if kind == "bits":
-        values = generator.integers(0, 2**32, count, dtype=np.uint32).view(np.float32)
-    elif kind == "denormal":
-        values = generator.normal(size=count) * 1e-41
-    else:
-        values = values_of(kind, count, draw(st.integers(0, 2**31 - 1))).numpy()
+    kind, scale = draw(st.sampled_from([("bits", 1), ("normal", 1e-41), *((kind, 1) for kind in KINDS)]))
+    values = values_of(kind, count, draw(st.integers(0, 2**31 - 1))).numpy()
     with np.errstate(all="ignore"):
-        signed = (values * generator.choice([-1.0, 1.0], count)).astype(np.float32)
+        signed = (scale * values * generator.choice([-1.0, 1.0], count)).astype(np.float32)
     signed = np.where(np.isfinite(signed) & (signed != 0), signed, np.float32(1.5)).astype(np.float32)
     divisor = draw(st.sampled_from([1, 1, 2, 3, 7, 8, 9, 64, 127, 1000]))
     packed_as = draw(st.sampled_from([True, "always", False]))
