@@ -93,15 +93,15 @@ def save(optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
             digests = {file.name: _digest(file) for file in own}
         told = agree.all_gather({"digests": digests}, group, device)
         files = {name: digest for own in told.values() for name, digest in own["digests"].items()}
-        if not (data / ".metadata").exists():
-            logger.warning(
-                "%s does not see what %s has written into %s: all ranks that load must find all files in one folder",
-                rank_text(own_rank()),
-                rank_text(global_ranks(group)[0]),
-                data,
-            )
         assert files, "torch.distributed.checkpoint has written no file with a name that is known"
         with agree.propagate_errors(group, device), _prefixed(failed):
+            if not (data / ".metadata").exists():
+                logger.warning(
+                    "%s does not see what %s has written into %s: ranks that load must find all files in one folder",
+                    rank_text(own_rank()),
+                    rank_text(global_ranks(group)[0]),
+                    data,
+                )
             if rank == 0:
                 _replace(folder / _POINTER, {"data": data.name, "optimizer": _kind(optimizer), "files": files})
     except (ConfigurationError, ConfigMismatchError):

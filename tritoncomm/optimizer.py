@@ -384,11 +384,12 @@ def check_free(optimizers: Iterable[torch.optim.Optimizer]) -> None:
                 f"optimizer is a {kind}, which is wrapped already, by itself or in a list: call step() of what wrap() "
                 "returned, or its flush() and release() to wrap with other settings"
             )
-        for inside in filter(is_wrapped, optimizers_inside(optimizer)):
-            raise ConfigurationError(
-                f"optimizer is a {kind}, and the {original_class(inside).__name__} inside it is wrapped already: step "
-                f"this {kind} as it is, or release() the one inside first"
-            )
+        for inside in optimizers_inside(optimizer):
+            if isinstance(inside, SparseOptimizer):
+                raise ConfigurationError(
+                    f"optimizer is a {kind}, and the {original_class(inside).__name__} inside it is wrapped already: "
+                    f"step this {kind} as it is, or release() the one inside first"
+                )
         if has_own_step(optimizer):
             raise ConfigurationError(
                 f"somebody has replaced step() of this one {kind}, which would not exchange: write a subclass with "

@@ -107,7 +107,10 @@ def test_accelerate_gan(rank, world_size, name):
 @ranks(1, 2, limit=200.0)
 @pytest.mark.parametrize("limit", [None, MAX_NORM])
 def test_accelerate_clips_what_is_not_wrapped(rank, world_size, limit):
-    """Gradients of another model, which DDP averages, are clipped together with those of the wrapped optimizer."""
+    """Gradients of another model, which DDP averages, are clipped together with those of the wrapped optimizer.
+
+    Where the exchange clips, they are clipped by themselves.
+    """
     accelerated, nets = accelerator(), [linear(), linear()]
     *models, optimizer, _ = accelerated.prepare(*nets, *(torch.optim.SGD(net.parameters(), lr=LR) for net in nets))
     wrap_prepared(accelerated, models[0], optimizer, algo="dense", small="fp32", max_grad_norm=limit)

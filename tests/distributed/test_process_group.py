@@ -386,7 +386,8 @@ WRONG = {
     "peer -1": Round("x", {}, {-1: 1}),
     "its own": Round("x", {0: torch.zeros(1, dtype=torch.int32)}, {0: 1, 1: 1}),
     "None, which is no operation: yield one of Round": None,
-    r"runs in \(0, 1\), and subgroups": InSubgroup("x", (0, 1), iter(())),
+    "one of Round, Post": InSubgroup("x", (0, 1), (each for each in [None])),
+    r"runs in \(0,\), and subgroups": InSubgroup("x", (0,), (each for each in [None])),
 }
 
 
@@ -399,4 +400,4 @@ def test_what_a_method_must_not_yield(rank, world_size, said):
         yield WRONG[said]
 
     with pytest.raises((tritoncomm.ExchangeError, tritoncomm.ProtocolMismatchError), match=said):
-        ProcessGroupScheduler(None).run(pattern())
+        ProcessGroupScheduler(None, subgroups=[(0, 1)]).run(pattern())

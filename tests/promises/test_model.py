@@ -385,3 +385,30 @@ def test_optimizer_around_a_wrapped_one_steps(rank, world_size):
     torch.testing.assert_close(flat(model.parameters()), (before - 0.5 * means) * 0.5)
     with pytest.raises(ConfigurationError, match="_Around, and the SGD inside it is wrapped already: step this"):
         sparse(around, model=model)
+
+
+@ranks(2)
+def test_optimizer_around_a_wrapped_one_of_some_parameters_cannot_step_others(rank, world_size):
+    """Nobody would exchange their gradients. One that was wrapped as a whole may be wrapped anew."""
+    model = DistributedDataParallel(net())
+    inside = sgd(model.module[2].parameters())
+    sparse(inside, model=model)
+    around = _Around(inside)
+    around.param_groups = [{"params": [*model.parameters()]}]
+    loss_of(model, rank).backward()
+    with pytest.raises(ConfigurationError, match=r"this _Around steps '0\.weight', and it is not wrapped"):
+        around.step()
+    inside = sgd(model.parameters())
+    for _ in range(2):
+        assert sparse(_Around(inside), model=model)
+
+
+@ranks(2)
+def test_buffers_that_ddp_broadcasts_are_no_warning(rank, world_size):
+    """They may differ in between, in each of several models."""
+    models = nn.ModuleList(DistributedDataParallel(nn.Sequential(net(), nn.BatchNorm1d(4))) for _ in range(2))
+    for model in models:
+        model(torch.randn(8, 8) + rank)
+    with log_lines() as lines:
+        sparse(sgd(models.parameters()), model=models)
+    assert not any("buffers" in line for line in lines)

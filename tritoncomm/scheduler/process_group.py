@@ -19,6 +19,7 @@ from tritoncomm.scheduler.meter import Meter
 from tritoncomm.scheduler.new_group import needs_all_ranks, new_group
 from tritoncomm.scheduler.ranks import global_ranks, members, name_of, own_rank, rank_text
 from tritoncomm.scheduler.rounds import (
+    OPERATIONS,
     AllGather,
     InSubgroup,
     Op,
@@ -330,6 +331,8 @@ class ProcessGroupScheduler:
         self._number += 1
         if self.watcher is not None:
             self.watcher.progress()
+        if op.__class__ not in OPERATIONS:
+            check_operation(op)
         span = Span(self.device, op.phase)
         try:
             return self._reply_to(op)
@@ -388,10 +391,8 @@ class ProcessGroupScheduler:
 
     def _failed(self, op: Op, error: BaseException) -> ExchangeError | ProtocolMismatchError:
         """Report ``error`` in ``op`` to the other ranks, collect their reports, and return the error to raise."""
-        try:
-            check_operation(op)
-        except TypeError as wrong:
-            op, error = _START, wrong
+        if op.__class__ not in OPERATIONS:
+            op = _START
         if self.watcher is not None:
             error = self.watcher.fail(error)
         place, at, details = self._place(op), [self.step, self._number], ""

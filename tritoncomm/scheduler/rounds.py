@@ -126,6 +126,7 @@ class Read:
 
 Collective = AllReduce | AllToAll | AllGather
 Op = Round | Post | Wait | InSubgroup | Collective | Read
+OPERATIONS: tuple[type, ...] = get_args(Op)
 # A pattern yields operations. It receives the reply to each (an Inbox, a Ticket, a tensor or a list), and returns a
 # result.
 Pattern = Generator[Op, Any, Result]
@@ -133,8 +134,8 @@ Pattern = Generator[Op, Any, Result]
 
 def check_operation(op: object) -> None:
     """Raise :class:`TypeError` unless ``op``, which a pattern has yielded, is an :data:`Op`."""
-    if not isinstance(op, Op):
-        kinds = ", ".join(each.__name__ for each in get_args(Op))
+    if op.__class__ not in OPERATIONS:
+        kinds = ", ".join(each.__name__ for each in OPERATIONS)
         raise TypeError(f"a pattern has yielded {op!r}, which is no operation: yield one of {kinds}")
 
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import tritoncomm
 from tritoncomm.algorithms import Recipe
@@ -17,7 +18,7 @@ from tritoncomm.amp import with_equal_scales
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.optimizer import SparseOptimizer, setup_of
 from tritoncomm.scheduler.process_group import is_distributed
-from tritoncomm.step.model.module import ddp_of, stays_local
+from tritoncomm.step.model.module import stays_local
 from tritoncomm.step.rules.step import gradients_of
 from tritoncomm.step.tensors.names import parameter_ids
 
@@ -44,14 +45,15 @@ def connect(
             f"optimizer is a {type(prepared).__name__}: pass the one that accelerator.prepare() returned"
         )
     if has_peers():
-        if not ddp_of(model):
+        several = [*model] if isinstance(model, nn.ModuleList) else [model]
+        if not all(isinstance(each, DistributedDataParallel) for each in several):
             raise ConfigurationError(
-                f"model is a {type(model).__name__}, not a DistributedDataParallel module: pass the one that "
-                "accelerator.prepare() returned, in a run without FSDP, DeepSpeed and torch.compile"
+                f"model is a {type(model).__name__}, not a DistributedDataParallel module or a ModuleList of several: "
+                "pass what accelerator.prepare() returned, in a run without FSDP, DeepSpeed and torch.compile"
             )
-        inside, held = [*model.modules()], parameter_ids(prepared)
-        others = [each for each in accelerator._models if all(each is not module for module in inside)]  # noqa: SLF001
-        if any(id(parameter) in held for other in others for parameter in other.parameters()):
+        others = parameter_ids(prepared).difference(map(id, model.parameters()))
+        every = accelerator._models  # noqa: SLF001 - no public attribute has them
+        if any(id(parameter) in others for each in every for parameter in each.parameters()):
             raise ConfigurationError(
                 "optimizer holds parameters of another prepared model, whose gradients DDP would average densely: pass "
                 "all of its models, as model=torch.nn.ModuleList([first, second])"
@@ -109,8 +111,11 @@ def _average_before_clipping(accelerator: Accelerator) -> None:
         local = {key for each in averaged for key in setup_of(each).parameters.ignored}
         local |= {id(each) for each in chosen if stays_local(each)}
         if all(setup_of(each).options.max_grad_norm is not None for each in averaged):  # the exchange clips
-            rest = nn.utils.clip_grad_norm_([each for each in chosen if id(each) not in held | local], max_norm)
-            return torch.linalg.vector_norm(torch.stack([_norm_of_means(averaged), rest]))
+            norm, rest = _norm_of_means(averaged), [each for each in chosen if id(each) not in held | local]
+            if not rest:
+                return norm
+            other = nn.utils.clip_grad_norm_(rest, max_norm, norm_type).to(norm.device)
+            return torch.linalg.vector_norm(torch.stack([norm, other]))
         return nn.utils.clip_grad_norm_(
             [each for each in chosen if id(each) in held or id(each) not in local], max_norm, norm_type
         )

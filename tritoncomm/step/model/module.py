@@ -61,7 +61,7 @@ def group_of(model: nn.Module | None, group: dist.ProcessGroup | None) -> dist.P
     Raises:
         ConfigurationError: ``group`` is not the one of these modules, or they have several.
     """
-    for module in ddp_of(model):
+    for module in _ddp_of(model):
         if group is not None and group is not module.process_group:
             raise ConfigurationError(
                 "process_group is not the one of the model: leave it out, and use the same group in every "
@@ -71,7 +71,7 @@ def group_of(model: nn.Module | None, group: dist.ProcessGroup | None) -> dist.P
     return group
 
 
-def ddp_of(model: nn.Module | None) -> list[DistributedDataParallel]:
+def _ddp_of(model: nn.Module | None) -> list[DistributedDataParallel]:
     """Return the DDP modules in ``model``, which may be a container."""
     return [] if model is None else [each for each in model.modules() if isinstance(each, DistributedDataParallel)]
 
@@ -89,7 +89,7 @@ def ignored_ids(model: nn.Module | None) -> Collection[int]:
 
     These are the ids of those that still exist: the id of one that is gone may be given to another.
     """
-    ignored = (each for module in ddp_of(model) for each in ignored_by(module))
+    ignored = (each for module in _ddp_of(model) for each in ignored_by(module))
     return weakref.WeakValueDictionary((id(each), each) for each in ignored)
 
 
@@ -115,8 +115,9 @@ def rest_of(model: nn.Module | None, optimizer: torch.optim.Optimizer) -> tuple[
     def chosen(named: Iterable[tuple[str, torch.Tensor]]) -> Named:
         return [(each, name) for name, each in named if id(each) not in left_out and has_bits(each)]
 
-    broadcast = getattr(model, "broadcast_buffers", False) and model is not inner
-    return chosen(inner.named_parameters()), [] if broadcast else chosen(inner.named_buffers())
+    broadcast = {id(each) for module in _ddp_of(model) if module.broadcast_buffers for each in module.buffers()}
+    buffers = [(each, name) for each, name in chosen(inner.named_buffers()) if id(each) not in broadcast]
+    return chosen(inner.named_parameters()), buffers
 
 
 def compare_buffers(
@@ -148,7 +149,7 @@ def check_model(model: nn.Module | None) -> None:
 
     The group in which its shards are exchanged is checked with the parameters that the optimizer holds.
     """
-    found = ddp_of(model)
+    found = _ddp_of(model)
     for module in found:
         _check_hooks(module)
     if model is not None and not found:
@@ -176,7 +177,7 @@ def keep_gradients_local(model: nn.Module | None) -> None:
     Raises:
         ConfigurationError: A module has another communication hook.
     """
-    for module in ddp_of(model):
+    for module in _ddp_of(model):
         if module in _local:
             continue
         if not let_average_nothing(module):
@@ -201,12 +202,14 @@ _guards: list[RemovableHandle] = []  # the hook of all optimizers, once a module
 def check_not_stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """Raise if ``optimizer`` steps local gradients by itself. A wrapped one, and what it consists of, may step.
 
-    So may one that has a wrapped one inside. A part of a wrapped list has a hook of its own, which raises next.
+    So may one with a wrapped one of the same parameters inside. A part of a wrapped list has a hook of its own, which
+    raises next.
     """
     if is_stepping() or is_wrapped(optimizer) or creates_state(optimizer):
         return
     for parameter in (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None):
-        if stays_local(parameter) and not any(map(is_wrapped, optimizers_inside(optimizer))):
+        inside = filter(is_wrapped, optimizers_inside(optimizer))
+        if stays_local(parameter) and not any(id(parameter) in parameter_ids(each) for each in inside):
             name = _names[parameter][0]
             raise ConfigurationError(
                 f"this {type(optimizer).__name__} steps {name!r}, and it is not wrapped. DDP averages no gradients of "

@@ -215,7 +215,7 @@ def part(parameter: Any) -> str:
         return ""
     mesh = parameter.device_mesh
     return ", ".join(
-        f"{placement} {number} of {mesh.size(dimension)}"
-        for dimension, (placement, number) in enumerate(zip(parameter.placements, mesh.get_coordinate(), strict=True))
-        if not placement.is_replicate()
+        f"dimension {placement.dim} ({getattr(placement, 'split_factor', 1)}): {number} of {size}"
+        for placement, number, size in zip(parameter.placements, mesh.get_coordinate(), mesh.shape, strict=True)
+        if size > 1 and not placement.is_replicate()
     )
