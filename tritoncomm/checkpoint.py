@@ -409,7 +409,8 @@ def _content(optimizer: SparseOptimizer, *, whole: bool = False) -> dict[str, An
     own = numbers_of_own(setup)
     inner = {number: each for number, each in states_of(state).items() if whole or number in own}
     parameters = setup.scope.parameters
-    rest, replica, common = split(exchanged, inner, own, held)
+    sharded = [number for number, each in enumerate(_parameters(optimizer)) if hasattr(each, "device_mesh")]
+    rest, replica, common = split(exchanged, inner, own, sharded, held)
     rest["optimizer"] = {key: value for key, value in state.items() if whole and key != "state"}
     names = key_of_replica(parameters), key_of_common(setup.everybody)
     return {held.key: packed(rest), names[0]: replica, names[1]: common}
@@ -451,6 +452,6 @@ def _read(optimizer: SparseOptimizer, saved: Saved | None, content: Mapping[str,
             state = saved.resharded(rests, content, held, _parameters(optimizer))
         else:
             raise ConfigurationError(f"this checkpoint was saved with another sharding: {HINT}")
-        inner, others, _ = (state.pop(field) for field in ("inner", "optimizer", "held"))
+        inner, others, *_ = (state.pop(field) for field in ("inner", "optimizer", "held", "sharded"))
         keys = keys_of(others) if others else range(len(_parameters(optimizer)))
         return {**others, "state": {keys[number]: each for number, each in inner.items()}, "tritoncomm": state}

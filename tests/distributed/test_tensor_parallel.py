@@ -274,3 +274,43 @@ def test_partial_gradients(rank, world_size, placement):
             optimizer.step()
         ends.append(flat([whole]))
     assert torch.equal(*ends)
+
+
+class OfRows(torch.optim.Optimizer):
+    """Keeps a mean square of each row, as Adafactor does, which a shard of the rows has of its own."""
+
+    @torch.no_grad()
+    def step(self, closure=None) -> None:
+        """Take the step."""
+        for group in self.param_groups:
+            for p in group["params"]:
+                square = p.grad.square().mean(-1, keepdim=True)
+                self.state[p]["square"] = self.state[p].get("square", 0.0) + square
+                p.sub_(group["lr"] * p.grad / (self.state[p]["square"].sqrt() + 1e-3))
+
+
+def squares(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Return the state of all rows of each parameter."""
+    found = [optimizer.state[p]["square"] for p in optimizer.param_groups[0]["params"]]
+    return [each.full_tensor() if isinstance(each, DTensor) else each for each in found]
+
+
+@ranks(4)
+def test_states_of_rows_on_another_mesh(rank, world_size, tmp_path):
+    """A parameter that tensor parallelism leaves whole is sharded by FSDP2, and so are the states of its rows."""
+    grid = tensor_grid()
+    model = Embedded()
+    parallelize_module(model.block, grid["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    given = {"algo": "dense", "small": "fp32", "process_group": grid["data"].get_group()}
+    optimizer = tritoncomm.wrap(OfRows(model.parameters(), {"lr": 0.01}), model=model, **given)
+    tokens = torch.randint(64, (8,), generator=torch.Generator().manual_seed(grid["data"].get_local_rank()))
+    model(tokens).square().mean().backward()
+    optimizer.step()
+    checkpoint.save(optimizer, tmp_path)
+    other = fully_shard(Embedded(), mesh=grid["tensor"])
+    resumed = tritoncomm.wrap(OfRows(other.parameters(), {"lr": 0.01}), model=other, **given)
+    checkpoint.load(resumed, tmp_path)
+    for loaded, saved in zip(squares(resumed), squares(optimizer), strict=True):
+        assert torch.equal(loaded, saved)
+    other(tokens).square().mean().backward()
+    resumed.step()

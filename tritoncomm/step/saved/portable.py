@@ -82,20 +82,22 @@ def split(
     state: Mapping[str, Any],
     inner: Mapping[int, Any],
     own: Collection[int],
+    sharded: Collection[int],
     here: Held,
 ) -> tuple[dict[str, Any], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Return what belongs to this rank alone, the tensors of its replica, and those of all replicas, by name.
 
-    :func:`restored` returns the state again, with ``inner`` and ``held`` as further fields.
+    :func:`restored` returns the state again, with ``inner``, ``held`` and ``sharded`` as further fields.
 
     Args:
         state: What :func:`tritoncomm.step.saved.state.saved` has returned, not between two exchanges of updates.
         inner: States of parameters in the optimizer, by number.
         own: The numbers of parameters whose states differ between replicas.
+        sharded: The numbers of parameters that are DTensors.
         here: What this rank holds of the model.
     """
     replica, common = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
-    rest: dict[str, Any] = {**state, "held": list(here)}
+    rest: dict[str, Any] = {**state, "held": list(here), "sharded": sorted(sharded)}
     rest["residuals"] = _taken_apart(state["residuals"], "residuals", replica)
     rest["last"] = _taken_apart(state["last"], "last", common)
     if state["local"] is not None:
@@ -147,7 +149,7 @@ def joined(
 def restored(
     rest: Mapping[str, Any], tensors: Tensors, every: Sequence[torch.Tensor], *, as_before: bool
 ) -> dict[str, Any]:
-    """Return the state of a rank, with the fields ``inner`` and ``held``.
+    """Return the state of a rank, with the fields ``inner``, ``held`` and ``sharded``.
 
     Args:
         rest: What :func:`split` has returned first.
@@ -155,9 +157,12 @@ def restored(
         every: All parameters of the optimizer.
         as_before: Whether this rank holds of the model what it held at the save. States are then split as they were.
     """
-    had_shards = any(Held(*rest["held"]).shards)
     inner = {
-        number: joined(each, tensors, partial(_placed, every[number], as_before=as_before, had_shards=had_shards))
+        number: joined(
+            each,
+            tensors,
+            partial(_placed, every[number], as_before=as_before, had_shards=number in rest["sharded"]),
+        )
         for number, each in rest["inner"].items()
     }
     return {**joined({**rest, "inner": {}}, tensors), "inner": inner}
