@@ -126,7 +126,7 @@ class SparseOptimizer(torch.optim.Optimizer):
             stepper.late_backward.watch(setup.scope.parameters)
 
     def merge(self) -> None:
-        """Exchange what local steps have changed now, on all ranks alike, however many there were.
+        """Exchange what local steps have changed now, on all ranks alike, after equally many steps on each.
 
         Call it at the end of training, and after an exchange that has failed. Without local steps since the last
         exchange, nothing happens.

@@ -118,7 +118,9 @@ def test_what_fails_in_a_group(rank, world_size):
 
 
 @ranks(4, limit=30)
-@pytest.mark.parametrize("fault", ["it is held already", "lr", "memory", "memory of residuals", "a hook"])
+@pytest.mark.parametrize(
+    "fault", ["it is held already", "lr", "memory", "memory of residuals", "memory of a text", "a hook"]
+)
 def test_add_param_group(rank, world_size, fault):
     """A group that one rank cannot add, or adds with other options, is added nowhere. Training goes on."""
     over = mesh()
@@ -143,6 +145,8 @@ def test_add_param_group(rank, world_size, fault):
             patch.setattr(NUMBERS, out_of_memory)
         if fault == "memory of residuals" and rank == 1:
             patch.setattr("tritoncomm.step.saved.state.carry_over", out_of_memory)
+        if fault == "memory of a text" and rank == 1:
+            patch.setattr("tritoncomm.step.setup.settings_of", out_of_memory)
         said = {"it is held already": "some parameters appear in more than one", "lr": "lr of parameter group 1"}
         said["a hook"] = r"call zero_grad\(\) before add_param_group"
         fails(lambda: optimizer.add_param_group(dict(new)), said.get(fault, "out of memory"))

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import tritoncomm
-from kit import equal_on_all_ranks, flat, gradient, sgd, sparse, take, weight
+from kit import equal_on_all_ranks, flat, gradient, sgd, sparse, take, total, weight
 from tritoncomm import ExchangeError, ExchangeTimeoutError, PeerLostError, ProtocolMismatchError
 
 from ranks import ranks
@@ -165,3 +165,19 @@ def test_exchange_of_updates_is_repeated_after_a_loss(rank, world_size):
     optimizer.flush()
     whole = 2 * (gradient(64, 0, 0) + gradient(64, 1, 0)) / 2
     assert torch.allclose(flat([p]), -whole, atol=1e-3)
+
+
+@ranks(2)
+def test_step_that_a_rank_holds_back_is_taken_by_a_reset(rank, world_size):
+    """All have synchronized, and one was interrupted before it stepped: it has the mean, and applies it now."""
+    p = weight(64)
+    optimizer = sparse(sgd([p]))
+    take(optimizer, [p], rank, range(2), world_size)
+    p.grad = gradient(64, rank, 2, world_size)
+    optimizer.synchronize()
+    if rank == 0:
+        optimizer.step()
+    assert optimizer.reset_process_group(dist.new_group()) == (rank == 1)
+    assert equal_on_all_ranks([p])
+    optimizer.flush()
+    assert torch.equal(flat([p]), -total(64, range(3), world_size))

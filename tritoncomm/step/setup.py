@@ -165,16 +165,15 @@ class Setup:
         """Add the same parameter group on all ranks. Residuals are kept. If this raises, nothing has changed."""
         before, local_steps, options = len(self.optimizer.param_groups), self.local, self.scope.options
         try:
-            with self._extending():
-                with agree.propagate_errors(self.everybody, self.device):
-                    self.check_no_pending_step("add_param_group()")
-                    original_class(self.optimizer).add_param_group(self.optimizer, param_group)
-                    if local_steps is not None:
-                        local_steps.add_new_parameters()
-                    options.recipe.check_optimizer(self.optimizer)
-                    self.steps.check()
-                    scope = self._build(options.recipe, options.group, self.scope)
-                    exchange_state.extend(self.exchange, scope)
+            with self._extending(), agree.propagate_errors(self.everybody, self.device):
+                self.check_no_pending_step("add_param_group()")
+                original_class(self.optimizer).add_param_group(self.optimizer, param_group)
+                if local_steps is not None:
+                    local_steps.add_new_parameters()
+                options.recipe.check_optimizer(self.optimizer)
+                self.steps.check()
+                scope = self._build(options.recipe, options.group, self.scope)
+                exchange_state.extend(self.exchange, scope)
                 self._compare(scope, options.recipe, scope.everybody, steps_alone=local_steps is not None)
                 scope.agree_on_exchange_id(scope.everybody)
                 agree.compare({"parameter group": "is added"}, scope.everybody, self.device)

@@ -322,9 +322,11 @@ class Stepper:
             gathered = agree.all_gather(own, process_group, self.setup.device)
             told = {of["steps"]: of["absent"] for of in gathered.values()}
             some_have = len(told) > 1 or any(of["caught up"] for of in gathered.values())
-            if exchange.state is State.SUSPENDED and exchange.steps + 1 == max(told):
+            holds = exchange.state is State.SUSPENDED or (exchange.state is State.READY and exchange.pending.parts)
+            if holds and exchange.steps + 1 == max(told):
                 exchange.presence.set(exchange.scope.parameters, told[max(told)])
-                exchange.catch_up()
+                if exchange.state is State.SUSPENDED:
+                    exchange.catch_up()
                 ignored.prepare(self.setup.steps.ignored, exchange.pending.scale)
                 before = exchange.steps
                 try:
