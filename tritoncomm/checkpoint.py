@@ -95,13 +95,7 @@ def save(optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
         files = {name: digest for own in told.values() for name, digest in own["digests"].items()}
         assert files, "torch.distributed.checkpoint has written no file with a name that is known"
         with agree.propagate_errors(group, device), _prefixed(failed):
-            if not (data / ".metadata").exists():
-                logger.warning(
-                    "%s does not see what %s has written into %s: ranks that load must find all files in one folder",
-                    rank_text(own_rank()),
-                    rank_text(global_ranks(group)[0]),
-                    data,
-                )
+            _warn_if_not_shared(data, group)
             if rank == 0:
                 _replace(folder / _POINTER, {"data": data.name, "optimizer": _kind(optimizer), "files": files})
     except (ConfigurationError, ConfigMismatchError):
@@ -114,6 +108,14 @@ def save(optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
             _remove_earlier(folder, data, group)
     agree.compare({"checkpoint": data.name}, group, device)
     _saved_into[folder.resolve()] = weakref.ref(optimizer)
+
+
+def _warn_if_not_shared(data: Path, group: dist.ProcessGroup | None) -> None:
+    """Log a warning if this rank does not see in ``data`` what the first rank of ``group`` has written."""
+    if not (data / ".metadata").exists():
+        first = rank_text(global_ranks(group)[0])
+        text = "%s does not see what %s has written into %s: ranks that load must find all files in one folder"
+        logger.warning(text, rank_text(own_rank()), first, data)
 
 
 def _remove_earlier(folder: Path, data: Path, group: dist.ProcessGroup | None) -> None:

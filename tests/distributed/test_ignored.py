@@ -221,15 +221,24 @@ def test_saved_experts(rank, world_size, kind):
     assert equal(run.common)
 
 
+def interrupted(*_):
+    """Fail before the update, and keep the mean."""
+    raise RuntimeError("a hook")
+
+
 @ranks(2)
-def test_experts_that_catch_up(rank, world_size):
-    """A rank that applies a step later, because it could not confirm it, divides its experts' gradients once, too."""
+@pytest.mark.parametrize("why", ["not confirmed", "a hook"])
+def test_experts_that_catch_up(rank, world_size, why):
+    """A rank that applies a step later, as it could not confirm it or a hook failed, divides gradients once, too."""
     run = Experts(rank, "SGD", **SPARSE)
     scaler = tritoncomm.amp.GradScaler("cpu", init_scale=1024.0)
     run.backward(0, scaler.scale(torch.ones(())).item())
     run.bare.step()
-    with unconfirmed(run.optimizer) if rank == 1 else nullcontext():
+    hook = run.optimizer.register_step_pre_hook(interrupted if (rank, why) == (1, "a hook") else lambda *_: None)
+    expected = pytest.raises(RuntimeError, match="a hook") if why == "a hook" else unconfirmed(run.optimizer)
+    with expected if rank == 1 else nullcontext():
         scaler.step(run.optimizer)
+    hook.remove()
     assert everywhere(run.optimizer.reset_process_group(model=run.model)) == [False, True]
     run.check()
 

@@ -30,7 +30,7 @@ from tritoncomm.scheduler.rounds import (
     Round,
     Ticket,
     Wait,
-    check_operation,
+    no_operation,
     round_of,
     traffic,
 )
@@ -332,7 +332,7 @@ class ProcessGroupScheduler:
         if self.watcher is not None:
             self.watcher.progress()
         if op.__class__ not in OPERATIONS:
-            check_operation(op)
+            raise no_operation(op)
         span = Span(self.device, op.phase)
         try:
             return self._reply_to(op)

@@ -132,11 +132,10 @@ OPERATIONS: tuple[type, ...] = get_args(Op)
 Pattern = Generator[Op, Any, Result]
 
 
-def check_operation(op: object) -> None:
-    """Raise :class:`TypeError` unless ``op``, which a pattern has yielded, is an :data:`Op`."""
-    if op.__class__ not in OPERATIONS:
-        kinds = ", ".join(each.__name__ for each in OPERATIONS)
-        raise TypeError(f"a pattern has yielded {op!r}, which is no operation: yield one of {kinds}")
+def no_operation(op: object) -> TypeError:
+    """Return the error for ``op``, which a pattern has yielded, and whose class is none of :data:`OPERATIONS`."""
+    kinds = ", ".join(each.__name__ for each in OPERATIONS)
+    return TypeError(f"a pattern has yielded {op!r}, which is no operation: yield one of {kinds}")
 
 
 def round_of(op: Op) -> Round:

@@ -19,6 +19,7 @@ from tritoncomm.scheduler.faults import Faults
 from tritoncomm.scheduler.meter import Meter
 from tritoncomm.scheduler.ranks import members, named, rank_text
 from tritoncomm.scheduler.rounds import (
+    OPERATIONS,
     AllGather,
     AllToAll,
     Inbox,
@@ -31,7 +32,7 @@ from tritoncomm.scheduler.rounds import (
     Round,
     Ticket,
     Wait,
-    check_operation,
+    no_operation,
     traffic,
 )
 
@@ -112,11 +113,11 @@ class SimulatedScheduler:
             reply = replies[rank]
             try:
                 ops[rank] = pattern.throw(reply.error) if isinstance(reply, _Raised) else pattern.send(reply)
-                check_operation(ops[rank])
             except StopIteration as stop:
                 results[rank] = stop.value
             except Exception as error:  # advance the other ranks, too, before one error is raised
                 self.raised[rank] = error
+        self.raised |= {rank: no_operation(op) for rank, op in ops.items() if op.__class__ not in OPERATIONS}
         if self.raised:
             raise self.raised[min(self.raised)]
         return ops, results

@@ -327,7 +327,7 @@ class Stepper:
                 exchange.presence.set(exchange.scope.parameters, told[max(told)])
                 if exchange.state is State.SUSPENDED:
                     exchange.catch_up()
-                ignored.prepare(self.setup.steps.ignored, exchange.pending.scale)
+                    ignored.prepare(self.setup.steps.ignored, exchange.pending.scale)
                 before = exchange.steps
                 try:
                     self._apply()

@@ -106,19 +106,17 @@ def _average_before_clipping(accelerator: Accelerator) -> None:
         averaged = _average(accelerator, chosen)
         if not averaged:
             return clip_norm(chosen, max_norm, norm_type)
-        # Of an anchor, its owner. Other gradients that are local would make norms differ between ranks.
-        held = {id(owner) for each in averaged for owner in setup_of(each).scope.owners.values()}
-        local = {key for each in averaged for key in setup_of(each).parameters.ignored}
-        local |= {id(each) for each in chosen if stays_local(each)}
-        if all(setup_of(each).options.max_grad_norm is not None for each in averaged):  # the exchange clips
-            norm, rest = _norm_of_means(averaged), [each for each in chosen if id(each) not in held | local]
-            if not rest:
-                return norm
-            other = nn.utils.clip_grad_norm_(rest, max_norm, norm_type).to(norm.device)
-            return torch.linalg.vector_norm(torch.stack([norm, other]))
-        return nn.utils.clip_grad_norm_(
-            [each for each in chosen if id(each) in held or id(each) not in local], max_norm, norm_type
-        )
+        held = {id(owner) for each in averaged for owner in setup_of(each).scope.owners.values()}  # of an anchor
+        ignored = {key for each in averaged for key in setup_of(each).parameters.ignored}
+        # Other gradients that are local would make norms differ between ranks.
+        chosen = [each for each in chosen if id(each) in held or not (id(each) in ignored or stays_local(each))]
+        if any(setup_of(each).options.max_grad_norm is None for each in averaged):
+            return nn.utils.clip_grad_norm_(chosen, max_norm, norm_type)
+        norm, rest = _norm_of_means(averaged), [each for each in chosen if id(each) not in held]  # the exchange clips
+        if not rest:
+            return norm
+        other = nn.utils.clip_grad_norm_(rest, max_norm, norm_type).to(norm.device)
+        return torch.linalg.vector_norm(torch.stack([norm, other]))
 
     def clip_grad_value_(parameters: Any, value: float) -> None:
         chosen = _listed(parameters)

@@ -207,9 +207,9 @@ def check_not_stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """
     if is_stepping() or is_wrapped(optimizer) or creates_state(optimizer):
         return
+    exchanged = [parameter_ids(each) for each in optimizers_inside(optimizer) if is_wrapped(each)]
     for parameter in (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None):
-        inside = filter(is_wrapped, optimizers_inside(optimizer))
-        if stays_local(parameter) and not any(id(parameter) in parameter_ids(each) for each in inside):
+        if stays_local(parameter) and not any(id(parameter) in held for held in exchanged):
             name = _names[parameter][0]
             raise ConfigurationError(
                 f"this {type(optimizer).__name__} steps {name!r}, and it is not wrapped. DDP averages no gradients of "

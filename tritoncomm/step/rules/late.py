@@ -211,13 +211,11 @@ class LateRule(AwareStep):
         tau = (steps - at["last"]).clamp_(min=1).float()
         held = {name: _wide(value) for name, value in at.items() if name not in ("parameter", "last")}
         direction, new = self.advance(group, held, given / tau, tau)
-        if {"direction": direction.shape, **{name: each.shape for name, each in new.items()}} != dict.fromkeys(
-            ("direction", *self.held), tau.shape
-        ):
-            shapes = {name: tuple(each.shape) for name, each in new.items()}
+        shapes = [direction.shape, *(new[name].shape for name in self.held if name in new)]
+        if shapes != [tau.shape] * (1 + len(self.held)):
             raise ConfigurationError(
-                f"{type(self).__name__}.advance() has returned a direction of shape {tuple(direction.shape)} and "
-                f"{shapes}: return a direction and {self.held}, each of shape {tuple(tau.shape)}"
+                f"{type(self).__name__}.advance() has returned shapes {[*map(tuple, shapes)]} of a direction and of "
+                f"{[*new]}: return a direction, and a dict of {[*self.held]}, each of shape {tuple(tau.shape)}"
             )
         factor = tau if self.is_proportional else torch.minimum(tau, MAX_SQRT_STALENESS * tau.sqrt())
         factor = factor.clamp(max=self._late.limit(is_proportional=self.is_proportional))

@@ -331,7 +331,7 @@ def for_this_rank(state_dict: dict[str, Any], scope: Scope, *, reset: bool) -> d
     is_own, keeps = saved is None, False
     if saved is not None:
         check(saved, **({} if _is_converted(saved) else {"shards": _shards(scope)}))
-        keeps = not reset and any(bool(local(part).any()) for part in saved["residuals"])
+        keeps = not reset and any(bool(local(each).any()) for each in saved["residuals"])
         is_own = _is_converted(saved) or (not reset and (keeps or (saved["rank"], saved["world_size"]) == (rank, size)))
     told = agree.all_gather({"is own": is_own}, scope.everybody)
     if saved is None or _is_converted(saved) or all(fields["is own"] for fields in told.values()):
